@@ -1,0 +1,29 @@
+"""KV-cache compression for mlx-lm: long prompts, small caches, the same answers."""
+
+from . import cache
+from .cache import SnapKVCache
+from .capture import patch_for_snapkv, unpatch_snapkv
+from .compress import compress_prompt_cache
+from .errors import SnapKVError
+from .generate import generate, generate_step, stream_generate
+from .policies import SnapKV
+from .prefill import prefill
+from .report import CompressionReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompressionReport",
+    "SnapKV",
+    "SnapKVCache",
+    "SnapKVError",
+    "compress_prompt_cache",
+    "generate",
+    "generate_step",
+    "patch_for_snapkv",
+    "prefill",
+    "stream_generate",
+    "unpatch_snapkv",
+]
+
+cache.register()

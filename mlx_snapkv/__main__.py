@@ -1,0 +1,3 @@
+from mlx_snapkv.cli.app import main
+
+main()

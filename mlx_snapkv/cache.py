@@ -1,0 +1,193 @@
+"""The decoding cache of a compressed prompt."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_cache
+
+from .errors import SnapKVError, TrimError
+
+
+class SnapKVCache(mlx_cache._BaseCache):
+    """A KV cache of fixed shape: rows that stay for good, and a recent window that slides.
+
+        [0 : n_pin)            pinned: sink and voted middle, never evicted
+        [n_pin : n_keep)       recent window; a decoded token overwrites the oldest row (a ring)
+
+    Keys keep the rotation of their original position; `offset` is the logical position of the next
+    token, whatever the number of rows. Decoding one token writes one row in place. An update of `L > 1`
+    tokens (a follow-up turn, a speculative check) is exactly `L` updates of one: the rows are laid out in
+    order, `[pinned | newest n_window - 1 | L new]`, and `make_mask` hides from each token what would have
+    been evicted by then. Rows over the window are dropped at the start of the next update, so the tokens
+    of the last one can be trimmed again exactly.
+
+    Args:
+        keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` rows in order of position, with `n <= n_window`.
+        positions: uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned rows.
+        offset: position of the next token; the window's rows are the `n` tokens before it.
+        n_window: rows the window may hold, at least 1.
+
+    Raises:
+        SnapKVError: the shapes disagree, or `n_window < 1`.
+    """
+
+    def __init__(
+        self, keys: mx.array, values: mx.array, positions: mx.array, *, offset: int, n_window: int
+    ):
+        n_pin, rows = positions.shape[-1], keys.shape[2]
+        if n_window < 1:
+            raise SnapKVError(f"n_window must be at least 1, got {n_window}")
+        if not n_pin <= rows <= n_pin + n_window or values.shape[2] != rows:
+            raise SnapKVError(
+                f"{rows} keys and {values.shape[2]} values don't hold {n_pin} pinned rows "
+                f"and a window of at most {n_window}"
+            )
+        if offset < rows:
+            raise SnapKVError(f"offset must be at least the {rows} rows kept, got {offset}")
+        self.keys = keys
+        self.values = values
+        self._pinned_positions = positions.astype(mx.uint32)
+        self.offset = offset
+        self.n_pin = n_pin
+        self.n_window = n_window
+        self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest token
+        self._trimmable = 0  # tokens of the last update that can still be taken back
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the rows the attention is to see."""
+        L = keys.shape[2]
+        if L == 1 and self._window_rows() == self.n_window:
+            row = self.n_pin + self._oldest
+            self.keys[..., row : row + 1, :] = keys
+            self.values[..., row : row + 1, :] = values
+            self._oldest = (self._oldest + 1) % self.n_window
+        else:
+            self._keep_newest(self.n_window - 1)
+            self.keys = mx.concatenate([self.keys, keys], axis=2)
+            self.values = mx.concatenate([self.values, values], axis=2)
+        self.offset += L
+        self._trimmable = L
+        return self.keys, self.values
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.
+
+        With `p` pinned rows, a window of `w` and `m` rows kept in it, token `i` sees the rows `r < p` and
+        `p + m + i - w < r <= p + m + i`.
+        """
+        if window_size is not None:
+            raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
+        if N == 1:
+            return None
+        p, w = self.n_pin, self.n_window
+        m = min(self._window_rows(), w - 1)
+        if m + N <= w and not return_array:
+            return "causal"
+        newest = p + m + mx.arange(N)[:, None]
+        rows = mx.arange(p + m + N)[None]
+        return (rows < p) | ((newest - w < rows) & (rows <= newest))
+
+    def _window_rows(self) -> int:
+        return self.keys.shape[2] - self.n_pin
+
+    def _keep_newest(self, n: int, *, before: int = 0) -> None:
+        """Lay the rows out in order: the pinned ones, then the newest `n` that precede the last `before`."""
+        have = self._window_rows()
+        stop = have - before
+        start = max(0, stop - n)
+        if self._oldest == 0 and start == 0 and before == 0:
+            return
+        pieces = _ring_slices(start, stop, self._oldest, have)
+        self.keys = _take(self.keys, self.n_pin, pieces)
+        self.values = _take(self.values, self.n_pin, pieces)
+        self._oldest = 0
+
+    @property
+    def positions(self) -> mx.array:
+        """uint32 `(B, n_kv_heads, n_keep)`: the original position of every physical row."""
+        n = self._window_rows()
+        age = (mx.arange(n) - self._oldest) % max(n, 1)
+        window = (self.offset - n + age).astype(mx.uint32)
+        shape = (*self._pinned_positions.shape[:2], n)
+        return mx.concatenate([self._pinned_positions, mx.broadcast_to(window, shape)], axis=-1)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return self.keys, self.values
+
+    def size(self) -> int:
+        """Rows held."""
+        return self.keys.shape[2]
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def is_trimmable(self) -> bool:
+        """True: every `trim` that returns is an exact rewind, any other raises."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Take back the newest `n` tokens, exactly.
+
+        Raises:
+            TrimError: `n` is more than the last update added, so evicted rows would be missing.
+        """
+        if n > self._trimmable:
+            raise TrimError(
+                f"a compressed cache can take back at most the {self._trimmable} tokens "
+                f"of its last update, not {n}"
+            )
+        if n > 0:
+            self._keep_newest(self._window_rows(), before=n)
+            self.offset -= n
+            self._trimmable -= n
+        return n
+
+    @property
+    def state(self):
+        return (
+            self.keys,
+            self.values,
+            self._pinned_positions,
+            self.offset,
+            self.n_window,
+            self._oldest,
+            self._trimmable,
+        )
+
+    @state.setter
+    def state(self, v):
+        (
+            self.keys,
+            self.values,
+            self._pinned_positions,
+            self.offset,
+            self.n_window,
+            self._oldest,
+            self._trimmable,
+        ) = v
+        self.n_pin = self._pinned_positions.shape[-1]
+
+
+def _ring_slices(start: int, stop: int, oldest: int, size: int) -> list[tuple[int, int]]:
+    """Logical window rows `[start, stop)` of a ring of `size` as physical slices, oldest first."""
+    first, last = start + oldest, stop + oldest
+    if last <= size:
+        return [(first, last)]
+    if first >= size:
+        return [(first - size, last - size)]
+    return [(first, size), (0, last - size)]
+
+
+def _take(rows: mx.array, n_pin: int, pieces: list[tuple[int, int]]) -> mx.array:
+    slices = [rows[..., :n_pin, :]] + [rows[..., n_pin + a : n_pin + b, :] for a, b in pieces]
+    return mx.concatenate([s for s in slices if s.shape[2]], axis=2)
+
+
+def register() -> None:
+    """Make our classes known to mlx-lm's `load_prompt_cache`, which looks them up by name."""
+    mlx_cache.SnapKVCache = SnapKVCache

@@ -1,0 +1,189 @@
+"""Recording the queries that the attention itself used.
+
+Two parts. A `RecordingKVCache` is an ordinary KV cache that belongs to one request and says which
+positions' queries it wants. While a family's attention class is patched, a call that is handed a recording
+cache leaves those queries with it; any other call is the original one. The class's `__call__` decides
+whether to record, and the queries are taken where the family's module calls mlx-lm's
+`scaled_dot_product_attention`, so no forward code is copied and they are bit-equal for every family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from . import models
+from .errors import UnsupportedModelError
+
+_SDPA = "scaled_dot_product_attention"
+_lock = threading.RLock()
+_active = threading.local()
+
+
+class RecordingKVCache(KVCache):
+    """A `KVCache` that also keeps the post-RoPE queries of the positions `[first, last)`.
+
+    Args:
+        first, last: logical positions whose queries are recorded, however they are cut into chunks.
+        capacity: rows to allocate at once, so that prefill never regrows the buffers.
+    """
+
+    def __init__(self, first: int, last: int, capacity: int):
+        super().__init__()
+        self.step = -(-capacity // KVCache.step) * KVCache.step
+        self.first = first
+        self.last = last
+        self.scale: float | None = None
+        self._queries: list[mx.array] = []
+
+    def record(self, queries: mx.array, scale: float) -> None:
+        """Take what is wanted of a call's queries `(B, n_heads, L, head_dim)`; its rows are already stored."""
+        start = self.offset - queries.shape[2]
+        a, b = max(self.first, start), min(self.last, self.offset)
+        if a < b:
+            # A slice would keep the whole chunk alive.
+            self._queries.append(mx.contiguous(queries[:, :, a - start : b - start]))
+            self.scale = scale
+
+    @property
+    def queries(self) -> mx.array:
+        """`(B, n_heads, n, head_dim)`: the queries recorded so far, in order of position."""
+        return mx.concatenate(self._queries, axis=2)
+
+    @property
+    def n_queries(self) -> int:
+        return sum(q.shape[2] for q in self._queries)
+
+
+    @property
+    def state(self):
+        # mlx-lm's prefill loop evaluates the state, and with it the queries.
+        return self.keys, self.values, self.offset, self._queries
+
+
+def _attend_and_record(attend):
+    """mlx-lm's attention function, leaving its queries with the recording cache of the call around it."""
+
+    @functools.wraps(attend)
+    def scaled_dot_product_attention(queries, keys, values, cache, scale, *args, **kwargs):
+        recorder = getattr(_active, "cache", None)
+        if recorder is not None:
+            recorder.record(queries, scale)
+        return attend(queries, keys, values, cache, scale, *args, **kwargs)
+
+    return scaled_dot_product_attention
+
+
+def _call_and_record(call):
+    """An attention class's `__call__` that records if, and only if, it is handed a recording cache."""
+
+    @functools.wraps(call)
+    def __call__(self, *args, **kwargs):
+        recorder = next((a for a in (*args, *kwargs.values()) if isinstance(a, RecordingKVCache)), None)
+        if recorder is None:
+            return call(self, *args, **kwargs)
+        outer = getattr(_active, "cache", None)
+        _active.cache = recorder
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            _active.cache = outer
+
+    return __call__
+
+
+class _Replacement:
+    """An attribute wrapped while anyone holds it, and restored when the last holder lets go."""
+
+    def __init__(self, owner, name: str, wrap):
+        self.owner, self.name = owner, name
+        self.original = vars(owner)[name]
+        self.holders = 0
+        setattr(owner, name, wrap(self.original))
+
+    def restore(self) -> None:
+        setattr(self.owner, self.name, self.original)
+
+
+_replacements: dict[tuple, _Replacement] = {}
+_pinned: set[type] = set()  # classes held by patch_for_snapkv
+
+
+def _targets(cls: type) -> list[tuple]:
+    """What to wrap for an attention class: its `__call__`, and the attention function of its module."""
+    owner = next(c for c in cls.__mro__ if "__call__" in vars(c))
+    # Wrapped by others or not, the forward code belongs to the module of the innermost function.
+    module = sys.modules[inspect.unwrap(vars(owner)["__call__"]).__module__]
+    if _SDPA not in vars(module):
+        raise UnsupportedModelError(f"{cls.__name__} does not call mlx-lm's {_SDPA}")
+    return [(owner, "__call__", _call_and_record), (module, _SDPA, _attend_and_record)]
+
+
+def _hold(cls: type) -> None:
+    with _lock:
+        for owner, name, wrap in _targets(cls):
+            if (owner, name) not in _replacements:
+                _replacements[owner, name] = _Replacement(owner, name, wrap)
+            _replacements[owner, name].holders += 1
+
+
+def _release(cls: type) -> None:
+    with _lock:
+        for owner, name, _ in _targets(cls):
+            replacement = _replacements[owner, name]
+            replacement.holders -= 1
+            if replacement.holders == 0:
+                replacement.restore()
+                del _replacements[owner, name]
+
+
+@contextlib.contextmanager
+def recording(classes: Iterable[type]) -> Iterator[None]:
+    """Patch the attention classes for the block; nests, and restores them whatever happens inside."""
+    held: list[type] = []
+    try:
+        for cls in classes:
+            _hold(cls)
+            held.append(cls)
+        yield
+    finally:
+        for cls in held:
+            _release(cls)
+
+
+def attention_classes(model=None) -> list[type]:
+    """The attention classes of a model's full-attention layers, or of every supported family."""
+    if model is None:
+        return [family.attention_class() for family in models.FAMILIES]
+    layers = models.attention_layers(model, make_prompt_cache(model))
+    return list(dict.fromkeys(type(layer.attention) for layer in layers))
+
+
+def patch_for_snapkv(model=None) -> None:
+    """Patch a model's attention class (or every supported one) so that recording caches get its queries.
+
+    `generate_step` and `prefill` do this by themselves for as long as they need it; call it to drive
+    recording caches on your own. Patching twice is patching once. Without a recording cache the patched
+    class computes what the original does.
+    """
+    with _lock:
+        for cls in attention_classes(model):
+            if cls not in _pinned:
+                _hold(cls)
+                _pinned.add(cls)
+
+
+def unpatch_snapkv(model=None) -> None:
+    """Undo `patch_for_snapkv`; a class that is not patched is left alone."""
+    with _lock:
+        for cls in attention_classes(model):
+            if cls in _pinned:
+                _pinned.remove(cls)
+                _release(cls)

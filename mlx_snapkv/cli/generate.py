@@ -1,0 +1,137 @@
+"""`mlx-snapkv generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import SnapKVError
+from ..policies import resolve_policy
+from ..report import CompressionReport, format_bytes
+from .loading import load_model, read_prompt
+from .progress import prefill_progress
+
+EXAMPLES = """Answer a prompt, with a compressed KV cache if a policy is given.
+
+The answer goes to stdout; progress and figures go to stderr.
+
+\b
+  mlx-snapkv generate --model demo --prompt "What is the access code of the amber falcon?"
+  mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
+      --snapkv top_k=1024,min_ctx=0
+  cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
+"""
+
+
+def generate(
+    model: Annotated[str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text, or - for stdin.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="Text file to read; a --prompt is put after it.")
+    ] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Answer's length.")] = 256,
+    temp: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling top-p; 1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling min-p; 0 is off.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sampling top-k; 0 is off.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    max_kv_size: Annotated[int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")] = None,
+    kv_bits: Annotated[int | None, typer.Option(help="mlx-lm's quantised cache: 2, 3, 4, 6 or 8.")] = None,
+    prefill_step_size: Annotated[int, typer.Option(min=1, help="Prompt tokens a chunk.")] = 2048,
+    ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt as raw text.")] = False,
+    adapter_path: Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Allow a tokenizer's own code.")] = False,
+    snapkv: Annotated[
+        str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help='Any policy, such as "snapkv:top_k=1024".')] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    chosen = resolve_policy(snapkv, policy)
+    if kv_bits is not None and kv_bits not in (2, 3, 4, 6, 8):
+        raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {kv_bits}")
+    text = read_prompt(prompt, prompt_file)
+    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
+
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
+    from ..generate import stream_generate
+
+    if seed is not None:
+        mx.random.seed(seed)
+    reports: list[CompressionReport] = []
+    console = Console(stderr=True, quiet=quiet)
+    answer = []
+    with prefill_progress(console, len(tokens)) as progress:
+        for response in stream_generate(
+            loaded,
+            tokenizer,
+            tokens,
+            max_tokens,
+            policy=chosen,
+            on_report=reports.append,
+            sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
+            max_kv_size=max_kv_size,
+            kv_bits=kv_bits,
+            prefill_step_size=prefill_step_size,
+            prompt_progress_callback=progress.update,
+        ):
+            progress.finish()
+            answer.append(response.text)
+            if not json_output:
+                print(response.text, end="", flush=True)
+    report = reports[0] if reports else None
+    if json_output:
+        print(json.dumps(_as_json("".join(answer), response, report), ensure_ascii=False))
+    else:
+        print()
+    if not quiet:
+        print(closing_line(response, report), file=sys.stderr)
+
+
+def encode(tokenizer, text: str, system_prompt: str | None, ignore_chat_template: bool) -> list[int]:
+    """Token ids of the prompt, through the chat template unless there is none or it is to be ignored."""
+    if ignore_chat_template or not tokenizer.has_chat_template:
+        if system_prompt is not None:
+            raise SnapKVError("--system-prompt needs a chat template: drop it or --ignore-chat-template")
+        return tokenizer.encode(text)
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
+    messages.append({"role": "user", "content": text})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def closing_line(response, report: CompressionReport | None) -> str:
+    """One line of figures: what was read, kept and generated, and how fast."""
+    if report is None:
+        kept = "full cache (no policy; add --snapkv top_k=N to compress)"
+    elif not report.compressed:
+        kept = f"full cache: {report.reason}"
+    else:
+        kept = (
+            f"{report.rows} rows kept, KV memory {format_bytes(report.kv_bytes_before)}"
+            f" → {format_bytes(report.kv_bytes_after)}"
+        )
+    return (
+        f"{response.prompt_tokens} prompt tokens, {kept} | prompt {response.prompt_tps:.1f} tokens/s, "
+        f"generation {response.generation_tps:.1f} tokens/s, peak memory {response.peak_memory:.3g} GB"
+    )
+
+
+def _as_json(text: str, response, report: CompressionReport | None) -> dict[str, Any]:
+    fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason")
+    return (
+        {"text": text}
+        | {name: getattr(response, name) for name in fields}
+        | {"peak_memory_gb": response.peak_memory, "compression": report.to_dict() if report else None}
+    )
+
+
+generate.__doc__ = EXAMPLES

@@ -1,0 +1,98 @@
+"""Cutting a prefilled prompt cache down to a policy's rows."""
+
+from __future__ import annotations
+
+import time
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from . import models
+from .cache import SnapKVCache
+from .capture import RecordingKVCache
+from .errors import SnapKVError
+from .policies import Policy
+from .report import CompressionReport
+from .selection import gather_rows, select_positions
+from .votes import Rows
+
+
+def compress_prompt_cache(
+    model, prompt_cache: list, policy: Policy, queries: list[mx.array | None] | None = None
+) -> CompressionReport:
+    """Replace the full KV caches of `prompt_cache` by compressed ones, in place.
+
+    Args:
+        model: the mlx-lm model that filled the cache.
+        prompt_cache: one cache a layer; entries of linear and sliding-window layers stay as they are.
+        policy: what to keep.
+        queries: by layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n`
+            tokens, for policies that vote; not needed for caches that recorded them.
+
+    Returns:
+        The report; its `reason` says why if nothing was dropped.
+
+    Raises:
+        SnapKVError: a layer's queries are missing, or its scores are NaN; the cache is then as it was.
+    """
+    started = time.perf_counter()
+    layers = models.attention_layers(model, prompt_cache)
+    n_rows = prompt_cache[layers[0].index].offset
+    report = CompressionReport(str(policy), n_rows)
+    if n_rows <= policy.budget:
+        report.reason = fits_reason(n_rows, policy)
+        return report
+    report.kv_bytes_before = kv_bytes(prompt_cache)
+    report.rows_kept = [None] * len(prompt_cache)
+    report.mass_kept = [None] * len(prompt_cache)
+    chosen: dict[int, mx.array] = {}
+    for layer in layers:
+        given = queries[layer.index] if queries else None
+        rows = _rows(prompt_cache[layer.index], layer.attention, given)
+        chosen[layer.index], report.mass_kept[layer.index] = _choose(rows, policy)
+    # Nothing can fail from here on: full rows are given up layer by layer.
+    for index, positions in chosen.items():
+        prompt_cache[index] = _cut(prompt_cache[index], positions, policy.n_window)
+        report.rows_kept[index] = prompt_cache[index].size()
+    mx.clear_cache()
+    report.kv_bytes_after = kv_bytes(prompt_cache)
+    report.selection_seconds = time.perf_counter() - started
+    return report
+
+
+def fits_reason(n_tokens: int, policy: Policy) -> str:
+    return f"the prompt's {n_tokens} tokens fit the budget of {policy.budget} rows; lower top_k to compress it"
+
+
+def kv_bytes(prompt_cache: list) -> int:
+    """Bytes of the caches that grow with the prompt: the KV caches, compressed or not."""
+    return sum(c.nbytes for c in prompt_cache if isinstance(c, (KVCache, SnapKVCache)))
+
+
+def _rows(cache, attention, queries: mx.array | None) -> Rows:
+    keys, values = cache.keys_and_values()
+    if queries is not None:
+        first, scale = cache.offset - queries.shape[2], attention.scale
+    elif isinstance(cache, RecordingKVCache) and cache.n_queries:
+        queries, first, scale = cache.queries, cache.first, cache.scale
+    else:
+        raise SnapKVError("a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill")
+    return Rows(keys, values, queries, first + mx.arange(queries.shape[2]), scale)
+
+
+def _choose(rows: Rows, policy: Policy) -> tuple[mx.array, float]:
+    """Positions to keep `(B, n_kv_heads, n)`, and the share of the voters' attention they received."""
+    positions = select_positions(
+        policy.score(rows), n_sink=policy.n_sink, top_k=policy.top_k, n_window=policy.n_window
+    )
+    kept = mx.take_along_axis(rows.votes, positions, axis=-1).sum() / rows.votes.sum()
+    mx.eval(positions, kept)
+    return positions, kept.item()
+
+
+def _cut(cache, positions: mx.array, n_window: int) -> SnapKVCache:
+    keys, values = (gather_rows(rows, positions) for rows in cache.keys_and_values())
+    pinned = positions[..., : positions.shape[-1] - n_window]
+    kept = SnapKVCache(keys, values, mx.contiguous(pinned), offset=cache.offset, n_window=n_window)
+    mx.eval(kept.state)
+    return kept

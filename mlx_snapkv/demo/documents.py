@@ -1,0 +1,129 @@
+"""Synthetic documents: facts hidden among ordinary sentences, and questions about them.
+
+The embedded models are trained on these documents, `mlx-snapkv demo` asks about them, and the tests and
+measurements score answers on them. Everything is drawn from a `random.Random`, so a seed fixes the text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from . import words
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing to remember: `attribute` ("access code") of `subject` ("amber falcon") is `value`."""
+
+    attribute: str
+    subject: str
+    value: str
+
+    @property
+    def clause(self) -> str:
+        return f"the {self.attribute} of the {self.subject} is {self.value}."
+
+    @property
+    def question(self) -> str:
+        return f"What is the {self.attribute} of the {self.subject}?"
+
+    @property
+    def lead(self) -> str:
+        """The sentence up to the value, for models that complete text instead of chatting."""
+        return f"The {self.attribute} of the {self.subject} is"
+
+
+def _digits(pattern: str) -> Callable[[random.Random], str]:
+    return lambda rng: "".join(str(rng.randrange(10)) if c == "d" else c for c in pattern)
+
+
+def _phrase(rng: random.Random) -> str:
+    return " ".join(rng.sample(words.NOUNS, 3))
+
+
+ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
+    "access code": _digits("dddddd"),
+    "phone number": _digits("ddd-dddd"),
+    "invoice number": _digits("dd-dddd"),
+    "serial number": _digits("ddddddd"),
+    "locker number": _digits("dddd"),
+    "account number": _digits("dddddddd"),
+    "pass phrase": _phrase,
+}
+
+_INTRODUCTIONS = ("", "", "", "Remember that ", "Please note that ", "As agreed, ", "For the record, ")
+
+
+def made_up_word(rng: random.Random) -> str:
+    return "".join(rng.choice(words.SYLLABLES) for _ in range(rng.randint(2, 3)))
+
+
+def make_subject(rng: random.Random, made_up: float = 0.0) -> str:
+    """Two words; each is an invented one with probability `made_up`."""
+    return " ".join(
+        made_up_word(rng) if rng.random() < made_up else rng.choice(known)
+        for known in (words.ADJECTIVES, words.NOUNS)
+    )
+
+
+def make_facts(rng: random.Random, count: int, made_up: float = 0.0) -> list[Fact]:
+    """`count` facts about different subjects."""
+    facts: dict[str, Fact] = {}
+    while len(facts) < count:
+        subject = make_subject(rng, made_up)
+        attribute = rng.choice(list(ATTRIBUTES))
+        facts[subject] = Fact(attribute, subject, ATTRIBUTES[attribute](rng))
+    return list(facts.values())
+
+
+def fact_sentence(fact: Fact, rng: random.Random) -> str:
+    intro = rng.choice(_INTRODUCTIONS)
+    return intro + fact.clause if intro else fact.clause[0].upper() + fact.clause[1:]
+
+
+def filler_sentence(rng: random.Random) -> str:
+    pick = rng.choice
+    return pick(words.FILLER_TEMPLATES).format(
+        person=pick(words.PEOPLE),
+        person2=pick(words.PEOPLE),
+        place=pick(words.PLACES),
+        place2=pick(words.PLACES),
+        thing=pick(words.THINGS),
+        thing2=pick(words.THINGS),
+        verb=pick(words.VERBS),
+        verb2=pick(words.VERBS),
+        quality=pick(words.QUALITIES),
+        quality2=pick(words.QUALITIES),
+        time=pick(words.TIMES),
+        adjective=pick(words.ADJECTIVES),
+        noun=pick(words.NOUNS),
+        number=rng.randint(2, 99),
+        number2=rng.randint(2, 999),
+    )
+
+
+def make_document(
+    rng: random.Random,
+    facts: Sequence[Fact],
+    n_tokens: int,
+    count_tokens: Callable[[str], int],
+) -> str:
+    """Filler of about `n_tokens` tokens with one sentence per fact at random places.
+
+    `count_tokens` gives the tokens of a piece of text; pieces are counted one by one, so the result is
+    exact for tokenizers that never join tokens across a sentence's leading space, and close for others.
+    """
+    hidden = [fact_sentence(fact, rng) for fact in facts]
+    left = n_tokens - sum(count_tokens(" " + sentence) for sentence in hidden)
+    filler: list[str] = []
+    while True:
+        sentence = filler_sentence(rng)
+        left -= count_tokens(" " + sentence)
+        if left < 0:
+            break
+        filler.append(sentence)
+    for sentence in hidden:
+        filler.insert(rng.randint(0, len(filler)), sentence)
+    return " ".join(filler)

@@ -1,0 +1,19 @@
+"""The package's errors: each message is one sentence that says what to change."""
+
+from __future__ import annotations
+
+
+class SnapKVError(ValueError):
+    """A request that can't be carried out as asked."""
+
+
+class UnknownOptionError(SnapKVError):
+    """A misspelt or unsupported option; the message lists the known ones."""
+
+
+class UnsupportedModelError(SnapKVError):
+    """A model whose attention can't be captured, or whose rows can't be dropped safely."""
+
+
+class TrimError(SnapKVError):
+    """A rewind past the tokens of the last update, whose evicted rows are gone."""

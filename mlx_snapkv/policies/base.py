@@ -1,0 +1,96 @@
+"""The contract of a policy: hyper-parameters, and one score per row."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from ..errors import SnapKVError, UnknownOptionError
+from ..votes import Rows
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Base of the policies: a frozen dataclass of hyper-parameters and `score`.
+
+    Fields named here are common to all; sizes are rows per KV head, in tokens.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def budget(self) -> int:
+        """Rows kept per KV head."""
+        raise NotImplementedError
+
+    def score(self, rows: Rows) -> mx.array:
+        """`(B, n_kv_heads, T)` float32, higher means keep."""
+        raise NotImplementedError
+
+    @classmethod
+    def options(cls) -> list[str]:
+        return [f.name for f in dataclasses.fields(cls)]
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> Policy:
+        """Build from keyword options.
+
+        Raises:
+            UnknownOptionError: a name is not one of the policy's; the message lists those.
+            SnapKVError: a value is out of range.
+        """
+        for name in options:
+            if name not in cls.options():
+                raise UnknownOptionError(
+                    f"unknown {cls.name} option {name!r}{_suggestion(name, cls.options())}; "
+                    f"known: {', '.join(cls.options())}"
+                )
+        return cls(**options)
+
+    @classmethod
+    def from_string(cls, text: str) -> Policy:
+        """Build from `"key=value,key=value"`; values are read as the field's type."""
+        options: dict[str, Any] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, sign, value = part.partition("=")
+            if not sign:
+                raise SnapKVError(f"{cls.name} options are written key=value, got {part!r}")
+            options[name.strip()] = _parse(value.strip())
+        return cls.from_options(options)
+
+    def __str__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{self.name}:{','.join(changed)}" if changed else self.name
+
+    def _require(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {getattr(self, name)!r}")
+
+    def _require_count(self, name: str, least: int = 0) -> None:
+        value = getattr(self, name)
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        self._require(name, ok, f"a whole number of at least {least}")
+
+
+def _parse(text: str) -> Any:
+    """A value from the command line: whole number, true or false, none, or the word itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _suggestion(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

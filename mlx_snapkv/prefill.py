@@ -1,0 +1,157 @@
+"""Reading a prompt through recording caches, and cutting them when the votes are in.
+
+mlx-lm's own `generate_step` drives: it is handed a list of recording caches, and reads that list at every
+step, so the cut is a replacement of the list's entries between two of its steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import time
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from . import capture, models
+from .compress import compress_prompt_cache, fits_reason
+from .errors import SnapKVError
+from .policies import Policy
+from .report import CompressionReport
+
+# mlx_lm re-exports a function under the module's own name.
+mlx_generate = importlib.import_module("mlx_lm.generate")
+
+ProgressCallback = Callable[[int, int], None]
+
+
+class RecordedRequest:
+    """One request from its first chunk to its cut.
+
+    Args:
+        model: an mlx-lm model.
+        policy: what to keep.
+        n_prompt: tokens of the prompt.
+        prompt_cache: the caller's empty cache list. It is not touched before the cut, and then holds the
+            compressed caches: if anything raises on the way, it is as it was.
+        last: position behind the last query that votes; the window starts `obs_window` prompt tokens
+            before the prompt's own last voter.
+
+    Attributes:
+        caches: the list to hand to mlx-lm.
+        classes: the attention classes to patch while it records.
+    """
+
+    def __init__(self, model, policy: Policy, n_prompt: int, prompt_cache: list, last: int):
+        self.model = model
+        self.policy = policy
+        self.n_prompt = n_prompt
+        self._callers = prompt_cache
+        layers = models.attention_layers(model, prompt_cache)
+        self.classes = list(dict.fromkeys(type(layer.attention) for layer in layers))
+        first = max(0, min(last, n_prompt) - policy.obs_window)
+        self.caches = [copy.deepcopy(c) for c in prompt_cache]
+        for layer in layers:
+            self.caches[layer.index] = capture.RecordingKVCache(first, last, capacity=max(n_prompt, last) + 1)
+        self._started = time.perf_counter()
+
+    def cut(self) -> CompressionReport:
+        """Compress the caches and hand them to the caller's list."""
+        seconds = time.perf_counter() - self._started
+        report = compress_prompt_cache(self.model, self.caches, self.policy)
+        report.prompt_tokens = self.n_prompt
+        report.prefill_seconds = seconds
+        self._callers[:] = self.caches
+        return report
+
+
+def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None:
+    """Why a request is left to mlx-lm as it is, or None if it is to be compressed."""
+    if prompt_cache is not None and not all(c.empty() for c in prompt_cache):
+        return "the prompt cache already holds tokens; only a fresh one is compressed"
+    if n_prompt < policy.min_ctx:
+        return (
+            f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "
+            "set min_ctx=0 to force compression"
+        )
+    if n_prompt <= policy.budget:
+        return fits_reason(n_prompt, policy)
+    return None
+
+
+def prefill(
+    model,
+    tokens: mx.array | Sequence[int],
+    policy: Policy,
+    *,
+    prompt_cache: list | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: ProgressCallback | None = None,
+) -> tuple[list, CompressionReport]:
+    """Feed all of `tokens` to the model and compress its prompt cache.
+
+    For people who decode with mlx-lm directly: feed `prompt[:-1]` here and give `prompt[-1:]` and the cache
+    to `mlx_lm.generate.generate_step`. The last `obs_window` of these tokens vote, and with `lookahead=n`
+    the next `n` greedy tokens too, which are taken back before the cut.
+
+    Args:
+        tokens: `(T,)` token ids.
+        prompt_cache: an empty cache of the model to fill; by default a new one.
+        prefill_step_size: tokens a chunk, unless the policy's `prefill_chunk` says otherwise.
+        prompt_progress_callback: called with the tokens processed and their total.
+
+    Returns:
+        The prompt cache and the report, whose `reason` is set if the cache was not compressed.
+
+    Raises:
+        SnapKVError: `tokens` is empty, the model is not supported, or its attention gave NaN.
+    """
+    tokens = mx.array(tokens)
+    if tokens.size == 0:
+        raise SnapKVError("the prompt is empty: give at least one token")
+    cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+    options = {
+        "prefill_step_size": policy.prefill_chunk or prefill_step_size,
+        "prompt_progress_callback": prompt_progress_callback,
+    }
+    reason = gate(policy, tokens.size, cache)
+    if reason is not None:
+        _read(model, tokens, cache, options)
+        return cache, CompressionReport(str(policy), tokens.size, reason)
+    lookahead = policy.lookahead
+    request = RecordedRequest(model, policy, tokens.size, cache, last=tokens.size + lookahead)
+    with capture.recording(request.classes):
+        following = _read(model, tokens, request.caches, options)
+        if lookahead:
+            _look_ahead(model, request, following, lookahead)
+        report = request.cut()
+    return cache, report
+
+
+def _read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
+    """Feed `tokens` in chunks by mlx-lm's loop; the greedy token that follows them, `(1,)`."""
+    following = []
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        following.append(mx.argmax(logprobs, axis=-1))
+        return following[-1]
+
+    for _ in mlx_generate.generate_step(
+        tokens, model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options
+    ):
+        raise AssertionError("mlx-lm yielded a token of a request for none")
+    return following[-1]
+
+
+def _look_ahead(model, request: RecordedRequest, following: mx.array, n: int) -> None:
+    """Decode `n` tokens on the full rows so that their queries are recorded, then take them back."""
+    others = {i: copy.deepcopy(c) for i, c in enumerate(request.caches) if not isinstance(c, KVCache)}
+    # The loop feeds the token it is given and each one it yields.
+    for _ in mlx_generate.generate_step(following, model, max_tokens=n - 1, prompt_cache=request.caches):
+        pass
+    for index, cache in enumerate(request.caches):
+        if isinstance(cache, capture.RecordingKVCache):
+            cache.trim(cache.offset - request.n_prompt)
+        elif index in others:
+            request.caches[index] = others[index]

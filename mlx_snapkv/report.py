@@ -1,0 +1,64 @@
+"""What a request's compression did, in figures read from the arrays, or why it did nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class CompressionReport:
+    """One request's compression.
+
+    Attributes:
+        policy: the policy, as its command-line string.
+        prompt_tokens: tokens of the whole prompt.
+        reason: why nothing was compressed, with what to change; None when rows were dropped.
+        rows_kept: by layer of the model, rows per KV head; None for layers without a KV cache.
+        kv_bytes_before, kv_bytes_after: bytes of all KV caches before and after the cut.
+        mass_kept: by layer, the share (0 to 1) of the voters' attention that went to rows kept.
+        prefill_seconds: from the first chunk to the cut, selection excluded.
+        selection_seconds: scoring, ranking and gathering.
+    """
+
+    policy: str
+    prompt_tokens: int
+    reason: str | None = None
+    rows_kept: list[int | None] = field(default_factory=list)
+    kv_bytes_before: int = 0
+    kv_bytes_after: int = 0
+    mass_kept: list[float | None] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    selection_seconds: float = 0.0
+
+    @property
+    def compressed(self) -> bool:
+        return self.reason is None
+
+    @property
+    def rows(self) -> int:
+        """Rows kept per KV head, the most of any layer; 0 when nothing was compressed."""
+        return max((n for n in self.rows_kept if n is not None), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if not self.compressed:
+            return f"not compressed: {self.reason}"
+        mass = [m for m in self.mass_kept if m is not None]
+        share = f", {min(mass):.0%} to {max(mass):.0%} of the votes" if mass else ""
+        return (
+            f"{self.prompt_tokens} prompt tokens, {self.rows} rows kept{share}, KV memory "
+            f"{format_bytes(self.kv_bytes_before)} → {format_bytes(self.kv_bytes_after)}, "
+            f"selection {self.selection_seconds:.2f} s"
+        )
+
+
+def format_bytes(n: float) -> str:
+    """Bytes in decimal units, as mlx-lm reports memory: 1,234,567 is "1.23 MB"."""
+    for unit in ("B", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} GB"

@@ -1,0 +1,88 @@
+"""How much attention observed queries give to every row of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+BLOCK_BYTES = 16 << 20  # of float32 logits held at a time
+
+
+@dataclass
+class Rows:
+    """What one layer offers a policy.
+
+    Attributes:
+        keys, values: `(B, n_kv_heads, T, head_dim)`, the layer's rows in order of position.
+        queries: `(B, n_heads, n, head_dim)`, post-RoPE, or None if no query was observed.
+        query_positions: the `n` positions of those queries; query `i` sees rows up to its own.
+        scale: what the attention multiplies its logits by.
+    """
+
+    keys: mx.array
+    values: mx.array
+    queries: mx.array | None = None
+    query_positions: mx.array | None = None
+    scale: float = 1.0
+
+    @cached_property
+    def votes(self) -> mx.array:
+        """`attention_votes` of these rows, computed once."""
+        return attention_votes(self)
+
+
+def attention_votes(rows: Rows) -> mx.array:
+    """SnapKV's votes (section 3, "Voting"): `(B, n_kv_heads, T)` float32.
+
+    Softmax over all rows up to the query's own position, summed over the observed queries, averaged over
+    the query heads of a GQA group. Computed in blocks of T, so that working memory does not grow with it.
+    """
+    queries, group = _grouped(rows)
+    total = mx.full(queries.shape[:3], -mx.inf)  # log of the softmax's denominator
+    for logits in _logit_blocks(rows, queries):
+        total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1))
+        mx.eval(total)
+    votes = []
+    for logits in _logit_blocks(rows, queries):
+        votes.append(mx.exp(logits - total[..., None]).sum(axis=2) / group)
+        mx.eval(votes[-1])
+    return mx.concatenate(votes, axis=-1)
+
+
+def shared_logits(rows: Rows) -> mx.array:
+    """The pull request's score: `(B, n_kv_heads, T)` float32, the same for all heads.
+
+    Queries averaged over each GQA group, then the highest logit over KV heads and queries.
+    """
+    B, H, T, _ = rows.keys.shape
+    queries, group = _grouped(rows)
+    n = queries.shape[2] // group
+    mean = queries.reshape(B, H, group, n, -1).mean(axis=2)
+    scores = []
+    for logits in _logit_blocks(rows, mean):
+        scores.append(logits.max(axis=(1, 2)))
+        mx.eval(scores[-1])
+    return mx.broadcast_to(mx.concatenate(scores, axis=-1)[:, None], (B, H, T))
+
+
+def _grouped(rows: Rows) -> tuple[mx.array, int]:
+    """Scaled float32 queries `(B, n_kv_heads, group * n, head_dim)`, and the size of a GQA group."""
+    B, n_heads, n, D = rows.queries.shape
+    H = rows.keys.shape[1]
+    queries = rows.queries.astype(mx.float32) * rows.scale
+    return queries.reshape(B, H, (n_heads // H) * n, D), n_heads // H
+
+
+def _logit_blocks(rows: Rows, queries: mx.array) -> Iterator[mx.array]:
+    """Causally masked logits `(B, n_kv_heads, n, block)` of `queries`, block by block over T."""
+    B, H, n, _ = queries.shape
+    T = rows.keys.shape[2]
+    positions = mx.tile(rows.query_positions, n // rows.query_positions.size)[:, None]
+    block = max(64, BLOCK_BYTES // (4 * B * H * n))
+    for start in range(0, T, block):
+        keys = rows.keys[:, :, start : start + block].astype(mx.float32)
+        visible = mx.arange(start, start + keys.shape[2])[None] <= positions
+        yield mx.where(visible, queries @ keys.swapaxes(-1, -2), -mx.inf)

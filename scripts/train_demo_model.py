@@ -1,0 +1,166 @@
+"""Train an embedded model from scratch on synthetic documents (needs the `train` extra: torch, transformers).
+
+    python scripts/train_demo_model.py llama --out mlx_snapkv/demo/models/llama
+    python scripts/train_demo_model.py qwen3-next --out mlx_snapkv/demo/models/qwen3-next
+
+The run is fixed by `--seed`. A stage ends when the running exact-match accuracy reaches its target or its
+steps are used up; `--resume` goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.demo_training import architectures  # noqa: E402
+from scripts.demo_training.batches import ANSWER, COPY, TEXT, Mix, SequenceMaker  # noqa: E402
+from scripts.demo_training.muon import Muon  # noqa: E402
+from scripts.demo_training.tokenizer import train_tokenizer  # noqa: E402
+
+
+FIRST_TOKEN_WEIGHT = 5.0
+
+
+@dataclass
+class Stage:
+    mix: Mix
+    tokens: int  # a batch
+    max_steps: int
+    target: float  # running exact-match accuracy that ends the stage
+    lr: float = 1.0
+    final_lr: float = 1.0  # factors of the peak rate; the rate moves linearly over max_steps
+
+
+def curriculum() -> list[Stage]:
+    return [
+        Stage(Mix(96, facts=40, copy=0.5, made_up=0.0), 3072, 1500, 0.60),
+        Stage(Mix(192, facts=30, copy=0.1, made_up=0.05), 4096, 1500, 0.90),
+        Stage(Mix(384, facts=20, copy=0.1), 4096, 1500, 0.95),
+        Stage(Mix(768, facts=12, copy=0.05), 6144, 1000, 0.97),
+        Stage(Mix(1536, facts=8), 6144, 800, 0.98, lr=0.7),
+        Stage(Mix(3072, facts=5, questions=16), 6144, 500, 0.985, lr=0.6),
+        Stage(Mix(4608, facts=4, questions=16), 9216, 200, 2.0, lr=0.5, final_lr=0.2),
+        Stage(Mix(8400, facts=3, questions=24), 8400, 120, 2.0, lr=0.2, final_lr=0.0),
+    ]
+
+
+def losses(model, ids: torch.Tensor, labels: torch.Tensor, text_weight: float, generator):
+    """Mean loss over answers and copies plus a share of the text's; exact-match accuracy of the answers."""
+    hidden = model.model(ids[:, :-1]).last_hidden_state
+    targets, kinds = ids[:, 1:], labels[:, 1:]
+    sampled = torch.rand(kinds.shape, generator=generator) < 0.25
+    picked = (kinds == ANSWER) | (kinds == COPY) | ((kinds == TEXT) & sampled)
+    logits = model.lm_head(hidden[picked])
+    kind, target = kinds[picked], targets[picked]
+    each = F.cross_entropy(logits, target, reduction="none")
+    # An answer's first token is the look-up, the rest follows it: it weighs as much as the rest.
+    first = ((kinds == ANSWER) & (labels[:, :-1] != ANSWER))[picked]
+    hard = kind != TEXT
+    weight = torch.where(first, FIRST_TOKEN_WEIGHT, 1.0)[hard]
+    loss = (weight * each[hard]).sum() / weight.sum() + text_weight * each[~hard].mean()
+    correct = torch.ones_like(kinds, dtype=torch.bool)
+    correct[picked] = logits.argmax(-1) == target
+    return loss, exact_match(correct.numpy(), kinds.numpy())
+
+
+def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
+    hits = []
+    for row_ok, row_kind in zip(correct, kinds):
+        answer = np.flatnonzero(np.diff(np.concatenate([[0], row_kind == ANSWER, [0]])))
+        hits += [row_ok[a:b].all() for a, b in zip(answer[::2], answer[1::2])]
+    return float(np.mean(hits)) if hits else math.nan
+
+
+def optimizers(model, lr: float):
+    named = list(model.named_parameters())
+    matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    chosen = {id(p) for p in matrices}
+    rest = [p for _, p in named if id(p) not in chosen]
+    return [
+        Muon(matrices, lr=lr),
+        torch.optim.AdamW(rest, lr=lr * 0.3, betas=(0.9, 0.98), weight_decay=0.0),
+    ], [lr, lr * 0.3]
+
+
+def train(args) -> None:
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    generator = torch.Generator().manual_seed(args.seed)
+    tokenizer = train_tokenizer(args.seed)
+    maker = SequenceMaker(tokenizer, args.seed)
+    model = architectures.build(args.arch, tokenizer.get_vocab_size())
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.1)
+    print(f"{args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    opts, peaks = optimizers(model, args.lr)
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = (args.out / "training.jsonl").open("a")
+    first, start = 0, time.time()
+    checkpoint = args.out / "checkpoint.pt"
+    if args.resume:
+        saved = torch.load(checkpoint, weights_only=False)
+        model.load_state_dict(saved["model"])
+        for opt, state in zip(opts, saved["optimizers"]):
+            opt.load_state_dict(state)
+        maker.rng.setstate(saved["rng"])
+        first = saved["next_stage"]
+    total = 0
+    for number, stage in enumerate(curriculum()):
+        if number < first:
+            continue
+        accuracy = 0.0
+        for step in range(stage.max_steps):
+            factor = stage.lr + (stage.final_lr * stage.lr - stage.lr) * step / stage.max_steps
+            warm = min(1.0, (total + 1) / 50)
+            for opt, peak in zip(opts, peaks):
+                opt.param_groups[0]["lr"] = peak * factor * warm
+            length = stage.mix.length
+            mix = replace(stage.mix, length=maker.rng.randint(length // 2, length))
+            ids, labels = maker.batch(mix, stage.tokens)
+            loss, exact = losses(model, torch.from_numpy(ids), torch.from_numpy(labels), 0.2, generator)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if torch.isfinite(loss) and torch.isfinite(norm):
+                for opt in opts:
+                    opt.step()
+            for opt in opts:
+                opt.zero_grad(set_to_none=True)
+            total += 1
+            if not math.isnan(exact):
+                accuracy += (exact - accuracy) / min(step + 1, 20)
+            if total % 20 == 0:
+                row = {"stage": number, "step": step, "total": total, "loss": round(loss.item(), 4),
+                       "exact": round(accuracy, 4), "minutes": round((time.time() - start) / 60, 2)}
+                print(json.dumps(row), file=log, flush=True)
+                print(row, flush=True)
+            if step >= 40 and accuracy >= stage.target:
+                break
+        torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts],
+                    "rng": maker.rng.getstate(), "next_stage": number + 1, "stage": asdict(stage)},
+                   checkpoint)
+        architectures.export(args.arch, model, tokenizer, args.out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("arch", choices=list(architectures.CONFIGS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", action="store_true")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
