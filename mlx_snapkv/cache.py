@@ -184,8 +184,9 @@ def _ring_slices(start: int, stop: int, oldest: int, size: int) -> list[tuple[in
 
 
 def _take(rows: mx.array, n_pin: int, pieces: list[tuple[int, int]]) -> mx.array:
-    slices = [rows[..., :n_pin, :]] + [rows[..., n_pin + a : n_pin + b, :] for a, b in pieces]
-    return mx.concatenate([s for s in slices if s.shape[2]], axis=2)
+    return mx.concatenate(
+        [rows[..., :n_pin, :]] + [rows[..., n_pin + a : n_pin + b, :] for a, b in pieces], axis=2
+    )
 
 
 def register() -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.demo_training import architectures  # noqa: E402
 from scripts.demo_training.batches import ANSWER, COPY, TEXT, Mix, SequenceMaker  # noqa: E402
 from scripts.demo_training.muon import Muon  # noqa: E402
+from scripts.demo_training.priming import prime  # noqa: E402
 from scripts.demo_training.tokenizer import train_tokenizer  # noqa: E402
 
 
@@ -44,14 +45,14 @@ class Stage:
 
 def curriculum() -> list[Stage]:
     return [
-        Stage(Mix(96, facts=40, copy=0.5, made_up=0.0), 3072, 1500, 0.60),
-        Stage(Mix(192, facts=30, copy=0.1, made_up=0.05), 4096, 1500, 0.90),
-        Stage(Mix(384, facts=20, copy=0.1), 4096, 1500, 0.95),
-        Stage(Mix(768, facts=12, copy=0.05), 6144, 1000, 0.97),
-        Stage(Mix(1536, facts=8), 6144, 800, 0.98, lr=0.7),
-        Stage(Mix(3072, facts=5, questions=16), 6144, 500, 0.985, lr=0.6),
-        Stage(Mix(4608, facts=4, questions=16), 9216, 200, 2.0, lr=0.5, final_lr=0.2),
-        Stage(Mix(8400, facts=3, questions=24), 8400, 120, 2.0, lr=0.2, final_lr=0.0),
+        Stage(Mix(96, facts=40, copy=0.3, made_up=0.05), 4096, 600, 0.90),
+        Stage(Mix(192, facts=30, copy=0.1), 4096, 600, 0.94),
+        Stage(Mix(384, facts=20, copy=0.1), 4096, 600, 0.96),
+        Stage(Mix(768, facts=12, copy=0.05), 6144, 500, 0.975),
+        Stage(Mix(1536, facts=8), 6144, 400, 0.98, lr=0.8),
+        Stage(Mix(3072, facts=5, questions=16), 6144, 250, 0.985, lr=0.6),
+        Stage(Mix(4608, facts=4, questions=24), 9216, 180, 2.0, lr=0.5, final_lr=0.3),
+        Stage(Mix(8400, facts=3, questions=32), 8400, 100, 2.0, lr=0.15, final_lr=0.0),
     ]
 
 
@@ -100,7 +101,7 @@ def train(args) -> None:
     tokenizer = train_tokenizer(args.seed)
     maker = SequenceMaker(tokenizer, args.seed)
     model = architectures.build(args.arch, tokenizer.get_vocab_size())
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.1)
+    prime(args.arch, model)
     print(f"{args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     opts, peaks = optimizers(model, args.lr)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ def train(args) -> None:
             opt.load_state_dict(state)
         maker.rng.setstate(saved["rng"])
         first = saved["next_stage"]
-    total = 0
+    total = tokens_seen = 0
     for number, stage in enumerate(curriculum()):
         if number < first:
             continue
@@ -136,6 +137,7 @@ def train(args) -> None:
             for opt in opts:
                 opt.zero_grad(set_to_none=True)
             total += 1
+            tokens_seen += int((labels >= 0).sum())
             if not math.isnan(exact):
                 accuracy += (exact - accuracy) / min(step + 1, 20)
             if total % 20 == 0:
@@ -149,6 +151,9 @@ def train(args) -> None:
                     "rng": maker.rng.getstate(), "next_stage": number + 1, "stage": asdict(stage)},
                    checkpoint)
         architectures.export(args.arch, model, tokenizer, args.out)
+        run = {"seed": args.seed, "steps": total, "tokens": tokens_seen, "peak learning rate": args.lr,
+               "minutes on one core": round((time.time() - start) / 60)}
+        (args.out / "training.json").write_text(json.dumps(run, indent=2) + "\n")
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
-import click
 import typer
 
 from .. import __version__
@@ -14,39 +14,43 @@ from . import demo, generate
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
 
 
 @app.callback(invoke_without_command=True)
-def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     if version:
         print(__version__)
-        raise typer.Exit()
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
     try:
         status = app(standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        sys.exit(2)
-    except click.ClickException as error:
-        fail(error.format_message())
     except SnapKVError as error:
         fail(str(error))
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("\nmlx-snapkv: stopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output has gone; keep the interpreter from writing to it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except Exception as error:
+        # Newer typers bring a click of their own, so its usage errors are told by what they can do.
+        if not hasattr(error, "format_message"):
+            raise
+        fail(error.format_message())
     else:
         sys.exit(status if isinstance(status, int) else 0)
 

@@ -13,7 +13,7 @@ from ..errors import SnapKVError
 from ..policies import resolve_policy
 from ..report import CompressionReport, format_bytes
 from .loading import load_model, read_prompt
-from .progress import prefill_progress
+from .progress import PrefillBar
 
 EXAMPLES = """Answer a prompt, with a compressed KV cache if a policy is given.
 
@@ -68,26 +68,28 @@ def generate(
     if seed is not None:
         mx.random.seed(seed)
     reports: list[CompressionReport] = []
-    console = Console(stderr=True, quiet=quiet)
+    bar = PrefillBar(Console(stderr=True, quiet=quiet))
+    responses = stream_generate(
+        loaded,
+        tokenizer,
+        tokens,
+        max_tokens,
+        policy=chosen,
+        on_report=reports.append,
+        sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
+        max_kv_size=max_kv_size,
+        kv_bits=kv_bits,
+        prefill_step_size=prefill_step_size,
+        prompt_progress_callback=bar.update,
+    )
     answer = []
-    with prefill_progress(console, len(tokens)) as progress:
-        for response in stream_generate(
-            loaded,
-            tokenizer,
-            tokens,
-            max_tokens,
-            policy=chosen,
-            on_report=reports.append,
-            sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
-            max_kv_size=max_kv_size,
-            kv_bits=kv_bits,
-            prefill_step_size=prefill_step_size,
-            prompt_progress_callback=progress.update,
-        ):
-            progress.finish()
+    try:
+        for response in responses:
             answer.append(response.text)
             if not json_output:
                 print(response.text, end="", flush=True)
+    finally:
+        bar.close()
     report = reports[0] if reports else None
     if json_output:
         print(json.dumps(_as_json("".join(answer), response, report), ensure_ascii=False))

@@ -18,6 +18,7 @@ def load_model(name: str, adapter_path: str | None = None, trust_remote_code: bo
     Raises:
         SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
+    import mlx.core as mx
     from mlx_lm import load
 
     folder = MODELS.get(name) or Path(name).expanduser()
@@ -32,12 +33,15 @@ def load_model(name: str, adapter_path: str | None = None, trust_remote_code: bo
     if adapter_path is not None and not Path(adapter_path).exists():
         raise SnapKVError(f"--adapter-path {adapter_path}: no such folder")
     try:
-        return load(
+        model, tokenizer = load(
             str(folder if folder.exists() else name),
             adapter_path=adapter_path,
             tokenizer_config={"trust_remote_code": trust_remote_code},
             trust_remote_code=trust_remote_code,
         )
+        if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
+            model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
+        return model, tokenizer
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ConnectionError) as error:
         if folder.exists():
             raise SnapKVError(f"--model {name}: can't be read: {_first_line(error)}") from error

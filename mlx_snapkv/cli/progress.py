@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -17,32 +14,32 @@ class _TokenSpeed(ProgressColumn):
 
 
 class PrefillBar:
-    """What mlx-lm's `prompt_progress_callback` drives."""
+    """A bar with tokens/s and time left: give `update` to mlx-lm as its `prompt_progress_callback`.
 
-    def __init__(self, progress: Progress, total: int):
-        self._progress = progress
-        self._task = progress.add_task("reading the prompt", total=total)
+    On a terminal it is gone when the prompt is read; elsewhere its last state stays as one line.
+    """
+
+    def __init__(self, console: Console):
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,}/{task.total:,}"),
+            _TokenSpeed(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=console.is_terminal,
+            disable=console.quiet,
+        )
+        self._task = self._progress.add_task("reading the prompt", total=0)
 
     def update(self, done: int, total: int) -> None:
+        if done == 0:
+            self._progress.start()
         self._progress.update(self._task, completed=done, total=total)
+        if done == total:
+            self._progress.stop()
 
-    def finish(self) -> None:
-        """Take the bar away before the answer is written; calling it again does nothing."""
-        self._progress.stop()
-
-
-@contextlib.contextmanager
-def prefill_progress(console: Console, total: int) -> Iterator[PrefillBar]:
-    """A bar with tokens/s and time left, gone when the prompt is read or the block ends."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,}/{task.total:,}"),
-        _TokenSpeed(),
-        TimeRemainingColumn(),
-    )
-    # Only a terminal can take the bar away again.
-    shown = console.is_terminal and not console.quiet
-    progress = Progress(*columns, console=console, transient=True, disable=not shown)
-    with progress:
-        yield PrefillBar(progress, total)
+    def close(self) -> None:
+        """Stop drawing, whatever happened; calling it again does nothing."""
+        if self._progress.live.is_started:
+            self._progress.stop()

@@ -68,12 +68,14 @@ def make_subject(rng: random.Random, made_up: float = 0.0) -> str:
     )
 
 
-def make_facts(rng: random.Random, count: int, made_up: float = 0.0) -> list[Fact]:
-    """`count` facts about different subjects."""
+def make_facts(
+    rng: random.Random, count: int, made_up: float = 0.0, attributes: Sequence[str] = tuple(ATTRIBUTES)
+) -> list[Fact]:
+    """`count` facts about different subjects, their attributes drawn from `attributes`."""
     facts: dict[str, Fact] = {}
     while len(facts) < count:
         subject = make_subject(rng, made_up)
-        attribute = rng.choice(list(ATTRIBUTES))
+        attribute = rng.choice(attributes)
         facts[subject] = Fact(attribute, subject, ATTRIBUTES[attribute](rng))
     return list(facts.values())
 

@@ -18,6 +18,9 @@ from .tokenizer import BOS, END, ROLES
 
 TEXT, ANSWER, COPY = 0, 1, 2
 
+# Share of documents whose facts differ in their subject alone, so that the subject must be matched.
+SAME_ATTRIBUTE = 0.5
+
 
 @dataclass
 class Mix:
@@ -52,7 +55,10 @@ class SequenceMaker:
     def question_answering(self, mix: Mix) -> tuple[list[int], list[int]]:
         rng = self.rng
         n_facts = max(2, round(mix.facts * mix.length / 1000 * rng.uniform(0.5, 1.5)))
-        facts = documents.make_facts(rng, n_facts, mix.made_up)
+        attributes = list(documents.ATTRIBUTES)
+        if rng.random() < SAME_ATTRIBUTE:
+            attributes = [rng.choice(attributes)]
+        facts = documents.make_facts(rng, n_facts, mix.made_up, attributes)
         asked = rng.sample(facts, min(n_facts, mix.questions))
         tail: list[int] = []
         labels: list[int] = []

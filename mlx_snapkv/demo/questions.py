@@ -1,0 +1,39 @@
+"""Prompts that ask for a hidden fact, and the judgement of an answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from .documents import Fact, make_document, make_facts
+
+
+def token_counter(tokenizer) -> Callable[[str], int]:
+    """Counts a text's tokens, without special ones."""
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def make_haystack(tokenizer, rng: random.Random, n_facts: int, n_tokens: int) -> tuple[str, list[Fact]]:
+    """A document of about `n_tokens` tokens, and the facts hidden in it."""
+    facts = make_facts(rng, n_facts)
+    return make_document(rng, facts, n_tokens, token_counter(tokenizer)), facts
+
+
+def question_prompt(tokenizer, document: str, question: str) -> list[int]:
+    """Token ids of the document with one question at its end, through the chat template."""
+    messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts share from the start."""
+    shortest = min(prompts, key=len)
+    return next(
+        (i for i, token in enumerate(shortest) if any(p[i] != token for p in prompts)), len(shortest)
+    )
+
+
+def is_right(fact: Fact, answer: str) -> bool:
+    """The answer begins with the value, and not with a longer number."""
+    rest = answer.strip().removeprefix(fact.value)
+    return rest != answer.strip() and not rest[:1].isalnum()

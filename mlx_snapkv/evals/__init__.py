@@ -1,0 +1,1 @@
+"""How well a compressed cache serves the model."""

@@ -1,0 +1,117 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_snapkv import SnapKV, SnapKVError
+from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.policies.snapkv import pool_votes
+from mlx_snapkv.votes import Rows
+
+
+def test_average_pooling_by_hand():
+    pooled = pool_votes(mx.array([3.0, 0, 0, 6, 0]), "avg", 3)
+    assert pooled.tolist() == [1, 1, 2, 2, 2]
+
+
+def test_max_pooling_by_hand():
+    pooled = pool_votes(mx.array([3.0, 0, 0, 6, 1]), "max", 3)
+    assert pooled.tolist() == [3, 3, 6, 6, 6]
+
+
+@given(
+    st.lists(st.floats(0, 10, width=32), min_size=1, max_size=30),
+    st.sampled_from(["avg", "max"]),
+    st.sampled_from([1, 3, 5, 13]),
+)
+def test_pooling_equals_the_reference(row, kind, kernel):
+    assert np.allclose(pool_votes(mx.array(row), kind, kernel), reference.pool(row, kind, kernel), atol=1e-5)
+
+
+def make_rows(T=60, seed=0):
+    rng = np.random.default_rng(seed)
+    keys = mx.array(rng.normal(size=(1, 2, T, 8)).astype(np.float32))
+    queries = mx.array(rng.normal(size=(1, 4, 6, 8)).astype(np.float32))
+    return Rows(keys, keys, queries, mx.arange(T - 6, T), 8**-0.5)
+
+
+@pytest.mark.parametrize("pool", ["avg", "max"])
+def test_votes_of_rows_kept_anyway_do_not_leak_into_the_middle(pool):
+    rows = make_rows()
+    policy = SnapKV(top_k=5, n_sink=4, n_window=8, obs_window=6, pool_kernel=5, pool=pool)
+    raw = reference.votes(rows.queries, rows.keys, rows.query_positions.tolist(), rows.scale)
+    scores = np.asarray(policy.score(rows))
+    for head in range(2):
+        assert np.allclose(scores[0, head, 4:-8], reference.pool(raw[0, head, 4:-8], pool, 5), atol=1e-5)
+        assert np.allclose(scores[0, head, :4], raw[0, head, :4], atol=1e-5)
+        assert np.allclose(scores[0, head, -8:], raw[0, head, -8:], atol=1e-5)
+
+
+def test_shared_gives_all_heads_one_score():
+    scores = SnapKV(heads="shared", n_window=32, n_sink=4).score(make_rows())
+    assert mx.array_equal(scores[:, 0], scores[:, 1])
+    assert not mx.array_equal(*mx.split(SnapKV(n_sink=4, n_window=32).score(make_rows()), 2, axis=1))
+
+
+def test_the_seeds_defaults():
+    policy = SnapKV()
+    assert (policy.top_k, policy.n_sink, policy.n_window, policy.obs_window) == (4096, 128, 512, 32)
+    assert (policy.min_ctx, policy.prefill_chunk) == (49152, None)
+    assert policy.budget == 4096 + 128 + 512
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"top_k": -1}, "top_k must be a whole number of at least 0, got -1"),
+        ({"top_k": "abc"}, "top_k must be a whole number of at least 0, got 'abc'"),
+        ({"top_k": 1.5}, "top_k must be a whole number of at least 0, got 1.5"),
+        ({"top_k": True}, "top_k must be a whole number of at least 0, got True"),
+        ({"n_window": 16}, "n_window must be at least obs_window=32, got 16"),
+        ({"obs_window": 0}, "obs_window must be a whole number of at least 1, got 0"),
+        ({"pool_kernel": 4}, "pool_kernel must be odd, got 4"),
+        ({"pool": "mean"}, "pool must be avg or max, got 'mean'"),
+        ({"heads": "all"}, "heads must be per_head or shared, got 'all'"),
+        ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
+        ({"last_token": 1}, "last_token must be true or false, got 1"),
+        ({"last_token": False, "lookahead": 2}, "lookahead must be 0 when last_token is false, got 2"),
+    ],
+)
+def test_values_out_of_range(options, message):
+    with pytest.raises(SnapKVError) as error:
+        resolve_policy(snapkv=options)
+    assert str(error.value) == f"snapkv option {message}"
+
+
+def test_a_misspelt_option_lists_the_known_ones():
+    with pytest.raises(SnapKVError) as error:
+        resolve_policy(snapkv={"topk": 4})
+    assert "unknown snapkv option 'topk' (did you mean 'top_k'?); known: top_k, n_sink" in str(error.value)
+
+
+def test_strings_dicts_and_objects_name_the_same_policy():
+    policy = SnapKV(top_k=64, min_ctx=0, pool="max", last_token=False, lookahead=0, prefill_chunk=256)
+    assert resolve_policy(snapkv=policy) is policy
+    text = "top_k=64, min_ctx=0,pool=max,last_token=false,prefill_chunk=256"
+    assert resolve_policy(snapkv=text) == policy
+    assert resolve_policy(policy=f"snapkv:{text}") == policy
+    assert resolve_policy(policy=str(policy)) == policy
+    assert resolve_policy(snapkv=True) == resolve_policy(snapkv={}) == resolve_policy(policy="snapkv") == SnapKV()
+    assert resolve_policy() is None
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"snapkv": {}, "policy": "snapkv"}, "give only one"),
+        ({"policy": "snapvk"}, "unknown policy 'snapvk'.*known: snapkv"),
+        ({"snapkv": "top_k"}, "written key=value"),
+        ({"snapkv": 4}, "must be a SnapKV, a dict or a string"),
+        ({"policy": 4}, "must be a policy object or a string"),
+    ],
+)
+def test_requests_that_name_no_policy(keywords, message):
+    with pytest.raises(SnapKVError, match=message):
+        resolve_policy(**keywords)

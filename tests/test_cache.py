@@ -1,0 +1,211 @@
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
+
+from mlx_snapkv import SnapKVCache, SnapKVError
+
+H, D = 2, 4
+
+
+def row(t):
+    """The key (and value) of the token at position `t`, told apart by its content."""
+    return mx.array(np.random.default_rng(t).normal(size=(1, H, 1, D)).astype(np.float32))
+
+
+def rows(positions):
+    return mx.concatenate([row(t) for t in positions], axis=2)
+
+
+def make_cache(pinned=(0, 1, 5), window=4, offset=20):
+    kept = [*pinned, *range(offset - window, offset)]
+    positions = mx.broadcast_to(mx.array(pinned, mx.uint32), (1, H, len(pinned)))
+    keys = rows(kept)
+    return SnapKVCache(keys, keys + 1, positions, offset=offset, n_window=window)
+
+
+def feed(cache, L):
+    """Attend like a model does: mask first, then update; the outputs `(n_heads, L, D)` of L new tokens."""
+    new = rows(range(cache.offset, cache.offset + L))
+    mask = cache.make_mask(L)
+    keys, values = cache.update_and_fetch(new, new + 1)
+    queries = mx.repeat(new, 2, axis=1) * 3
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.5, mask=mask)[0]
+
+
+def contents(cache):
+    """{original position: key row} of every physical row of head 0, as the positions property tells them."""
+    return dict(zip(cache.positions[0, 0].tolist(), np.asarray(cache.keys[0, 0])))
+
+
+def assert_consistent(cache):
+    for position, key in contents(cache).items():
+        assert np.array_equal(key, row(position)[0, 0, 0])
+
+
+def test_a_decoded_token_overwrites_the_oldest_window_row():
+    cache = make_cache(pinned=(0, 7), window=3, offset=20)
+    assert cache.positions[0, 0].tolist() == [0, 7, 17, 18, 19]
+    feed(cache, 1)
+    assert cache.positions[0, 0].tolist() == [0, 7, 20, 18, 19]
+    feed(cache, 1)
+    assert cache.positions[0, 0].tolist() == [0, 7, 20, 21, 19]
+    assert (cache.offset, cache.size()) == (22, 5)
+    assert_consistent(cache)
+
+
+def test_positions_are_uint32_per_head():
+    cache = make_cache()
+    assert cache.positions.shape == (1, H, 7) and cache.positions.dtype == mx.uint32
+
+
+def test_1000_decoded_tokens_keep_shape_and_buffer():
+    cache = make_cache(window=16, offset=100)
+    feed(cache, 1)
+    mx.eval(cache.state)
+
+    def address():
+        return np.array(cache.keys, copy=False).__array_interface__["data"][0]
+
+    shape, first, seen = cache.keys.shape, address(), set()
+    for _ in range(1000):
+        mx.eval(feed(cache, 1), cache.state)
+        seen.add(address())
+        assert cache.keys.shape == cache.values.shape == shape
+    assert seen == {first}
+    assert_consistent(cache)
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("L", [2, 3, 4, 5, 11])
+def test_one_call_of_many_tokens_equals_many_calls_of_one(L, before):
+    together, alone = make_cache(), make_cache()
+    for _ in range(before):
+        feed(together, 1), feed(alone, 1)
+    out = feed(together, L)
+    expected = mx.concatenate([feed(alone, 1) for _ in range(L)], axis=1)
+    assert np.allclose(out, expected, atol=1e-6)
+    # and the next update starts from the same rows
+    assert np.allclose(feed(together, 1), feed(alone, 1), atol=1e-6)
+    assert sorted(contents(together)) == sorted(contents(alone))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    window=st.integers(1, 6),
+    pinned=st.integers(0, 4),
+    updates=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=6),
+)
+def test_any_updates_and_rewinds_equal_dense_attention(window, pinned, updates):
+    """Each token sees the pinned rows and the last `window` tokens, itself included, whatever came before."""
+    offset = 20
+    cache = make_cache(pinned=tuple(range(pinned)), window=window, offset=offset)
+    for L, back in updates:
+        start = cache.offset
+        out = feed(cache, L)
+        everything = list(range(start + L))
+        keys = np.asarray(rows(everything)[0], np.float64)
+        queries = np.repeat(keys[:, start:], 2, axis=0) * 3
+        visible = np.array(
+            [[r < pinned or (r >= offset - window and i - window < r <= i) for r in everything]
+             for i in range(start, start + L)]
+        )  # fmt: skip
+        expected = reference.attention(queries, keys, keys + 1, visible, 0.5)
+        assert np.allclose(out, expected, atol=1e-5)
+        cache.trim(min(back, L))
+        assert_consistent(cache)
+
+
+def test_mask_is_a_string_or_none_where_that_is_exact():
+    cache = make_cache(window=8)
+    assert cache.make_mask(1) is None
+    assert cache.make_mask(2) is not None and cache.make_mask(2) != "causal"
+    young = SnapKVCache(rows([0, 1, 2]), rows([0, 1, 2]), mx.zeros((1, H, 1)), offset=3, n_window=8)
+    assert young.make_mask(6) == "causal"
+    assert young.make_mask(6, return_array=True).shape == (6, 9)
+    assert young.make_mask(7) != "causal"
+    with pytest.raises(SnapKVError, match="sliding-window"):
+        cache.make_mask(2, window_size=4)
+
+
+def test_a_window_that_is_not_full_fills_up_first():
+    cache = SnapKVCache(rows([0, 1, 2]), rows([0, 1, 2]) + 1, mx.zeros((1, H, 1)), offset=3, n_window=4)
+    sizes = []
+    for _ in range(4):
+        feed(cache, 1)
+        sizes.append(cache.size())
+        assert_consistent(cache)
+    assert sizes == [4, 5, 5, 5]
+
+
+@pytest.mark.parametrize("L", [1, 2, 4, 9])
+def test_the_last_update_can_be_taken_back(L):
+    cache, untouched = make_cache(), make_cache()
+    feed(cache, 1), feed(untouched, 1)
+    feed(cache, L)
+    assert trim_prompt_cache([cache], L) == L
+    assert cache.offset == untouched.offset
+    assert np.allclose(feed(cache, 3), feed(untouched, 3), atol=1e-6)
+
+
+def test_an_inexact_rewind_is_refused():
+    cache = make_cache()
+    with pytest.raises(SnapKVError, match="at most the 0 tokens"):
+        cache.trim(1)
+    feed(cache, 3)
+    cache.trim(2)
+    with pytest.raises(SnapKVError, match="at most the 1 tokens"):
+        cache.trim(2)
+    assert cache.trim(0) == 0
+
+
+@pytest.mark.parametrize("updates", [(), (1,), (1, 1), (5,), (5, 1)])
+def test_saved_and_loaded_by_mlx_lm(tmp_path, updates):
+    cache = make_cache()
+    for L in updates:
+        feed(cache, L)
+    path = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(path, [cache], {"model": "demo"})
+    (loaded,), metadata = load_prompt_cache(path, return_metadata=True)
+    assert metadata == {"model": "demo"}
+    assert isinstance(loaded, SnapKVCache)
+    assert mx.array_equal(loaded.positions, cache.positions)
+    for L in (1, 3, 1):
+        assert mx.array_equal(feed(loaded, L), feed(cache, L))
+
+
+def test_a_copy_is_independent():
+    cache = make_cache()
+    other = copy.deepcopy(cache)
+    feed(cache, 1)
+    assert (cache.offset, other.offset) == (21, 20)
+    assert_consistent(other)
+    assert_consistent(cache)
+
+
+def test_bookkeeping_mlx_lm_relies_on():
+    cache = make_cache()
+    assert not cache.empty()
+    assert cache.is_trimmable()
+    assert cache.nbytes == 2 * 1 * H * 7 * D * 4
+    assert cache.keys_and_values() == (cache.keys, cache.values)
+    assert not hasattr(cache, "bits") and not hasattr(cache, "to_quantized")
+    assert not hasattr(cache, "__len__") and not hasattr(cache, "__bool__")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"n_window": 0}, "n_window must be at least 1"),
+        ({"n_window": 1}, "don't hold 1 pinned rows"),
+        ({"offset": 2}, "offset must be at least"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes, message):
+    with pytest.raises(SnapKVError, match=message):
+        SnapKVCache(rows([0, 1, 2]), rows([0, 1, 2]), mx.zeros((1, H, 1)), **{"offset": 3, "n_window": 2} | changes)

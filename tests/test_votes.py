@@ -1,0 +1,65 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+
+from mlx_snapkv import votes
+from mlx_snapkv.votes import Rows, attention_votes, shared_logits
+
+
+def make_rows(B=1, n_heads=4, H=2, T=37, n=5, D=8, seed=0, dtype=mx.float32):
+    rng = np.random.default_rng(seed)
+    keys, queries = rng.normal(size=(B, H, T, D)), rng.normal(size=(B, n_heads, n, D))
+    keys, queries = (mx.array(a.astype(np.float32)).astype(dtype) for a in (keys, queries))
+    return Rows(keys, keys, queries, mx.arange(T - n, T), D**-0.5)
+
+
+def expected(rows):
+    return reference.votes(
+        rows.queries.astype(mx.float32), rows.keys.astype(mx.float32), rows.query_positions.tolist(), rows.scale
+    )
+
+
+def test_by_hand():
+    # One head of one dimension; logits 0, ln 2 and ln 3 for the only query: weights 1/6, 2/6, 3/6.
+    keys = mx.log(mx.array([1.0, 2, 3])).reshape(1, 1, 3, 1)
+    rows = Rows(keys, keys, mx.ones((1, 1, 1, 1)), mx.array([2]), 1.0)
+    assert np.allclose(attention_votes(rows), [[[1 / 6, 2 / 6, 3 / 6]]])
+
+
+def test_a_query_gives_nothing_to_rows_after_it():
+    keys = mx.zeros((1, 1, 4, 1))
+    rows = Rows(keys, keys, mx.ones((1, 1, 2, 1)), mx.array([1, 3]), 1.0)
+    assert np.allclose(attention_votes(rows), [[[0.75, 0.75, 0.25, 0.25]]])
+
+
+@pytest.mark.parametrize("shape", [{}, {"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2}, {"n": 1}, {"n": 37}])
+def test_equals_the_float64_reference(shape):
+    rows = make_rows(**shape)
+    assert np.allclose(attention_votes(rows), expected(rows), atol=1e-5)
+
+
+def test_float16_rows_are_scored_in_float32():
+    rows = make_rows(dtype=mx.float16)
+    assert attention_votes(rows).dtype == mx.float32
+    assert np.allclose(attention_votes(rows), expected(rows), atol=1e-5)
+
+
+def test_blocks_do_not_change_the_votes(monkeypatch):
+    rows = make_rows(T=300)
+    whole, whole_shared = attention_votes(rows), shared_logits(rows)
+    mx.eval(whole, whole_shared)
+    monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
+    assert np.allclose(attention_votes(rows), whole, atol=1e-6)
+    assert np.allclose(shared_logits(rows), whole_shared, atol=1e-6)
+
+
+def test_shared_logits_are_the_highest_over_heads_and_queries():
+    rows = make_rows(n=3)
+    q, k = np.asarray(rows.queries, np.float64), np.asarray(rows.keys, np.float64)
+    mean = q.reshape(1, 2, 2, 3, 8).mean(2)
+    logits = np.einsum("bhid,bhtd->bhit", mean, k) * rows.scale
+    for i, position in enumerate(rows.query_positions.tolist()):
+        logits[:, :, i, position + 1 :] = -np.inf
+    want = np.broadcast_to(logits.max((1, 2))[:, None], (1, 2, 37))
+    assert np.allclose(shared_logits(rows), want, atol=1e-5)
