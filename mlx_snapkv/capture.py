@@ -61,8 +61,7 @@ class RecordingKVCache(KVCache):
     def n_queries(self) -> int:
         return sum(q.shape[2] for q in self._queries)
 
-
-    @property
+    @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self):
         # mlx-lm's prefill loop evaluates the state, and with it the queries.
         return self.keys, self.values, self.offset, self._queries
@@ -86,7 +85,9 @@ def _call_and_record(call):
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
-        recorder = next((a for a in (*args, *kwargs.values()) if isinstance(a, RecordingKVCache)), None)
+        recorder = next(
+            (a for a in (*args, *kwargs.values()) if isinstance(a, RecordingKVCache)), None
+        )
         if recorder is None:
             return call(self, *args, **kwargs)
         outer = getattr(_active, "cache", None)

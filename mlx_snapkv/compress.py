@@ -76,7 +76,9 @@ def _rows(cache, attention, queries: mx.array | None) -> Rows:
     elif isinstance(cache, RecordingKVCache) and cache.n_queries:
         queries, first, scale = cache.queries, cache.first, cache.scale
     else:
-        raise SnapKVError("a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill")
+        raise SnapKVError(
+            "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
+        )
     return Rows(keys, values, queries, first + mx.arange(queries.shape[2]), scale)
 
 
@@ -87,7 +89,7 @@ def _choose(rows: Rows, policy: Policy) -> tuple[mx.array, float]:
     )
     kept = mx.take_along_axis(rows.votes, positions, axis=-1).sum() / rows.votes.sum()
     mx.eval(positions, kept)
-    return positions, kept.item()
+    return positions, float(kept.item())  # type: ignore[arg-type]
 
 
 def _cut(cache, positions: mx.array, n_window: int) -> SnapKVCache:

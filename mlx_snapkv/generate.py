@@ -87,7 +87,9 @@ def stream_generate(
     )  # fmt: skip
 
 
-def generate(model, tokenizer, prompt: str | list[int], verbose: bool = False, **kwargs: Any) -> str:
+def generate(
+    model, tokenizer, prompt: str | list[int], verbose: bool = False, **kwargs: Any
+) -> str:
     """`mlx_lm.generate` with a compressed prompt: the whole answer as a string.
 
     Args:
@@ -125,8 +127,9 @@ def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
         if not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
         bos = tokenizer.bos_token
-        prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-    return mx.array(prompt)
+        special = bos is None or not prompt.startswith(bos)
+        return mx.array(tokenizer.encode(prompt, add_special_tokens=special))
+    return prompt if isinstance(prompt, mx.array) else mx.array(prompt)
 
 
 def _compressed(

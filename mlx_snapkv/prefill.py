@@ -53,7 +53,9 @@ class RecordedRequest:
         first = max(0, min(last, n_prompt) - policy.obs_window)
         self.caches = [copy.deepcopy(c) for c in prompt_cache]
         for layer in layers:
-            self.caches[layer.index] = capture.RecordingKVCache(first, last, capacity=max(n_prompt, last) + 1)
+            self.caches[layer.index] = capture.RecordingKVCache(
+                first, last, capacity=max(n_prompt, last) + 1
+            )
         self._started = time.perf_counter()
 
     def cut(self) -> CompressionReport:
@@ -107,7 +109,7 @@ def prefill(
     Raises:
         SnapKVError: `tokens` is empty, the model is not supported, or its attention gave NaN.
     """
-    tokens = mx.array(tokens)
+    tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
     if tokens.size == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
@@ -146,9 +148,13 @@ def _read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.arra
 
 def _look_ahead(model, request: RecordedRequest, following: mx.array, n: int) -> None:
     """Decode `n` tokens on the full rows so that their queries are recorded, then take them back."""
-    others = {i: copy.deepcopy(c) for i, c in enumerate(request.caches) if not isinstance(c, KVCache)}
+    others = {
+        i: copy.deepcopy(c) for i, c in enumerate(request.caches) if not isinstance(c, KVCache)
+    }
     # The loop feeds the token it is given and each one it yields.
-    for _ in mlx_generate.generate_step(following, model, max_tokens=n - 1, prompt_cache=request.caches):
+    for _ in mlx_generate.generate_step(
+        following, model, max_tokens=n - 1, prompt_cache=request.caches
+    ):
         pass
     for index, cache in enumerate(request.caches):
         if isinstance(cache, capture.RecordingKVCache):

@@ -42,7 +42,9 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     T = scores.shape[-1]
     scores = scores.astype(mx.float32)
     if mx.any(mx.isnan(scores)).item():
-        raise SnapKVError("the scores of the prompt's rows contain NaN: the model gave NaN attention")
+        raise SnapKVError(
+            "the scores of the prompt's rows contain NaN: the model gave NaN attention"
+        )
     kth = -mx.partition(-scores, k - 1, axis=-1)[..., k - 1 : k]
     above = scores > kth
     equal = scores == kth

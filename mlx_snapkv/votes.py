@@ -17,16 +17,16 @@ class Rows:
 
     Attributes:
         keys, values: `(B, n_kv_heads, T, head_dim)`, the layer's rows in order of position.
-        queries: `(B, n_heads, n, head_dim)`, post-RoPE, or None if no query was observed.
+        queries: `(B, n_heads, n, head_dim)`, post-RoPE.
         query_positions: the `n` positions of those queries; query `i` sees rows up to its own.
         scale: what the attention multiplies its logits by.
     """
 
     keys: mx.array
     values: mx.array
-    queries: mx.array | None = None
-    query_positions: mx.array | None = None
-    scale: float = 1.0
+    queries: mx.array
+    query_positions: mx.array
+    scale: float
 
     @cached_property
     def votes(self) -> mx.array:

@@ -86,10 +86,17 @@ def write_card(folder: Path, results: dict[int, tuple[int, int]], model) -> None
     kind = {"llama": "LLaMA", "qwen3_next": "Qwen3-Next (hybrid of linear and full attention)"}[
         config["model_type"]
     ]
-    training = (folder / "training.json").read_text().strip() if (folder / "training.json").exists() else "{}"
+    training = (
+        (folder / "training.json").read_text().strip()
+        if (folder / "training.json").exists()
+        else "{}"
+    )
     run = json.loads(training)
     lengths = " ".join(map(str, results))
-    rows = [f"| {n:,} | {right} | {asked} | {right / asked:.3f} |" for n, (right, asked) in results.items()]
+    rows = [
+        f"| {n:,} | {right} | {asked} | {right / asked:.3f} |"
+        for n, (right, asked) in results.items()
+    ]
     card = CARD.format(
         title=folder.name,
         kind=kind,
@@ -109,7 +116,9 @@ def write_card(folder: Path, results: dict[int, tuple[int, int]], model) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--documents", type=int, default=25)
@@ -118,7 +127,9 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer = load(str(args.folder))
     model.set_dtype(mx.float32)
-    results = {n: accuracy(model, tokenizer, n, args.documents, args.questions) for n in args.lengths}
+    results = {
+        n: accuracy(model, tokenizer, n, args.documents, args.questions) for n in args.lengths
+    }
     if args.card:
         write_card(args.folder, results, model)
 

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.demo_training import architectures  # noqa: E402
-from scripts.demo_training.batches import ANSWER, COPY, TEXT, Mix, SequenceMaker  # noqa: E402
-from scripts.demo_training.muon import Muon  # noqa: E402
-from scripts.demo_training.priming import prime  # noqa: E402
-from scripts.demo_training.tokenizer import train_tokenizer  # noqa: E402
-
+from scripts.demo_training import architectures
+from scripts.demo_training.batches import ANSWER, COPY, TEXT, Mix, SequenceMaker
+from scripts.demo_training.muon import Muon
+from scripts.demo_training.priming import prime
+from scripts.demo_training.tokenizer import train_tokenizer
 
 FIRST_TOKEN_WEIGHT = 5.0
 
@@ -43,16 +42,29 @@ class Stage:
     final_lr: float = 1.0  # factors of the peak rate; the rate moves linearly over max_steps
 
 
-def curriculum() -> list[Stage]:
-    return [
+def curriculum(arch: str) -> list[Stage]:
+    """Short and dense documents first; the rate falls in the last, longest stages."""
+    stages = [
         Stage(Mix(96, facts=40, copy=0.3, made_up=0.05), 4096, 600, 0.90),
         Stage(Mix(192, facts=30, copy=0.1), 4096, 600, 0.94),
-        Stage(Mix(384, facts=20, copy=0.1), 4096, 600, 0.96),
-        Stage(Mix(768, facts=12, copy=0.05), 6144, 500, 0.975),
-        Stage(Mix(1536, facts=8), 6144, 400, 0.98, lr=0.8),
-        Stage(Mix(3072, facts=5, questions=16), 6144, 250, 0.985, lr=0.6),
-        Stage(Mix(4608, facts=4, questions=24), 9216, 180, 2.0, lr=0.5, final_lr=0.3),
-        Stage(Mix(8400, facts=3, questions=32), 8400, 100, 2.0, lr=0.15, final_lr=0.0),
+    ]
+    if arch == "llama":
+        return [
+            *stages,
+            Stage(Mix(384, facts=20, copy=0.1), 4096, 600, 0.96),
+            Stage(Mix(768, facts=12, copy=0.05), 6144, 500, 0.975),
+            Stage(Mix(1536, facts=8), 6144, 200, 0.98, lr=0.8),
+            Stage(Mix(3072, facts=5, questions=16), 6144, 150, 0.985, lr=0.6),
+            Stage(Mix(4608, facts=4, questions=24), 9216, 150, 2.0, lr=0.5, final_lr=0.3),
+            Stage(Mix(8400, facts=3, questions=32), 8400, 80, 2.0, lr=0.15, final_lr=0.0),
+        ]
+    return [
+        *stages,
+        Stage(Mix(384, facts=20, copy=0.1), 4096, 150, 0.96),
+        Stage(Mix(768, facts=12, copy=0.05), 6144, 150, 0.97),
+        Stage(Mix(1536, facts=8), 6144, 150, 0.98, lr=0.8),
+        Stage(Mix(3072, facts=5, questions=16), 6144, 150, 0.985, lr=0.6),
+        Stage(Mix(4608, facts=4, questions=24), 9216, 150, 2.0, lr=0.5, final_lr=0.0),
     ]
 
 
@@ -106,7 +118,8 @@ def train(args) -> None:
     opts, peaks = optimizers(model, args.lr)
     args.out.mkdir(parents=True, exist_ok=True)
     log = (args.out / "training.jsonl").open("a")
-    first, start = 0, time.time()
+    first = total = tokens_seen = 0
+    start = time.time()
     checkpoint = args.out / "checkpoint.pt"
     if args.resume:
         saved = torch.load(checkpoint, weights_only=False)
@@ -114,9 +127,9 @@ def train(args) -> None:
         for opt, state in zip(opts, saved["optimizers"]):
             opt.load_state_dict(state)
         maker.rng.setstate(saved["rng"])
-        first = saved["next_stage"]
-    total = tokens_seen = 0
-    for number, stage in enumerate(curriculum()):
+        generator.set_state(saved["generator"])
+        first, total, tokens_seen = saved["next_stage"], saved["steps"], saved["tokens"]
+    for number, stage in enumerate(curriculum(args.arch)):
         if number < first:
             continue
         accuracy = 0.0
@@ -128,7 +141,9 @@ def train(args) -> None:
             length = stage.mix.length
             mix = replace(stage.mix, length=maker.rng.randint(length // 2, length))
             ids, labels = maker.batch(mix, stage.tokens)
-            loss, exact = losses(model, torch.from_numpy(ids), torch.from_numpy(labels), 0.2, generator)
+            loss, exact = losses(
+                model, torch.from_numpy(ids), torch.from_numpy(labels), 0.2, generator
+            )
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if torch.isfinite(loss) and torch.isfinite(norm):
@@ -141,23 +156,46 @@ def train(args) -> None:
             if not math.isnan(exact):
                 accuracy += (exact - accuracy) / min(step + 1, 20)
             if total % 20 == 0:
-                row = {"stage": number, "step": step, "total": total, "loss": round(loss.item(), 4),
-                       "exact": round(accuracy, 4), "minutes": round((time.time() - start) / 60, 2)}
+                row = {
+                    "stage": number,
+                    "step": step,
+                    "total": total,
+                    "loss": round(loss.item(), 4),
+                    "exact": round(accuracy, 4),
+                    "minutes": round((time.time() - start) / 60, 2),
+                }
                 print(json.dumps(row), file=log, flush=True)
                 print(row, flush=True)
             if step >= 40 and accuracy >= stage.target:
                 break
-        torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts],
-                    "rng": maker.rng.getstate(), "next_stage": number + 1, "stage": asdict(stage)},
-                   checkpoint)
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in opts],
+                "rng": maker.rng.getstate(),
+                "generator": generator.get_state(),
+                "steps": total,
+                "tokens": tokens_seen,
+                "next_stage": number + 1,
+                "stage": asdict(stage),
+            },
+            checkpoint,
+        )
         architectures.export(args.arch, model, tokenizer, args.out)
-        run = {"seed": args.seed, "steps": total, "tokens": tokens_seen, "peak learning rate": args.lr,
-               "minutes on one core": round((time.time() - start) / 60)}
+        run = {
+            "seed": args.seed,
+            "steps": total,
+            "tokens": tokens_seen,
+            "peak learning rate": args.lr,
+            "minutes on one core": round((time.time() - start) / 60),
+        }
         (args.out / "training.json").write_text(json.dumps(run, indent=2) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("arch", choices=list(architectures.CONFIGS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)

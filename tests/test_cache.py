@@ -134,7 +134,9 @@ def test_mask_is_a_string_or_none_where_that_is_exact():
 
 
 def test_a_window_that_is_not_full_fills_up_first():
-    cache = SnapKVCache(rows([0, 1, 2]), rows([0, 1, 2]) + 1, mx.zeros((1, H, 1)), offset=3, n_window=4)
+    cache = SnapKVCache(
+        rows([0, 1, 2]), rows([0, 1, 2]) + 1, mx.zeros((1, H, 1)), offset=3, n_window=4
+    )
     sizes = []
     for _ in range(4):
         feed(cache, 1)
@@ -208,4 +210,9 @@ def test_bookkeeping_mlx_lm_relies_on():
 )
 def test_impossible_shapes_are_refused(changes, message):
     with pytest.raises(SnapKVError, match=message):
-        SnapKVCache(rows([0, 1, 2]), rows([0, 1, 2]), mx.zeros((1, H, 1)), **{"offset": 3, "n_window": 2} | changes)
+        SnapKVCache(
+            rows([0, 1, 2]),
+            rows([0, 1, 2]),
+            mx.zeros((1, H, 1)),
+            **{"offset": 3, "n_window": 2} | changes,
+        )

@@ -39,7 +39,13 @@ def test_ties_go_to_the_lower_position():
         ({"n_sink": 100, "top_k": 1, "n_window": 100}, [0, 1, 2, 3, 4, 5]),
         ({"n_sink": 0, "top_k": 1, "n_window": 0}, [5]),
     ],
-    ids=["no middle wanted", "more than there is", "exactly all", "parts longer than T", "middle only"],
+    ids=[
+        "no middle wanted",
+        "more than there is",
+        "exactly all",
+        "parts longer than T",
+        "middle only",
+    ],
 )
 def test_degenerate_cases(parts, expected):
     assert positions([0.0, 1, 2, 3, 4, 5], **parts) == expected

@@ -16,7 +16,10 @@ def make_rows(B=1, n_heads=4, H=2, T=37, n=5, D=8, seed=0, dtype=mx.float32):
 
 def expected(rows):
     return reference.votes(
-        rows.queries.astype(mx.float32), rows.keys.astype(mx.float32), rows.query_positions.tolist(), rows.scale
+        rows.queries.astype(mx.float32),
+        rows.keys.astype(mx.float32),
+        rows.query_positions.tolist(),
+        rows.scale,
     )
 
 
@@ -33,7 +36,9 @@ def test_a_query_gives_nothing_to_rows_after_it():
     assert np.allclose(attention_votes(rows), [[[0.75, 0.75, 0.25, 0.25]]])
 
 
-@pytest.mark.parametrize("shape", [{}, {"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2}, {"n": 1}, {"n": 37}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2}, {"n": 1}, {"n": 37}]
+)
 def test_equals_the_float64_reference(shape):
     rows = make_rows(**shape)
     assert np.allclose(attention_votes(rows), expected(rows), atol=1e-5)

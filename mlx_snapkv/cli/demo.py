@@ -31,7 +31,9 @@ class Answer:
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")] = "demo",
+    model: Annotated[
+        str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")
+    ] = "demo",
     tokens: Annotated[int, typer.Option(min=512, help="Length of the document.")] = 2048,
     questions: Annotated[int, typer.Option(min=1, max=32, help="Facts to hide and ask for.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the document.")] = 0,
@@ -61,7 +63,9 @@ def demo(
                   f"top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0", soft_wrap=True)  # fmt: skip
 
 
-def _make_prompts(tokenizer, n_tokens: int, questions: int, seed: int) -> tuple[list[Fact], list[list[int]]]:
+def _make_prompts(
+    tokenizer, n_tokens: int, questions: int, seed: int
+) -> tuple[list[Fact], list[list[int]]]:
     rng = random.Random(seed)
     facts = make_facts(rng, questions)
 
@@ -71,7 +75,8 @@ def _make_prompts(tokenizer, n_tokens: int, questions: int, seed: int) -> tuple[
     document = make_document(rng, facts, n_tokens, count)
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"{document}\n\n{fact.question}"}], add_generation_prompt=True
+            [{"role": "user", "content": f"{document}\n\n{fact.question}"}],
+            add_generation_prompt=True,
         )
         for fact in facts
     ]
@@ -88,7 +93,9 @@ def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None)
     pieces: list[str] = []
     times: list[float] = []
     # Every answer decodes the same number of steps, so that the speeds compare.
-    for response in stream_generate(model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache):
+    for response in stream_generate(
+        model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache
+    ):
         pieces.append(response.text)
         times.append(time.perf_counter())
     text = "".join(pieces).strip()

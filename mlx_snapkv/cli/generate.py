@@ -28,28 +28,44 @@ The answer goes to stdout; progress and figures go to stderr.
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")],
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text, or - for stdin.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
+    ],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Text, or - for stdin.")
+    ] = None,
     prompt_file: Annotated[
         str | None, typer.Option(help="Text file to read; a --prompt is put after it.")
     ] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="System message of the chat template.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Answer's length.")] = 256,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="System message of the chat template.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-m", min=1, help="Answer's length.")
+    ] = 256,
     temp: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling top-p; 1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling min-p; 0 is off.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sampling top-k; 0 is off.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    max_kv_size: Annotated[int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")] = None,
-    kv_bits: Annotated[int | None, typer.Option(help="mlx-lm's quantised cache: 2, 3, 4, 6 or 8.")] = None,
+    max_kv_size: Annotated[
+        int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")
+    ] = None,
+    kv_bits: Annotated[
+        int | None, typer.Option(help="mlx-lm's quantised cache: 2, 3, 4, 6 or 8.")
+    ] = None,
     prefill_step_size: Annotated[int, typer.Option(min=1, help="Prompt tokens a chunk.")] = 2048,
-    ignore_chat_template: Annotated[bool, typer.Option(help="Give the prompt as raw text.")] = False,
+    ignore_chat_template: Annotated[
+        bool, typer.Option(help="Give the prompt as raw text.")
+    ] = False,
     adapter_path: Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Allow a tokenizer's own code.")] = False,
     snapkv: Annotated[
         str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
     ] = None,
-    policy: Annotated[str | None, typer.Option(help='Any policy, such as "snapkv:top_k=1024".')] = None,
+    policy: Annotated[
+        str | None, typer.Option(help='Any policy, such as "snapkv:top_k=1024".')
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -99,11 +115,15 @@ def generate(
         print(closing_line(response, report), file=sys.stderr)
 
 
-def encode(tokenizer, text: str, system_prompt: str | None, ignore_chat_template: bool) -> list[int]:
+def encode(
+    tokenizer, text: str, system_prompt: str | None, ignore_chat_template: bool
+) -> list[int]:
     """Token ids of the prompt, through the chat template unless there is none or it is to be ignored."""
     if ignore_chat_template or not tokenizer.has_chat_template:
         if system_prompt is not None:
-            raise SnapKVError("--system-prompt needs a chat template: drop it or --ignore-chat-template")
+            raise SnapKVError(
+                "--system-prompt needs a chat template: drop it or --ignore-chat-template"
+            )
         return tokenizer.encode(text)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     messages.append({"role": "user", "content": text})
@@ -132,7 +152,10 @@ def _as_json(text: str, response, report: CompressionReport | None) -> dict[str,
     return (
         {"text": text}
         | {name: getattr(response, name) for name in fields}
-        | {"peak_memory_gb": response.peak_memory, "compression": report.to_dict() if report else None}
+        | {
+            "peak_memory_gb": response.peak_memory,
+            "compression": report.to_dict() if report else None,
+        }
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from ..demo import MODELS
@@ -24,7 +24,9 @@ def load_model(name: str, adapter_path: str | None = None, trust_remote_code: bo
     folder = MODELS.get(name) or Path(name).expanduser()
     if folder.exists():
         if not (folder / "config.json").is_file():
-            raise SnapKVError(f"--model {name}: no config.json in that folder, so it is not a model folder")
+            raise SnapKVError(
+                f"--model {name}: no config.json in that folder, so it is not a model folder"
+            )
     elif not _may_be_repository(name):
         raise SnapKVError(
             f"--model {name}: no such folder, and not the name of a Hugging Face repository; "
@@ -33,7 +35,7 @@ def load_model(name: str, adapter_path: str | None = None, trust_remote_code: bo
     if adapter_path is not None and not Path(adapter_path).exists():
         raise SnapKVError(f"--adapter-path {adapter_path}: no such folder")
     try:
-        model, tokenizer = load(
+        model, tokenizer, *_ = load(
             str(folder if folder.exists() else name),
             adapter_path=adapter_path,
             tokenizer_config={"trust_remote_code": trust_remote_code},
@@ -71,7 +73,9 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         SnapKVError: neither is given, the file can't be read or is not text, or the text is empty.
     """
     if prompt is None and prompt_file is None:
-        raise SnapKVError("nothing to read: give --prompt TEXT, --prompt-file FILE, or --prompt - for stdin")
+        raise SnapKVError(
+            "nothing to read: give --prompt TEXT, --prompt-file FILE, or --prompt - for stdin"
+        )
     if prompt == "-" and prompt_file == "-":
         raise SnapKVError("--prompt and --prompt-file can't both read standard input")
     parts = []

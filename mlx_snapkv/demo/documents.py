@@ -53,7 +53,15 @@ ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
     "pass phrase": _phrase,
 }
 
-_INTRODUCTIONS = ("", "", "", "Remember that ", "Please note that ", "As agreed, ", "For the record, ")
+_INTRODUCTIONS = (
+    "",
+    "",
+    "",
+    "Remember that ",
+    "Please note that ",
+    "As agreed, ",
+    "For the record, ",
+)
 
 
 def made_up_word(rng: random.Random) -> str:
@@ -69,7 +77,10 @@ def make_subject(rng: random.Random, made_up: float = 0.0) -> str:
 
 
 def make_facts(
-    rng: random.Random, count: int, made_up: float = 0.0, attributes: Sequence[str] = tuple(ATTRIBUTES)
+    rng: random.Random,
+    count: int,
+    made_up: float = 0.0,
+    attributes: Sequence[str] = tuple(ATTRIBUTES),
 ) -> list[Fact]:
     """`count` facts about different subjects, their attributes drawn from `attributes`."""
     facts: dict[str, Fact] = {}

@@ -13,7 +13,9 @@ def token_counter(tokenizer) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def make_haystack(tokenizer, rng: random.Random, n_facts: int, n_tokens: int) -> tuple[str, list[Fact]]:
+def make_haystack(
+    tokenizer, rng: random.Random, n_facts: int, n_tokens: int
+) -> tuple[str, list[Fact]]:
     """A document of about `n_tokens` tokens, and the facts hidden in it."""
     facts = make_facts(rng, n_facts)
     return make_document(rng, facts, n_tokens, token_counter(tokenizer)), facts
@@ -29,7 +31,8 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts share from the start."""
     shortest = min(prompts, key=len)
     return next(
-        (i for i, token in enumerate(shortest) if any(p[i] != token for p in prompts)), len(shortest)
+        (i for i, token in enumerate(shortest) if any(p[i] != token for p in prompts)),
+        len(shortest),
     )
 
 

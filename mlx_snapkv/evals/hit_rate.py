@@ -28,7 +28,9 @@ def hit_rate(attention: mx.array, kept: mx.array, theta: float = 0.05) -> float:
         raise SnapKVError(
             f"attention {attention.shape} and kept {kept.shape} must agree in all but their last axis"
         )
-    voted = mx.put_along_axis(mx.zeros(attention.shape), kept.astype(mx.uint32), mx.array(1.0), axis=-1)
+    voted = mx.put_along_axis(
+        mx.zeros(attention.shape), kept.astype(mx.uint32), mx.array(1.0), axis=-1
+    )
     significant = (attention > theta).astype(mx.float32)
-    total = significant.sum().item()
-    return (significant * voted).sum().item() / total if total else float("nan")
+    total, hits = significant.sum(), (significant * voted).sum()
+    return (hits / total).item() if total.item() else float("nan")  # type: ignore[return-value]

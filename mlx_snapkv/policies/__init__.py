@@ -47,7 +47,9 @@ def _from_policy(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise SnapKVError(f"policy must be a policy object or a string, got {type(policy).__name__}")
+        raise SnapKVError(
+            f"policy must be a policy object or a string, got {type(policy).__name__}"
+        )
     name, _, options = policy.partition(":")
     if name not in POLICIES:
         raise UnknownOptionError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -13,27 +13,39 @@ from ..errors import SnapKVError, UnknownOptionError
 from ..votes import Rows
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Base of the policies: a frozen dataclass of hyper-parameters and `score`.
+class Policy(ABC):
+    """Base of the policies, each a frozen dataclass of hyper-parameters and a `score`.
 
-    Fields named here are common to all; sizes are rows per KV head, in tokens.
+    Attributes:
+        name: what users call it.
+        n_sink, top_k, n_window: first rows, best-scored rows and most recent rows kept per KV head.
+        min_ctx: prompts with fewer tokens are left alone.
+        prefill_chunk: tokens a prefill chunk; None follows `prefill_step_size`.
+        obs_window, last_token, lookahead: whose queries are observed; see `SnapKV`.
     """
 
     name: ClassVar[str]
+    n_sink: int
+    top_k: int
+    n_window: int
+    min_ctx: int
+    prefill_chunk: int | None
+    obs_window: int
+    last_token: bool
+    lookahead: int
 
     @property
     def budget(self) -> int:
         """Rows kept per KV head."""
-        raise NotImplementedError
+        return self.n_sink + self.top_k + self.n_window
 
+    @abstractmethod
     def score(self, rows: Rows) -> mx.array:
         """`(B, n_kv_heads, T)` float32, higher means keep."""
-        raise NotImplementedError
 
     @classmethod
     def options(cls) -> list[str]:
-        return [f.name for f in dataclasses.fields(cls)]
+        return [f.name for f in _fields(cls)]
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Policy:
@@ -65,19 +77,25 @@ class Policy:
     def __str__(self) -> str:
         changed = [
             f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
+            for f in _fields(type(self))
             if getattr(self, f.name) != f.default
         ]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
-            raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {getattr(self, name)!r}")
+            raise SnapKVError(
+                f"{self.name} option {name} must be {allowed}, got {getattr(self, name)!r}"
+            )
 
     def _require_count(self, name: str, least: int = 0) -> None:
         value = getattr(self, name)
         ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
         self._require(name, ok, f"a whole number of at least {least}")
+
+
+def _fields(cls: type[Policy]) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(cls)  # type: ignore[arg-type]  # every policy is a dataclass
 
 
 def _parse(text: str) -> Any:

@@ -57,7 +57,9 @@ class SnapKV(Policy):
             self._require_count(name)
         self._require_count("obs_window", least=1)
         self._require_count("n_window", least=1)
-        self._require("n_window", self.n_window >= self.obs_window, f"at least obs_window={self.obs_window}")
+        self._require(
+            "n_window", self.n_window >= self.obs_window, f"at least obs_window={self.obs_window}"
+        )
         self._require_count("pool_kernel", least=1)
         self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
         if self.prefill_chunk is not None:
@@ -65,11 +67,9 @@ class SnapKV(Policy):
         self._require("pool", self.pool in ("avg", "max"), "avg or max")
         self._require("heads", self.heads in ("per_head", "shared"), "per_head or shared")
         self._require("last_token", isinstance(self.last_token, bool), "true or false")
-        self._require("lookahead", self.last_token or self.lookahead == 0, "0 when last_token is false")
-
-    @property
-    def budget(self) -> int:
-        return self.n_sink + self.top_k + self.n_window
+        self._require(
+            "lookahead", self.last_token or self.lookahead == 0, "0 when last_token is false"
+        )
 
     def score(self, rows: Rows) -> mx.array:
         """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window."""

@@ -63,7 +63,10 @@ def build(arch: str, vocab_size: int) -> torch.nn.Module:
     if arch == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")}
+        settings["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": settings.pop("rope_theta"),
+        }
         return LlamaForCausalLM(LlamaConfig(**settings))
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -99,7 +102,9 @@ def to_mlx_weights(arch: str, state: dict[str, torch.Tensor]) -> dict[str, np.nd
 def export(arch: str, model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        to_mlx_weights(arch, model.state_dict()), folder / "model.safetensors", metadata={"format": "mlx"}
+        to_mlx_weights(arch, model.state_dict()),
+        folder / "model.safetensors",
+        metadata={"format": "mlx"},
     )
     config = CONFIGS[arch] | {"vocab_size": tokenizer.get_vocab_size(), "torch_dtype": "float16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

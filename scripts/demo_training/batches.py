@@ -95,10 +95,13 @@ class SequenceMaker:
         while len(ids) < mix.length:
             n = rng.randint(8, max(9, min(mix.length // 2, 192)))
             if rng.random() < 0.5:
-                piece = [rng.randrange(self.n_special, self.tokenizer.get_vocab_size()) for _ in range(n)]
+                piece = [
+                    rng.randrange(self.n_special, self.tokenizer.get_vocab_size()) for _ in range(n)
+                ]
             else:
                 text = " ".join(
-                    documents.fact_sentence(f, rng) for f in documents.make_facts(rng, n // 12 + 1, 0.3)
+                    documents.fact_sentence(f, rng)
+                    for f in documents.make_facts(rng, n // 12 + 1, 0.3)
                 )
                 piece = self.encode(text)[:n]
             ids += piece + piece

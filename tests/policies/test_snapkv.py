@@ -27,7 +27,9 @@ def test_max_pooling_by_hand():
     st.sampled_from([1, 3, 5, 13]),
 )
 def test_pooling_equals_the_reference(row, kind, kernel):
-    assert np.allclose(pool_votes(mx.array(row), kind, kernel), reference.pool(row, kind, kernel), atol=1e-5)
+    assert np.allclose(
+        pool_votes(mx.array(row), kind, kernel), reference.pool(row, kind, kernel), atol=1e-5
+    )
 
 
 def make_rows(T=60, seed=0):
@@ -44,7 +46,9 @@ def test_votes_of_rows_kept_anyway_do_not_leak_into_the_middle(pool):
     raw = reference.votes(rows.queries, rows.keys, rows.query_positions.tolist(), rows.scale)
     scores = np.asarray(policy.score(rows))
     for head in range(2):
-        assert np.allclose(scores[0, head, 4:-8], reference.pool(raw[0, head, 4:-8], pool, 5), atol=1e-5)
+        assert np.allclose(
+            scores[0, head, 4:-8], reference.pool(raw[0, head, 4:-8], pool, 5), atol=1e-5
+        )
         assert np.allclose(scores[0, head, :4], raw[0, head, :4], atol=1e-5)
         assert np.allclose(scores[0, head, -8:], raw[0, head, -8:], atol=1e-5)
 
@@ -52,7 +56,9 @@ def test_votes_of_rows_kept_anyway_do_not_leak_into_the_middle(pool):
 def test_shared_gives_all_heads_one_score():
     scores = SnapKV(heads="shared", n_window=32, n_sink=4).score(make_rows())
     assert mx.array_equal(scores[:, 0], scores[:, 1])
-    assert not mx.array_equal(*mx.split(SnapKV(n_sink=4, n_window=32).score(make_rows()), 2, axis=1))
+    assert not mx.array_equal(
+        *mx.split(SnapKV(n_sink=4, n_window=32).score(make_rows()), 2, axis=1)
+    )
 
 
 def test_the_seeds_defaults():
@@ -76,7 +82,10 @@ def test_the_seeds_defaults():
         ({"heads": "all"}, "heads must be per_head or shared, got 'all'"),
         ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
         ({"last_token": 1}, "last_token must be true or false, got 1"),
-        ({"last_token": False, "lookahead": 2}, "lookahead must be 0 when last_token is false, got 2"),
+        (
+            {"last_token": False, "lookahead": 2},
+            "lookahead must be 0 when last_token is false, got 2",
+        ),
     ],
 )
 def test_values_out_of_range(options, message):
@@ -88,17 +97,26 @@ def test_values_out_of_range(options, message):
 def test_a_misspelt_option_lists_the_known_ones():
     with pytest.raises(SnapKVError) as error:
         resolve_policy(snapkv={"topk": 4})
-    assert "unknown snapkv option 'topk' (did you mean 'top_k'?); known: top_k, n_sink" in str(error.value)
+    assert "unknown snapkv option 'topk' (did you mean 'top_k'?); known: top_k, n_sink" in str(
+        error.value
+    )
 
 
 def test_strings_dicts_and_objects_name_the_same_policy():
-    policy = SnapKV(top_k=64, min_ctx=0, pool="max", last_token=False, lookahead=0, prefill_chunk=256)
+    policy = SnapKV(
+        top_k=64, min_ctx=0, pool="max", last_token=False, lookahead=0, prefill_chunk=256
+    )
     assert resolve_policy(snapkv=policy) is policy
     text = "top_k=64, min_ctx=0,pool=max,last_token=false,prefill_chunk=256"
     assert resolve_policy(snapkv=text) == policy
     assert resolve_policy(policy=f"snapkv:{text}") == policy
     assert resolve_policy(policy=str(policy)) == policy
-    assert resolve_policy(snapkv=True) == resolve_policy(snapkv={}) == resolve_policy(policy="snapkv") == SnapKV()
+    assert (
+        resolve_policy(snapkv=True)
+        == resolve_policy(snapkv={})
+        == resolve_policy(policy="snapkv")
+        == SnapKV()
+    )
     assert resolve_policy() is None
 
 

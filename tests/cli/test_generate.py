@@ -1,0 +1,216 @@
+"""The real command in a process of its own: exact output, exit codes, no tracebacks."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from mlx_snapkv.cli import app
+from mlx_snapkv.demo import MODELS
+
+
+def run(*args, stdin=None, monkeypatch=None, capsys=None):
+    """The command as a user starts it: (exit code, stdout, stderr)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_snapkv", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """The command in this process, for the many cases where starting Python would take most of the time."""
+
+    def invoke(*args, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["mlx-snapkv", *args])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as exit:
+            app.main()
+        out, err = capsys.readouterr()
+        return exit.value.code, out, err
+
+    return invoke
+
+
+LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
+PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
+
+
+def test_the_answer_goes_to_stdout_and_the_figures_to_stderr():
+    code, out, err = run(*PLAIN)
+    assert (code, out) == (0, "482913\n") or out.strip() == "482913"
+    *_, closing = err.strip().splitlines()
+    assert re.fullmatch(
+        r"\d+ prompt tokens, full cache \(no policy; add --snapkv top_k=N to compress\) \| "
+        r"prompt [\d.]+ tokens/s, generation [\d.]+ tokens/s, peak memory [\d.]+ GB",
+        closing,
+    )
+
+
+def test_progress_is_shown_on_stderr():
+    _, out, err = run(*PLAIN)
+    assert "reading the prompt" in err and "tokens/s" in err and "reading" not in out
+
+
+def test_compression_is_reported(call, tmp_path):
+    file = tmp_path / "document.txt"
+    file.write_text(("It was cold at the market. " * 40) + LEAD)
+    code, out, err = call(
+        "generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt-file", str(file),
+        "--snapkv", "top_k=16,n_sink=4,n_window=32,min_ctx=0",
+    )  # fmt: skip
+    assert code == 0 and out.strip() == "482913"
+    closing = err.strip().splitlines()[-1]
+    assert re.search(
+        r"prompt tokens, 52 rows kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \| prompt", closing
+    )
+
+
+def test_a_gated_prompt_is_told_how_to_force_compression(call):
+    code, _, err = call(*PLAIN, "--snapkv", "top_k=16")
+    assert code == 0
+    assert re.search(
+        r"full cache: the prompt's \d+ tokens are below min_ctx=49152; set min_ctx=0 to force", err
+    )
+
+
+def test_quiet_prints_the_answer_alone(call):
+    assert (
+        call(*PLAIN, "--quiet") == (0, " 482913\n", "")
+        or call(*PLAIN, "--quiet")[1].strip() == "482913"
+    )
+    assert call(*PLAIN, "--quiet")[2] == ""
+
+
+def test_json_holds_answer_figures_and_report(call):
+    code, out, _ = call(
+        *PLAIN, "--json", "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,min_ctx=0"
+    )
+    result = json.loads(out)
+    assert code == 0
+    assert set(result) == {
+        "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason",
+        "peak_memory_gb", "compression",
+    }  # fmt: skip
+    assert result["compression"]["rows_kept"] == [22, 22, 22]
+    assert result["compression"]["reason"] is None
+
+
+def test_stdin_and_file_make_one_prompt(call, tmp_path):
+    first, rest = LEAD.split(" It was cold. ")
+    args = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--quiet"]
+    file = tmp_path / "fact.txt"
+    file.write_text(first)
+    expected = call(*args, "--prompt", f"{first}\\n\\n{rest}")
+    assert expected[0] == 0 and "482913" in expected[1]
+    assert call(*args, "--prompt", "-", stdin=f"{first}\n\n{rest}".encode()) == expected
+    assert call(*args, "--prompt-file", str(file), "--prompt", rest) == expected
+    assert call(*args, "--prompt-file", "-", "--prompt", rest, stdin=first.encode()) == expected
+
+
+def test_a_seed_fixes_the_sampling(call):
+    args = [*PLAIN, "--quiet", "--temp", "2", "--top-p", "0.9", "--seed", "7"]
+    assert call(*args) == call(*args)
+
+
+def test_mlx_lms_own_cache_options_reach_it(call):
+    assert call(*PLAIN, "--quiet", "--kv-bits", "8", "--max-kv-size", "512")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--prompt", "x", "--snapkv", "topk=4"], "unknown snapkv option 'topk' (did you mean 'top_k'?); known: "),
+        (["--prompt", "x", "--snapkv", "top_k=-1"], "snapkv option top_k must be a whole number of at least 0, got -1"),
+        (["--prompt", "x", "--snapkv", "top_k=abc"], "top_k must be a whole number of at least 0, got 'abc'"),
+        (["--prompt", "x", "--snapkv", "n_window=8"], "snapkv option n_window must be at least obs_window=32, got 8"),
+        (["--prompt", "x", "--snapkv", "top_k=4", "--policy", "snapkv"], "snapkv and policy both name a policy"),
+        (["--prompt", "x", "--policy", "snapvk"], "unknown policy 'snapvk'"),
+        (["--prompt", ""], "the prompt is empty: give some text"),
+        (["--prompt", " \\n "], "the prompt is empty: give some text"),
+        ([], "nothing to read: give --prompt TEXT, --prompt-file FILE, or --prompt - for stdin"),
+        (["--prompt", "-"], "the prompt is empty: give some text"),
+        (["--prompt", "-", "--prompt-file", "-"], "can't both read standard input"),
+        (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file: No such file or directory"),
+        (["--prompt-file", "/"], "--prompt-file /: Is a directory"),
+        (["--prompt-file", sys.executable], "is not UTF-8 text"),
+        (["--prompt", "x", "--temp", "warm"], "Invalid value for '--temp'"),
+        (["--prompt", "x", "--max-tokens", "0"], "Invalid value for '--max-tokens'"),
+        (["--prompt", "x", "--kv-bits", "5"], "--kv-bits must be 2, 3, 4, 6 or 8, got 5"),
+        (["--prompt", "x", "--adapter-path", "/no/adapters"], "--adapter-path /no/adapters: no such folder"),
+        (["--prompt", "x", "--ignore-chat-template", "--system-prompt", "y"], "--system-prompt needs a chat template"),
+        (["--prompt", "x", "--no-such-option"], "No such option"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_exit_code_2(call, args, message):
+    code, out, err = call("generate", "--model", "demo", *args)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and err.startswith("mlx-snapkv: ") and message in err
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda folder: None, "no such folder, and not the name of a Hugging Face repository"),
+        (lambda folder: folder.mkdir(), "no config.json in that folder"),
+        (lambda folder: _model(folder, "{"), "mlx-lm can't load it"),
+        (
+            lambda folder: _demo_with(folder, model_type="no_such_type"),
+            "no_such_type not supported",
+        ),
+        (lambda folder: _demo_with(folder, hidden_size=64), "can't load it: .*shape"),
+        (lambda folder: _model(folder, '{"model_type": "llama"}'), "can't be read|can't load it"),
+    ],
+)
+def test_models_that_cannot_be_loaded(call, tmp_path, make, message):
+    folder = tmp_path / "model"
+    make(folder)
+    code, out, err = call("generate", "--model", str(folder), "--prompt", "x")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and re.search(message, err)
+
+
+def _model(folder, config):
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+
+
+def _demo_with(folder, **changes):
+    shutil.copytree(MODELS["demo"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_conflict_with_mlx_lms_cache_options(call, tmp_path):
+    file = tmp_path / "document.txt"
+    file.write_text(LEAD * 10)
+    args = [
+        "generate",
+        "--model",
+        "demo",
+        "--prompt-file",
+        str(file),
+        "--snapkv",
+        "top_k=4,n_sink=0,n_window=32,min_ctx=0",
+    ]
+    for option in (["--kv-bits", "8"], ["--max-kv-size", "64"]):
+        code, out, err = call(*args, *option)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and "or the policy" in err
+
+
+def test_help_version_and_no_command(call):
+    assert call("--version") == (0, "0.1.0\n", "")
+    code, out, _ = call()
+    assert code == 0 and "generate" in out and "demo" in out
+    code, out, _ = call("generate", "--help")
+    assert code == 0 and "--prefill-step-size" in out and "mlx-snapkv generate --model demo" in out
+    code, _, err = call("chatter")
+    assert (code, err) == (2, "mlx-snapkv: No such command 'chatter'.\n")
