@@ -10,13 +10,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from . import capture
 from .errors import SnapKVError
 from .policies import Policy, SnapKV, resolve_policy
 from .prefill import RecordedRequest, gate, mlx_generate
 from .report import CompressionReport
 
 ReportCallback = Callable[[CompressionReport], None]
+
+DEFAULT_LOOKAHEAD = 4
 
 # Options of mlx-lm that also decide what becomes of the rows.
 _CONFLICTS = {
@@ -66,7 +67,7 @@ def stream_generate(
     tokenizer,
     prompt: str | mx.array | list[int],
     max_tokens: int = 256,
-    *args: Any,
+    *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | str | None = None,
     on_report: ReportCallback | None = None,
@@ -79,10 +80,10 @@ def stream_generate(
     """
     chosen = resolve_policy(snapkv, policy)
     if chosen is None:
-        return mlx_generate.stream_generate(model, tokenizer, prompt, max_tokens, *args, **kwargs)
+        return mlx_generate.stream_generate(model, tokenizer, prompt, max_tokens, **kwargs)
     tokens = encode_prompt(tokenizer, prompt)
     return _compressed(
-        lambda options: mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, *args, **options),
+        lambda options: mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options),
         model, len(tokens), chosen, on_report, kwargs,
     )  # fmt: skip
 
@@ -154,13 +155,14 @@ def _compressed(
             raise SnapKVError(message)
     if prompt_cache is None:
         prompt_cache = make_prompt_cache(model)
-    last = n_prompt + policy.lookahead if policy.last_token else n_prompt - 1
+    lookahead = DEFAULT_LOOKAHEAD if policy.lookahead is None else policy.lookahead
+    last = n_prompt + lookahead if policy.last_token else n_prompt - 1
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
     options = options | {"prompt_cache": request.caches}
     if policy.prefill_chunk is not None:
         options["prefill_step_size"] = policy.prefill_chunk
     if policy.last_token:
-        return _cut_at_token(start, request, max(1, policy.lookahead), on_report, options)
+        return _cut_at_token(start, request, max(1, lookahead), on_report, options)
     return _cut_before_last_token(start, request, on_report, options)
 
 
@@ -168,7 +170,7 @@ def _cut_at_token(start, request: RecordedRequest, n: int, on_report, options) -
     """Cut when the `n`-th token is about to be yielded: mlx-lm has fed it by then, so its query is there."""
     items = iter(start(options))
     try:
-        with capture.recording(request.classes):
+        with request.recording():
             for _ in range(n - 1):
                 item = next(items, None)
                 if item is None:
@@ -189,7 +191,7 @@ def _cut_before_last_token(start, request: RecordedRequest, on_report, options) 
     """Cut when mlx-lm reports that all of the prompt but its last token is processed."""
     progress = options.get("prompt_progress_callback") or (lambda done, total: None)
     with contextlib.ExitStack() as patched:
-        patched.enter_context(capture.recording(request.classes))
+        patched.enter_context(request.recording())
 
         def callback(done: int, total: int) -> None:
             progress(done, total)

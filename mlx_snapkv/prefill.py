@@ -6,10 +6,11 @@ step, so the cut is a replacement of the list's entries between two of its steps
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -40,7 +41,6 @@ class RecordedRequest:
 
     Attributes:
         caches: the list to hand to mlx-lm.
-        classes: the attention classes to patch while it records.
     """
 
     def __init__(self, model, policy: Policy, n_prompt: int, prompt_cache: list, last: int):
@@ -49,14 +49,21 @@ class RecordedRequest:
         self.n_prompt = n_prompt
         self._callers = prompt_cache
         layers = models.attention_layers(model, prompt_cache)
-        self.classes = list(dict.fromkeys(type(layer.attention) for layer in layers))
+        self._classes = list(dict.fromkeys(type(layer.attention) for layer in layers))
         first = max(0, min(last, n_prompt) - policy.obs_window)
         self.caches = [copy.deepcopy(c) for c in prompt_cache]
         for layer in layers:
             self.caches[layer.index] = capture.RecordingKVCache(
                 first, last, capacity=max(n_prompt, last) + 1
             )
+        self._started = 0.0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Patch the model's attention classes for the block, from the first chunk to the last voter."""
         self._started = time.perf_counter()
+        with capture.recording(self._classes):
+            yield
 
     def cut(self) -> CompressionReport:
         """Compress the caches and hand them to the caller's list."""
@@ -121,9 +128,9 @@ def prefill(
     if reason is not None:
         _read(model, tokens, cache, options)
         return cache, CompressionReport(str(policy), tokens.size, reason)
-    lookahead = policy.lookahead
+    lookahead = policy.lookahead or 0
     request = RecordedRequest(model, policy, tokens.size, cache, last=tokens.size + lookahead)
-    with capture.recording(request.classes):
+    with request.recording():
         following = _read(model, tokens, request.caches, options)
         if lookahead:
             _look_ahead(model, request, following, lookahead)

@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama, qwen3_next
@@ -98,11 +100,11 @@ def test_the_cache_is_cut_to_the_budget_and_stays_there(tiny_model, tokens, chan
     assert_unpatched()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 5, None])
 def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, lookahead):
-    # Two tokens are computed before the first is yielded, since mlx-lm runs one step ahead.
+    # One more is computed before the cut, since mlx-lm runs one step ahead.
     out, _, _ = run(tiny_model, tokens, lookahead=lookahead)
-    n = max(1, lookahead) + 1
+    n = max(1, 4 if lookahead is None else lookahead) + 1
     assert_same(out[:n], plain(tiny_model, tokens)[:n])
 
 
@@ -111,7 +113,7 @@ def test_the_seeds_window_cuts_before_the_first_token(tiny_model, tokens):
     assert not mx.array_equal(out[0][1], plain(tiny_model, tokens)[0][1])
 
 
-@pytest.mark.parametrize("votes", [{"last_token": False}, {}, {"lookahead": 3}])
+@pytest.mark.parametrize("votes", [{"last_token": False}, {"lookahead": 0}, {"lookahead": 3}])
 def test_keeping_everything_but_one_row_barely_matters_and_all_rows_not_at_all(
     tiny_model, tokens, votes
 ):
@@ -124,7 +126,7 @@ def test_keeping_everything_but_one_row_barely_matters_and_all_rows_not_at_all(
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 31, 32, 33, 199, 4096])
-@pytest.mark.parametrize("votes", [{"last_token": False}, {}, {"lookahead": 3}])
+@pytest.mark.parametrize("votes", [{"last_token": False}, {"lookahead": 0}, {"lookahead": 3}])
 def test_chunks_do_not_change_what_is_kept(tokens, chunk, votes):
     model = make_llama()
     _, whole, _ = run(model, tokens, **votes)
@@ -160,7 +162,7 @@ def test_logits_processors_and_callbacks_act_as_in_mlx_lm(tiny_model, tokens):
 
         return processor
 
-    for votes in ({"last_token": False}, {}, {"lookahead": 3}):
+    for votes in ({"last_token": False}, {"lookahead": 0}, {}):
         seen, expected, done, expected_done = [], [], [], []
         list(generate_step(tokens, tiny_model, max_tokens=3, snapkv=SMALL | votes, prefill_step_size=64,
                            logits_processors=[watch(seen)],
@@ -185,11 +187,27 @@ def test_interleaved_requests_equal_requests_alone(tiny_model, tokens):
     assert_unpatched()
 
 
+def test_two_threads_equal_requests_alone(tiny_model, tokens):
+    prompts = [tokens, tokens[::-1]]
+    options = SMALL | {"lookahead": 2, "prefill_chunk": 20}
+    alone = [steps(tiny_model, prompt, snapkv=options) for prompt in prompts]
+    mx.eval([logprobs for answer in alone for _, logprobs in answer])
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda prompt: threaded(tiny_model, prompt, options), prompts))
+    for a, b in zip(together, alone):
+        assert a == [token for token, _ in b]
+    assert_unpatched()
+
+
+def threaded(model, prompt, options):
+    return [token for token, _ in generate_step(prompt, model, max_tokens=12, snapkv=options)]
+
+
 # Failures leave nothing behind.
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 5])
-@pytest.mark.parametrize("votes", [{"last_token": False}, {}, {"lookahead": 4}])
+@pytest.mark.parametrize("votes", [{"last_token": False}, {"lookahead": 0}, {}])
 def test_an_exception_restores_classes_and_the_callers_cache(
     tiny_model, tokens, votes, call, monkeypatch
 ):
@@ -264,7 +282,7 @@ def test_an_empty_prompt_fails_at_the_call():
 def test_stream_generate_counts_the_whole_prompt(demo_model, ask):
     model, tokenizer = demo_model
     prompt, _ = ask(tokenizer, 400, seed=1)
-    for votes in ({"last_token": False}, {}, {"lookahead": 3}):
+    for votes in ({"last_token": False}, {"lookahead": 0}, {}):
         reports = []
         responses = list(
             stream_generate(

@@ -1,6 +1,6 @@
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, prefill
@@ -109,6 +109,15 @@ def test_a_populated_cache_is_continued_as_it_is(tiny_model, tokens):
     _, report = prefill(tiny_model, tokens[50:], POLICY, prompt_cache=cache)
     assert "already holds tokens" in report.reason
     assert [type(c) for c in cache] == [type(c) for c in make_prompt_cache(tiny_model)]
+
+
+def test_a_compressed_hybrid_is_saved_and_loaded_by_mlx_lm(tiny_model, tokens, tmp_path):
+    cache, _ = prefill(tiny_model, tokens[:-1], POLICY)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    assert plain_decode(tiny_model, tokens[-1:], loaded) == plain_decode(
+        tiny_model, tokens[-1:], cache
+    )
 
 
 def test_the_callers_list_is_filled(tiny_model, tokens):

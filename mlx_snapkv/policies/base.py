@@ -32,7 +32,7 @@ class Policy(ABC):
     prefill_chunk: int | None
     obs_window: int
     last_token: bool
-    lookahead: int
+    lookahead: int | None
 
     @property
     def budget(self) -> int:

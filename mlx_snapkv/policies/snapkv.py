@@ -30,7 +30,8 @@ class SnapKV(Policy):
             request's way: the highest logit over heads and queries, one set for all heads.
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before, as the pull request does.
-        lookahead: answer tokens decoded on the full rows, whose queries vote too, before the cut.
+        lookahead: answer tokens decoded on the full rows, whose queries vote too, before the cut. None
+            is 4 while generating, and none in `prefill`, which is rarely given the whole prompt.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk; None follows `prefill_step_size`.
 
@@ -50,16 +51,18 @@ class SnapKV(Policy):
     pool: str = "avg"
     heads: str = "per_head"
     last_token: bool = True
-    lookahead: int = 0
+    lookahead: int | None = None
 
     def __post_init__(self):
-        for name in ("top_k", "n_sink", "min_ctx", "lookahead"):
+        for name in ("top_k", "n_sink", "min_ctx"):
             self._require_count(name)
         self._require_count("obs_window", least=1)
         self._require_count("n_window", least=1)
         self._require(
             "n_window", self.n_window >= self.obs_window, f"at least obs_window={self.obs_window}"
         )
+        if self.lookahead is not None:
+            self._require_count("lookahead")
         self._require_count("pool_kernel", least=1)
         self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
         if self.prefill_chunk is not None:
@@ -68,7 +71,7 @@ class SnapKV(Policy):
         self._require("heads", self.heads in ("per_head", "shared"), "per_head or shared")
         self._require("last_token", isinstance(self.last_token, bool), "true or false")
         self._require(
-            "lookahead", self.last_token or self.lookahead == 0, "0 when last_token is false"
+            "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
         )
 
     def score(self, rows: Rows) -> mx.array:

@@ -81,6 +81,7 @@ def test_the_seeds_defaults():
         ({"pool": "mean"}, "pool must be avg or max, got 'mean'"),
         ({"heads": "all"}, "heads must be per_head or shared, got 'all'"),
         ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
+        ({"lookahead": -1}, "lookahead must be a whole number of at least 0, got -1"),
         ({"last_token": 1}, "last_token must be true or false, got 1"),
         (
             {"last_token": False, "lookahead": 2},
@@ -107,7 +108,7 @@ def test_strings_dicts_and_objects_name_the_same_policy():
         top_k=64, min_ctx=0, pool="max", last_token=False, lookahead=0, prefill_chunk=256
     )
     assert resolve_policy(snapkv=policy) is policy
-    text = "top_k=64, min_ctx=0,pool=max,last_token=false,prefill_chunk=256"
+    text = "top_k=64, min_ctx=0,pool=max,last_token=false,lookahead=0,prefill_chunk=256"
     assert resolve_policy(snapkv=text) == policy
     assert resolve_policy(policy=f"snapkv:{text}") == policy
     assert resolve_policy(policy=str(policy)) == policy

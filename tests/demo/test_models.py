@@ -1,0 +1,85 @@
+"""The embedded models: what they promise, and what compression keeps of it."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_snapkv import SnapKVCache, generate
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
+
+SIZE = {"n_sink": 4, "n_window": 32, "min_ctx": 0}
+
+
+def test_together_they_stay_below_8_mb():
+    files = [file for folder in MODELS.values() for file in folder.iterdir()]
+    assert sum(file.stat().st_size for file in files) < 8_000_000
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_has_a_card(name):
+    assert "Full-cache greedy accuracy" in (MODELS[name] / "README.md").read_text()
+
+
+@given(st.text(max_size=40))
+def test_any_text_can_be_encoded(demo_llama, text):
+    _, tokenizer = demo_llama
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert (
+        tokenizer.decode(tokens, skip_special_tokens=False)
+        == text.encode("utf-8", "replace").decode()
+    )
+
+
+def test_the_chat_template_reads_back_its_own_answers(demo_llama):
+    _, tokenizer = demo_llama
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is the code?"},
+        {"role": "assistant", "content": "1234"},
+        {"role": "user", "content": "And now?"},
+    ]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|bos|><|system|>Be brief.<|user|>What is the code?<|assistant|> 1234<|end|>"
+        "<|user|>And now?<|assistant|>"
+    )
+
+
+def answers(model, tokenizer, n_tokens, questions, **policy):
+    """How many of several questions are answered, each at the end of a document of its own."""
+    right = 0
+    for seed in range(questions):
+        document, facts = make_haystack(tokenizer, random.Random(900 + seed), 4, n_tokens - 40)
+        prompt = question_prompt(tokenizer, document, facts[0].question)
+        right += is_right(facts[0], generate(model, tokenizer, prompt, max_tokens=14, **policy))
+    return right
+
+
+def test_compression_keeps_the_answers_that_a_window_loses(demo_model):
+    """1/16 of the rows at 1,024 tokens; `make eval` measures longer prompts."""
+    model, tokenizer = demo_model
+    full = answers(model, tokenizer, 1024, 5)
+    kept = answers(model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 28})
+    window = answers(model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 0, "n_window": 60})
+    assert full == 5
+    assert kept >= 4
+    assert window <= 1
+
+
+def test_a_chat_continues_on_the_compressed_cache(demo_llama):
+    """mlx-lm appends the next turn's tokens to our cache in one multi-token update."""
+    model, tokenizer = demo_llama
+    document, facts = make_haystack(tokenizer, random.Random(1), 2, 600)
+    cache = make_prompt_cache(model)
+    prompt = question_prompt(tokenizer, document, facts[0].question)
+    generate(
+        model, tokenizer, prompt, max_tokens=12, prompt_cache=cache, snapkv=SIZE | {"top_k": 200}
+    )
+    again = tokenizer.encode(f"<|user|>{facts[0].question}<|assistant|>", add_special_tokens=False)
+    answer = generate(model, tokenizer, again, max_tokens=12, prompt_cache=cache)
+    assert is_right(facts[0], answer)
+    assert all(isinstance(c, SnapKVCache) and c.size() <= 236 + 1 for c in cache)
