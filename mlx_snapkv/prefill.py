@@ -84,7 +84,8 @@ def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None
             f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "
             "set min_ctx=0 to force compression"
         )
-    if n_prompt <= policy.budget:
+    rows = n_prompt if policy.last_token else n_prompt - 1  # at the time of the cut, at least
+    if rows <= policy.budget:
         return fits_reason(n_prompt, policy)
     return None
 

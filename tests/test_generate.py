@@ -50,8 +50,10 @@ def counting_patches(monkeypatch):
 @pytest.mark.parametrize(
     "keywords",
     [{}, {"snapkv": None, "policy": None}, {"snapkv": False}, {"snapkv": {}}, {"policy": "snapkv:min_ctx=201"},
-     {"snapkv": "min_ctx=0,top_k=163,n_sink=5"}],
-    ids=["nothing", "none", "false", "below min_ctx", "one below min_ctx", "fits the budget"],
+     {"snapkv": "min_ctx=0,top_k=163,n_sink=5,n_window=32"},
+     {"snapkv": "min_ctx=0,top_k=162,n_sink=5,n_window=32,last_token=false"}],
+    ids=["nothing", "none", "false", "below min_ctx", "one below min_ctx", "fits the budget",
+         "fits without its last token"],
 )  # fmt: skip
 def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, counting_patches):
     assert_same(steps(tiny_model, tokens, **keywords), plain(tiny_model, tokens))
