@@ -162,7 +162,8 @@ def measure(name: str, n_tokens: int, questions: int) -> dict:
     return {"model": name, "tokens": n_tokens, "questions": questions, "full": full, "rows": rows}
 
 
-def as_markdown(results: list[dict]) -> str:
+def as_markdown(results: list[dict], ways: set[str] | None = None) -> str:
+    """A table for each model and length; with `ways`, only those rows."""
     parts = []
     for result in results:
         n = result["questions"]
@@ -174,10 +175,19 @@ def as_markdown(results: list[dict]) -> str:
         parts.append("|---" * (len(KERNELS) + 1) + "|")
         table = {(r["way"], r["kernel"]): r["right"] for r in result["rows"]}
         for way in dict.fromkeys(r["way"] for r in result["rows"]):
+            if ways is not None and way not in ways:
+                continue
             cells = [f"{table[way, k] / n:.2f}" if (way, k) in table else "" for k in KERNELS]
             parts.append(f"| {way} | " + " | ".join(cells) + " |")
         parts.append("")
     return "\n".join(parts)
+
+
+def update_readme(tables: str) -> None:
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split("<!-- defaults -->")
+    _, after = rest.split("<!-- /defaults -->")
+    readme.write_text(f"{before}<!-- defaults -->\n{tables}\n<!-- /defaults -->{after}")
 
 
 def main() -> None:
@@ -190,6 +200,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "defaults", help="without its suffix"
     )
+    parser.add_argument("--readme", action="store_true", help="put the tables into the README as well")
     args = parser.parse_args()
     results = [measure(m, n, args.questions) for m in args.models for n in args.lengths]
     commit = subprocess.run(
@@ -209,7 +220,8 @@ def main() -> None:
         json.dumps(about | {"results": results}, indent=1) + "\n"
     )
     source = ", ".join(f"{k} {v}" for k, v in about.items() if k != "versions")
-    args.out.with_suffix(".md").write_text(f"# Measuring SnapKV's defaults\n\n{source}\n\n{tables}")
+    args.out.with_suffix(".md").write_text(f"# Measuring SnapKV's defaults\n\n{source}\n\n{tables}")    if args.readme:
+        update_readme(as_markdown(results, {*WAYS, "sink + window"}))
 
 
 if __name__ == "__main__":
