@@ -200,7 +200,9 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "defaults", help="without its suffix"
     )
-    parser.add_argument("--readme", action="store_true", help="put the tables into the README as well")
+    parser.add_argument(
+        "--readme", action="store_true", help="put the tables into the README as well"
+    )
     args = parser.parse_args()
     results = [measure(m, n, args.questions) for m in args.models for n in args.lengths]
     commit = subprocess.run(
@@ -220,7 +222,8 @@ def main() -> None:
         json.dumps(about | {"results": results}, indent=1) + "\n"
     )
     source = ", ".join(f"{k} {v}" for k, v in about.items() if k != "versions")
-    args.out.with_suffix(".md").write_text(f"# Measuring SnapKV's defaults\n\n{source}\n\n{tables}")    if args.readme:
+    args.out.with_suffix(".md").write_text(f"# Measuring SnapKV's defaults\n\n{source}\n\n{tables}")
+    if args.readme:
         update_readme(as_markdown(results, {*WAYS, "sink + window"}))
 
 
