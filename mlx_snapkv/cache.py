@@ -136,10 +136,10 @@ class SnapKVCache(mlx_cache._BaseCache):
         Raises:
             TrimError: `n` is more than the last update added, so evicted rows would be missing.
         """
-        if n > self._trimmable:
+        if not 0 <= n <= self._trimmable:
             raise TrimError(
-                f"a compressed cache can take back at most the {self._trimmable} tokens "
-                f"of its last update, not {n}"
+                f"a compressed cache can take back 0 to {self._trimmable} tokens, "
+                f"those of its last update, not {n}"
             )
         if n > 0:
             self._keep_newest(self._window_rows(), before=n)

@@ -15,6 +15,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -106,15 +107,19 @@ class _Replacement:
     def __init__(self, owner, name: str, wrap):
         self.owner, self.name = owner, name
         self.original = vars(owner)[name]
+        self.wrapped = wrap(self.original)
         self.holders = 0
-        setattr(owner, name, wrap(self.original))
+        setattr(owner, name, self.wrapped)
 
     def restore(self) -> None:
-        setattr(self.owner, self.name, self.original)
+        # If someone else has patched over ours, theirs stays; ours below it does nothing by itself.
+        if vars(self.owner)[self.name] is self.wrapped:
+            setattr(self.owner, self.name, self.original)
 
 
-_replacements: dict[tuple, _Replacement] = {}
-_pinned: set[type] = set()  # classes held by patch_for_snapkv
+_Key = tuple[Any, str]
+_replacements: dict[_Key, _Replacement] = {}
+_pinned: dict[type, list[_Key]] = {}  # classes held by patch_for_snapkv
 
 
 def _targets(cls: type) -> list[tuple]:
@@ -127,36 +132,38 @@ def _targets(cls: type) -> list[tuple]:
     return [(owner, "__call__", _call_and_record), (module, _SDPA, _attend_and_record)]
 
 
-def _hold(cls: type) -> None:
+def _hold(cls: type) -> list[_Key]:
+    """Wrap what a class needs wrapped; the keys to release."""
     with _lock:
+        keys: list[_Key] = []
         for owner, name, wrap in _targets(cls):
             if (owner, name) not in _replacements:
                 _replacements[owner, name] = _Replacement(owner, name, wrap)
             _replacements[owner, name].holders += 1
+            keys.append((owner, name))
+        return keys
 
 
-def _release(cls: type) -> None:
+def _release(keys: list[_Key]) -> None:
     with _lock:
-        for owner, name, _ in _targets(cls):
-            replacement = _replacements[owner, name]
+        for key in keys:
+            replacement = _replacements[key]
             replacement.holders -= 1
             if replacement.holders == 0:
+                del _replacements[key]
                 replacement.restore()
-                del _replacements[owner, name]
 
 
 @contextlib.contextmanager
 def recording(classes: Iterable[type]) -> Iterator[None]:
     """Patch the attention classes for the block; nests, and restores them whatever happens inside."""
-    held: list[type] = []
+    held: list[_Key] = []
     try:
         for cls in classes:
-            _hold(cls)
-            held.append(cls)
+            held += _hold(cls)
         yield
     finally:
-        for cls in held:
-            _release(cls)
+        _release(held)
 
 
 def attention_classes(model=None) -> list[type]:
@@ -177,8 +184,7 @@ def patch_for_snapkv(model=None) -> None:
     with _lock:
         for cls in attention_classes(model):
             if cls not in _pinned:
-                _hold(cls)
-                _pinned.add(cls)
+                _pinned[cls] = _hold(cls)
 
 
 def unpatch_snapkv(model=None) -> None:
@@ -186,5 +192,4 @@ def unpatch_snapkv(model=None) -> None:
     with _lock:
         for cls in attention_classes(model):
             if cls in _pinned:
-                _pinned.remove(cls)
-                _release(cls)
+                _release(_pinned.pop(cls))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import mlx.core as mx
@@ -37,19 +38,24 @@ def compress_prompt_cache(
     """
     started = time.perf_counter()
     layers = models.attention_layers(model, prompt_cache)
-    n_rows = prompt_cache[layers[0].index].offset
+    n_rows = _common_length([prompt_cache[layer.index] for layer in layers])
     report = CompressionReport(str(policy), n_rows)
     if n_rows <= policy.budget:
         report.reason = fits_reason(n_rows, policy)
         return report
+    if queries is not None and len(queries) != len(prompt_cache):
+        raise SnapKVError(
+            f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
+        )
     report.kv_bytes_before = kv_bytes(prompt_cache)
     report.rows_kept = [None] * len(prompt_cache)
     report.mass_kept = [None] * len(prompt_cache)
     chosen: dict[int, mx.array] = {}
     for layer in layers:
-        given = queries[layer.index] if queries else None
-        rows = _rows(prompt_cache[layer.index], layer.attention, given)
-        chosen[layer.index], report.mass_kept[layer.index] = _choose(rows, policy)
+        given = queries[layer.index] if queries is not None else None
+        chosen[layer.index], report.mass_kept[layer.index] = _choose(
+            prompt_cache[layer.index], layer.attention, given, policy
+        )
     # Nothing can fail from here on: full rows are given up layer by layer.
     for index, positions in chosen.items():
         prompt_cache[index] = _cut(prompt_cache[index], positions, policy.n_window)
@@ -60,18 +66,46 @@ def compress_prompt_cache(
     return report
 
 
-def fits_reason(n_tokens: int, policy: Policy) -> str:
-    return f"the prompt's {n_tokens} tokens fit the budget of {policy.budget} rows; lower top_k to compress it"
+def fits_reason(n_rows: int, policy: Policy) -> str:
+    return (
+        f"the prompt's {n_rows} rows fit the budget of {policy.budget} (n_sink + top_k + n_window); "
+        "lower it to compress"
+    )
 
 
 def kv_bytes(prompt_cache: list) -> int:
-    """Bytes of the caches that grow with the prompt: the KV caches, compressed or not."""
-    return sum(c.nbytes for c in prompt_cache if isinstance(c, (KVCache, SnapKVCache)))
+    """Bytes of the rows in the caches that grow with the prompt: the KV caches, compressed or not."""
+    caches = [c for c in prompt_cache if isinstance(c, (KVCache, SnapKVCache)) and not c.empty()]
+    return sum(rows.nbytes for c in caches for rows in c.keys_and_values())
+
+
+def _common_length(caches: list) -> int:
+    lengths = {c.offset for c in caches}
+    if len(lengths) != 1:
+        raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} rows")
+    return lengths.pop()
+
+
+def _choose(cache, attention, queries: mx.array | None, policy: Policy) -> tuple[mx.array, float]:
+    """Positions to keep `(B, n_kv_heads, n)`, and the share of the voters' attention they received."""
+    rows = _rows(cache, attention, queries)
+    positions = select_positions(
+        policy.score(rows), n_sink=policy.n_sink, top_k=policy.top_k, n_window=policy.n_window
+    )
+    kept = mx.take_along_axis(rows.votes, positions, axis=-1).sum() / rows.votes.sum()
+    mx.eval(positions, kept)
+    mass = float(kept.item())  # type: ignore[arg-type]
+    if math.isnan(mass):
+        raise SnapKVError(
+            "the votes for the prompt's rows contain NaN: the model gave NaN attention"
+        )
+    return positions, mass
 
 
 def _rows(cache, attention, queries: mx.array | None) -> Rows:
     keys, values = cache.keys_and_values()
     if queries is not None:
+        _check_queries(queries, keys)
         first, scale = cache.offset - queries.shape[2], attention.scale
     elif isinstance(cache, RecordingKVCache) and cache.n_queries:
         queries, first, scale = cache.queries, cache.first, cache.scale
@@ -82,14 +116,13 @@ def _rows(cache, attention, queries: mx.array | None) -> Rows:
     return Rows(keys, values, queries, first + mx.arange(queries.shape[2]), scale)
 
 
-def _choose(rows: Rows, policy: Policy) -> tuple[mx.array, float]:
-    """Positions to keep `(B, n_kv_heads, n)`, and the share of the voters' attention they received."""
-    positions = select_positions(
-        policy.score(rows), n_sink=policy.n_sink, top_k=policy.top_k, n_window=policy.n_window
-    )
-    kept = mx.take_along_axis(rows.votes, positions, axis=-1).sum() / rows.votes.sum()
-    mx.eval(positions, kept)
-    return positions, float(kept.item())  # type: ignore[arg-type]
+def _check_queries(queries: mx.array, keys: mx.array) -> None:
+    B, H, T, D = keys.shape
+    q = queries.shape
+    if len(q) != 4 or q[0] != B or q[1] % H or q[3] != D or not 1 <= q[2] <= T:
+        raise SnapKVError(
+            f"queries must be (B={B}, a multiple of {H} heads, 1 to {T} tokens, head_dim={D}), got {q}"
+        )
 
 
 def _cut(cache, positions: mx.array, n_window: int) -> SnapKVCache:

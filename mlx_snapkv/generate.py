@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -24,7 +26,6 @@ _CONFLICTS = {
     "kv_bits": "quantised rows can't be compressed yet: drop kv_bits or the policy",
     "max_kv_size": "max_kv_size also limits the rows: drop it or the policy",
     "draft_model": "a draft model can't be combined with a policy yet: drop draft_model or the policy",
-    "input_embeddings": "a prompt given as embeddings can't be compressed: drop input_embeddings or the policy",
 }
 
 
@@ -54,12 +55,11 @@ def generate_step(
         SnapKVError: at the call, for options or models that can't be served.
     """
     chosen = resolve_policy(snapkv, policy)
-    if chosen is None:
-        return mlx_generate.generate_step(prompt, model, *args, **kwargs)
-    return _compressed(
-        lambda options: mlx_generate.generate_step(prompt, model, *args, **options),
-        model, len(prompt), chosen, on_report, kwargs,
-    )  # fmt: skip
+
+    def start(options: dict[str, Any]) -> Iterator[tuple[int, mx.array]]:
+        return mlx_generate.generate_step(prompt, model, *args, **options)
+
+    return _served(start, model, len(prompt), chosen, on_report, kwargs)
 
 
 def stream_generate(
@@ -67,25 +67,27 @@ def stream_generate(
     tokenizer,
     prompt: str | mx.array | list[int],
     max_tokens: int = 256,
+    draft_model: Any = None,
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | str | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
-) -> Iterator[Any]:
+) -> Iterator[GenerationResponse]:
     """`mlx_lm.stream_generate` with a compressed prompt; see `generate_step` for the keywords.
 
     Yields:
-        mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt.
+        mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and
+        `generation_tps` leaves out the time that the selection took.
     """
     chosen = resolve_policy(snapkv, policy)
-    if chosen is None:
-        return mlx_generate.stream_generate(model, tokenizer, prompt, max_tokens, **kwargs)
     tokens = encode_prompt(tokenizer, prompt)
-    return _compressed(
-        lambda options: mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options),
-        model, len(tokens), chosen, on_report, kwargs,
-    )  # fmt: skip
+
+    def start(options: dict[str, Any]) -> Iterator[GenerationResponse]:
+        return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
+
+    options = {"draft_model": draft_model, **kwargs}
+    return _served(start, model, len(tokens), chosen, on_report, options, _without_selection)
 
 
 def generate(
@@ -115,10 +117,9 @@ def generate(
         print(
             f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
-            f"Peak memory: {response.peak_memory:.3f} GB"
+            f"Peak memory: {response.peak_memory:.3f} GB\n"
+            f"Compression: {reports[0]}"
         )
-        for report in reports:
-            print(f"Compression: {report}")
     return text
 
 
@@ -133,58 +134,88 @@ def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     return prompt if isinstance(prompt, mx.array) else mx.array(prompt)
 
 
-def _compressed(
-    start: Callable[[dict[str, Any]], Iterable[Any]],
+def _without_selection(
+    response: GenerationResponse, report: CompressionReport
+) -> GenerationResponse:
+    """A response from after the cut, its speed without the seconds of the selection."""
+    seconds = response.generation_tokens / response.generation_tps - report.selection_seconds
+    return dataclasses.replace(response, generation_tps=response.generation_tokens / seconds)
+
+
+def _served(
+    start: Callable[[dict[str, Any]], Iterator[Any]],
     model,
     n_prompt: int,
-    policy: Policy,
+    policy: Policy | None,
     on_report: ReportCallback | None,
     options: dict[str, Any],
+    after_cut: Callable[[Any, CompressionReport], Any] = lambda item, report: item,
 ) -> Iterator[Any]:
-    """mlx-lm's own iterator, `start(options)`, with the cut made between two of its steps."""
+    """mlx-lm's own iterator, `start(options)`, if need be with a cut made between two of its steps.
+
+    `after_cut` amends the items that come after it.
+    """
     on_report = on_report or (lambda report: None)
-    if n_prompt == 0 and options.get("input_embeddings") is None:
-        raise SnapKVError("the prompt is empty: give at least one token")
-    prompt_cache = options.get("prompt_cache")
-    reason = gate(policy, n_prompt, prompt_cache)
-    if reason is not None:
-        on_report(CompressionReport(str(policy), n_prompt, reason))
-        return iter(start(options))
+    reason = _reason_for_nothing(policy, n_prompt, options)
+    if policy is None or reason is not None:
+        on_report(CompressionReport(str(policy or "none"), n_prompt, reason))
+        return start(options)
     for name, message in _CONFLICTS.items():
         if options.get(name) is not None:
             raise SnapKVError(message)
-    if prompt_cache is None:
-        prompt_cache = make_prompt_cache(model)
+    given = options.get("prompt_cache")
+    prompt_cache = make_prompt_cache(model) if given is None else given
     lookahead = DEFAULT_LOOKAHEAD if policy.lookahead is None else policy.lookahead
     last = n_prompt + lookahead if policy.last_token else n_prompt - 1
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
     options = options | {"prompt_cache": request.caches}
     if policy.prefill_chunk is not None:
         options["prefill_step_size"] = policy.prefill_chunk
-    if policy.last_token:
-        return _cut_at_token(start, request, max(1, lookahead), on_report, options)
-    return _cut_before_last_token(start, request, on_report, options)
+    if not policy.last_token:
+        return _cut_before_last_token(start, request, on_report, options)
+    keep = given is not None
+    return _cut_at_token(start(options), request, max(1, lookahead), on_report, after_cut, keep)
 
 
-def _cut_at_token(start, request: RecordedRequest, n: int, on_report, options) -> Iterator[Any]:
-    """Cut when the `n`-th token is about to be yielded: mlx-lm has fed it by then, so its query is there."""
-    items = iter(start(options))
+def _reason_for_nothing(
+    policy: Policy | None, n_prompt: int, options: dict[str, Any]
+) -> str | None:
+    if policy is None:
+        return "no policy was given: pass snapkv or policy to compress"
+    if options.get("input_embeddings") is not None:
+        return "a prompt given as embeddings is not compressed"
+    if n_prompt == 0:
+        raise SnapKVError("the prompt is empty: give at least one token")
+    return gate(policy, n_prompt, options.get("prompt_cache"))
+
+
+def _cut_at_token(
+    items: Iterator[Any], request: RecordedRequest, n: int, on_report, after_cut, keep: bool
+) -> Iterator[Any]:
+    """Cut when the `n`-th token is about to be yielded: mlx-lm has fed it by then, so its query is there.
+
+    `keep`: the caller will see the cache even if it stops reading before that.
+    """
     try:
         with request.recording():
             for _ in range(n - 1):
                 item = next(items, None)
+                request.prompt_is_read()
                 if item is None:
                     break
                 yield item
             item = next(items, None)
+            request.prompt_is_read()
     except GeneratorExit:
-        # The reader has its answer: leave its cache compressed, not empty.
-        on_report(request.cut())
+        if keep:
+            on_report(request.cut())
         raise
-    on_report(request.cut())
+    report = request.cut()
+    on_report(report)
     if item is not None:
         yield item
-        yield from items
+        for item in items:
+            yield after_cut(item, report)
 
 
 def _cut_before_last_token(start, request: RecordedRequest, on_report, options) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from . import capture, models
 from .compress import compress_prompt_cache, fits_reason
 from .errors import SnapKVError
-from .policies import Policy
+from .policies import Policy, resolve_policy
 from .report import CompressionReport
 
 # mlx_lm re-exports a function under the module's own name.
@@ -57,22 +57,36 @@ class RecordedRequest:
                 first, last, capacity=max(n_prompt, last) + 1
             )
         self._started = 0.0
+        self._prefill_seconds: float | None = None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes for the block, from the first chunk to the last voter."""
+        self._require_fresh()
         self._started = time.perf_counter()
         with capture.recording(self._classes):
             yield
 
+    def prompt_is_read(self) -> None:
+        """Stop the prefill's clock; the first call counts."""
+        if self._prefill_seconds is None:
+            self._prefill_seconds = time.perf_counter() - self._started
+
     def cut(self) -> CompressionReport:
         """Compress the caches and hand them to the caller's list."""
-        seconds = time.perf_counter() - self._started
+        self.prompt_is_read()
+        self._require_fresh()
         report = compress_prompt_cache(self.model, self.caches, self.policy)
         report.prompt_tokens = self.n_prompt
-        report.prefill_seconds = seconds
+        report.prefill_seconds = self._prefill_seconds or 0.0
         self._callers[:] = self.caches
         return report
+
+    def _require_fresh(self) -> None:
+        if not all(c.empty() for c in self._callers):
+            raise SnapKVError(
+                "another request has filled this prompt cache meanwhile: give each its own"
+            )
 
 
 def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None:
@@ -93,7 +107,7 @@ def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None
 def prefill(
     model,
     tokens: mx.array | Sequence[int],
-    policy: Policy,
+    policy: Policy | str,
     *,
     prompt_cache: list | None = None,
     prefill_step_size: int = 2048,
@@ -107,6 +121,7 @@ def prefill(
 
     Args:
         tokens: `(T,)` token ids.
+        policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         prompt_cache: an empty cache of the model to fill; by default a new one.
         prefill_step_size: tokens a chunk, unless the policy's `prefill_chunk` says otherwise.
         prompt_progress_callback: called with the tokens processed and their total.
@@ -115,11 +130,17 @@ def prefill(
         The prompt cache and the report, whose `reason` is set if the cache was not compressed.
 
     Raises:
-        SnapKVError: `tokens` is empty, the model is not supported, or its attention gave NaN.
+        SnapKVError: `tokens` is empty, the policy can't be read, the model is not supported, or its attention gave NaN.
     """
+    chosen = resolve_policy(policy=policy)
+    if chosen is None:
+        raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096)")
+    policy = chosen
     tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
     if tokens.size == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
+    if tokens.ndim != 1:
+        raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     options = {
         "prefill_step_size": policy.prefill_chunk or prefill_step_size,
@@ -133,6 +154,7 @@ def prefill(
     request = RecordedRequest(model, policy, tokens.size, cache, last=tokens.size + lookahead)
     with request.recording():
         following = _read(model, tokens, request.caches, options)
+        request.prompt_is_read()
         if lookahead:
             _look_ahead(model, request, following, lookahead)
         report = request.cut()

@@ -41,6 +41,9 @@ def attention_votes(rows: Rows) -> mx.array:
     the query heads of a GQA group. Computed in blocks of T, so that working memory does not grow with it.
     """
     queries, group = _grouped(rows)
+    if _block(queries) >= rows.keys.shape[2]:
+        (logits,) = _logit_blocks(rows, queries)
+        return mx.softmax(logits, axis=-1).sum(axis=2) / group
     total = mx.full(queries.shape[:3], -mx.inf)  # log of the softmax's denominator
     for logits in _logit_blocks(rows, queries):
         total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1))
@@ -76,12 +79,17 @@ def _grouped(rows: Rows) -> tuple[mx.array, int]:
     return queries.reshape(B, H, (n_heads // H) * n, D), n_heads // H
 
 
+def _block(queries: mx.array) -> int:
+    """Rows whose logits are held at a time."""
+    B, H, n, _ = queries.shape
+    return max(64, BLOCK_BYTES // (4 * B * H * n))
+
+
 def _logit_blocks(rows: Rows, queries: mx.array) -> Iterator[mx.array]:
     """Causally masked logits `(B, n_kv_heads, n, block)` of `queries`, block by block over T."""
-    B, H, n, _ = queries.shape
-    T = rows.keys.shape[2]
+    n, T = queries.shape[2], rows.keys.shape[2]
     positions = mx.tile(rows.query_positions, n // rows.query_positions.size)[:, None]
-    block = max(64, BLOCK_BYTES // (4 * B * H * n))
+    block = _block(queries)
     for start in range(0, T, block):
         keys = rows.keys[:, :, start : start + block].astype(mx.float32)
         visible = mx.arange(start, start + keys.shape[2])[None] <= positions

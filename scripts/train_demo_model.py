@@ -57,6 +57,7 @@ def curriculum(arch: str) -> list[Stage]:
             Stage(Mix(3072, facts=5, questions=16), 6144, 150, 0.985, lr=0.6),
             Stage(Mix(4608, facts=4, questions=24), 9216, 150, 2.0, lr=0.5, final_lr=0.3),
             Stage(Mix(8400, facts=3, questions=32), 8400, 80, 2.0, lr=0.15, final_lr=0.0),
+            Stage(Mix(9000, facts=4, questions=40), 9000, 150, 2.0, lr=0.3, final_lr=0.0),
         ]
     return [
         *stages,
@@ -65,6 +66,8 @@ def curriculum(arch: str) -> list[Stage]:
         Stage(Mix(1536, facts=8), 6144, 150, 0.98, lr=0.8),
         Stage(Mix(3072, facts=5, questions=16), 6144, 150, 0.985, lr=0.6),
         Stage(Mix(4608, facts=4, questions=24), 9216, 150, 2.0, lr=0.5, final_lr=0.0),
+        Stage(Mix(2048, facts=10, questions=24), 8192, 200, 2.0, lr=0.8, final_lr=0.6),
+        Stage(Mix(4608, facts=5, questions=32), 9216, 160, 2.0, lr=0.5, final_lr=0.0),
     ]
 
 

@@ -157,12 +157,14 @@ def test_the_last_update_can_be_taken_back(L):
 
 def test_an_inexact_rewind_is_refused():
     cache = make_cache()
-    with pytest.raises(SnapKVError, match="at most the 0 tokens"):
+    with pytest.raises(SnapKVError, match="take back 0 to 0 tokens"):
         cache.trim(1)
     feed(cache, 3)
     cache.trim(2)
-    with pytest.raises(SnapKVError, match="at most the 1 tokens"):
+    with pytest.raises(SnapKVError, match="take back 0 to 1 tokens"):
         cache.trim(2)
+    with pytest.raises(SnapKVError, match="not -1"):
+        cache.trim(-1)
     assert cache.trim(0) == 0
 
 

@@ -78,6 +78,43 @@ def test_missing_queries_leave_the_cache_as_it_was(tokens):
     assert all(a is b for a, b in zip(caches, before))
 
 
+@pytest.mark.parametrize(
+    "queries, message",
+    [
+        ([mx.zeros((1, 4, 16, 8))], "one entry for each of 2 layers, got 1"),
+        ([mx.zeros((1, 3, 16, 8))] * 2, "a multiple of 2 heads"),
+        ([mx.zeros((1, 4, 16, 9))] * 2, "head_dim=8"),
+        ([mx.zeros((2, 4, 16, 8))] * 2, "B=1"),
+        ([mx.zeros((1, 4, 0, 8))] * 2, "1 to 200 tokens"),
+        ([mx.zeros((1, 4, 201, 8))] * 2, "1 to 200 tokens"),
+    ],
+)
+def test_queries_that_do_not_fit_are_refused(tokens, queries, message):
+    model = make_llama()
+    caches = make_prompt_cache(model)
+    model(tokens[None], cache=caches)
+    with pytest.raises(SnapKVError, match=message):
+        compress_prompt_cache(model, caches, POLICY, queries=queries)
+    assert all(type(c) is KVCache for c in caches)
+
+
+def test_layers_of_different_lengths_are_refused(tokens):
+    model = make_llama()
+    caches = prefilled(model, tokens)
+    caches[1].trim(10)
+    with pytest.raises(SnapKVError, match="all layers must hold the same tokens"):
+        compress_prompt_cache(model, caches, POLICY)
+
+
+def test_full_rows_are_free_after_the_cut():
+    model = make_llama(head_dim=64, num_key_value_heads=4)
+    caches = prefilled(model, mx.random.randint(0, 64, (6000,)))
+    mx.eval([c.state for c in caches])
+    full = caches[0].nbytes
+    compress_prompt_cache(model, caches, POLICY)
+    assert mx.get_cache_memory() < full / 4
+
+
 def test_a_cache_within_the_budget_is_left_alone(tokens):
     model = make_llama()
     caches = prefilled(model, tokens)

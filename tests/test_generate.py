@@ -1,3 +1,4 @@
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -40,7 +41,7 @@ def counting_patches(monkeypatch):
 
     held = []
     hold = capture._hold
-    monkeypatch.setattr(capture, "_hold", lambda cls: (held.append(cls), hold(cls)))
+    monkeypatch.setattr(capture, "_hold", lambda cls: held.append(cls) or hold(cls))
     return held
 
 
@@ -234,12 +235,13 @@ def test_an_exception_restores_classes_and_the_callers_cache(
         assert all(a is b for a, b in zip(cache, before)) and all(c.empty() for c in cache)
 
 
-def test_nan_attention_is_one_sentence_and_leaves_the_cache_alone(tokens):
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_nan_attention_is_one_sentence_and_leaves_the_cache_alone(tokens, top_k):
     model = make_llama()
     model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
     cache = make_prompt_cache(model)
     with pytest.raises(SnapKVError, match="NaN"):
-        steps(model, tokens, snapkv=SMALL, prompt_cache=cache)
+        steps(model, tokens, snapkv=SMALL | {"top_k": top_k}, prompt_cache=cache)
     assert all(c.empty() for c in cache)
     assert_unpatched()
 
@@ -257,6 +259,50 @@ def test_a_reader_who_stops_early_finds_the_cache_compressed(tiny_model, tokens)
     answer.close()
     assert_unpatched()
     assert sum(isinstance(c, SnapKVCache) for c in cache) == 2 and reports[0].compressed
+
+
+def test_one_cache_list_serves_one_request(tokens):
+    """Rows that someone else put there after the call are not thrown away."""
+    model = make_llama()
+    shared = make_prompt_cache(model)
+    first, second = (
+        generate_step(tokens, model, snapkv=SMALL, prompt_cache=shared) for _ in range(2)
+    )
+    next(first), next(second)
+    list(zip(range(8), first))
+    with pytest.raises(SnapKVError, match="another request has filled this prompt cache"):
+        list(zip(range(8), second))
+    late = make_prompt_cache(model)
+    waiting = generate_step(tokens, model, snapkv=SMALL, prompt_cache=late)
+    model(tokens[None, :50], cache=late)
+    with pytest.raises(SnapKVError, match="another request"):
+        next(waiting)
+    assert late[0].offset == 50
+    assert_unpatched()
+
+
+def test_a_foreign_patch_does_not_break_a_running_request(tokens):
+    model = make_llama()
+    answer = generate_step(tokens, model, max_tokens=8, snapkv=SMALL)
+    first = [next(answer)]
+    held = llama.Attention.__call__
+
+    def foreign(self, *args, **kwargs):
+        return held(self, *args, **kwargs)
+
+    llama.Attention.__call__ = foreign
+    try:
+        assert len(first + list(answer)) == 8
+        assert llama.Attention.__call__ is foreign
+    finally:
+        llama.Attention.__call__ = CALLS[0][1]
+    assert_same(steps(model, tokens), plain(model, tokens))
+
+
+def test_without_a_policy_the_report_says_so(tokens):
+    reports = []
+    steps(make_llama(), tokens, on_report=reports.append)
+    assert [r.reason for r in reports] == ["no policy was given: pass snapkv or policy to compress"]
 
 
 @pytest.mark.parametrize(
@@ -294,6 +340,28 @@ def test_stream_generate_counts_the_whole_prompt(demo_model, ask):
         assert reports[0].compressed
         assert {r.prompt_tokens for r in responses} == {len(prompt)}
         assert responses[-1].finish_reason in ("stop", "length")
+
+
+def test_the_prefills_clock_does_not_see_the_reader(tokens):
+    reports = []
+    for _ in generate_step(
+        tokens, make_llama(), max_tokens=8, snapkv=SMALL, on_report=reports.append
+    ):
+        time.sleep(0.5)
+    assert reports[0].prefill_seconds < 1.5
+
+
+def test_the_selection_is_not_counted_as_generation(demo_llama, ask, monkeypatch):
+    """A cut made a second slower does not slow the speed reported after it."""
+    from mlx_snapkv import compress
+
+    model, tokenizer = demo_llama
+    prompt, _ = ask(tokenizer, 400, seed=3)
+    choose = compress._choose
+    monkeypatch.setattr(compress, "_choose", lambda *a: (time.sleep(1), choose(*a))[1])
+    responses = list(stream_generate(model, tokenizer, prompt, 8, snapkv=SMALL | {"lookahead": 2}))
+    assert len(responses) > 4
+    assert responses[-1].generation_tokens / responses[-1].generation_tps < 1.5
 
 
 def test_text_prompts_are_encoded_as_mlx_lm_does(demo_llama):

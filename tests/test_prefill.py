@@ -88,7 +88,7 @@ def test_keeping_the_last_token_for_mlx_lm(tiny_model, tokens):
         ),
         (
             SnapKV(min_ctx=0),
-            "the prompt's 200 tokens fit the budget of 4736 rows; lower top_k to compress it",
+            "the prompt's 200 rows fit the budget of 4736 (n_sink + top_k + n_window); lower it to compress",
         ),
     ],
 )
@@ -126,6 +126,20 @@ def test_the_callers_list_is_filled(tiny_model, tokens):
     assert cache is mine and any(isinstance(c, SnapKVCache) for c in mine)
 
 
-def test_an_empty_prompt_is_refused(tiny_model):
-    with pytest.raises(SnapKVError, match="the prompt is empty"):
-        prefill(tiny_model, [], POLICY)
+@pytest.mark.parametrize(
+    "tokens, policy, message",
+    [
+        ([], POLICY, "the prompt is empty"),
+        ([[1, 2], [3, 4]], POLICY, "one sequence of tokens, got shape"),
+        ([1, 2], None, "needs a policy"),
+        ([1, 2], "snapvk", "unknown policy"),
+    ],
+)
+def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message):
+    with pytest.raises(SnapKVError, match=message):
+        prefill(tiny_model, tokens, policy)
+
+
+def test_a_policy_may_be_a_string(tokens):
+    _, report = prefill(make_llama(), tokens, "snapkv:top_k=20,n_sink=4,n_window=32,min_ctx=0")
+    assert report.rows == 56

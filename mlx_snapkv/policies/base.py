@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from abc import ABC, abstractmethod
+from numbers import Integral
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -55,7 +56,7 @@ class Policy(ABC):
             UnknownOptionError: a name is not one of the policy's; the message lists those.
             SnapKVError: a value is out of range.
         """
-        for name in options:
+        for name in map(str, options):
             if name not in cls.options():
                 raise UnknownOptionError(
                     f"unknown {cls.name} option {name!r}{_suggestion(name, cls.options())}; "
@@ -71,6 +72,8 @@ class Policy(ABC):
             name, sign, value = part.partition("=")
             if not sign:
                 raise SnapKVError(f"{cls.name} options are written key=value, got {part!r}")
+            if name.strip() in options:
+                raise SnapKVError(f"{cls.name} option {name.strip()} is given twice: give it once")
             options[name.strip()] = _parse(value.strip())
         return cls.from_options(options)
 
@@ -88,10 +91,12 @@ class Policy(ABC):
                 f"{self.name} option {name} must be {allowed}, got {getattr(self, name)!r}"
             )
 
-    def _require_count(self, name: str, least: int = 0) -> None:
+    def _require_count(self, name: str, least: int = 0, most: int = 2**31 - 1) -> None:
         value = getattr(self, name)
-        ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        self._require(name, ok, f"a whole number of at least {least}")
+        ok = isinstance(value, Integral) and not isinstance(value, bool)
+        ok = ok and least <= int(value) <= most
+        allowed = f"at least {least}" if most == 2**31 - 1 else f"{least} to {most}"
+        self._require(name, ok, f"a whole number of {allowed}")
 
 
 def _fields(cls: type[Policy]) -> tuple[dataclasses.Field, ...]:

@@ -62,8 +62,8 @@ class SnapKV(Policy):
             "n_window", self.n_window >= self.obs_window, f"at least obs_window={self.obs_window}"
         )
         if self.lookahead is not None:
-            self._require_count("lookahead")
-        self._require_count("pool_kernel", least=1)
+            self._require_count("lookahead", most=256)
+        self._require_count("pool_kernel", least=1, most=255)
         self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
         if self.prefill_chunk is not None:
             self._require_count("prefill_chunk", least=1)
