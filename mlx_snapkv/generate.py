@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .errors import SnapKVError
 from .policies import Policy, SnapKV, resolve_policy
 from .prefill import RecordedRequest, gate, mlx_generate
-from .report import CompressionReport
+from .report import NO_POLICY, CompressionReport
 
 ReportCallback = Callable[[CompressionReport], None]
 
@@ -158,7 +158,7 @@ def _served(
     on_report = on_report or (lambda report: None)
     reason = _reason_for_nothing(policy, n_prompt, options)
     if policy is None or reason is not None:
-        on_report(CompressionReport(str(policy or "none"), n_prompt, reason))
+        on_report(CompressionReport(str(policy or NO_POLICY), n_prompt, reason))
         return start(options)
     for name, message in _CONFLICTS.items():
         if options.get(name) is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+NO_POLICY = "none"
+
 
 @dataclass
 class CompressionReport:
     """One request's compression.
 
     Attributes:
-        policy: the policy, as its command-line string.
+        policy: the policy, as its command-line string, or NO_POLICY.
         prompt_tokens: tokens of the whole prompt.
         reason: why nothing was compressed, with what to change; None when rows were dropped.
         rows_kept: by layer of the model, rows per KV head; None for layers without a KV cache.

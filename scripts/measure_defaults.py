@@ -135,8 +135,8 @@ def settings(n_tokens: int) -> dict[tuple[str, int], SnapKV]:
             chosen[way, kernel] = SnapKV(**size, **options, pool_kernel=kernel)
         for name, options in VARIANTS.items():
             chosen[f"last token, {name}", kernel] = SnapKV(**size, **options, pool_kernel=kernel)
-    window = n_tokens // SHARE - N_SINK
-    chosen["sink + window", 1] = SnapKV(**size | {"top_k": 0, "n_window": window}, pool_kernel=1)
+    size |= {"top_k": 0, "n_window": n_tokens // SHARE - N_SINK}
+    chosen["sink + window", 1] = SnapKV(**size, pool_kernel=1, last_token=False)  # nobody votes
     return chosen
 
 

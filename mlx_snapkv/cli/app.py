@@ -42,10 +42,9 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         print("\nmlx-snapkv: stopped", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output has gone; keep the interpreter from writing to it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    except OSError as error:  # a full disk or a reader that has gone; no mistake of the command's
+        print(f"mlx-snapkv: {error.strerror or error}", file=sys.stderr)
+        os._exit(1)  # the usual exit would try to write the rest
     except Exception as error:
         # Newer typers bring a click of their own, so its usage errors are told by what they can do.
         if not hasattr(error, "format_message"):

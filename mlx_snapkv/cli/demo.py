@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
+from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from ..demo.documents import Fact, make_document, make_facts
-from ..errors import SnapKVError
+from ..compress import kv_bytes
+from ..demo.documents import Fact
+from ..demo.questions import is_right, make_haystack, question_prompt
+from ..generate import stream_generate
 from ..policies import SnapKV
 from ..report import format_bytes
 from .loading import load_model
@@ -34,20 +37,19 @@ def demo(
     model: Annotated[
         str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")
     ] = "demo",
-    tokens: Annotated[int, typer.Option(min=512, help="Length of the document.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1024, help="Length of the document.")] = 2048,
     questions: Annotated[int, typer.Option(min=1, max=32, help="Facts to hide and ask for.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the document.")] = 0,
 ) -> None:
     """Hide facts in a long document and ask for them with three caches: full, sink + window, SnapKV."""
     console = Console()
     loaded, tokenizer = load_model(model)
-    facts, prompts = _make_prompts(tokenizer, tokens, questions, seed)
+    document, facts = make_haystack(tokenizer, random.Random(seed), questions, tokens)
+    prompts = [question_prompt(tokenizer, document, fact.question) for fact in facts]
     budget = len(prompts[0]) // SHARE
     top_k = budget - N_SINK - N_WINDOW
-    if len(prompts[0]) <= budget:
-        raise SnapKVError(f"--tokens must be larger, got {tokens}")
     snapkv = SnapKV(top_k=top_k, n_sink=N_SINK, n_window=N_WINDOW, min_ctx=0)
-    window = SnapKV(top_k=0, n_sink=N_SINK, n_window=budget - N_SINK, min_ctx=0)
+    window = SnapKV(top_k=0, n_sink=N_SINK, n_window=budget - N_SINK, min_ctx=0, last_token=False)
     ways = {"full cache": None, "sink + window": window, "SnapKV": snapkv}
     console.print(
         f"A document of about {len(prompts[0]):,} tokens hides {len(facts)} facts. Each question below is asked on "
@@ -63,45 +65,14 @@ def demo(
                   f"top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0", soft_wrap=True)  # fmt: skip
 
 
-def _make_prompts(
-    tokenizer, n_tokens: int, questions: int, seed: int
-) -> tuple[list[Fact], list[list[int]]]:
-    rng = random.Random(seed)
-    facts = make_facts(rng, questions)
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    document = make_document(rng, facts, n_tokens, count)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"{document}\n\n{fact.question}"}],
-            add_generation_prompt=True,
-        )
-        for fact in facts
-    ]
-    return facts, prompts
-
-
 def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None) -> Answer:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    from ..compress import kv_bytes
-    from ..generate import stream_generate
-
     cache = make_prompt_cache(model)
-    pieces: list[str] = []
-    times: list[float] = []
-    # Every answer decodes the same number of steps, so that the speeds compare.
+    text = ""
     for response in stream_generate(
         model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache
     ):
-        pieces.append(response.text)
-        times.append(time.perf_counter())
-    text = "".join(pieces).strip()
-    steps = len(times) - 1
-    speed = steps / (times[-1] - times[0]) if steps else 0.0
-    return Answer(text, text.startswith(fact.value), speed, kv_bytes(cache))
+        text += response.text
+    return Answer(text.strip(), is_right(fact, text), response.generation_tps, kv_bytes(cache))
 
 
 def _answers_table(facts: list[Fact], answers: dict[str, list[Answer]]) -> Table:
@@ -119,7 +90,7 @@ def _answers_table(facts: list[Fact], answers: dict[str, list[Answer]]) -> Table
 def _mark(answer: Answer) -> str:
     line = answer.text.splitlines()[0] if answer.text else ""
     shown = line if len(line) <= 24 else line[:23] + "…"
-    return f"[green]right[/] {shown}" if answer.right else f"[red]wrong[/] {shown}"
+    return f"[green]right[/] {escape(shown)}" if answer.right else f"[red]wrong[/] {escape(shown)}"
 
 
 def _figures_table(answers: dict[str, list[Answer]]) -> Table:

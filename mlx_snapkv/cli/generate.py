@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
+import mlx.core as mx
 import typer
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
 
 from ..errors import SnapKVError
+from ..generate import stream_generate
 from ..policies import resolve_policy
-from ..report import CompressionReport, format_bytes
-from .loading import load_model, read_prompt
+from ..report import NO_POLICY, CompressionReport, format_bytes
+from .loading import encode, load_model, read_prompt
 from .progress import PrefillBar
 
 EXAMPLES = """Answer a prompt, with a compressed KV cache if a policy is given.
@@ -43,11 +48,15 @@ def generate(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-m", min=1, help="Answer's length.")
     ] = 256,
-    temp: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    temp: Annotated[
+        float, typer.Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling top-p; 1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling min-p; 0 is off.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sampling top-k; 0 is off.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")
+    ] = None,
     max_kv_size: Annotated[
         int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")
     ] = None,
@@ -75,16 +84,12 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
     tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
-
-    import mlx.core as mx
-    from mlx_lm.sample_utils import make_sampler
-
-    from ..generate import stream_generate
-
+    if top_k >= len(tokenizer):
+        raise SnapKVError(f"--top-k must be below the vocabulary's {len(tokenizer)}, got {top_k}")
     if seed is not None:
         mx.random.seed(seed)
-    reports: list[CompressionReport] = []
     bar = PrefillBar(Console(stderr=True, quiet=quiet))
+    reports: list[CompressionReport] = []
     responses = stream_generate(
         loaded,
         tokenizer,
@@ -98,41 +103,31 @@ def generate(
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=bar.update,
     )
+    answer, last = _print_answer(responses, bar, show=not json_output)
+    if json_output:
+        print(json.dumps(_as_json(answer, last, reports[0]), ensure_ascii=False))
+    if not quiet:
+        print(closing_line(last, reports[0]), file=sys.stderr)
+
+
+def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool):
+    """Stream the answer to stdout; the whole text and the last response."""
     answer = []
     try:
         for response in responses:
             answer.append(response.text)
-            if not json_output:
+            if show:
                 print(response.text, end="", flush=True)
     finally:
         bar.close()
-    report = reports[0] if reports else None
-    if json_output:
-        print(json.dumps(_as_json("".join(answer), response, report), ensure_ascii=False))
-    else:
-        print()
-    if not quiet:
-        print(closing_line(response, report), file=sys.stderr)
+        if answer and show:
+            print(flush=True)
+    return "".join(answer), response
 
 
-def encode(
-    tokenizer, text: str, system_prompt: str | None, ignore_chat_template: bool
-) -> list[int]:
-    """Token ids of the prompt, through the chat template unless there is none or it is to be ignored."""
-    if ignore_chat_template or not tokenizer.has_chat_template:
-        if system_prompt is not None:
-            raise SnapKVError(
-                "--system-prompt needs a chat template: drop it or --ignore-chat-template"
-            )
-        return tokenizer.encode(text)
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
-    messages.append({"role": "user", "content": text})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-
-
-def closing_line(response, report: CompressionReport | None) -> str:
+def closing_line(response: GenerationResponse, report: CompressionReport) -> str:
     """One line of figures: what was read, kept and generated, and how fast."""
-    if report is None:
+    if report.policy == NO_POLICY:
         kept = "full cache (no policy; add --snapkv top_k=N to compress)"
     elif not report.compressed:
         kept = f"full cache: {report.reason}"
@@ -147,7 +142,7 @@ def closing_line(response, report: CompressionReport | None) -> str:
     )
 
 
-def _as_json(text: str, response, report: CompressionReport | None) -> dict[str, Any]:
+def _as_json(text: str, response: GenerationResponse, report: CompressionReport) -> dict[str, Any]:
     fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason")
     return (
         {"text": text}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+import mlx.core as mx
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from mlx_lm import load
 
 from ..demo import MODELS
 from ..errors import SnapKVError
@@ -18,40 +20,48 @@ def load_model(name: str, adapter_path: str | None = None, trust_remote_code: bo
     Raises:
         SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
-    import mlx.core as mx
-    from mlx_lm import load
-
-    folder = MODELS.get(name) or Path(name).expanduser()
-    if folder.exists():
-        if not (folder / "config.json").is_file():
-            raise SnapKVError(
-                f"--model {name}: no config.json in that folder, so it is not a model folder"
-            )
-    elif not _may_be_repository(name):
+    folder = MODELS.get(name) or _path("--model", name)
+    exists = _exists(folder)
+    if exists and not (folder / "config.json").is_file():
+        raise SnapKVError(f"--model {name}: no config.json there, so it is not a model folder")
+    if not exists and not _may_be_repository(name):
         raise SnapKVError(
             f"--model {name}: no such folder, and not the name of a Hugging Face repository; "
             f"embedded models: {', '.join(MODELS)}"
         )
-    if adapter_path is not None and not Path(adapter_path).exists():
-        raise SnapKVError(f"--adapter-path {adapter_path}: no such folder")
+    adapter = None if adapter_path is None else _path("--adapter-path", adapter_path)
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
     try:
         model, tokenizer, *_ = load(
-            str(folder if folder.exists() else name),
-            adapter_path=adapter_path,
+            str(folder if exists else name),
+            adapter_path=None if adapter is None else str(adapter),
             tokenizer_config={"trust_remote_code": trust_remote_code},
             trust_remote_code=trust_remote_code,
         )
-        if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
-            model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
-        return model, tokenizer
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ConnectionError) as error:
-        if folder.exists():
-            raise SnapKVError(f"--model {name}: can't be read: {_first_line(error)}") from error
-        raise SnapKVError(
-            f"--model {name}: no such folder, and no such repository could be fetched from the Hugging Face hub"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise SnapKVError(f"--model {name}: mlx-lm can't load it: {_first_line(error)}") from error
+    except Exception as error:  # whatever is wrong with the files, it is theirs to mend
+        if not exists and isinstance(error, OSError):
+            raise SnapKVError(
+                f"--model {name}: no such folder, and the Hugging Face hub gave no such repository"
+            ) from error
+        raise SnapKVError(f"--model {name}: mlx-lm can't load it: {_brief(error)}") from error
+    if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
+        model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
+    return model, tokenizer
+
+
+def _path(option: str, name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise SnapKVError(f"{option} {name}: no such home folder") from error
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name no file can have
+        return False
 
 
 def _may_be_repository(name: str) -> bool:
@@ -62,8 +72,38 @@ def _may_be_repository(name: str) -> bool:
     return "/" in name
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _brief(error: Exception) -> str:
+    """The error's kind and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def encode(
+    tokenizer, text: str, system_prompt: str | None, ignore_chat_template: bool
+) -> list[int]:
+    """Token ids of the prompt, through the chat template unless there is none or it is to be ignored.
+
+    Raises:
+        SnapKVError: the template refuses, or nothing is left to read.
+    """
+    raw = ignore_chat_template or not tokenizer.has_chat_template
+    if raw and system_prompt is not None:
+        raise SnapKVError(
+            "--system-prompt needs a chat template: drop it or --ignore-chat-template"
+        )
+    messages = [{"role": "user", "content": text}]
+    if system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    try:
+        if raw:  # noqa: SIM108
+            tokens = tokenizer.encode(text)
+        else:
+            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    except Exception as error:  # templates are code of the model's authors
+        raise SnapKVError(f"the chat template or tokenizer failed: {_brief(error)}") from error
+    if not tokens:
+        raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
+    return tokens
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
@@ -86,27 +126,37 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         typed = prompt.replace("\\n", "\n").replace("\\t", "\t")
         parts.append(_read_stdin() if prompt == "-" else typed)
     text = "\n\n".join(parts)
+    _require_text(text, "--prompt")
     if not text.strip():
         raise SnapKVError("the prompt is empty: give some text")
     return text
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
     return _decode(sys.stdin.buffer.read(), "standard input")
 
 
 def _read_file(path: str) -> str:
     try:
-        return _decode(Path(path).expanduser().read_bytes(), f"--prompt-file {path}")
+        return _decode(_path("--prompt-file", path).read_bytes(), f"--prompt-file {path}")
     except OSError as error:
         raise SnapKVError(f"--prompt-file {path}: {error.strerror or error}") from error
+    except ValueError as error:  # a name no file can have
+        raise SnapKVError(f"--prompt-file {path!r}: {error}") from error
 
 
 def _decode(data: bytes, source: str) -> str:
+    text = data.decode("utf-8-sig", errors="surrogateescape")
+    _require_text(text, source)
+    return text
+
+
+def _require_text(text: str, source: str) -> None:
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
         text = "\0"
     if "\0" in text:
-        raise SnapKVError(f"{source} is not UTF-8 text: convert it to a text file first")
-    return text
+        raise SnapKVError(f"{source} is not UTF-8 text: convert it to text first")
