@@ -162,14 +162,28 @@ def measure(name: str, n_tokens: int, questions: int) -> dict:
     return {"model": name, "tokens": n_tokens, "questions": questions, "full": full, "rows": rows}
 
 
+def about() -> dict:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "command": "python scripts/measure_defaults.py",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "machine": f"{platform.system()} {platform.machine()}, {mx.default_device()}",
+        "versions": {p: version(p) for p in ("mlx", "mlx-lm")},
+    }
+
+
 def as_markdown(results: list[dict], ways: set[str] | None = None) -> str:
     """A table for each model and length; with `ways`, only those rows."""
     parts = []
     for result in results:
         n = result["questions"]
         parts.append(
-            f"`{result['model']}`, {result['tokens']:,} tokens, 1/{SHARE} of the rows, {n} questions; "
-            f"full cache {result['full'] / n:.2f}:\n"
+            f"`{result['model']}`, {result['tokens']:,} tokens, 1/{SHARE} of the rows, {n} questions, "
+            f"full cache {result['full'] / n:.2f} ({result['date']}, commit {result['commit']}, "
+            f"{result['machine']}):\n"
         )
         parts.append("| votes from | " + " | ".join(f"kernel {k}" for k in KERNELS) + " |")
         parts.append("|---" * (len(KERNELS) + 1) + "|")
@@ -204,25 +218,18 @@ def main() -> None:
         "--readme", action="store_true", help="put the tables into the README as well"
     )
     args = parser.parse_args()
-    results = [measure(m, n, args.questions) for m in args.models for n in args.lengths]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    measured = [measure(m, n, args.questions) | about() for m in args.models for n in args.lengths]
+    file = args.out.with_suffix(".json")
+    # Models and lengths that this run left out keep their results.
+    kept = json.loads(file.read_text()) if file.exists() else []
+    table = {(r["model"], r["tokens"]): r for r in kept + measured}
+    results = [table[key] for key in sorted(table)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(
+        f"# Measuring SnapKV's defaults\n\n{as_markdown(results)}"
     )
-    about = {
-        "command": "python scripts/measure_defaults.py",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "machine": f"{platform.system()} {platform.machine()}, {mx.default_device()}",
-        "versions": {p: version(p) for p in ("mlx", "mlx-lm")},
-    }
-    tables = as_markdown(results)
-    print(tables)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(
-        json.dumps(about | {"results": results}, indent=1) + "\n"
-    )
-    source = ", ".join(f"{k} {v}" for k, v in about.items() if k != "versions")
-    args.out.with_suffix(".md").write_text(f"# Measuring SnapKV's defaults\n\n{source}\n\n{tables}")
+    print(as_markdown(measured))
     if args.readme:
         update_readme(as_markdown(results, {*WAYS, "sink + window"}))
 

@@ -190,7 +190,6 @@ def train(args) -> None:
             "steps": total,
             "tokens": tokens_seen,
             "peak learning rate": args.lr,
-            "minutes on one core": round((time.time() - start) / 60),
         }
         (args.out / "training.json").write_text(json.dumps(run, indent=2) + "\n")
 
