@@ -41,14 +41,16 @@ MAX_TOKENS = 14
 WAYS = {
     "pull request (max logit, shared, prompt[:-1])": {"heads": "shared", "last_token": False},
     "window of prompt[:-1]": {"last_token": False},
-    "window with the last token": {},
+    "window with the last token": {"lookahead": 0},
     **{f"lookahead={n}": {"lookahead": n} for n in LOOKAHEADS},
 }
 VARIANTS = {
-    "max pooling": {"pool": "max"},
-    "obs_window=8": {"obs_window": 8},
-    "obs_window=16": {"obs_window": 16},
-    "shared heads": {"heads": "shared"},
+    "max pooling": {"lookahead": 0, "pool": "max"},
+    "obs_window=8": {"lookahead": 0, "obs_window": 8},
+    "obs_window=16": {"lookahead": 0, "obs_window": 16},
+    "shared heads": {"lookahead": 0, "heads": "shared"},
+    "lookahead=4, max pooling": {"lookahead": 4, "pool": "max"},
+    "lookahead=4, shared heads": {"lookahead": 4, "heads": "shared"},
 }
 
 
@@ -100,9 +102,10 @@ def narrowed(cache: RecordingKVCache, first: int, last: int) -> RecordingKVCache
 
 def answer_with(model, tokenizer, found: dict[int, Snapshot], n_prompt: int, policy: SnapKV) -> str:
     """The answer when `policy` makes its cut where `generate_step` would."""
-    fed = -1 if not policy.last_token else max(1, policy.lookahead)
+    lookahead = policy.lookahead or 0
+    fed = -1 if not policy.last_token else max(1, lookahead)
     snapshot = found[fed]
-    last = n_prompt - 1 if not policy.last_token else n_prompt + policy.lookahead
+    last = n_prompt - 1 if not policy.last_token else n_prompt + lookahead
     first = min(last, n_prompt) - policy.obs_window
     caches = [
         narrowed(c, first, last) if isinstance(c, RecordingKVCache) else c
