@@ -16,6 +16,7 @@ import random
 from pathlib import Path
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -57,21 +58,25 @@ def ask_all(model, tokenizer, document: str, facts: list[Fact]) -> list[bool]:
 
 CARD = """# {title}
 
-A {kind} that looks facts up in long documents, small enough to ship inside mlx-snapkv. Trained from scratch
-by `scripts/train_demo_model.py` on synthetic English sentences made by `mlx_snapkv/demo/documents.py`; it
-knows nothing else. It answers one question at the end of a document about a fact hidden in it (an access
-code, a phone number, an invoice number, a pass phrase and so on).
+A {kind} that looks facts up in long documents, small enough to ship
+inside mlx-snapkv. Trained from scratch on synthetic English sentences made by
+`mlx_snapkv/demo/documents.py`; it knows nothing else. It answers a question at the end of a document
+about a fact hidden in it (an access code, a phone number, an invoice number, a pass phrase and so on).
 
-- Parameters: {parameters:,}, float16. Context: trained to 8,400 tokens.
-- Shape: {shape}
-- Tokenizer: byte-level BPE of {vocab} tokens, one token per digit; any text can be encoded.
-- Chat template: `<|user|>…<|assistant|>…<|end|>`; documents and question go into one user message.
-- Training: {training}
+- Parameters: {parameters:,}, float16.
+- Shape: {shape}.
+- Tokenizer: byte-level BPE of {vocab:,} tokens, one token per digit; any text can be encoded.
+- Chat template: `<|user|>…<|assistant|>…<|end|>`; document and question go into one user message.
+- Training: `python scripts/train_demo_model.py {arch} --out build/{arch}`, seed {seed}, {steps:,} steps and
+  {tokens:,} tokens, Muon with a peak learning rate of {rate} (AdamW for embeddings and vectors), documents
+  lengthened from 96 to {longest:,} tokens. The starting point is not random: previous-token and induction heads
+  are planted (`scripts/demo_training/priming.py`). The run was made in parts, resumed from its checkpoints,
+  which hold the state of every random generator.
 
 ## Full-cache greedy accuracy
 
-Exact answers to questions that training has not seen, one question at the end of each prompt, computed in
-float32 by `python scripts/evaluate_demo_model.py {folder} --lengths {lengths}`:
+Exact answers to questions that training has not seen, one question at the end of each prompt, in float32:
+`python scripts/evaluate_demo_model.py {folder} --lengths {lengths} --documents {documents} --card`
 
 | tokens | right | of | accuracy |
 |---|---|---|---|
@@ -79,27 +84,18 @@ float32 by `python scripts/evaluate_demo_model.py {folder} --lengths {lengths}`:
 """
 
 
-def write_card(folder: Path, results: dict[int, tuple[int, int]], model) -> None:
-    from mlx.utils import tree_flatten
-
+def write_card(folder: Path, results: dict[int, tuple[int, int]], model, documents: int) -> None:
     config = json.loads((folder / "config.json").read_text())
-    kind = {"llama": "LLaMA", "qwen3_next": "Qwen3-Next (hybrid of linear and full attention)"}[
-        config["model_type"]
-    ]
-    training = (
-        (folder / "training.json").read_text().strip()
-        if (folder / "training.json").exists()
-        else "{}"
-    )
-    run = json.loads(training)
-    lengths = " ".join(map(str, results))
+    run = json.loads((folder / "training.json").read_text())
+    arch = config["model_type"].replace("_", "-")
+    hybrid = "Qwen3-Next (linear and full attention in turn)"
     rows = [
         f"| {n:,} | {right} | {asked} | {right / asked:.3f} |"
         for n, (right, asked) in results.items()
     ]
     card = CARD.format(
         title=folder.name,
-        kind=kind,
+        kind="LLaMA" if arch == "llama" else hybrid,
         parameters=sum(v.size for _, v in tree_flatten(model.parameters())),
         shape=(
             f"{config['num_hidden_layers']} layers, hidden size {config['hidden_size']}, "
@@ -107,9 +103,12 @@ def write_card(folder: Path, results: dict[int, tuple[int, int]], model) -> None
             f"{config['head_dim']}, RoPE base {config['rope_theta']:g}"
         ),
         vocab=config["vocab_size"],
-        training=", ".join(f"{key} {value}" for key, value in run.items()),
+        arch=arch,
+        rate=run.pop("peak learning rate"),
+        **run,
         folder=folder,
-        lengths=lengths,
+        lengths=" ".join(map(str, results)),
+        documents=documents,
         rows="\n".join(rows),
     )
     (folder / "README.md").write_text(card)
@@ -131,7 +130,7 @@ def main() -> None:
         n: accuracy(model, tokenizer, n, args.documents, args.questions) for n in args.lengths
     }
     if args.card:
-        write_card(args.folder, results, model)
+        write_card(args.folder, results, model, args.documents)
 
 
 if __name__ == "__main__":

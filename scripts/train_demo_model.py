@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -109,89 +109,107 @@ def optimizers(model, lr: float):
     ], [lr, lr * 0.3]
 
 
-def train(args) -> None:
-    torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
-    generator = torch.Generator().manual_seed(args.seed)
-    tokenizer = train_tokenizer(args.seed)
-    maker = SequenceMaker(tokenizer, args.seed)
-    model = architectures.build(args.arch, tokenizer.get_vocab_size())
-    prime(args.arch, model)
-    print(f"{args.arch}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    opts, peaks = optimizers(model, args.lr)
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = (args.out / "training.jsonl").open("a")
-    first = total = tokens_seen = 0
-    start = time.time()
-    checkpoint = args.out / "checkpoint.pt"
-    if args.resume:
-        saved = torch.load(checkpoint, weights_only=False)
-        model.load_state_dict(saved["model"])
-        for opt, state in zip(opts, saved["optimizers"]):
-            opt.load_state_dict(state)
-        maker.rng.setstate(saved["rng"])
-        generator.set_state(saved["generator"])
-        first, total, tokens_seen = saved["next_stage"], saved["steps"], saved["tokens"]
-    for number, stage in enumerate(curriculum(args.arch)):
-        if number < first:
-            continue
+class Run:
+    """A training run: the model, everything random about it, and how far it has come."""
+
+    def __init__(self, arch: str, seed: int, lr: float, out: Path):
+        torch.manual_seed(seed)
+        self.arch, self.seed, self.lr, self.out = arch, seed, lr, out
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tokenizer = train_tokenizer(seed)
+        self.maker = SequenceMaker(self.tokenizer, seed)
+        self.model = architectures.build(arch, self.tokenizer.get_vocab_size())
+        prime(arch, self.model)
+        self.opts, self.peaks = optimizers(self.model, lr)
+        self.next_stage = self.steps = self.tokens = 0
+        self.started = time.time()
+        out.mkdir(parents=True, exist_ok=True)
+
+    def train_stage(self, number: int, stage: Stage) -> None:
         accuracy = 0.0
         for step in range(stage.max_steps):
-            factor = stage.lr + (stage.final_lr * stage.lr - stage.lr) * step / stage.max_steps
-            warm = min(1.0, (total + 1) / 50)
-            for opt, peak in zip(opts, peaks):
-                opt.param_groups[0]["lr"] = peak * factor * warm
-            length = stage.mix.length
-            mix = replace(stage.mix, length=maker.rng.randint(length // 2, length))
-            ids, labels = maker.batch(mix, stage.tokens)
-            loss, exact = losses(
-                model, torch.from_numpy(ids), torch.from_numpy(labels), 0.2, generator
-            )
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if torch.isfinite(loss) and torch.isfinite(norm):
-                for opt in opts:
-                    opt.step()
-            for opt in opts:
-                opt.zero_grad(set_to_none=True)
-            total += 1
-            tokens_seen += int((labels >= 0).sum())
+            self._set_rate(stage, step)
+            loss, exact = self._step(stage)
             if not math.isnan(exact):
                 accuracy += (exact - accuracy) / min(step + 1, 20)
-            if total % 20 == 0:
-                row = {
-                    "stage": number,
-                    "step": step,
-                    "total": total,
-                    "loss": round(loss.item(), 4),
-                    "exact": round(accuracy, 4),
-                    "minutes": round((time.time() - start) / 60, 2),
-                }
-                print(json.dumps(row), file=log, flush=True)
-                print(row, flush=True)
+            if self.steps % 20 == 0:
+                self._log(stage=number, step=step, loss=round(loss, 4), exact=round(accuracy, 4))
             if step >= 40 and accuracy >= stage.target:
                 break
-        torch.save(
-            {
-                "model": model.state_dict(),
-                "optimizers": [o.state_dict() for o in opts],
-                "rng": maker.rng.getstate(),
-                "generator": generator.get_state(),
-                "steps": total,
-                "tokens": tokens_seen,
-                "next_stage": number + 1,
-                "stage": asdict(stage),
-            },
-            checkpoint,
+        self.next_stage = number + 1
+
+    def _set_rate(self, stage: Stage, step: int) -> None:
+        factor = stage.lr + (stage.final_lr * stage.lr - stage.lr) * step / stage.max_steps
+        warm = min(1.0, (self.steps + 1) / 50)
+        for opt, peak in zip(self.opts, self.peaks):
+            opt.param_groups[0]["lr"] = peak * factor * warm
+
+    def _step(self, stage: Stage) -> tuple[float, float]:
+        length = stage.mix.length
+        mix = replace(stage.mix, length=self.maker.rng.randint(length // 2, length))
+        ids, labels = self.maker.batch(mix, stage.tokens)
+        loss, exact = losses(
+            self.model, torch.from_numpy(ids), torch.from_numpy(labels), 0.2, self.generator
         )
-        architectures.export(args.arch, model, tokenizer, args.out)
-        run = {
-            "seed": args.seed,
-            "steps": total,
-            "tokens": tokens_seen,
-            "peak learning rate": args.lr,
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for opt in self.opts:
+            if torch.isfinite(loss) and torch.isfinite(norm):
+                opt.step()
+            opt.zero_grad(set_to_none=True)
+        self.steps += 1
+        self.tokens += int((labels >= 0).sum())
+        return loss.item(), exact
+
+    def _log(self, **row) -> None:
+        row |= {"total": self.steps, "minutes": round((time.time() - self.started) / 60, 2)}
+        with (self.out / "training.jsonl").open("a") as log:
+            print(json.dumps(row), file=log)
+        print(row, flush=True)
+
+    def save(self) -> None:
+        """A checkpoint to resume from, and the model folder as it is now."""
+        checkpoint = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.opts],
+            "rng": self.maker.rng.getstate(),
+            "generator": self.generator.get_state(),
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "next_stage": self.next_stage,
         }
-        (args.out / "training.json").write_text(json.dumps(run, indent=2) + "\n")
+        torch.save(checkpoint, self.out / "checkpoint.pt")
+        architectures.export(self.arch, self.model, self.tokenizer, self.out)
+        about = {
+            "seed": self.seed,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "longest": max(stage.mix.length for stage in curriculum(self.arch)),
+            "peak learning rate": self.lr,
+        }
+        (self.out / "training.json").write_text(json.dumps(about, indent=2) + "\n")
+
+    def resume(self) -> None:
+        saved = torch.load(self.out / "checkpoint.pt", weights_only=False)
+        self.model.load_state_dict(saved["model"])
+        for opt, state in zip(self.opts, saved["optimizers"]):
+            opt.load_state_dict(state)
+        self.maker.rng.setstate(saved["rng"])
+        self.generator.set_state(saved["generator"])
+        self.next_stage, self.steps, self.tokens = (
+            saved[k] for k in ("next_stage", "steps", "tokens")
+        )
+
+
+def train(args) -> None:
+    torch.set_num_threads(args.threads)
+    run = Run(args.arch, args.seed, args.lr, args.out)
+    print(f"{args.arch}: {sum(p.numel() for p in run.model.parameters()):,} parameters", flush=True)
+    if args.resume:
+        run.resume()
+    for number, stage in list(enumerate(curriculum(args.arch)))[run.next_stage :]:
+        run.train_stage(number, stage)
+        run.save()
 
 
 def main() -> None:

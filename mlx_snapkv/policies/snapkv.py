@@ -45,7 +45,7 @@ class SnapKV(Policy):
     n_sink: int = 128
     n_window: int = 512
     obs_window: int = 32
-    pool_kernel: int = 13
+    pool_kernel: int = 21
     min_ctx: int = 49152
     prefill_chunk: int | None = None
     pool: str = "avg"
