@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -61,8 +64,11 @@ def demo(
         answers[way].append(_ask(loaded, tokenizer, prompt, fact, ways[way]))
     console.print(_answers_table(facts, answers))
     console.print(_figures_table(answers))
-    console.print("Try your own: mlx-snapkv generate --model demo --prompt-file FILE --prompt QUESTION --snapkv "
-                  f"top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0", soft_wrap=True)  # fmt: skip
+    console.print(
+        f"Try your own: {_command()} generate --model demo --prompt-file FILE --prompt QUESTION --snapkv "
+        f"top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0",
+        soft_wrap=True,
+    )
 
 
 def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None) -> Answer:
@@ -73,6 +79,13 @@ def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None)
     ):
         text += response.text
     return Answer(text.strip(), is_right(fact, text), response.generation_tps, kv_bytes(cache))
+
+
+def _command() -> str:
+    """How this program can be called from where the user is."""
+    if shutil.which("mlx-snapkv"):
+        return "mlx-snapkv"
+    return f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
 
 
 def _answers_table(facts: list[Fact], answers: dict[str, list[Answer]]) -> Table:
