@@ -148,29 +148,18 @@ class SnapKVCache(mlx_cache._BaseCache):
         return n
 
     @property
-    def state(self):
-        return (
-            self.keys,
-            self.values,
-            self._pinned_positions,
-            self.offset,
-            self.n_window,
-            self._oldest,
-            self._trimmable,
-        )
+    def state(self) -> tuple:
+        """Arrays and whole numbers only, as `save_prompt_cache` wants it."""
+        return tuple(getattr(self, name) for name in _STATE)
 
     @state.setter
-    def state(self, v):
-        (
-            self.keys,
-            self.values,
-            self._pinned_positions,
-            self.offset,
-            self.n_window,
-            self._oldest,
-            self._trimmable,
-        ) = v
+    def state(self, v) -> None:
+        for name, value in zip(_STATE, v):
+            setattr(self, name, value)
         self.n_pin = self._pinned_positions.shape[-1]
+
+
+_STATE = ("keys", "values", "_pinned_positions", "offset", "n_window", "_oldest", "_trimmable")
 
 
 def _ring_slices(start: int, stop: int, oldest: int, size: int) -> list[tuple[int, int]]:

@@ -116,7 +116,7 @@ def prefill(
     """Feed all of `tokens` to the model and compress its prompt cache.
 
     For people who decode with mlx-lm directly: feed `prompt[:-1]` here and give `prompt[-1:]` and the cache
-    to `mlx_lm.generate.generate_step`. The last `obs_window` of these tokens vote, and with `lookahead=n`
+    to mlx-lm's `generate_step`. The last `obs_window` of these tokens vote, and with `lookahead=n`
     the next `n` greedy tokens too, which are taken back before the cut.
 
     Args:

@@ -1,0 +1,30 @@
+"""Requests as the generation tests make them, ours and mlx-lm's own."""
+
+import mlx.core as mx
+from mlx_lm.models import llama, qwen3_next
+
+from mlx_snapkv import generate_step
+from mlx_snapkv.prefill import mlx_generate
+
+SMALL = {"top_k": 20, "n_sink": 4, "n_window": 32, "min_ctx": 0}
+CALLS = [(llama.Attention, llama.Attention.__call__)]
+CALLS += [(qwen3_next.Qwen3NextAttention, qwen3_next.Qwen3NextAttention.__call__)]
+
+
+def assert_unpatched():
+    for cls, call in CALLS:
+        assert cls.__call__ is call
+
+
+def steps(model, prompt, n=12, **keywords):
+    """Tokens and log-probabilities of our generate_step."""
+    return list(generate_step(prompt, model, max_tokens=n, **keywords))
+
+
+def plain(model, prompt, n=12, **keywords):
+    return list(mlx_generate.generate_step(prompt, model, max_tokens=n, **keywords))
+
+
+def assert_same(a, b):
+    assert [t for t, _ in a] == [t for t, _ in b]
+    assert all(mx.array_equal(x, y) for (_, x), (_, y) in zip(a, b))

@@ -1,0 +1,125 @@
+"""Whatever goes wrong, classes are restored and the caller's cache is as it was, or fully compressed."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import CALLS, SMALL, assert_same, assert_unpatched, plain, steps
+from tiny_models import make_llama
+
+from mlx_snapkv import SnapKVCache, SnapKVError, generate_step
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 5])
+@pytest.mark.parametrize("votes", [{"last_token": False}, {"lookahead": 0}, {}])
+def test_an_exception_restores_classes_and_the_callers_cache(
+    tiny_model, tokens, votes, call, monkeypatch
+):
+    count = [0]
+    original = type(tiny_model).__call__
+
+    def failing(self, *args, **kwargs):
+        count[0] += 1
+        if count[0] == call:
+            raise RuntimeError("the model failed")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(tiny_model), "__call__", failing)
+    cache = make_prompt_cache(tiny_model)
+    before = list(cache)
+    with pytest.raises(RuntimeError, match="the model failed"):
+        steps(tiny_model, tokens, snapkv=SMALL | votes, prompt_cache=cache, prefill_step_size=100)
+    assert_unpatched()
+    if isinstance(cache[-1], SnapKVCache):
+        assert not any(type(c).__name__ in ("KVCache", "RecordingKVCache") for c in cache)
+    else:
+        assert all(a is b for a, b in zip(cache, before)) and all(c.empty() for c in cache)
+
+
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_nan_attention_is_one_sentence_and_leaves_the_cache_alone(tokens, top_k):
+    model = make_llama()
+    model.model.layers[1].self_attn.q_proj.weight[0, 0] = float("nan")
+    cache = make_prompt_cache(model)
+    with pytest.raises(SnapKVError, match="NaN"):
+        steps(model, tokens, snapkv=SMALL | {"top_k": top_k}, prompt_cache=cache)
+    assert all(c.empty() for c in cache)
+    assert_unpatched()
+
+
+def test_a_reader_who_stops_early_finds_the_cache_compressed(tiny_model, tokens):
+    cache, reports = make_prompt_cache(tiny_model), []
+    answer = generate_step(
+        tokens,
+        tiny_model,
+        snapkv=SMALL | {"lookahead": 8},
+        prompt_cache=cache,
+        on_report=reports.append,
+    )
+    next(answer), next(answer)
+    answer.close()
+    assert_unpatched()
+    assert sum(isinstance(c, SnapKVCache) for c in cache) == 2 and reports[0].compressed
+
+
+def test_one_cache_list_serves_one_request(tokens):
+    """Rows that someone else put there after the call are not thrown away."""
+    model = make_llama()
+    shared = make_prompt_cache(model)
+    first, second = (
+        generate_step(tokens, model, snapkv=SMALL, prompt_cache=shared) for _ in range(2)
+    )
+    next(first), next(second)
+    list(zip(range(8), first))
+    with pytest.raises(SnapKVError, match="another request has filled this prompt cache"):
+        list(zip(range(8), second))
+    late = make_prompt_cache(model)
+    waiting = generate_step(tokens, model, snapkv=SMALL, prompt_cache=late)
+    model(tokens[None, :50], cache=late)
+    with pytest.raises(SnapKVError, match="another request"):
+        next(waiting)
+    assert late[0].offset == 50
+    assert_unpatched()
+
+
+def test_a_foreign_patch_does_not_break_a_running_request(tokens):
+    model = make_llama()
+    answer = generate_step(tokens, model, max_tokens=8, snapkv=SMALL)
+    first = [next(answer)]
+    held = llama.Attention.__call__
+
+    def foreign(self, *args, **kwargs):
+        return held(self, *args, **kwargs)
+
+    llama.Attention.__call__ = foreign
+    try:
+        assert len(first + list(answer)) == 8
+        assert llama.Attention.__call__ is foreign
+    finally:
+        llama.Attention.__call__ = CALLS[0][1]
+    assert_same(steps(model, tokens), plain(model, tokens))
+
+
+def test_without_a_policy_the_report_says_so(tokens):
+    reports = []
+    steps(make_llama(), tokens, on_report=reports.append)
+    assert [r.reason for r in reports] == ["no policy was given: pass snapkv or policy to compress"]
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"kv_bits": 8}, "kv_bits"),
+        ({"max_kv_size": 64}, "max_kv_size"),
+        ({"snapkv": SMALL, "policy": "snapkv"}, "give only one"),
+        ({"snapkv": {"topk": 1}}, "unknown snapkv option"),
+    ],
+)
+def test_requests_that_cannot_be_served_fail_at_the_call(tokens, keywords, message):
+    with pytest.raises(SnapKVError, match=message):
+        generate_step(tokens, make_llama(), **{"snapkv": SMALL} | keywords)
+
+
+def test_an_empty_prompt_fails_at_the_call():
+    with pytest.raises(SnapKVError, match="the prompt is empty"):
+        generate_step(mx.array([], mx.int32), make_llama(), snapkv=SMALL)
