@@ -65,7 +65,7 @@ def demo(
     console.print(_answers_table(facts, answers))
     console.print(_figures_table(answers))
     console.print(
-        f"Try your own: {_command()} generate --model demo --prompt-file FILE --prompt QUESTION --snapkv "
+        f"Try your own: {_command()} generate --model {model} --prompt-file FILE --prompt QUESTION --snapkv "
         f"top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0",
         soft_wrap=True,
     )

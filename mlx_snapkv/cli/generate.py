@@ -65,10 +65,12 @@ def generate(
     ] = None,
     prefill_step_size: Annotated[int, typer.Option(min=1, help="Prompt tokens a chunk.")] = 2048,
     ignore_chat_template: Annotated[
-        bool, typer.Option(help="Give the prompt as raw text.")
+        bool, typer.Option("--ignore-chat-template", help="Give the prompt as raw text.")
     ] = False,
     adapter_path: Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Allow a tokenizer's own code.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow a tokenizer's own code.")
+    ] = False,
     snapkv: Annotated[
         str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
     ] = None,

@@ -9,8 +9,8 @@ from rich.text import Text
 
 class _TokenSpeed(ProgressColumn):
     def render(self, task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.0f} tokens/s" if speed else "")
+        seconds = task.finished_time or task.elapsed
+        return Text(f"{task.completed / seconds:,.0f} tokens/s" if seconds else "")
 
 
 class PrefillBar:
@@ -30,11 +30,12 @@ class PrefillBar:
             transient=console.is_terminal,
             disable=console.quiet,
         )
-        self._task = self._progress.add_task("reading the prompt", total=0)
+        self._task = self._progress.add_task("reading the prompt", start=False, total=0)
 
     def update(self, done: int, total: int) -> None:
         if done == 0:
             self._progress.start()
+            self._progress.start_task(self._task)
         self._progress.update(self._task, completed=done, total=total)
         if done == total:
             self._progress.stop()
