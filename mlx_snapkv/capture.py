@@ -166,12 +166,11 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
         _release(held)
 
 
-def attention_classes(model=None) -> list[type]:
+def _classes_to_patch(model) -> list[type]:
     """The attention classes of a model's full-attention layers, or of every supported family."""
     if model is None:
         return [family.attention_class() for family in models.FAMILIES]
-    layers = models.attention_layers(model, make_prompt_cache(model))
-    return list(dict.fromkeys(type(layer.attention) for layer in layers))
+    return models.attention_classes(models.attention_layers(model, make_prompt_cache(model)))
 
 
 def patch_for_snapkv(model=None) -> None:
@@ -182,7 +181,7 @@ def patch_for_snapkv(model=None) -> None:
     class computes what the original does.
     """
     with _lock:
-        for cls in attention_classes(model):
+        for cls in _classes_to_patch(model):
             if cls not in _pinned:
                 _pinned[cls] = _hold(cls)
 
@@ -190,6 +189,6 @@ def patch_for_snapkv(model=None) -> None:
 def unpatch_snapkv(model=None) -> None:
     """Undo `patch_for_snapkv`; a class that is not patched is left alone."""
     with _lock:
-        for cls in attention_classes(model):
+        for cls in _classes_to_patch(model):
             if cls in _pinned:
                 _release(_pinned.pop(cls))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -184,8 +185,6 @@ def _reason_for_nothing(
         return "no policy was given: pass snapkv or policy to compress"
     if options.get("input_embeddings") is not None:
         return "a prompt given as embeddings is not compressed"
-    if n_prompt == 0:
-        raise SnapKVError("the prompt is empty: give at least one token")
     return gate(policy, n_prompt, options.get("prompt_cache"))
 
 
@@ -198,14 +197,10 @@ def _cut_at_token(
     """
     try:
         with request.recording():
-            for _ in range(n - 1):
-                item = next(items, None)
+            for item in itertools.islice(items, n - 1):
                 request.prompt_is_read()
-                if item is None:
-                    break
                 yield item
             item = next(items, None)
-            request.prompt_is_read()
     except GeneratorExit:
         if keep:
             on_report(request.cut())

@@ -49,7 +49,7 @@ class RecordedRequest:
         self.n_prompt = n_prompt
         self._callers = prompt_cache
         layers = models.attention_layers(model, prompt_cache)
-        self._classes = list(dict.fromkeys(type(layer.attention) for layer in layers))
+        self._classes = models.attention_classes(layers)
         first = max(0, min(last, n_prompt) - policy.obs_window)
         self.caches = [copy.deepcopy(c) for c in prompt_cache]
         for layer in layers:
@@ -83,15 +83,26 @@ class RecordedRequest:
         return report
 
     def _require_fresh(self) -> None:
-        if not all(c.empty() for c in self._callers):
+        if not _is_fresh(self._callers):
             raise SnapKVError(
                 "another request has filled this prompt cache meanwhile: give each its own"
             )
 
 
+def _is_fresh(prompt_cache: list) -> bool:
+    # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
+    return all(c.empty() for c in prompt_cache)
+
+
 def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None:
-    """Why a request is left to mlx-lm as it is, or None if it is to be compressed."""
-    if prompt_cache is not None and not all(c.empty() for c in prompt_cache):
+    """Why a request is left to mlx-lm as it is, or None if it is to be compressed.
+
+    Raises:
+        SnapKVError: the prompt is empty.
+    """
+    if n_prompt == 0:
+        raise SnapKVError("the prompt is empty: give at least one token")
+    if prompt_cache is not None and not _is_fresh(prompt_cache):
         return "the prompt cache already holds tokens; only a fresh one is compressed"
     if n_prompt < policy.min_ctx:
         return (
@@ -100,7 +111,7 @@ def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None
         )
     rows = n_prompt if policy.last_token else n_prompt - 1  # at the time of the cut, at least
     if rows <= policy.budget:
-        return fits_reason(n_prompt, policy)
+        return fits_reason(rows, policy)
     return None
 
 
@@ -137,8 +148,6 @@ def prefill(
         raise SnapKVError("prefill needs a policy, such as SnapKV(top_k=4096)")
     policy = chosen
     tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
-    if tokens.size == 0:
-        raise SnapKVError("the prompt is empty: give at least one token")
     if tokens.ndim != 1:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import json
 import random
 from pathlib import Path
@@ -18,12 +17,12 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm import load
+from mlx_lm.generate import generate, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv.demo.documents import Fact
 from mlx_snapkv.demo.questions import common_prefix, is_right, make_haystack, question_prompt
 
-mlx_generate = importlib.import_module("mlx_lm.generate")
 FIRST_SEED = 1_000_000
 
 
@@ -43,13 +42,11 @@ def ask_all(model, tokenizer, document: str, facts: list[Fact]) -> list[bool]:
     prompts = [question_prompt(tokenizer, document, fact.question) for fact in facts]
     shared = common_prefix(prompts)
     cache = make_prompt_cache(model)
-    for _ in mlx_generate.generate_step(
-        mx.array(prompts[0][:shared]), model, max_tokens=0, prompt_cache=cache
-    ):
+    for _ in generate_step(mx.array(prompts[0][:shared]), model, max_tokens=0, prompt_cache=cache):
         pass
     results = []
     for prompt, fact in zip(prompts, facts):
-        answer = mlx_generate.generate(
+        answer = generate(
             model, tokenizer, prompt[shared:], max_tokens=16, prompt_cache=copy.deepcopy(cache)
         )
         results.append(is_right(fact, answer))
@@ -70,8 +67,7 @@ about a fact hidden in it (an access code, a phone number, an invoice number, a 
 - Training: `python scripts/train_demo_model.py {arch} --out build/{arch}`, seed {seed}, {steps:,} steps and
   {tokens:,} tokens, Muon with a peak learning rate of {rate} (AdamW for embeddings and vectors), documents
   lengthened from 96 to {longest:,} tokens. The starting point is not random: previous-token and induction heads
-  are planted (`scripts/demo_training/priming.py`). The run was made in parts, resumed from its checkpoints,
-  which hold the state of every random generator.
+  are planted (`scripts/demo_training/priming.py`). Sittings that the run was made in: {sittings}.
 
 ## Full-cache greedy accuracy
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import json
 import platform
 import random
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm import load
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv import SnapKV, compress_prompt_cache
@@ -31,7 +31,6 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
 from mlx_snapkv.models import attention_layers
 
-mlx_generate = importlib.import_module("mlx_lm.generate")
 ROOT = Path(__file__).resolve().parent.parent
 
 N_SINK, N_WINDOW, SHARE = 4, 32, 16
@@ -77,9 +76,7 @@ def snapshots(model, prompt: list[int]) -> dict[int, Snapshot]:
         caches[layer.index] = RecordingKVCache(T - 33, T + MAX_TOKENS, T + MAX_TOKENS + 1)
     found = {}
     with recording({type(layer.attention) for layer in layers}):
-        for _ in mlx_generate.generate_step(
-            mx.array(prompt[:-1]), model, max_tokens=0, prompt_cache=caches
-        ):
+        for _ in generate_step(mx.array(prompt[:-1]), model, max_tokens=0, prompt_cache=caches):
             pass
         token, answer = prompt[-1], []
         for fed in range(-1, MAX_TOKENS):
@@ -113,7 +110,7 @@ def answer_with(model, tokenizer, found: dict[int, Snapshot], n_prompt: int, pol
     ]
     compress_prompt_cache(model, caches, policy)
     answer = list(snapshot.answer)
-    for token, _ in mlx_generate.generate_step(
+    for token, _ in generate_step(
         mx.array([snapshot.next_token]),
         model,
         max_tokens=MAX_TOKENS - len(answer),

@@ -122,6 +122,7 @@ class Run:
         prime(arch, self.model)
         self.opts, self.peaks = optimizers(self.model, lr)
         self.next_stage = self.steps = self.tokens = 0
+        self.sittings = 1
         self.started = time.time()
         out.mkdir(parents=True, exist_ok=True)
 
@@ -176,6 +177,7 @@ class Run:
             "generator": self.generator.get_state(),
             "steps": self.steps,
             "tokens": self.tokens,
+            "sittings": self.sittings,
             "next_stage": self.next_stage,
         }
         torch.save(checkpoint, self.out / "checkpoint.pt")
@@ -184,6 +186,7 @@ class Run:
             "seed": self.seed,
             "steps": self.steps,
             "tokens": self.tokens,
+            "sittings": self.sittings,
             "longest": max(stage.mix.length for stage in curriculum(self.arch)),
             "peak learning rate": self.lr,
         }
@@ -199,6 +202,7 @@ class Run:
         self.next_stage, self.steps, self.tokens = (
             saved[k] for k in ("next_stage", "steps", "tokens")
         )
+        self.sittings = saved["sittings"] + 1
 
 
 def train(args) -> None:

@@ -36,6 +36,13 @@ def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, counting_pa
     assert counting_patches == []
 
 
+def test_the_reason_names_the_rows_there_would_be(tokens):
+    reports = []
+    policy = "min_ctx=0,top_k=162,n_sink=5,n_window=32,last_token=false"
+    steps(make_llama(), tokens, snapkv=policy, on_report=reports.append)
+    assert "the prompt's 199 rows fit the budget of 199" in reports[0].reason
+
+
 def test_a_prompt_as_long_as_min_ctx_is_compressed(tokens):
     reports = []
     steps(make_llama(), tokens, snapkv=SMALL | {"min_ctx": 200}, on_report=reports.append)

@@ -149,10 +149,7 @@ def _as_json(text: str, response: GenerationResponse, report: CompressionReport)
     return (
         {"text": text}
         | {name: getattr(response, name) for name in fields}
-        | {
-            "peak_memory_gb": response.peak_memory,
-            "compression": report.to_dict() if report else None,
-        }
+        | {"peak_memory_gb": response.peak_memory, "compression": report.to_dict()}
     )
 
 

@@ -51,5 +51,10 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     return layers
 
 
+def attention_classes(layers: list[AttentionLayer]) -> list[type]:
+    """The classes of the layers' attention modules, each once."""
+    return list(dict.fromkeys(type(layer.attention) for layer in layers))
+
+
 def model_type(model) -> str:
     return getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]

@@ -44,7 +44,6 @@ class SequenceMaker:
         self.bos, self.end = tokenizer.token_to_id(BOS), tokenizer.token_to_id(END)
         self.system, self.user, self.assistant = (tokenizer.token_to_id(role) for role in ROLES)
         self.n_special = 2 + len(ROLES)
-        self._counts: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -109,7 +108,7 @@ class SequenceMaker:
         return ids[: mix.length], labels[: mix.length]
 
     def batch(self, mix: Mix, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids and labels, `(sequences, length)` int64, padded with the end token and text labels."""
+        """ids and labels, `(sequences, length)` int64, padded with the end token, labelled -1."""
         rows = []
         for _ in range(max(1, tokens // mix.length)):
             make = self.copying if self.rng.random() < mix.copy else self.question_answering
