@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from . import models
 from .errors import UnsupportedModelError
@@ -41,17 +41,18 @@ class RecordingKVCache(KVCache):
         self.step = -(-capacity // KVCache.step) * KVCache.step
         self.first = first
         self.last = last
-        self.scale: float | None = None
+        self.scale = float("nan")  # this and the sinks are told with the queries
+        self.sinks: mx.array | None = None
         self._queries: list[mx.array] = []
 
-    def record(self, queries: mx.array, scale: float) -> None:
+    def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         """Take what is wanted of a call's queries `(B, n_heads, L, head_dim)`; its rows are already stored."""
         start = self.offset - queries.shape[2]
         a, b = max(self.first, start), min(self.last, self.offset)
         if a < b:
             # A slice would keep the whole chunk alive.
             self._queries.append(mx.contiguous(queries[:, :, a - start : b - start]))
-            self.scale = scale
+            self.scale, self.sinks = scale, sinks
 
     @property
     def queries(self) -> mx.array:
@@ -75,10 +76,19 @@ def _attend_and_record(attend):
     def scaled_dot_product_attention(queries, keys, values, cache, scale, *args, **kwargs):
         recorder = getattr(_active, "cache", None)
         if recorder is not None:
-            recorder.record(queries, scale)
+            recorder.record(queries, scale, kwargs.get("sinks"))
         return attend(queries, keys, values, cache, scale, *args, **kwargs)
 
     return scaled_dot_product_attention
+
+
+def _recorder_among(values: Iterable[Any]) -> RecordingKVCache | None:
+    """The recording cache handed to a call, on its own or inside a `CacheList`."""
+    for value in values:
+        for cache in value.caches if isinstance(value, CacheList) else (value,):
+            if isinstance(cache, RecordingKVCache):
+                return cache
+    return None
 
 
 def _call_and_record(call):
@@ -86,9 +96,7 @@ def _call_and_record(call):
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
-        recorder = next(
-            (a for a in (*args, *kwargs.values()) if isinstance(a, RecordingKVCache)), None
-        )
+        recorder = _recorder_among((*args, *kwargs.values()))
         if recorder is None:
             return call(self, *args, **kwargs)
         outer = getattr(_active, "cache", None)
@@ -169,7 +177,7 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
 def _classes_to_patch(model) -> list[type]:
     """The attention classes of a model's full-attention layers, or of every supported family."""
     if model is None:
-        return [family.attention_class() for family in models.FAMILIES]
+        return [family.attention_class() for family in models.FAMILIES.values()]
     return models.attention_classes(models.attention_layers(model, make_prompt_cache(model)))
 
 

@@ -12,6 +12,7 @@ from . import models
 from .cache import SnapKVCache
 from .capture import RecordingKVCache
 from .errors import SnapKVError
+from .models import AttentionLayer
 from .policies import Policy
 from .report import CompressionReport
 from .selection import gather_rows, select_positions
@@ -38,7 +39,7 @@ def compress_prompt_cache(
     """
     started = time.perf_counter()
     layers = models.attention_layers(model, prompt_cache)
-    n_rows = _common_length([prompt_cache[layer.index] for layer in layers])
+    n_rows = _common_length([layer.cache_in(prompt_cache) for layer in layers])
     report = CompressionReport(str(policy), n_rows)
     if n_rows <= policy.budget:
         report.reason = fits_reason(n_rows, policy)
@@ -50,16 +51,16 @@ def compress_prompt_cache(
     report.kv_bytes_before = kv_bytes(prompt_cache)
     report.rows_kept = [None] * len(prompt_cache)
     report.mass_kept = [None] * len(prompt_cache)
-    chosen: dict[int, mx.array] = {}
+    chosen = []
     for layer in layers:
         given = queries[layer.index] if queries is not None else None
-        chosen[layer.index], report.mass_kept[layer.index] = _choose(
-            prompt_cache[layer.index], layer.attention, given, policy
-        )
+        positions, report.mass_kept[layer.index] = _choose(layer, prompt_cache, given, policy)
+        chosen.append(positions)
     # Nothing can fail from here on: full rows are given up layer by layer.
-    for index, positions in chosen.items():
-        prompt_cache[index] = _cut(prompt_cache[index], positions, policy.n_window)
-        report.rows_kept[index] = prompt_cache[index].size()
+    for layer, positions in zip(layers, chosen):
+        kept = _cut(layer.cache_in(prompt_cache), positions, policy.n_window)
+        layer.put(prompt_cache, kept)
+        report.rows_kept[layer.index] = kept.size()
     mx.clear_cache()
     report.kv_bytes_after = kv_bytes(prompt_cache)
     report.selection_seconds = time.perf_counter() - started
@@ -75,8 +76,8 @@ def fits_reason(n_rows: int, policy: Policy) -> str:
 
 def kv_bytes(prompt_cache: list) -> int:
     """Bytes of the rows in the caches that grow with the prompt: the KV caches, compressed or not."""
-    caches = [c for c in prompt_cache if isinstance(c, (KVCache, SnapKVCache)) and not c.empty()]
-    return sum(rows.nbytes for c in caches for rows in c.keys_and_values())
+    caches = [c for c in models.members(prompt_cache) if isinstance(c, (KVCache, SnapKVCache))]
+    return sum(rows.nbytes for c in caches if not c.empty() for rows in c.keys_and_values())
 
 
 def _common_length(caches: list) -> int:
@@ -86,9 +87,11 @@ def _common_length(caches: list) -> int:
     return lengths.pop()
 
 
-def _choose(cache, attention, queries: mx.array | None, policy: Policy) -> tuple[mx.array, float]:
+def _choose(
+    layer: AttentionLayer, prompt_cache: list, queries: mx.array | None, policy: Policy
+) -> tuple[mx.array, float]:
     """Positions to keep `(B, n_kv_heads, n)`, and the share of the voters' attention they received."""
-    rows = _rows(cache, attention, queries)
+    rows = _rows(layer, layer.cache_in(prompt_cache), queries)
     positions = select_positions(
         policy.score(rows), n_sink=policy.n_sink, top_k=policy.top_k, n_window=policy.n_window
     )
@@ -102,18 +105,22 @@ def _choose(cache, attention, queries: mx.array | None, policy: Policy) -> tuple
     return positions, mass
 
 
-def _rows(cache, attention, queries: mx.array | None) -> Rows:
+def _rows(layer: AttentionLayer, cache, queries: mx.array | None) -> Rows:
     keys, values = cache.keys_and_values()
     if queries is not None:
         _check_queries(queries, keys)
-        first, scale = cache.offset - queries.shape[2], attention.scale
+        first = cache.offset - queries.shape[2]
+        scale = layer.family.scale_of(layer.attention, keys.shape[3])
+        sinks = layer.family.sinks_of(layer.attention)
     elif isinstance(cache, RecordingKVCache) and cache.n_queries:
-        queries, first, scale = cache.queries, cache.first, cache.scale
+        queries, first, scale, sinks = cache.queries, cache.first, cache.scale, cache.sinks
     else:
         raise SnapKVError(
             "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
         )
-    return Rows(keys, values, queries, first + mx.arange(queries.shape[2]), scale)
+    positions = first + mx.arange(queries.shape[2])
+    queries = layer.family.grouped(queries, keys.shape[1])
+    return Rows(keys, values, queries, positions, scale, sinks)
 
 
 def _check_queries(queries: mx.array, keys: mx.array) -> None:

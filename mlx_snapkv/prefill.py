@@ -53,9 +53,8 @@ class RecordedRequest:
         first = max(0, min(last, n_prompt) - policy.obs_window)
         self.caches = [copy.deepcopy(c) for c in prompt_cache]
         for layer in layers:
-            self.caches[layer.index] = capture.RecordingKVCache(
-                first, last, capacity=max(n_prompt, last) + 1
-            )
+            recording = capture.RecordingKVCache(first, last, capacity=max(n_prompt, last) + 1)
+            layer.put(self.caches, recording)
         self._started = 0.0
         self._prefill_seconds: float | None = None
 
@@ -91,7 +90,7 @@ class RecordedRequest:
 
 def _is_fresh(prompt_cache: list) -> bool:
     # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
-    return all(c.empty() for c in prompt_cache)
+    return all(c.empty() for c in models.members(prompt_cache))
 
 
 def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None:
@@ -187,16 +186,15 @@ def _read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.arra
 
 def _look_ahead(model, request: RecordedRequest, following: mx.array, n: int) -> None:
     """Decode `n` tokens on the full rows so that their queries are recorded, then take them back."""
-    others = {
-        i: copy.deepcopy(c) for i, c in enumerate(request.caches) if not isinstance(c, KVCache)
-    }
+    caches = list(models.members(request.caches))
+    others = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, KVCache)]
     # The loop feeds the token it is given and each one it yields.
     for _ in mlx_generate.generate_step(
         following, model, max_tokens=n - 1, prompt_cache=request.caches
     ):
         pass
-    for index, cache in enumerate(request.caches):
+    for cache in caches:
         if isinstance(cache, capture.RecordingKVCache):
             cache.trim(cache.offset - request.n_prompt)
-        elif index in others:
-            request.caches[index] = others[index]
+    for cache, before in others:
+        vars(cache).update(vars(before))

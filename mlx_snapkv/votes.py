@@ -20,6 +20,7 @@ class Rows:
         queries: `(B, n_heads, n, head_dim)`, post-RoPE.
         query_positions: the `n` positions of those queries; query `i` sees rows up to its own.
         scale: what the attention multiplies its logits by.
+        sinks: `(n_heads,)` logits of attention sinks: they take a share of the softmax but have no row.
     """
 
     keys: mx.array
@@ -27,6 +28,7 @@ class Rows:
     queries: mx.array
     query_positions: mx.array
     scale: float
+    sinks: mx.array | None = None
 
     @cached_property
     def votes(self) -> mx.array:
@@ -41,18 +43,26 @@ def attention_votes(rows: Rows) -> mx.array:
     the query heads of a GQA group. Computed in blocks of T, so that working memory does not grow with it.
     """
     queries, group = _grouped(rows)
-    if _block(queries) >= rows.keys.shape[2]:
-        (logits,) = _logit_blocks(rows, queries)
-        return mx.softmax(logits, axis=-1).sum(axis=2) / group
-    total = mx.full(queries.shape[:3], -mx.inf)  # log of the softmax's denominator
-    for logits in _logit_blocks(rows, queries):
+    single = list(_logit_blocks(rows, queries)) if _block(queries) >= rows.keys.shape[2] else None
+    total = _sink_logits(rows, queries)  # log of the softmax's denominator
+    for logits in single or _logit_blocks(rows, queries):
         total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1))
         mx.eval(total)
     votes = []
-    for logits in _logit_blocks(rows, queries):
+    for logits in single or _logit_blocks(rows, queries):
         votes.append(mx.exp(logits - total[..., None]).sum(axis=2) / group)
         mx.eval(votes[-1])
     return mx.concatenate(votes, axis=-1)
+
+
+def _sink_logits(rows: Rows, queries: mx.array) -> mx.array:
+    """The sinks' logits for each of the grouped `queries`, `(B, n_kv_heads, group * n)`; -inf without sinks."""
+    B, H, n, _ = queries.shape
+    if rows.sinks is None:
+        return mx.full((B, H, n), -mx.inf)
+    group = rows.sinks.size // H
+    sinks = rows.sinks.astype(mx.float32).reshape(1, H, group, 1)
+    return mx.broadcast_to(sinks, (B, H, group, n // group)).reshape(B, H, n)
 
 
 def shared_logits(rows: Rows) -> mx.array:

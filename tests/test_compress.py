@@ -151,7 +151,9 @@ def test_unsupported_attention_is_refused_by_name(tokens):
                             num_attention_heads=2, head_dim=16, rms_norm_eps=1e-5, vocab_size=64,
                             num_key_value_heads=1)  # fmt: skip
     model = gemma2.Model(args)
-    with pytest.raises(SnapKVError, match="attention of model type 'gemma2' can't be captured"):
+    with pytest.raises(
+        SnapKVError, match="model type 'gemma2' can't be compressed: it caps logits"
+    ):
         compress_prompt_cache(model, make_prompt_cache(model), POLICY)
 
 

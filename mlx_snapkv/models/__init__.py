@@ -1,52 +1,80 @@
-"""The attention families whose queries can be captured and whose rows can be dropped: an allow-list.
-
-One small file a family; it says where the attention class lives and what is special about it.
-"""
+"""From an mlx-lm model to the layers whose rows can be compressed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from ..errors import UnsupportedModelError
-from . import llama, qwen3_next
 from .family import AttentionFamily
+from .table import FAMILIES, REFUSED, SUPPORTED
 
-FAMILIES: tuple[AttentionFamily, ...] = (llama.FAMILY, qwen3_next.FAMILY)
+__all__ = [
+    "FAMILIES",
+    "REFUSED",
+    "SUPPORTED",
+    "AttentionLayer",
+    "attention_classes",
+    "attention_layers",
+    "members",
+]
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """A layer whose rows can be compressed: its place in the prompt cache, and its attention module."""
+    """Rows that can be compressed, and the attention that reads them.
+
+    Attributes:
+        index: their entry of the prompt cache.
+        member: their place in that entry if it is a `CacheList`, else None.
+        attention: the attention module, of the class that `family` describes.
+    """
 
     index: int
+    member: int | None
     attention: Any
+    family: AttentionFamily
+
+    def cache_in(self, prompt_cache: list) -> Any:
+        entry = prompt_cache[self.index]
+        return entry if self.member is None else entry[self.member]
+
+    def put(self, prompt_cache: list, cache: Any) -> None:
+        """Let `cache` take the place of the layer's cache; a `CacheList` around it is made anew."""
+        if self.member is not None:
+            caches = list(prompt_cache[self.index].caches)
+            caches[self.member] = cache
+            cache = CacheList(*caches)
+        prompt_cache[self.index] = cache
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """The full-attention layers of `model`: those whose entry of `prompt_cache` is a plain `KVCache`.
+    """The full-attention layers of `model`: those whose cache in `prompt_cache` is a plain `KVCache`.
 
     Linear, state-space and sliding-window layers keep their caches and are not listed.
 
     Raises:
-        UnsupportedModelError: there is none, or one belongs to no supported family.
+        UnsupportedModelError: there is none, or the model type is not one that can be compressed.
     """
-    layers = []
-    for index, (layer, cache) in enumerate(zip(model.layers, prompt_cache)):
-        if not isinstance(cache, KVCache):
-            continue
-        family = next((f for f in FAMILIES if f.attention_of(layer) is not None), None)
-        if family is None:
-            raise UnsupportedModelError(
-                f"attention of model type {model_type(model)!r} can't be captured; supported: "
-                + ", ".join(f.name for f in FAMILIES)
-            )
-        layers.append(AttentionLayer(index, family.attention_of(layer)))
+    found = _attentions(model)
+    slots = list(_slots_with_rows(prompt_cache))
+    # More caches than layers: a loop over the layers, each pass with caches of its own.
+    if len(slots) % len(found):
+        raise UnsupportedModelError(
+            f"{len(slots)} caches with rows for {len(found)} attention layers: "
+            "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
+        )
+    layers = [
+        AttentionLayer(index, member, *found[n % len(found)])
+        for n, (index, member, cache) in enumerate(slots)
+        if isinstance(cache, KVCache)
+    ]
     if not layers:
         raise UnsupportedModelError(
-            f"model type {model_type(model)!r} has no full-attention layer with a plain KV cache to compress"
+            f"model type {_type_of(model)!r} has no full-attention layer with a plain KV cache to compress"
         )
     return layers
 
@@ -56,5 +84,58 @@ def attention_classes(layers: list[AttentionLayer]) -> list[type]:
     return list(dict.fromkeys(type(layer.attention) for layer in layers))
 
 
-def model_type(model) -> str:
-    return getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
+def members(prompt_cache) -> Iterator[Any]:
+    """Every cache of a prompt cache, those inside a `CacheList` one by one."""
+    for cache in prompt_cache:
+        if isinstance(cache, CacheList):
+            yield from members(cache.caches)
+        else:
+            yield cache
+
+
+def _slots_with_rows(prompt_cache: list) -> Iterator[tuple[int, int | None, Any]]:
+    """Entry, place in its `CacheList` if it is one, and cache, for all that hold keys and values."""
+    for index, entry in enumerate(prompt_cache):
+        inner = enumerate(entry.caches) if isinstance(entry, CacheList) else [(None, entry)]
+        for member, cache in inner:
+            if not isinstance(cache, ArraysCache):
+                yield index, member, cache
+
+
+def _attentions(model) -> list[tuple[Any, AttentionFamily]]:
+    """The attention modules of the model's layers, in order."""
+    name = _type_of(model)
+    if name in REFUSED:
+        raise _refused(name, REFUSED[name])
+    if name not in SUPPORTED:
+        raise _refused(name, "this version does not know it")
+    found = []
+    for layer in model.layers:
+        for family in SUPPORTED[name]:
+            attention = family.attention_of(layer)
+            if attention is not None:
+                found.append((attention, family))
+    if not found:
+        # A wrapper around a type that is refused.
+        inner = {
+            type(m).__module__.removeprefix("mlx_lm.models.") for m in model.layers[0].modules()
+        }
+        raise _refused(
+            name, next((REFUSED[n] for n in inner if n in REFUSED), "its layers are not known")
+        )
+    for family in {family for _, family in found}:
+        reason = family.refusal and family.refusal([a for a, f in found if f is family])
+        if reason:
+            raise _refused(name, reason)
+    return found
+
+
+def _refused(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"model type {name!r} can't be compressed: {reason} (mlx-snapkv models lists all types)"
+    )
+
+
+def _type_of(model) -> str:
+    """The name of the model's file in mlx-lm; several `model_type`s may share one."""
+    return type(model).__module__.removeprefix("mlx_lm.models.")
