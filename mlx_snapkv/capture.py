@@ -38,7 +38,7 @@ class RecordingKVCache(KVCache):
 
     def __init__(self, first: int, last: int, capacity: int):
         super().__init__()
-        self.step = -(-capacity // KVCache.step) * KVCache.step
+        self.step = capacity
         self.first = first
         self.last = last
         self.scale = float("nan")  # this and the sinks are told with the queries

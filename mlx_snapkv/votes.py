@@ -8,7 +8,8 @@ from functools import cached_property
 
 import mlx.core as mx
 
-BLOCK_BYTES = 16 << 20  # of float32 logits held at a time
+BLOCK_BYTES = 16 << 20  # of float32 logits made at a time
+HELD_BYTES = 48 << 20  # of logits and float32 keys, below which one pass over all rows will do
 
 
 @dataclass
@@ -40,17 +41,45 @@ def attention_votes(rows: Rows) -> mx.array:
     """SnapKV's votes (section 3, "Voting"): `(B, n_kv_heads, T)` float32.
 
     Softmax over all rows up to the query's own position, summed over the observed queries, averaged over
-    the query heads of a GQA group. Computed in blocks of T, so that working memory does not grow with it.
+    the query heads of a GQA group. Long prompts are scored in blocks of T, so that working memory does not
+    grow with it.
     """
     queries, group = _grouped(rows)
-    single = list(_logit_blocks(rows, queries)) if _block(queries) >= rows.keys.shape[2] else None
-    total = _sink_logits(rows, queries)  # log of the softmax's denominator
-    for logits in single or _logit_blocks(rows, queries):
+    sinks = _sink_logits(rows, queries)
+    B, H, T, D = rows.keys.shape
+    held = 4 * B * H * T * (queries.shape[2] + (D if rows.keys.dtype != mx.float32 else 0))
+    votes = _votes_held if held <= HELD_BYTES else _votes_in_blocks
+    return votes(rows, queries, sinks) / group
+
+
+def _votes_held(rows: Rows, queries: mx.array, sinks: mx.array) -> mx.array:
+    logits = list(_logit_blocks(rows, queries, rows.keys.shape[2]))
+    top = sinks
+    for part in logits:
+        top = mx.maximum(top, part.max(axis=-1))
+    mx.eval(logits, top)
+    weights = [mx.exp(part - top[..., None]) for part in logits]
+    total = mx.exp(sinks - top)
+    for part in weights:
+        total = total + part.sum(axis=-1)
+    share = (1 / total)[..., None, :]
+    votes = mx.concatenate([share @ part for part in weights], axis=-1).squeeze(2)
+    del logits, weights, part  # so that the evaluation can use their memory again
+    mx.eval(votes)
+    return votes
+
+
+def _votes_in_blocks(rows: Rows, queries: mx.array, sinks: mx.array) -> mx.array:
+    """The same in two passes: the softmax's denominators, then the votes."""
+    block = _block(queries)
+    total = sinks  # log of the denominator
+    for logits in _logit_blocks(rows, queries, block):
         total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1))
         mx.eval(total)
     votes = []
-    for logits in single or _logit_blocks(rows, queries):
-        votes.append(mx.exp(logits - total[..., None]).sum(axis=2) / group)
+    for logits in _logit_blocks(rows, queries, block):
+        votes.append(mx.exp(logits - total[..., None]).sum(axis=2))
+        del logits
         mx.eval(votes[-1])
     return mx.concatenate(votes, axis=-1)
 
@@ -75,7 +104,7 @@ def shared_logits(rows: Rows) -> mx.array:
     n = queries.shape[2] // group
     mean = queries.reshape(B, H, group, n, -1).mean(axis=2)
     scores = []
-    for logits in _logit_blocks(rows, mean):
+    for logits in _logit_blocks(rows, mean, _block(mean)):
         scores.append(logits.max(axis=(1, 2)))
         mx.eval(scores[-1])
     return mx.broadcast_to(mx.concatenate(scores, axis=-1)[:, None], (B, H, T))
@@ -95,12 +124,16 @@ def _block(queries: mx.array) -> int:
     return max(64, BLOCK_BYTES // (4 * B * H * n))
 
 
-def _logit_blocks(rows: Rows, queries: mx.array) -> Iterator[mx.array]:
+def _logit_blocks(rows: Rows, queries: mx.array, block: int) -> Iterator[mx.array]:
     """Causally masked logits `(B, n_kv_heads, n, block)` of `queries`, block by block over T."""
     n, T = queries.shape[2], rows.keys.shape[2]
     positions = mx.tile(rows.query_positions, n // rows.query_positions.size)[:, None]
-    block = _block(queries)
-    for start in range(0, T, block):
-        keys = rows.keys[:, :, start : start + block].astype(mx.float32)
-        visible = mx.arange(start, start + keys.shape[2])[None] <= positions
-        yield mx.where(visible, queries @ keys.swapaxes(-1, -2), -mx.inf)
+    unmasked = min(T, int(rows.query_positions[0].item()) + 1)  # type: ignore[arg-type]
+    for begin, end in ((0, unmasked), (unmasked, T)):
+        for start in range(begin, end, block):
+            stop = min(start + block, end)
+            logits = queries @ rows.keys[:, :, start:stop].astype(mx.float32).swapaxes(-1, -2)
+            if begin:
+                visible = mx.arange(start, stop)[None] <= positions
+                logits = mx.where(visible, logits, -mx.inf)
+            yield logits

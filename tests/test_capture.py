@@ -103,7 +103,7 @@ def test_rows_are_allocated_once(tokens):
     for start in range(0, 200, 50):
         model(tokens[None, start : start + 50], cache=caches)
         shapes.add(caches[0].keys.shape[2])
-    assert shapes == {256}
+    assert shapes == {200}
 
 
 def test_interleaved_requests_do_not_mix(tiny_model, tokens):

@@ -67,11 +67,11 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
             f"{len(slots)} caches with rows for {len(found)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
-    layers = [
-        AttentionLayer(index, member, *found[n % len(found)])
-        for n, (index, member, cache) in enumerate(slots)
-        if isinstance(cache, KVCache)
-    ]
+    layers = []
+    for n, (index, member, cache) in enumerate(slots):
+        attention, family = found[n % len(found)]
+        if attention is not None and isinstance(cache, KVCache):
+            layers.append(AttentionLayer(index, member, attention, family))
     if not layers:
         raise UnsupportedModelError(
             f"model type {_type_of(model)!r} has no full-attention layer with a plain KV cache to compress"
@@ -103,7 +103,7 @@ def _slots_with_rows(prompt_cache: list) -> Iterator[tuple[int, int | None, Any]
 
 
 def _attentions(model) -> list[tuple[Any, AttentionFamily]]:
-    """The attention modules of the model's layers, in order."""
+    """The attention modules of the layers that own a cache, in order; None for a layer to leave alone."""
     name = _type_of(model)
     if name in REFUSED:
         raise _refused(name, REFUSED[name])
@@ -113,20 +113,19 @@ def _attentions(model) -> list[tuple[Any, AttentionFamily]]:
     for layer in model.layers:
         for family in SUPPORTED[name]:
             attention = family.attention_of(layer)
-            if attention is not None:
+            if family.idle and family.idle(layer):
+                found.append((None, family))
+            elif attention is not None:
                 found.append((attention, family))
     if not found:
         # A wrapper around a type that is refused.
-        inner = {
-            type(m).__module__.removeprefix("mlx_lm.models.") for m in model.layers[0].modules()
-        }
-        raise _refused(
-            name, next((REFUSED[n] for n in inner if n in REFUSED), "its layers are not known")
-        )
+        inner = {_type_of(m) for m in model.layers[0].modules()}
+        reason = next((REFUSED[n] for n in inner if n in REFUSED), "its layers are not known")
+        raise _refused(name, reason)
     for family in {family for _, family in found}:
-        reason = family.refusal and family.refusal([a for a, f in found if f is family])
-        if reason:
-            raise _refused(name, reason)
+        problem = family.refusal and family.refusal([a for a, f in found if f is family])
+        if problem:
+            raise _refused(name, problem)
     return found
 
 
@@ -136,6 +135,6 @@ def _refused(name: str, reason: str) -> UnsupportedModelError:
     )
 
 
-def _type_of(model) -> str:
-    """The name of the model's file in mlx-lm; several `model_type`s may share one."""
-    return type(model).__module__.removeprefix("mlx_lm.models.")
+def _type_of(module) -> str:
+    """The name of the file in mlx-lm that a module comes from; several `model_type`s may share one."""
+    return type(module).__module__.removeprefix("mlx_lm.models.")

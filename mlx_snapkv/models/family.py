@@ -22,6 +22,7 @@ class AttentionFamily:
         tiled: query head `j` reads KV head `j % n_kv_heads`, not `j // (n_heads // n_kv_heads)`.
         note: what a reader of the list of models should know.
         refusal: why a model with these attention modules can't be compressed, or None if it can.
+        idle: tells layers whose plain KV cache is to be left alone.
     """
 
     module: str
@@ -31,6 +32,7 @@ class AttentionFamily:
     tiled: bool = False
     note: str = ""
     refusal: Callable[[list[Any]], str | None] | None = None
+    idle: Callable[[Any], bool] | None = None
 
     def attention_class(self) -> type:
         return getattr(importlib.import_module(f"mlx_lm.models.{self.module}"), self.class_name)

@@ -25,6 +25,23 @@ def _caps_logits(attentions: list) -> str | None:
     return "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention"
 
 
+def _uses_sliding_window(layer) -> bool:
+    # Models that wrap this one may give plain caches to its sliding-window layers too.
+    return getattr(layer, "use_sliding", False)
+
+
+def _replaces_attention(layer) -> bool:
+    return type(layer.self_attn).__name__ == "LinearSubblockReplacement"
+
+
+def _starts_without_attention(attentions: list) -> str | None:
+    if attentions[0] is not None:
+        return None
+    return (
+        "it makes all masks from its first cache, and its first layer has no attention to fill it"
+    )
+
+
 def _has_no_sliding_layer(attentions: list) -> str | None:
     if any(a.is_sliding_window for a in attentions):
         return None
@@ -86,7 +103,7 @@ FAMILIES: dict[str, Family] = {
         Family("lfm2", note=_CONVOLUTION),
         Family("lfm2_moe", note=_CONVOLUTION),
         Family("lille-130m", "Lille130mAttention"),
-        Family("llama", note=f"{_SLIDING}, where a configuration has them"),
+        Family("llama", note=_SLIDING, idle=_uses_sliding_window),
         Family("llama4", note="chunked-attention layers stay as they are"),
         Family("llama4_text"),
         Family("mellum", note=_SLIDING),
@@ -95,14 +112,18 @@ FAMILIES: dict[str, Family] = {
         Family("minicpm"),
         Family("minicpm3", scale="softmax_scale", note="keys and values are stored per head"),
         Family("minimax", "MiniMaxAttention"),
-        Family("ministral3", note=f"{_SLIDING}, where a configuration has them"),
+        Family("ministral3", note=_SLIDING, idle=_uses_sliding_window),
         Family("mixtral", "MixtralAttention"),
         Family("muse_glimmer", note=_SLIDING),
-        Family("muse_spark", note=_SLIDING),
         Family("nanbeige", note="every pass of its loop has rows of its own"),
         Family("nanochat"),
         Family("nemotron"),
-        Family("nemotron-nas"),
+        Family(
+            "nemotron-nas",
+            note="layers whose attention is replaced by a linear one stay as they are",
+            refusal=_starts_without_attention,
+            idle=_replaces_attention,
+        ),
         Family("nemotron_h", "NemotronHAttention", note=_LINEAR),
         Family("olmo2"),
         Family("olmo3", "Olmo3Attention", note=_SLIDING),
@@ -184,6 +205,7 @@ REFUSED: dict[str, str] = {
     "mamba2": _NO_ROWS,
     "minimax_m3_vl": "it picks blocks of rows by their place in the cache, which eviction changes",
     "mistral4": _LATENT,
+    "muse_spark": "its attention needs a Metal kernel, without which this version could not be tried on it",
     "olmo": "it computes scores of its own instead of calling mlx-lm's attention",
     "phi3small": "its block-sparse mask is made from the rows' places in the cache, which eviction changes",
     "plamo2": "it calls MLX's attention directly, past mlx-lm's function",
