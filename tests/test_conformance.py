@@ -1,15 +1,17 @@
-"""Every supported model type, as a tiny random model: the queries captured, their votes, and decoding."""
+"""Every supported model type, and quantised and adapted ones, as tiny random models: queries, votes, decoding."""
 
 import importlib
 import re
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm.models
 import numpy as np
 import pytest
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_model
 from request_helpers import plain
 
@@ -23,9 +25,31 @@ TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
 POLICY = SnapKV(top_k=6, n_sink=2, n_window=8, obs_window=8, pool_kernel=1, min_ctx=0, lookahead=0)
 
 
-@pytest.fixture(scope="module", params=list(models.SUPPORTED))
+def add_adapters(model):
+    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 8.0, "dropout": 0.0})
+    for _, module in model.named_modules():
+        if "lora_b" in module:
+            module.lora_b = mx.random.normal(module.lora_b.shape)
+    model.eval()
+
+
+CHANGES = {
+    "4-bit weights": lambda model: nn.quantize(model, group_size=32, bits=4),
+    "8-bit weights": lambda model: nn.quantize(model, group_size=32, bits=8),
+    "adapters": add_adapters,
+}
+CHANGED = [f"{name}, {change}" for name in ("llama", "qwen3_next", "gpt_oss") for change in CHANGES]
+
+
+@pytest.fixture(scope="module", params=[*models.SUPPORTED, *CHANGED])
 def model(request):
-    return make_model(request.param)
+    name, _, change = request.param.partition(", ")
+    model = make_model(name)
+    if change:
+        before = model(TOKENS[None])
+        CHANGES[change](model)
+        assert not mx.allclose(model(TOKENS[None]), before, atol=1e-4)
+    return model
 
 
 def layers_of(model):

@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import SnapKVError
-from . import demo, generate
+from . import demo, generate, models
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
+app.command("models")(models.models)
 
 
 @app.callback(invoke_without_command=True)

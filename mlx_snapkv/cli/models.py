@@ -1,0 +1,23 @@
+"""`mlx-snapkv models`: which model types can be compressed, and why the others can't."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from ..models import listing
+
+
+def models() -> None:
+    """List the model types that can be compressed, and the refused ones with the reason."""
+    console = Console()
+    for title, last, rows in (
+        ("Supported", "note", listing.supported()),
+        ("Refused", "why", listing.refused()),
+    ):
+        table = Table(title=f"{title}: {len(rows)} model types of mlx-lm", title_justify="left")
+        for name in ("model type", "also loads", last):
+            table.add_column(name, no_wrap=name == "model type")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)

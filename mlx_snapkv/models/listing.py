@@ -1,0 +1,54 @@
+"""The supported and the refused model types, as `mlx-snapkv models` and the docs show them."""
+
+from __future__ import annotations
+
+from mlx_lm.utils import MODEL_REMAPPING
+
+from . import table
+
+
+def supported() -> list[tuple[str, str, str]]:
+    """Model type, the other `model_type`s that mlx-lm loads with it, and a note."""
+    return [
+        (name, _aliases(name), "; ".join(filter(None, dict.fromkeys(f.note for f in families))))
+        for name, families in table.SUPPORTED.items()
+    ]
+
+
+def refused() -> list[tuple[str, str, str]]:
+    """Model type, the other `model_type`s that mlx-lm loads with it, and why it can't be compressed."""
+    return [(name, _aliases(name), reason) for name, reason in table.REFUSED.items()]
+
+
+def markdown() -> str:
+    """Both lists as a page of the docs."""
+    lines = [
+        "# Model types",
+        "",
+        f"{len(table.SUPPORTED)} model types of mlx-lm can be compressed, "
+        f"and {len(table.REFUSED)} are refused by name. "
+        "Each of the first is run by the conformance test (`tests/test_conformance.py`) as a tiny random model: "
+        "the recorded queries are bit for bit those of its attention call, the votes are those of its softmax, "
+        "and decoding with everything kept equals mlx-lm's.",
+        "",
+        "This page is written by `python scripts/write_models.py`; `mlx-snapkv models` prints the same.",
+        "",
+        "## Supported",
+        "",
+        *_rows(("model type", "also loads", "note"), supported()),
+        "",
+        "## Refused",
+        "",
+        *_rows(("model type", "also loads", "why"), refused()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _aliases(name: str) -> str:
+    return ", ".join(sorted(alias for alias, target in MODEL_REMAPPING.items() if target == name))
+
+
+def _rows(header: tuple[str, ...], rows: list[tuple[str, str, str]]) -> list[str]:
+    ruled = [header, ("---",) * len(header), *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in ruled]
