@@ -169,9 +169,10 @@ def _served(
     lookahead = DEFAULT_LOOKAHEAD if policy.lookahead is None else policy.lookahead
     last = n_prompt + lookahead if policy.last_token else n_prompt - 1
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
-    options = options | {"prompt_cache": request.caches}
-    if policy.prefill_chunk is not None:
-        options["prefill_step_size"] = policy.prefill_chunk
+    options = options | {
+        "prompt_cache": request.caches,
+        "prefill_step_size": request.step_size(options.get("prefill_step_size")),
+    }
     if not policy.last_token:
         return _cut_before_last_token(start, request, on_report, options)
     keep = given is not None

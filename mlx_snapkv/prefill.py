@@ -26,6 +26,8 @@ mlx_generate = importlib.import_module("mlx_lm.generate")
 
 ProgressCallback = Callable[[int, int], None]
 
+PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
+
 
 class RecordedRequest:
     """One request from its first chunk to its cut.
@@ -50,13 +52,25 @@ class RecordedRequest:
         self._callers = prompt_cache
         layers = models.attention_layers(model, prompt_cache)
         self._classes = models.attention_classes(layers)
-        first = max(0, min(last, n_prompt) - policy.obs_window)
+        self._first = first = max(0, min(last, n_prompt) - policy.obs_window)
         self.caches = [copy.deepcopy(c) for c in prompt_cache]
         for layer in layers:
             recording = capture.RecordingKVCache(first, last, capacity=max(n_prompt, last) + 1)
             layer.put(self.caches, recording)
         self._started = 0.0
         self._prefill_seconds: float | None = None
+
+    def step_size(self, limit: int | None) -> int:
+        """The chunk size nearest below `limit` that leaves the observation window to a short last chunk.
+
+        The queries of a whole chunk then never wait, in the middle of its attention, for a few of them to be
+        copied: at most the memory of mlx-lm's own prefill is needed. A prompt of one chunk stays one.
+        """
+        limit = self.policy.prefill_chunk or limit or PREFILL_STEP_SIZE
+        if self.n_prompt - 1 <= limit or self._first == 0:
+            return limit
+        chunks = -(-self._first // limit)
+        return self._first // chunks
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -120,7 +134,7 @@ def prefill(
     policy: Policy | str,
     *,
     prompt_cache: list | None = None,
-    prefill_step_size: int = 2048,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: ProgressCallback | None = None,
 ) -> tuple[list, CompressionReport]:
     """Feed all of `tokens` to the model and compress its prompt cache.
@@ -133,7 +147,7 @@ def prefill(
         tokens: `(T,)` token ids.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         prompt_cache: an empty cache of the model to fill; by default a new one.
-        prefill_step_size: tokens a chunk, unless the policy's `prefill_chunk` says otherwise.
+        prefill_step_size: tokens a chunk at most, unless the policy's `prefill_chunk` says otherwise.
         prompt_progress_callback: called with the tokens processed and their total.
 
     Returns:
@@ -160,6 +174,7 @@ def prefill(
         return cache, CompressionReport(str(policy), tokens.size, reason)
     lookahead = policy.lookahead or 0
     request = RecordedRequest(model, policy, tokens.size, cache, last=tokens.size + lookahead)
+    options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
         following = _read(model, tokens, request.caches, options)
         request.prompt_is_read()

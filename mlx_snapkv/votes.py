@@ -10,6 +10,7 @@ import mlx.core as mx
 
 BLOCK_BYTES = 16 << 20  # of float32 logits made at a time
 HELD_BYTES = 48 << 20  # of logits and float32 keys, below which one pass over all rows will do
+LOG2_E = 1.4426950408889634  # softmax by powers of two, which a CPU takes in half the time of exp
 
 
 @dataclass
@@ -45,6 +46,7 @@ def attention_votes(rows: Rows) -> mx.array:
     grow with it.
     """
     queries, group = _grouped(rows)
+    queries = queries * LOG2_E
     sinks = _sink_logits(rows, queries)
     B, H, T, D = rows.keys.shape
     held = 4 * B * H * T * (queries.shape[2] + (D if rows.keys.dtype != mx.float32 else 0))
@@ -58,8 +60,8 @@ def _votes_held(rows: Rows, queries: mx.array, sinks: mx.array) -> mx.array:
     for part in logits:
         top = mx.maximum(top, part.max(axis=-1))
     mx.eval(logits, top)
-    weights = [mx.exp(part - top[..., None]) for part in logits]
-    total = mx.exp(sinks - top)
+    weights = [mx.power(2, part - top[..., None]) for part in logits]
+    total = mx.power(2, sinks - top)
     for part in weights:
         total = total + part.sum(axis=-1)
     share = (1 / total)[..., None, :]
@@ -72,25 +74,31 @@ def _votes_held(rows: Rows, queries: mx.array, sinks: mx.array) -> mx.array:
 def _votes_in_blocks(rows: Rows, queries: mx.array, sinks: mx.array) -> mx.array:
     """The same in two passes: the softmax's denominators, then the votes."""
     block = _block(queries)
-    total = sinks  # log of the denominator
+    top, total = sinks, mx.where(mx.isinf(sinks), 0.0, 1.0)
     for logits in _logit_blocks(rows, queries, block):
-        total = mx.logaddexp(total, mx.logsumexp(logits, axis=-1))
-        mx.eval(total)
+        higher = mx.maximum(top, logits.max(axis=-1))
+        total = total * mx.power(2, top - higher) + mx.power(2, logits - higher[..., None]).sum(
+            axis=-1
+        )
+        top = higher
+        del logits
+        mx.eval(top, total)
+    share = (1 / total)[..., None, :]
     votes = []
     for logits in _logit_blocks(rows, queries, block):
-        votes.append(mx.exp(logits - total[..., None]).sum(axis=2))
+        votes.append((share @ mx.power(2, logits - top[..., None])).squeeze(2))
         del logits
         mx.eval(votes[-1])
     return mx.concatenate(votes, axis=-1)
 
 
 def _sink_logits(rows: Rows, queries: mx.array) -> mx.array:
-    """The sinks' logits for each of the grouped `queries`, `(B, n_kv_heads, group * n)`; -inf without sinks."""
+    """The sinks' logits, base 2, for each grouped query, `(B, n_kv_heads, group * n)`; -inf without sinks."""
     B, H, n, _ = queries.shape
     if rows.sinks is None:
         return mx.full((B, H, n), -mx.inf)
     group = rows.sinks.size // H
-    sinks = rows.sinks.astype(mx.float32).reshape(1, H, group, 1)
+    sinks = LOG2_E * rows.sinks.astype(mx.float32).reshape(1, H, group, 1)
     return mx.broadcast_to(sinks, (B, H, group, n // group)).reshape(B, H, n)
 
 

@@ -154,7 +154,8 @@ def test_logits_processors_and_callbacks_act_as_in_mlx_lm(tiny_model, tokens):
                            prompt_progress_callback=lambda *a, done=done: done.append(a)))  # fmt: skip
         plain(tiny_model, tokens, n=3, prefill_step_size=64, logits_processors=[watch(expected)],
               prompt_progress_callback=lambda *a, done=expected_done: done.append(a))  # fmt: skip
-        assert done == expected_done
+        # The chunks are a little shorter, so that the observation window has one of its own.
+        assert [done[0], *done[-2:]] == [expected_done[0], *expected_done[-2:]]
         assert [len(s) for s in seen] == [len(s) for s in expected]
         assert seen[0] == expected[0] == tokens.tolist()
 

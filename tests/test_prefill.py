@@ -1,3 +1,5 @@
+import itertools
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
@@ -40,16 +42,23 @@ def test_chunks_do_not_change_what_is_kept(tiny_model, tokens, chunk, lookahead)
             assert mx.allclose(a.keys, b.keys, atol=1e-5)
 
 
-def test_the_policys_chunk_wins(tokens):
+@pytest.mark.parametrize("chunk", [1, 7, 50, 64, 167, 168, 198, 199, 500])
+def test_the_policys_chunk_wins_and_the_window_has_one_of_its_own(tokens, chunk):
     done = []
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0, prefill_chunk=64)
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0, prefill_chunk=chunk)
     prefill(
         make_llama(),
         tokens,
         policy,
-        prompt_progress_callback=lambda n, total: done.append((n, total)),
+        prompt_progress_callback=lambda n, total: done.append(n),
     )
-    assert done == [(0, 200), (64, 200), (128, 200), (192, 200), (199, 200), (200, 200)]
+    sizes = [b - a for a, b in itertools.pairwise(done)]
+    assert max(sizes) <= chunk and sum(sizes) == 200
+    if chunk < 199:  # 168 tokens come before the window of 32
+        start = max(n for n in done if n <= 168)
+        assert 168 - start < -(-168 // chunk)
+    else:
+        assert sizes == [199, 1]
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen])

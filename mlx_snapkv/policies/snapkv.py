@@ -33,7 +33,7 @@ class SnapKV(Policy):
         lookahead: answer tokens decoded on the full rows, whose queries vote too, before the cut. None
             is 4 while generating, and none in `prefill`, which is rarely given the whole prompt.
         min_ctx: prompts with fewer tokens are left alone.
-        prefill_chunk: tokens a prefill chunk; None follows `prefill_step_size`.
+        prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a longer recent
     window), and pooling sees the middle only, so that votes for rows kept anyway don't leak out of them.
