@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-.PHONY: help demo test bench eval lint clean
+.PHONY: help demo test bench mlx-lm-tests eval lint clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 8
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 8
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,8 +33,13 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed ## decoding speed and memory, full cache and SnapKV side by side
-	$(RUN) scripts/benchmark_decode.py
+bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks*
+	$(RUN) -m mlx_snapkv bench --output docs/benchmarks
+	$(RUN) -m mlx_snapkv bench --model demo --needle --context 2048,4096,8192 --batch-context 4096 -p 2048,4096 \
+		--output docs/benchmarks-demo
+
+mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
+	$(RUN) scripts/run_mlx_lm_tests.py
 
 eval: $(VENV)/.installed ## answers kept by every way to vote, on both embedded models
 	$(RUN) scripts/measure_defaults.py

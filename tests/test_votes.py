@@ -54,9 +54,38 @@ def test_blocks_do_not_change_the_votes(monkeypatch):
     rows = make_rows(T=300)
     whole, whole_shared = attention_votes(rows), shared_logits(rows)
     mx.eval(whole, whole_shared)
+    monkeypatch.setattr(votes, "HELD_BYTES", 0)
     monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
     assert np.allclose(attention_votes(rows), whole, atol=1e-6)
     assert np.allclose(shared_logits(rows), whole_shared, atol=1e-6)
+
+
+@pytest.mark.parametrize("held", [0, 1 << 30])
+def test_sinks_take_their_share_of_the_softmax(monkeypatch, held):
+    monkeypatch.setattr(votes, "HELD_BYTES", held)
+    rows = make_rows(n=3)
+    rows.sinks = mx.array([0.5, -1.0, 2.0, -mx.inf])
+    logits = (
+        np.einsum("bhid,bhtd->bhit", rows.queries, mx.repeat(rows.keys, 2, axis=1)) * rows.scale
+    )
+    seen = np.arange(37) <= np.array(rows.query_positions)[:, None]
+    weights = np.where(seen, np.exp(logits.astype(np.float64)), 0)
+    total = weights.sum(-1, keepdims=True) + np.exp(np.array(rows.sinks))[None, :, None, None]
+    expected = (weights / total).sum(2).reshape(1, 2, 2, 37).mean(2)
+    assert np.allclose(attention_votes(rows), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [25_000, 131_072])
+def test_working_memory_is_bounded(T):
+    """32 query heads, half-precision rows: 64 MB at most, whatever the prompt's length."""
+    keys = mx.random.normal((1, 8, T, 64)).astype(mx.float16)
+    queries = mx.random.normal((1, 32, 12, 64)).astype(mx.float16)
+    rows = Rows(keys, keys, queries, mx.arange(T - 12, T), 0.125)
+    mx.eval(keys, queries)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(attention_votes(rows))
+    assert mx.get_peak_memory() - before <= 64 << 20
 
 
 def test_shared_logits_are_the_highest_over_heads_and_queries():

@@ -1,0 +1,91 @@
+"""Decoding speed: the contenders' steps in turn, in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from .. import models
+from ..policies import Policy
+from .contenders import Contender, contenders, decoding_cache, rows_bytes
+
+WARM_UP = 3
+
+
+def measure_decoding(
+    model, context: int, batch: int, policy: Policy, steps: int
+) -> list[dict[str, Any]]:
+    """One record a contender: its median step after a prompt of `context` tokens, and its rows' bytes."""
+    found, caches = [], []
+    for contender in contenders(context, policy, head_dim(model)):
+        cache = decoding_cache(model, contender, context, batch, policy.n_window)
+        if _can_decode(model, cache, batch):
+            found.append(contender)
+            caches.append(cache)
+    seconds = _step_in_turn(model, caches, batch, steps)
+    records = [
+        _record(contender, cache, times, context, batch)
+        for contender, cache, times in zip(found, caches, seconds)
+    ]
+    del caches, cache
+    mx.clear_cache()
+    return records
+
+
+def head_dim(model) -> int:
+    """Head size of the model's keys."""
+    prompt_cache = make_prompt_cache(model)
+    mx.eval(model(mx.zeros((1, 1), mx.int32), cache=prompt_cache))
+    layer = models.attention_layers(model, prompt_cache)[0]
+    return layer.cache_in(prompt_cache).keys.shape[3]
+
+
+def _can_decode(model, cache: list[Any], batch: int) -> bool:
+    """False where mlx-lm can't serve a model from such a cache (quantised rows with attention sinks)."""
+    try:
+        for _ in range(WARM_UP):
+            mx.eval(model(mx.zeros((batch, 1), mx.int32), cache=cache))
+    except (ValueError, AttributeError):
+        return False
+    return True
+
+
+def _step_in_turn(model, caches: list[list[Any]], batch: int, steps: int) -> list[list[float]]:
+    """Seconds of every step of every cache; who goes first changes with every round."""
+    token = mx.zeros((batch, 1), mx.int32)
+    seconds: list[list[float]] = [[] for _ in caches]
+    for step in range(steps):
+        for n in range(len(caches)):
+            i = (n + step) % len(caches)
+            started = time.perf_counter()
+            mx.eval(model(token, cache=caches[i]))
+            seconds[i].append(time.perf_counter() - started)
+            _take_back(caches[i])
+    return seconds
+
+
+def _take_back(cache: list[Any]) -> None:
+    """Undo the growth of mlx-lm's caches, so that every step is one over the same rows."""
+    for member in models.members(cache):
+        if isinstance(member, (KVCache, QuantizedKVCache)):
+            member.trim(1)
+
+
+def _record(
+    contender: Contender, cache: list[Any], seconds: list[float], context: int, batch: int
+) -> dict[str, Any]:
+    median = statistics.median(seconds)
+    return {
+        "context": context,
+        "batch": batch,
+        "contender": contender.name,
+        "kind": contender.kind,
+        "rows": contender.rows,
+        "step_seconds": median,
+        "tokens_per_second": batch / median,
+        "kv_bytes": rows_bytes(cache),
+    }

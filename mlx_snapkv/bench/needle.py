@@ -1,0 +1,65 @@
+"""The retrieval column: facts hidden in a document, asked for with every contender."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..demo.questions import make_haystack, question_prompt
+from ..errors import SnapKVError
+from ..generate import stream_generate
+from ..policies import Policy
+from .contenders import Contender, contenders, request_cache
+from .decode import head_dim
+
+ANSWER = 32  # tokens at most
+
+
+def measure_needles(
+    model,
+    tokenizer,
+    context: int,
+    policy_for: Callable[[int], Policy],
+    questions: int,
+    on_answer: Callable[[], None],
+) -> list[dict[str, Any]]:
+    """One record a contender: how many of `questions` facts in one document of about `context` tokens it finds."""
+    document, facts = make_haystack(tokenizer, random.Random(context), questions, context)
+    try:
+        prompts = [question_prompt(tokenizer, document, fact.question) for fact in facts]
+    except ValueError as error:
+        raise SnapKVError(f"--needle asks questions, and the model can't chat: {error}") from error
+    length = len(prompts[0])
+    field = contenders(length, policy_for(length), head_dim(model))
+    records = []
+    for contender in (c for c in field if c.kind != "plain"):
+        right = 0
+        for fact, prompt in zip(facts, prompts):
+            right += contains(_answer(model, tokenizer, prompt, contender), fact.value)
+            on_answer()
+        records.append(
+            {
+                "context": length,
+                "contender": contender.name,
+                "kind": contender.kind,
+                "rows": contender.rows,
+                "questions": questions,
+                "right": right,
+            }
+        )
+    return records
+
+
+def contains(answer: str, value: str) -> bool:
+    """The value stands in the answer by itself, not inside a longer word or number."""
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None
+
+
+def _answer(model, tokenizer, prompt: list[int], contender: Contender) -> str:
+    cache = request_cache(model, contender)
+    responses = stream_generate(
+        model, tokenizer, prompt, ANSWER, prompt_cache=cache, **contender.options
+    )
+    return "".join(response.text for response in responses)

@@ -1,0 +1,69 @@
+"""Whole requests: seconds until the first token, peak memory, and the rows that stay."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from ..generate import generate_step
+from ..policies import Policy
+from ..report import CompressionReport
+from .contenders import Contender, contenders, request_cache, rows_bytes
+from .decode import head_dim
+
+ANSWER = 8  # tokens decoded after each prompt
+
+
+def measure_requests(
+    model, prompt: mx.array, policy: Policy, trials: int, on_trial: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """One record a contender: medians over `trials` requests, made in turn; who goes first alternates."""
+    field = [c for c in contenders(prompt.size, policy, head_dim(model)) if c.kind != "plain"]
+    runs: dict[str, list[dict[str, Any]]] = {c.name: [] for c in field}
+    for trial in range(trials):
+        for contender in field if trial % 2 == 0 else reversed(field):
+            runs[contender.name].append(_request(model, prompt, contender))
+            on_trial()
+    return [_summary(contender, prompt.size, runs[contender.name]) for contender in field]
+
+
+def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
+    cache = request_cache(model, contender)
+    reports: list[CompressionReport] = []
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    started = time.perf_counter()
+    first = None
+    for _ in generate_step(
+        prompt,
+        model,
+        max_tokens=ANSWER,
+        prompt_cache=cache,
+        on_report=reports.append,
+        **contender.options,
+    ):
+        if first is None:
+            first = time.perf_counter() - started
+    report = reports[0]
+    # With a lookahead the cut comes some tokens later, but it is part of reading the prompt.
+    return {
+        "prefill_seconds": (first or 0.0) + report.selection_seconds,
+        "selection_seconds": report.selection_seconds,
+        "peak_bytes": mx.get_peak_memory(),
+        "kv_bytes": rows_bytes(cache),
+    }
+
+
+def _summary(contender: Contender, context: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "context": context,
+        "contender": contender.name,
+        "kind": contender.kind,
+        "rows": contender.rows,
+        "trials": len(runs),
+        **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
+    }

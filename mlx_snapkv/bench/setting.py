@@ -1,0 +1,60 @@
+"""What a measurement's figures depend on besides the code measured: versions, commit, machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .. import __version__
+
+
+def setting() -> dict[str, Any]:
+    """Versions, commit and machine, as a JSON object."""
+    return {
+        "versions": {
+            "mlx-snapkv": __version__,
+            "mlx": version("mlx"),
+            "mlx-lm": version("mlx-lm"),
+            "python": platform.python_version(),
+        },
+        "commit": _commit(),
+        "machine": {
+            "device": str(mx.default_device()),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "blas": "OpenBLAS" if "openblas" in os.environ.get("LD_PRELOAD", "") else "MLX's own",
+        },
+    }
+
+
+def _commit() -> str:
+    """The checkout's commit, with "+" if it has changes; "unknown" outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return "unknown"
+    return run.stdout.strip() if run.returncode == 0 else "unknown"
+
+
+def _processor() -> str:
+    if mx.metal.is_available():
+        return str(mx.device_info()["device_name"])
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"

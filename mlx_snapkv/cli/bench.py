@@ -1,0 +1,155 @@
+"""`mlx-snapkv bench`: the ways to hold a prompt's rows, side by side in one process."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..bench import plots, tables
+from ..bench.contenders import snapkv_for
+from ..bench.random_model import NAME, make_random_model
+from ..bench.run import Plan, run
+from ..bench.setting import setting
+from ..errors import SnapKVError
+from ..policies import resolve_policy
+from .loading import load_model
+
+LEAST = 1024  # tokens of a context: 1/16 of them are the fewest rows that the default policy can share out
+CONTEXTS = "4096,16384,32768,49152,65536,131072"
+
+
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder, repository or embedded name; default: a random LLaMA."),
+    ] = None,
+    snapkv: Annotated[
+        str | None,
+        typer.Option(help="SnapKV's options; default: 1/16 of each context's rows, no gate."),
+    ] = None,
+    context: Annotated[str, typer.Option(help="Context lengths to decode at.")] = CONTEXTS,
+    batch_size: Annotated[
+        str, typer.Option("--batch-size", "-b", help="Batch sizes to decode with.")
+    ] = "1,2,4,8",
+    batch_context: Annotated[int, typer.Option(min=LEAST, help="Context of the batches.")] = 16384,
+    prompt_tokens: Annotated[
+        str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths of whole requests.")
+    ] = "8192,16384",
+    num_trials: Annotated[
+        int, typer.Option("--num-trials", "-n", min=1, help="Requests of each kind.")
+    ] = 3,
+    steps: Annotated[int, typer.Option(min=1, max=200, help="Steps decoded per cache.")] = 50,
+    needle: Annotated[
+        bool, typer.Option("--needle", help="Also ask for facts hidden in documents of -p tokens.")
+    ] = False,
+    questions: Annotated[int, typer.Option(min=1, max=32, help="Facts to ask for.")] = 8,
+    output: Annotated[
+        str | None, typer.Option(help="Write NAME.json, NAME.md and plots.", metavar="NAME")
+    ] = None,
+) -> None:
+    """Measure the full cache, mlx-lm's --max-kv-size and --kv-bits, and SnapKV, in turn, in one process."""
+    if needle and model is None:
+        raise SnapKVError("--needle needs a model that can answer: --model demo, for one")
+    given = resolve_policy(snapkv=snapkv)
+    plan = Plan(
+        contexts=_lengths("--context", context, least=LEAST),
+        batches=_lengths("--batch-size", batch_size, least=1),
+        batch_context=batch_context,
+        prompts=_lengths("--prompt-tokens", prompt_tokens, least=LEAST),
+        trials=num_trials,
+        steps=steps,
+        questions=questions if needle else 0,
+        policy_for=lambda n: given or snapkv_for(n),
+    )
+    base = None if output is None else _writable(output)
+    for n in (*plan.contexts, *plan.prompts, batch_context):
+        plan.policy_for(n)  # a mistake in the options shows before anything is measured
+    loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
+    about = {
+        "command": shlex.join(["mlx-snapkv", *sys.argv[1:]]),
+        **setting(),
+        "model": model or NAME,
+    }
+    with _Bars() as bars:
+        result = about | run(loaded, tokenizer, plan, bars)
+    _print(result)
+    if base is not None:
+        print("wrote", *_write(result, base))
+
+
+class _Bars:
+    """A progress bar on stderr for each kind of measurement."""
+
+    def __init__(self):
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def start(self, what: str, parts: int) -> None:
+        self._task = self._progress.add_task(what, total=parts)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+
+def _lengths(option: str, text: str, least: int) -> list[int]:
+    """Whole numbers from a comma-separated list; empty for an empty one."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = [0]
+    if any(n < least for n in numbers):
+        raise SnapKVError(f"{option} must be whole numbers from {least}, with commas, got {text!r}")
+    return numbers
+
+
+def _writable(output: str) -> Path:
+    """The path that all files' names start with; its folder is made if need be, before anything is measured."""
+    plots.require_matplotlib()
+    base = Path(output).expanduser()
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        base.with_name(f"{base.name}.json").touch()
+    except OSError as error:
+        raise SnapKVError(f"--output {output}: {error.strerror or error}") from error
+    return base
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console()
+    console.width = max(console.width, 108)
+    for made in tables.tables(result):
+        table = Table(title=made.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for column in made.columns:
+            table.add_column(column, justify="left" if column == "cache" else "right", no_wrap=True)
+        for row in made.rows:
+            table.add_row(*row)
+        console.print(table, made.remark, "", sep="\n")
+
+
+def _write(result: dict[str, Any], base: Path) -> list[Path]:
+    """The result, its page for the docs and the plots on it; their paths."""
+    data, page = (base.with_name(f"{base.name}.{kind}") for kind in ("json", "md"))
+    data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    page.write_text(tables.markdown(result, base.name), encoding="utf-8")
+    return [data, page, *plots.write_plots(result, base)]

@@ -1,0 +1,133 @@
+"""The benchmark's measurements on small models: what they count, not how fast anything is."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from model_configs import make_model
+
+from mlx_snapkv import SnapKVCache, models
+from mlx_snapkv.bench import plots, tables
+from mlx_snapkv.bench.contenders import contenders, decoding_cache, request_cache, snapkv_for
+from mlx_snapkv.bench.decode import head_dim, measure_decoding
+from mlx_snapkv.bench.needle import contains, measure_needles
+from mlx_snapkv.bench.requests import measure_requests
+from mlx_snapkv.policies import SnapKV
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+CACHES = {"rotating": RotatingKVCache, "quantized": QuantizedKVCache, "snapkv": SnapKVCache}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama", {"head_dim": 32})
+
+
+def by_kind(records):
+    return {record["kind"]: record for record in records}
+
+
+@pytest.mark.parametrize("context", [1024, 4096, 100_000])
+def test_the_default_policy_keeps_a_sixteenth(context):
+    policy = snapkv_for(context)
+    assert policy.budget == context // 16 and policy.min_ctx == 0
+
+
+def test_below_its_gate_snapkv_is_not_a_contender():
+    kinds = [c.kind for c in contenders(1000, SnapKV(top_k=20, n_window=64, min_ctx=1001), 64)]
+    assert kinds == ["full", "rotating", "quantized", "quantized"]
+    assert [c.kind for c in contenders(1000, SnapKV(min_ctx=0), 64)] == [
+        "full",
+        "quantized",
+        "quantized",
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gpt_oss"])
+def test_only_full_attention_layers_are_filled(name):
+    model = make_model(name)
+    for contender in contenders(1024, snapkv_for(1024), head_dim(model)):
+        cache = decoding_cache(model, contender, 1024, 2, 32)
+        plain = make_prompt_cache(model)
+        layers = models.attention_layers(model, plain)
+        for layer in layers:
+            filled = layer.cache_in(cache)
+            assert type(filled) is CACHES.get(contender.kind, type(layer.cache_in(plain)))
+            rows = 1024 if contender.kind == "rotating" else contender.rows
+            keys = filled.keys[0] if contender.kind == "quantized" else filled.keys
+            assert keys.shape[0] == 2 and rows <= keys.shape[2] < rows + 512
+        others = set(range(len(plain))) - {layer.index for layer in layers}
+        assert all(type(cache[i]) is type(plain[i]) for i in others)
+
+
+def test_decoding_records_hold_what_the_arrays_hold(model):
+    records = by_kind(measure_decoding(model, 1024, 2, snapkv_for(1024), steps=3))
+    assert set(records) == {"full", "rotating", "quantized", "plain", "snapkv"}
+    bytes_per_row = (
+        2 * 2 * 4 * 2 * 32 * 4
+    )  # batch, keys and values, layers, KV heads, head size, float32
+    # mlx-lm's own caches are read after the warm-up steps.
+    assert records["full"]["kv_bytes"] == (1024 + 3) * bytes_per_row
+    assert records["plain"]["kv_bytes"] == (64 + 3) * bytes_per_row
+    assert records["snapkv"]["kv_bytes"] == records["rotating"]["kv_bytes"] == 64 * bytes_per_row
+    for record in records.values():
+        assert record["tokens_per_second"] == pytest.approx(2 / record["step_seconds"])
+
+
+def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
+    kinds = set(
+        by_kind(
+            measure_decoding(make_model("gpt_oss", {"head_dim": 32}), 1024, 1, snapkv_for(1024), 1)
+        )
+    )
+    assert kinds == {
+        "full",
+        "rotating",
+        "plain",
+        "snapkv",
+    }  # quantised rows don't take attention sinks
+
+
+def test_request_records_hold_the_rows_that_stay(model):
+    done = []
+    prompt = mx.random.randint(1, 100, (1024,))
+    records = measure_requests(model, prompt, snapkv_for(1024), 2, lambda: done.append(1))
+    assert len(done) == 2 * len(records)
+    kinds = by_kind(records)
+    assert kinds["snapkv"]["selection_seconds"] > 0 == kinds["full"]["selection_seconds"]
+    share = kinds["snapkv"]["kv_bytes"] / kinds["full"]["kv_bytes"]
+    assert share == pytest.approx(64 / (1024 + 8))
+    assert kinds["rotating"]["kv_bytes"] == kinds["snapkv"]["kv_bytes"]
+    assert kinds["quantized"]["kv_bytes"] < kinds["full"]["kv_bytes"] / 3
+
+
+def test_the_rotating_cache_is_put_in_where_mlx_lm_ignores_the_option(model):
+    rotating = next(c for c in contenders(1024, snapkv_for(1024), 32) if c.kind == "rotating")
+    assert [type(c) for c in request_cache(model, rotating)] == [RotatingKVCache] * 4
+
+
+def test_answers_are_counted(demo_model):
+    model, tokenizer = demo_model[:2]
+    answered, questions = [], 3
+    records = by_kind(
+        measure_needles(model, tokenizer, 1024, snapkv_for, questions, lambda: answered.append(1))
+    )
+    assert len(answered) == questions * 5
+    assert records["full"]["right"] == questions
+    assert records["rotating"]["right"] < records["snapkv"]["right"]
+
+
+@pytest.mark.parametrize(
+    "answer, right", [("482913", True), ("It is 482913.", True), ("1482913", False), ("", False)]
+)
+def test_a_value_counts_only_by_itself(answer, right):
+    assert contains(answer, "482913") is right
+
+
+@pytest.mark.parametrize("name", ["benchmarks", "benchmarks-demo"])
+def test_the_docs_pages_are_their_results(name):
+    result = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
+    assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == tables.markdown(result, name)
+    assert all((DOCS / f"{name}-{plot}.png").is_file() for plot in plots.PLOTS)

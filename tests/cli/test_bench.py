@@ -1,0 +1,67 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+SMALL = ["--context", "1024", "-b", "1", "--batch-context", "1024", "-n", "1", "--steps", "1"]
+
+
+def run(*args):
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_snapkv", "bench", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_tables_files_and_plots(tmp_path):
+    base = tmp_path / "new folder" / "result"
+    code, out, err = run(
+        "--model",
+        "demo",
+        *SMALL,
+        "-p",
+        "1024",
+        "--needle",
+        "--questions",
+        "1",
+        "--output",
+        str(base),
+    )
+    assert code == 0, err
+    for title in (
+        "Decoding by context length",
+        "Decoding by batch size",
+        "Whole requests",
+        "Retrieval",
+    ):
+        assert title in out
+    assert "…" not in out
+    assert {p.name for p in base.parent.iterdir()} == {
+        "result.json", "result.md", "result-decoding.png", "result-memory.png",
+    }  # fmt: skip
+    result = json.loads((base.parent / "result.json").read_text())
+    assert result["command"].startswith("mlx-snapkv bench --model demo --context 1024")
+    assert {"versions", "commit", "machine"} <= set(result)
+    assert all(result[name] for name in ("decode", "batch", "requests", "needle"))
+    assert (base.parent / "result-decoding.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--needle"], "--needle needs a model that can answer"),
+        (["--context", "4k"], "--context must be whole numbers from 1024, with commas, got '4k'"),
+        (["-b", "0"], "--batch-size must be whole numbers from 1"),
+        (["--snapkv", "topk=4"], "topk"),
+        (["--output", "/dev/null/x"], "--output /dev/null/x: "),
+        (["--model", "nowhere"], "--model nowhere: no such folder"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_measured(args, words):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert words in err and len(err.strip().splitlines()) == 1
