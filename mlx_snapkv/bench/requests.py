@@ -21,14 +21,22 @@ ANSWER = 8  # tokens decoded after each prompt
 def measure_requests(
     model, prompt: mx.array, policy: Policy, trials: int, on_trial: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """One record a contender: medians over `trials` requests, made in turn; who goes first alternates."""
+    """One record a contender: medians over its requests, made in turn; who goes first alternates.
+
+    The full cache and SnapKV, whose ratio matters, make `trials` requests each, the others one.
+    """
     field = [c for c in contenders(prompt.size, policy, head_dim(model)) if c.kind != "plain"]
     runs: dict[str, list[dict[str, Any]]] = {c.name: [] for c in field}
     for trial in range(trials):
         for contender in field if trial % 2 == 0 else reversed(field):
-            runs[contender.name].append(_request(model, prompt, contender))
-            on_trial()
+            if trial < n_trials(contender, trials):
+                runs[contender.name].append(_request(model, prompt, contender))
+                on_trial()
     return [_summary(contender, prompt.size, runs[contender.name]) for contender in field]
+
+
+def n_trials(contender: Contender, trials: int) -> int:
+    return trials if contender.kind in ("full", "snapkv") else 1
 
 
 def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:

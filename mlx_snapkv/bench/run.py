@@ -11,10 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import models
 from ..policies import Policy
-from .contenders import contenders
+from .contenders import Contender, contenders
 from .decode import head_dim, measure_decoding
 from .needle import measure_needles
-from .requests import measure_requests
+from .requests import measure_requests, n_trials
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Plan:
         contexts: context lengths to decode at.
         batches, batch_context: batch sizes to decode with, and their context length.
         prompts: lengths of whole requests, and of the documents asked about.
-        trials: requests of each kind; steps: decoded per cache.
+        trials: requests with the full cache and with SnapKV; steps: decoded per cache.
         questions: facts to ask for in every document; 0 is none.
         policy_for: SnapKV's options at a context length.
     """
@@ -70,14 +70,15 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> dict[str, list[dict
         policy = plan.policy_for(plan.batch_context)
         result["batch"] += measure_decoding(model, plan.batch_context, size, policy, plan.steps)
         progress.advance()
-    per_prompt = [_served(model, n, plan) for n in plan.prompts]
-    progress.start("whole requests", plan.trials * sum(per_prompt))
+    fields = {n: _requesters(model, n, plan) for n in plan.prompts}
+    trials = (n_trials(c, plan.trials) for field in fields.values() for c in field)
+    progress.start("whole requests", sum(trials))
     for n in plan.prompts:
         prompt = mx.random.randint(1, 256, (n,))
         policy = plan.policy_for(n)
         result["requests"] += measure_requests(model, prompt, policy, plan.trials, progress.advance)
     if plan.questions:
-        progress.start("questions", plan.questions * sum(per_prompt))
+        progress.start("questions", plan.questions * sum(map(len, fields.values())))
         for n in plan.prompts:
             result["needle"] += measure_needles(
                 model, tokenizer, n, plan.policy_for, plan.questions, progress.advance
@@ -85,7 +86,7 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> dict[str, list[dict
     return result
 
 
-def _served(model, context: int, plan: Plan) -> int:
-    """How many contenders make whole requests at a prompt length."""
+def _requesters(model, context: int, plan: Plan) -> list[Contender]:
+    """The contenders that make whole requests at a prompt length."""
     field = contenders(context, plan.policy_for(context), head_dim(model))
-    return sum(contender.kind != "plain" for contender in field)
+    return [contender for contender in field if contender.kind != "plain"]

@@ -108,9 +108,11 @@ def _batches(result: dict[str, Any]) -> Table:
 
 
 def _requests(result: dict[str, Any]) -> Table:
+    trials = max((r["trials"] for r in result["requests"]), default=0)
     table = Table(
         "Whole requests",
-        "Seconds until the first token, selection included; medians of requests made in turn. "
+        f"Seconds until the first token, selection included; medians of {trials} requests made in turn (the full cache "
+        "and SnapKV; the others made one). "
         'KV memory is read from the arrays after the answer. Ratios are to the full cache; "rows" is the share kept. '
         "The rotating cache is put in by hand where mlx-lm ignores --max-kv-size, as it does for this and most models.",
         ["prompt", "cache", "prefill", "selection", "peak memory", "KV memory", "rows"],

@@ -45,7 +45,8 @@ def bench(
         str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths of whole requests.")
     ] = "8192,16384",
     num_trials: Annotated[
-        int, typer.Option("--num-trials", "-n", min=1, help="Requests of each kind.")
+        int,
+        typer.Option("--num-trials", "-n", min=1, help="Requests with the full cache and SnapKV."),
     ] = 3,
     steps: Annotated[int, typer.Option(min=1, max=200, help="Steps decoded per cache.")] = 50,
     needle: Annotated[

@@ -94,7 +94,7 @@ def test_request_records_hold_the_rows_that_stay(model):
     done = []
     prompt = mx.random.randint(1, 100, (1024,))
     records = measure_requests(model, prompt, snapkv_for(1024), 2, lambda: done.append(1))
-    assert len(done) == 2 * len(records)
+    assert len(done) == 2 + 2 + 3 == sum(record["trials"] for record in records)
     kinds = by_kind(records)
     assert kinds["snapkv"]["selection_seconds"] > 0 == kinds["full"]["selection_seconds"]
     share = kinds["snapkv"]["kv_bytes"] / kinds["full"]["kv_bytes"]
