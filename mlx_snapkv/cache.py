@@ -56,18 +56,31 @@ class SnapKVCache(mlx_cache._BaseCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; the rows the attention is to see."""
         L = keys.shape[2]
-        if L == 1 and self._window_rows() == self.n_window:
-            row = self.n_pin + self._oldest
+        row = self.next_row
+        if L == 1 and row is not None:
             self.keys[..., row : row + 1, :] = keys
             self.values[..., row : row + 1, :] = values
-            self._oldest = (self._oldest + 1) % self.n_window
+            self.take_step(self.keys, self.values)
         else:
             self._keep_newest(self.n_window - 1)
             self.keys = mx.concatenate([self.keys, keys], axis=2)
             self.values = mx.concatenate([self.values, values], axis=2)
-        self.offset += L
-        self._trimmable = L
+            self.offset += L
+            self._trimmable = L
         return self.keys, self.values
+
+    @property
+    def next_row(self) -> int | None:
+        """The row that one more token overwrites; None unless the window is exactly full."""
+        return self.n_pin + self._oldest if self._window_rows() == self.n_window else None
+
+    def take_step(self, keys: mx.array, values: mx.array) -> None:
+        """Go on with rows in which one more token was written over `next_row`."""
+        self.keys = keys
+        self.values = values
+        self._oldest = (self._oldest + 1) % self.n_window
+        self.offset += 1
+        self._trimmable = 1
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.

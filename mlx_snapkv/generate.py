@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .compiled import CompiledDecoder
 from .errors import SnapKVError
 from .policies import Policy, SnapKV, resolve_policy
 from .prefill import RecordedRequest, gate, mlx_generate
@@ -57,7 +59,7 @@ def generate_step(
     """
     chosen = resolve_policy(snapkv, policy)
 
-    def start(options: dict[str, Any]) -> Iterator[tuple[int, mx.array]]:
+    def start(model, options: dict[str, Any]) -> Iterator[tuple[int, mx.array]]:
         return mlx_generate.generate_step(prompt, model, *args, **options)
 
     return _served(start, model, len(prompt), chosen, on_report, kwargs)
@@ -84,7 +86,7 @@ def stream_generate(
     chosen = resolve_policy(snapkv, policy)
     tokens = encode_prompt(tokenizer, prompt)
 
-    def start(options: dict[str, Any]) -> Iterator[GenerationResponse]:
+    def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
 
     options = {"draft_model": draft_model, **kwargs}
@@ -144,7 +146,7 @@ def _without_selection(
 
 
 def _served(
-    start: Callable[[dict[str, Any]], Iterator[Any]],
+    start: Callable[[Any, dict[str, Any]], Iterator[Any]],
     model,
     n_prompt: int,
     policy: Policy | None,
@@ -152,7 +154,7 @@ def _served(
     options: dict[str, Any],
     after_cut: Callable[[Any, CompressionReport], Any] = lambda item, report: item,
 ) -> Iterator[Any]:
-    """mlx-lm's own iterator, `start(options)`, if need be with a cut made between two of its steps.
+    """mlx-lm's own iterator, `start(model, options)`, if need be with a cut made between two of its steps.
 
     `after_cut` amends the items that come after it.
     """
@@ -160,7 +162,7 @@ def _served(
     reason = _reason_for_nothing(policy, n_prompt, options)
     if policy is None or reason is not None:
         on_report(CompressionReport(str(policy or NO_POLICY), n_prompt, reason))
-        return start(options)
+        return start(model, options)
     for name, message in _CONFLICTS.items():
         if options.get(name) is not None:
             raise SnapKVError(message)
@@ -173,6 +175,7 @@ def _served(
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(options.get("prefill_step_size")),
     }
+    start = functools.partial(start, CompiledDecoder(model))
     if not policy.last_token:
         return _cut_before_last_token(start, request, on_report, options)
     keep = given is not None
