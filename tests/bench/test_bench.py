@@ -126,7 +126,7 @@ def test_a_value_counts_only_by_itself(answer, right):
     assert contains(answer, "482913") is right
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "benchmarks-demo"])
+@pytest.mark.parametrize("name", ["benchmarks-demo"])
 def test_the_docs_pages_are_their_results(name):
     result = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
     assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == tables.markdown(result, name)
