@@ -12,12 +12,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import random
-import subprocess
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,6 +23,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv import SnapKV, compress_prompt_cache
+from mlx_snapkv.bench.setting import setting
 from mlx_snapkv.capture import RecordingKVCache, recording
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
@@ -163,15 +161,13 @@ def measure(name: str, n_tokens: int, questions: int) -> dict:
 
 
 def about() -> dict:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
+    here = setting()
     return {
         "command": "python scripts/measure_defaults.py",
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "machine": f"{platform.system()} {platform.machine()}, {mx.default_device()}",
-        "versions": {p: version(p) for p in ("mlx", "mlx-lm")},
+        "commit": here["commit"],
+        "machine": f"{here['machine']['system']}, {here['machine']['device']}",
+        "versions": {p: here["versions"][p] for p in ("mlx", "mlx-lm")},
     }
 
 

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 
 from .. import models
 from ..cache import SnapKVCache
+from ..compress import kv_bytes
 from ..policies import Policy, SnapKV
 
 SHARE = 16  # by default one row in so many is kept
@@ -110,11 +111,8 @@ def request_cache(model, contender: Contender) -> list[Any]:
 
 
 def rows_bytes(prompt_cache: list[Any]) -> int:
-    """Bytes of the keys and values of all caches that hold rows, as they are stored."""
-    total = 0
-    for cache in models.members(prompt_cache):
-        if isinstance(cache, KVCache):
-            total += sum(x.nbytes for x in cache.keys_and_values())
-        elif isinstance(cache, (QuantizedKVCache, RotatingKVCache, SnapKVCache)):
-            total += cache.nbytes
-    return total
+    """Bytes of the keys and values of all caches that hold rows, mlx-lm's quantised and rotating ones too."""
+    others = (QuantizedKVCache, RotatingKVCache)
+    return kv_bytes(prompt_cache) + sum(
+        cache.nbytes for cache in models.members(prompt_cache) if isinstance(cache, others)
+    )

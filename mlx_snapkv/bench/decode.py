@@ -44,6 +44,11 @@ def head_dim(model) -> int:
     return layer.cache_in(prompt_cache).keys.shape[3]
 
 
+def requesters(model, context: int, policy: Policy) -> list[Contender]:
+    """The contenders that make whole requests: all but the plain cache, which no request leaves behind."""
+    return [c for c in contenders(context, policy, head_dim(model)) if c.kind != "plain"]
+
+
 def _can_decode(model, cache: list[Any], batch: int) -> bool:
     """False where mlx-lm can't serve a model from such a cache (quantised rows with attention sinks)."""
     try:

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..demo.questions import make_haystack, question_prompt
 from ..errors import SnapKVError
-from ..generate import stream_generate
+from ..generate import generate
 from ..policies import Policy
-from .contenders import Contender, contenders, request_cache
-from .decode import head_dim
+from .contenders import Contender, request_cache
+from .decode import requesters
 
 ANSWER = 32  # tokens at most
 
@@ -32,9 +32,8 @@ def measure_needles(
     except ValueError as error:
         raise SnapKVError(f"--needle asks questions, and the model can't chat: {error}") from error
     length = len(prompts[0])
-    field = contenders(length, policy_for(length), head_dim(model))
     records = []
-    for contender in (c for c in field if c.kind != "plain"):
+    for contender in requesters(model, length, policy_for(length)):
         right = 0
         for fact, prompt in zip(facts, prompts):
             right += contains(_answer(model, tokenizer, prompt, contender), fact.value)
@@ -59,7 +58,5 @@ def contains(answer: str, value: str) -> bool:
 
 def _answer(model, tokenizer, prompt: list[int], contender: Contender) -> str:
     cache = request_cache(model, contender)
-    responses = stream_generate(
-        model, tokenizer, prompt, ANSWER, prompt_cache=cache, **contender.options
-    )
-    return "".join(response.text for response in responses)
+    options = contender.options
+    return generate(model, tokenizer, prompt, max_tokens=ANSWER, prompt_cache=cache, **options)

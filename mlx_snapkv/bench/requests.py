@@ -10,22 +10,19 @@ from typing import Any
 import mlx.core as mx
 
 from ..generate import generate_step
-from ..policies import Policy
 from ..report import CompressionReport
-from .contenders import Contender, contenders, request_cache, rows_bytes
-from .decode import head_dim
+from .contenders import Contender, request_cache, rows_bytes
 
 ANSWER = 8  # tokens decoded after each prompt
 
 
 def measure_requests(
-    model, prompt: mx.array, policy: Policy, trials: int, on_trial: Callable[[], None]
+    model, prompt: mx.array, field: list[Contender], trials: int, on_trial: Callable[[], None]
 ) -> list[dict[str, Any]]:
     """One record a contender: medians over its requests, made in turn; who goes first alternates.
 
     The full cache and SnapKV, whose ratio matters, make `trials` requests each, the others one.
     """
-    field = [c for c in contenders(prompt.size, policy, head_dim(model)) if c.kind != "plain"]
     runs: dict[str, list[dict[str, Any]]] = {c.name: [] for c in field}
     for trial in range(trials):
         for contender in field if trial % 2 == 0 else reversed(field):

@@ -11,8 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import models
 from ..policies import Policy
-from .contenders import Contender, contenders
-from .decode import head_dim, measure_decoding
+from .decode import measure_decoding, requesters
 from .needle import measure_needles
 from .requests import measure_requests, n_trials
 
@@ -70,13 +69,12 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> dict[str, list[dict
         policy = plan.policy_for(plan.batch_context)
         result["batch"] += measure_decoding(model, plan.batch_context, size, policy, plan.steps)
         progress.advance()
-    fields = {n: _requesters(model, n, plan) for n in plan.prompts}
+    fields = {n: requesters(model, n, plan.policy_for(n)) for n in plan.prompts}
     trials = (n_trials(c, plan.trials) for field in fields.values() for c in field)
     progress.start("whole requests", sum(trials))
-    for n in plan.prompts:
+    for n, field in fields.items():
         prompt = mx.random.randint(1, 256, (n,))
-        policy = plan.policy_for(n)
-        result["requests"] += measure_requests(model, prompt, policy, plan.trials, progress.advance)
+        result["requests"] += measure_requests(model, prompt, field, plan.trials, progress.advance)
     if plan.questions:
         progress.start("questions", plan.questions * sum(map(len, fields.values())))
         for n in plan.prompts:
@@ -84,9 +82,3 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> dict[str, list[dict
                 model, tokenizer, n, plan.policy_for, plan.questions, progress.advance
             )
     return result
-
-
-def _requesters(model, context: int, plan: Plan) -> list[Contender]:
-    """The contenders that make whole requests at a prompt length."""
-    field = contenders(context, plan.policy_for(context), head_dim(model))
-    return [contender for contender in field if contender.kind != "plain"]

@@ -11,7 +11,7 @@ from model_configs import make_model
 from mlx_snapkv import SnapKVCache, models
 from mlx_snapkv.bench import plots, tables
 from mlx_snapkv.bench.contenders import contenders, decoding_cache, request_cache, snapkv_for
-from mlx_snapkv.bench.decode import head_dim, measure_decoding
+from mlx_snapkv.bench.decode import head_dim, measure_decoding, requesters
 from mlx_snapkv.bench.needle import contains, measure_needles
 from mlx_snapkv.bench.requests import measure_requests
 from mlx_snapkv.policies import SnapKV
@@ -93,7 +93,8 @@ def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
 def test_request_records_hold_the_rows_that_stay(model):
     done = []
     prompt = mx.random.randint(1, 100, (1024,))
-    records = measure_requests(model, prompt, snapkv_for(1024), 2, lambda: done.append(1))
+    field = requesters(model, 1024, snapkv_for(1024))
+    records = measure_requests(model, prompt, field, 2, lambda: done.append(1))
     assert len(done) == 2 + 2 + 3 == sum(record["trials"] for record in records)
     kinds = by_kind(records)
     assert kinds["snapkv"]["selection_seconds"] > 0 == kinds["full"]["selection_seconds"]
