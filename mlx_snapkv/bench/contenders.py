@@ -25,7 +25,7 @@ class Contender:
     Attributes:
         name: as printed.
         kind: "full", "rotating", "quantized", "plain" or "snapkv".
-        rows: rows that stay in memory per KV head.
+        rows: rows that stay in memory per KV head; for the plain cache, those that a step attends to.
         options: what `generate_step` is given for it.
     """
 
@@ -88,7 +88,7 @@ def decoding_cache(
     mx.eval(model(mx.zeros((batch, 8), mx.int32), cache=prompt_cache))
     for layer in models.attention_layers(model, prompt_cache):
         keys, values = layer.cache_in(prompt_cache).keys_and_values()
-        n = context if contender.kind == "rotating" else contender.rows
+        n = {"rotating": context, "plain": contender.rows - 1}.get(contender.kind, contender.rows)
         rows = [
             mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype) for x in (keys, values)
         ]

@@ -54,6 +54,7 @@ def _can_decode(model, cache: list[Any], batch: int) -> bool:
     try:
         for _ in range(WARM_UP):
             mx.eval(model(mx.zeros((batch, 1), mx.int32), cache=cache))
+            _take_back(cache)
     except (ValueError, AttributeError):
         return False
     return True

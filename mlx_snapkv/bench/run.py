@@ -40,11 +40,13 @@ class Plan:
 
 
 class Progress(Protocol):
-    """Told what is being measured, in how many parts, and of every part done."""
+    """Told what is being measured, in how many parts, of every part done, and of all records so far."""
 
     def start(self, what: str, parts: int) -> None: ...
 
     def advance(self) -> None: ...
+
+    def save(self, result: dict[str, list[dict[str, Any]]]) -> None: ...
 
 
 def run(model, tokenizer, plan: Plan, progress: Progress) -> dict[str, list[dict[str, Any]]]:
@@ -64,21 +66,25 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> dict[str, list[dict
     for n in plan.contexts:
         result["decode"] += measure_decoding(model, n, 1, plan.policy_for(n), plan.steps)
         progress.advance()
+        progress.save(result)
     progress.start("decoding in batches", len(plan.batches))
     for size in plan.batches:
         policy = plan.policy_for(plan.batch_context)
         result["batch"] += measure_decoding(model, plan.batch_context, size, policy, plan.steps)
         progress.advance()
+        progress.save(result)
     fields = {n: requesters(model, n, plan.policy_for(n)) for n in plan.prompts}
     trials = (n_trials(c, plan.trials) for field in fields.values() for c in field)
     progress.start("whole requests", sum(trials))
     for n, field in fields.items():
         prompt = mx.random.randint(1, 256, (n,))
         result["requests"] += measure_requests(model, prompt, field, plan.trials, progress.advance)
+        progress.save(result)
     if plan.questions:
         progress.start("questions", plan.questions * sum(map(len, fields.values())))
         for n in plan.prompts:
             result["needle"] += measure_needles(
                 model, tokenizer, n, plan.policy_for, plan.questions, progress.advance
             )
+            progress.save(result)
     return result

@@ -80,7 +80,7 @@ def bench(
         **setting(),
         "model": model or NAME,
     }
-    with _Bars() as bars:
+    with _Bars(about, base) as bars:
         result = about | run(loaded, tokenizer, plan, bars)
     _print(result)
     if base is not None:
@@ -88,15 +88,19 @@ def bench(
 
 
 class _Bars:
-    """A progress bar on stderr for each kind of measurement."""
+    """A progress bar on stderr for each kind of measurement, lines off a terminal; saves what is done."""
 
-    def __init__(self):
+    def __init__(self, about: dict[str, Any], base: Path | None):
+        self._about = about
+        self._base = base
+        self._console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=self._console,
+            disable=not self._console.is_terminal,
         )
 
     def __enter__(self) -> _Bars:
@@ -111,6 +115,14 @@ class _Bars:
 
     def advance(self) -> None:
         self._progress.advance(self._task)
+        if not self._console.is_terminal:
+            task = self._progress.tasks[-1]
+            done = f"{task.completed:.0f}/{task.total:.0f}"
+            self._console.print(f"{task.description} {done}, {task.elapsed or 0:.0f} s")
+
+    def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
+        if self._base is not None:
+            _write_json(self._about | result, self._base)
 
 
 def _lengths(option: str, text: str, least: int) -> list[int]:
@@ -150,7 +162,12 @@ def _print(result: dict[str, Any]) -> None:
 
 def _write(result: dict[str, Any], base: Path) -> list[Path]:
     """The result, its page for the docs and the plots on it; their paths."""
-    data, page = (base.with_name(f"{base.name}.{kind}") for kind in ("json", "md"))
-    data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    data, page = _write_json(result, base), base.with_name(f"{base.name}.md")
     page.write_text(tables.markdown(result, base.name), encoding="utf-8")
     return [data, page, *plots.write_plots(result, base)]
+
+
+def _write_json(result: dict[str, Any], base: Path) -> Path:
+    path = base.with_name(f"{base.name}.json")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path

@@ -14,6 +14,7 @@ from mlx_snapkv.bench.contenders import contenders, decoding_cache, request_cach
 from mlx_snapkv.bench.decode import head_dim, measure_decoding, requesters
 from mlx_snapkv.bench.needle import contains, measure_needles
 from mlx_snapkv.bench.requests import measure_requests
+from mlx_snapkv.bench.run import Plan, run
 from mlx_snapkv.policies import SnapKV
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -68,9 +69,8 @@ def test_decoding_records_hold_what_the_arrays_hold(model):
     bytes_per_row = (
         2 * 2 * 4 * 2 * 32 * 4
     )  # batch, keys and values, layers, KV heads, head size, float32
-    # mlx-lm's own caches are read after the warm-up steps.
-    assert records["full"]["kv_bytes"] == (1024 + 3) * bytes_per_row
-    assert records["plain"]["kv_bytes"] == (64 + 3) * bytes_per_row
+    assert records["full"]["kv_bytes"] == 1024 * bytes_per_row
+    assert records["plain"]["kv_bytes"] == (64 - 1) * bytes_per_row  # the step's own is the 64th
     assert records["snapkv"]["kv_bytes"] == records["rotating"]["kv_bytes"] == 64 * bytes_per_row
     for record in records.values():
         assert record["tokens_per_second"] == pytest.approx(2 / record["step_seconds"])
@@ -88,6 +88,24 @@ def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
         "plain",
         "snapkv",
     }  # quantised rows don't take attention sinks
+
+
+def test_every_finished_part_is_saved(model):
+    saved = []
+
+    class Progress:
+        def start(self, what, parts): ...
+
+        def advance(self): ...
+
+        def save(self, result):
+            saved.append({name: len(records) for name, records in result.items()})
+
+    plan = Plan([1024], [1], 1024, [1024], trials=1, steps=1, questions=0, policy_for=snapkv_for)
+    result = run(model, None, plan, Progress())
+    assert len(saved) == 3 and saved[0]["decode"] == len(result["decode"]) > 0
+    assert saved[0]["batch"] == 0 < saved[1]["batch"] and saved[1]["requests"] == 0
+    assert saved[2] == {name: len(records) for name, records in result.items()}
 
 
 def test_request_records_hold_the_rows_that_stay(model):

@@ -40,6 +40,7 @@ def test_tables_files_and_plots(tmp_path):
     ):
         assert title in out
     assert "…" not in out
+    assert "decoding 1/1" in err and "whole requests 5/5" in err
     assert {p.name for p in base.parent.iterdir()} == {
         "result.json", "result.md", "result-decoding.png", "result-memory.png",
     }  # fmt: skip
