@@ -1,22 +1,31 @@
 """KV-cache compression for mlx-lm: long prompts, small caches, the same answers."""
 
 from . import cache
+from .block_cache import BlockKVCache
 from .cache import SnapKVCache
 from .capture import patch_for_snapkv, unpatch_snapkv
 from .compress import compress_prompt_cache
 from .errors import SnapKVError
 from .generate import generate, generate_step, stream_generate
-from .policies import SnapKV
+from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
 from .prefill import prefill
 from .report import CompressionReport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "H2O",
+    "TOVA",
+    "BlockKVCache",
     "CompressionReport",
+    "KeyDiff",
+    "KeyNorm",
+    "RandomRows",
     "SnapKV",
     "SnapKVCache",
     "SnapKVError",
+    "Stages",
+    "StreamingLLM",
     "compress_prompt_cache",
     "generate",
     "generate_step",

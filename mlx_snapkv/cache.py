@@ -26,13 +26,22 @@ class SnapKVCache(mlx_cache._BaseCache):
         positions: uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned rows.
         offset: position of the next token; the window's rows are the `n` tokens before it.
         n_window: rows the window may hold, at least 1.
+        uniform: all layers of the model hold equally many rows. mlx-lm makes one mask for all of them, so if
+            they don't, the tokens of one update all see the window as it was before it.
 
     Raises:
         SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
     def __init__(
-        self, keys: mx.array, values: mx.array, positions: mx.array, *, offset: int, n_window: int
+        self,
+        keys: mx.array,
+        values: mx.array,
+        positions: mx.array,
+        *,
+        offset: int,
+        n_window: int,
+        uniform: bool = True,
     ):
         n_pin, rows = positions.shape[-1], keys.shape[2]
         if n_window < 1:
@@ -52,6 +61,7 @@ class SnapKVCache(mlx_cache._BaseCache):
         self.n_window = n_window
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest token
         self._trimmable = 0  # tokens of the last update that can still be taken back
+        self._uniform = uniform
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; the rows the attention is to see."""
@@ -94,7 +104,7 @@ class SnapKVCache(mlx_cache._BaseCache):
             return None
         p, w = self.n_pin, self.n_window
         m = min(self._window_rows(), w - 1)
-        if m + N <= w and not return_array:
+        if (m + N <= w or not self._uniform) and not return_array:
             return "causal"
         newest = p + m + mx.arange(N)[:, None]
         rows = mx.arange(p + m + N)[None]
@@ -172,7 +182,9 @@ class SnapKVCache(mlx_cache._BaseCache):
         self.n_pin = self._pinned_positions.shape[-1]
 
 
-_STATE = ("keys", "values", "_pinned_positions", "offset", "n_window", "_oldest", "_trimmable")
+_STATE = (
+    "keys", "values", "_pinned_positions", "offset", "n_window", "_oldest", "_trimmable", "_uniform",
+)  # fmt: skip
 
 
 def _ring_slices(start: int, stop: int, oldest: int, size: int) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Recording the queries that the attention itself used.
 
-Two parts. A `RecordingKVCache` is an ordinary KV cache that belongs to one request and says which
+Two parts. A `Recorder` (recorder.py) is a KV cache that belongs to one request and says which
 positions' queries it wants. While a family's attention class is patched, a call that is handed a recording
 cache leaves those queries with it; any other call is the original one. The class's `__call__` decides
 whether to record, and the queries are taken where the family's module calls mlx-lm's
@@ -17,56 +17,15 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from . import models
 from .errors import UnsupportedModelError
+from .recorder import Recorder
 
 _SDPA = "scaled_dot_product_attention"
 _lock = threading.RLock()
 _active = threading.local()
-
-
-class RecordingKVCache(KVCache):
-    """A `KVCache` that also keeps the post-RoPE queries of the positions `[first, last)`.
-
-    Args:
-        first, last: logical positions whose queries are recorded, however they are cut into chunks.
-        capacity: rows to allocate at once, so that prefill never regrows the buffers.
-    """
-
-    def __init__(self, first: int, last: int, capacity: int):
-        super().__init__()
-        self.step = capacity
-        self.first = first
-        self.last = last
-        self.scale = float("nan")  # this and the sinks are told with the queries
-        self.sinks: mx.array | None = None
-        self._queries: list[mx.array] = []
-
-    def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
-        """Take what is wanted of a call's queries `(B, n_heads, L, head_dim)`; its rows are already stored."""
-        start = self.offset - queries.shape[2]
-        a, b = max(self.first, start), min(self.last, self.offset)
-        if a < b:
-            # A slice would keep the whole chunk alive.
-            self._queries.append(mx.contiguous(queries[:, :, a - start : b - start]))
-            self.scale, self.sinks = scale, sinks
-
-    @property
-    def queries(self) -> mx.array:
-        """`(B, n_heads, n, head_dim)`: the queries recorded so far, in order of position."""
-        return mx.concatenate(self._queries, axis=2)
-
-    @property
-    def n_queries(self) -> int:
-        return sum(q.shape[2] for q in self._queries)
-
-    @property  # type: ignore[misc]  # nothing sets the state of a request under way
-    def state(self):
-        # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        return self.keys, self.values, self.offset, self._queries
 
 
 def _attend_and_record(attend):
@@ -82,11 +41,11 @@ def _attend_and_record(attend):
     return scaled_dot_product_attention
 
 
-def _recorder_among(values: Iterable[Any]) -> RecordingKVCache | None:
+def _recorder_among(values: Iterable[Any]) -> Recorder | None:
     """The recording cache handed to a call, on its own or inside a `CacheList`."""
     for value in values:
         for cache in value.caches if isinstance(value, CacheList) else (value,):
-            if isinstance(cache, RecordingKVCache):
+            if isinstance(cache, Recorder):
                 return cache
     return None
 

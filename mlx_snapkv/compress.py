@@ -9,13 +9,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from . import models
+from .block_cache import BlockKVCache
+from .budgets import Quota, smallest_for_mass
 from .cache import SnapKVCache
-from .capture import RecordingKVCache
 from .errors import SnapKVError
 from .models import AttentionLayer
-from .policies import Policy
+from .policies import Policy, Stages
+from .recorder import RecordingKVCache
 from .report import CompressionReport
-from .selection import gather_rows, select_positions
 from .votes import Rows
 
 
@@ -39,26 +40,31 @@ def compress_prompt_cache(
     """
     started = time.perf_counter()
     layers = models.attention_layers(model, prompt_cache)
-    n_rows = _common_length([layer.cache_in(prompt_cache) for layer in layers])
-    report = CompressionReport(str(policy), n_rows)
-    if n_rows <= policy.budget:
-        report.reason = fits_reason(n_rows, policy)
+    caches = [layer.cache_in(prompt_cache) for layer in layers]
+    n_tokens = _common_length(caches)
+    quotas = policy.quotas(n_tokens, len(layers))
+    report = CompressionReport(str(policy), n_tokens)
+    if policy.mass is None and all(c.size() <= q.rows for c, q in zip(caches, quotas)):
+        report.reason = fits_reason(n_tokens, policy)
         return report
     if queries is not None and len(queries) != len(prompt_cache):
         raise SnapKVError(
             f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
         )
-    report.kv_bytes_before = kv_bytes(prompt_cache)
+    report.kv_bytes_before = sum(full_bytes(cache) for cache in caches)
     report.rows_kept = [None] * len(prompt_cache)
     report.mass_kept = [None] * len(prompt_cache)
     chosen = []
-    for layer in layers:
+    for layer, cache, quota in zip(layers, caches, quotas):
         given = queries[layer.index] if queries is not None else None
-        positions, report.mass_kept[layer.index] = _choose(layer, prompt_cache, given, policy)
-        chosen.append(positions)
+        rows = _rows(layer, cache, given, policy.obs_window)
+        positions, quota, report.mass_kept[layer.index] = _choose(rows, policy, quota)
+        chosen.append((positions, quota))
+    uniform = len({positions.shape[-1] for positions, _ in chosen}) == 1
+    del caches, cache, rows
     # Nothing can fail from here on: full rows are given up layer by layer.
-    for layer, positions in zip(layers, chosen):
-        kept = _cut(layer.cache_in(prompt_cache), positions, policy.n_window)
+    for layer, (positions, quota) in zip(layers, chosen):
+        kept = _cut(layer, layer.cache_in(prompt_cache), positions, policy, quota, uniform)
         layer.put(prompt_cache, kept)
         report.rows_kept[layer.index] = kept.size()
     mx.clear_cache()
@@ -67,17 +73,29 @@ def compress_prompt_cache(
     return report
 
 
-def fits_reason(n_rows: int, policy: Policy) -> str:
+def fits_reason(n_rows: int, policy: Policy | Stages) -> str:
+    reading, _ = policy.stages
+    parts = " (n_sink + top_k + n_window)" if reading.name == "snapkv" else ""
     return (
-        f"the prompt's {n_rows} rows fit the budget of {policy.budget} (n_sink + top_k + n_window); "
+        f"the prompt's {n_rows} rows fit the budget of {reading.budget}{parts}; "
         "lower it to compress"
     )
 
 
 def kv_bytes(prompt_cache: list) -> int:
-    """Bytes of the rows in the caches that grow with the prompt: the KV caches, compressed or not."""
-    caches = [c for c in models.members(prompt_cache) if isinstance(c, (KVCache, SnapKVCache))]
-    return sum(rows.nbytes for c in caches if not c.empty() for rows in c.keys_and_values())
+    """Bytes of the keys and values in the caches that grow with the prompt: full, compressed or of a fixed budget."""
+    total = 0
+    for cache in models.members(prompt_cache):
+        if isinstance(cache, (SnapKVCache, BlockKVCache)):
+            total += cache.nbytes
+        elif isinstance(cache, KVCache) and not cache.empty():
+            total += sum(rows.nbytes for rows in cache.keys_and_values())
+    return total
+
+
+def full_bytes(cache) -> int:
+    """Bytes of all the tokens' rows, had none been dropped."""
+    return sum(cache.offset * rows[:, :, :1].nbytes for rows in cache.keys_and_values())
 
 
 def _common_length(caches: list) -> int:
@@ -87,40 +105,45 @@ def _common_length(caches: list) -> int:
     return lengths.pop()
 
 
-def _choose(
-    layer: AttentionLayer, prompt_cache: list, queries: mx.array | None, policy: Policy
-) -> tuple[mx.array, float]:
-    """Positions to keep `(B, n_kv_heads, n)`, and the share of the voters' attention they received."""
-    rows = _rows(layer, layer.cache_in(prompt_cache), queries)
-    positions = select_positions(
-        policy.score(rows), n_sink=policy.n_sink, top_k=policy.top_k, n_window=policy.n_window
-    )
-    kept = mx.take_along_axis(rows.votes, positions, axis=-1).sum() / rows.votes.sum()
-    mx.eval(positions, kept)
+def _choose(rows: Rows, policy: Policy, quota: Quota) -> tuple[mx.array, Quota, float | None]:
+    """Which rows to keep `(B, n_kv_heads, n)`, of what quota, and the share of the votes they received, if any."""
+    scores = policy.score(rows)
+    votes = rows.received if policy.tallies else rows.votes if policy.obs_window else None
+    if votes is None:
+        chosen = quota.select(scores)
+        mx.eval(chosen)
+        return chosen, quota, None
+    if policy.mass is not None:
+        quota = smallest_for_mass(scores, votes, quota, policy.mass)
+    chosen = quota.select(scores)
+    kept = mx.take_along_axis(votes, chosen, axis=-1).sum() / votes.sum()
+    mx.eval(chosen, kept)
     mass = float(kept.item())  # type: ignore[arg-type]
     if math.isnan(mass):
         raise SnapKVError(
             "the votes for the prompt's rows contain NaN: the model gave NaN attention"
         )
-    return positions, mass
+    return chosen, quota, mass
 
 
-def _rows(layer: AttentionLayer, cache, queries: mx.array | None) -> Rows:
+def _rows(layer: AttentionLayer, cache, queries: mx.array | None, n_queries: int = 0) -> Rows:
+    """A layer's rows with the given queries, or those recorded, the last `n_queries` if they are many."""
+    if isinstance(cache, BlockKVCache):
+        return cache.rows(n_queries)
     keys, values = cache.keys_and_values()
+    rows = Rows(keys, values)
     if queries is not None:
         _check_queries(queries, keys)
-        first = cache.offset - queries.shape[2]
-        scale = layer.family.scale_of(layer.attention, keys.shape[3])
-        sinks = layer.family.sinks_of(layer.attention)
+        asked = range(cache.offset - queries.shape[2], cache.offset)
+        rows.scale = layer.family.scale_of(layer.attention, keys.shape[3])
+        rows.sinks = layer.family.sinks_of(layer.attention)
     elif isinstance(cache, RecordingKVCache) and cache.n_queries:
-        queries, first, scale, sinks = cache.queries, cache.first, cache.scale, cache.sinks
-    else:
-        raise SnapKVError(
-            "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
-        )
-    positions = first + mx.arange(queries.shape[2])
-    queries = layer.family.grouped(queries, keys.shape[1])
-    return Rows(keys, values, queries, positions, scale, sinks)
+        queries, asked = cache.queries, cache.query_positions
+        rows.scale, rows.sinks = cache.scale, cache.sinks
+    if queries is not None:
+        rows.queries = layer.family.grouped(queries, keys.shape[1])
+        rows.query_positions = mx.arange(asked.start, asked.stop)
+    return rows
 
 
 def _check_queries(queries: mx.array, keys: mx.array) -> None:
@@ -132,9 +155,24 @@ def _check_queries(queries: mx.array, keys: mx.array) -> None:
         )
 
 
-def _cut(cache, positions: mx.array, n_window: int) -> SnapKVCache:
-    keys, values = (gather_rows(rows, positions) for rows in cache.keys_and_values())
-    pinned = positions[..., : positions.shape[-1] - n_window]
-    kept = SnapKVCache(keys, values, mx.contiguous(pinned), offset=cache.offset, n_window=n_window)
-    mx.eval(kept.state)
-    return kept
+def _cut(layer, cache, chosen: mx.array, policy: Policy, quota: Quota, uniform: bool):
+    """A layer's cache for what follows the prompt, holding the chosen rows."""
+    rows = cache.rows(0) if isinstance(cache, BlockKVCache) else Rows(*cache.keys_and_values())
+    kept = rows.taken(chosen)
+    if policy.schedule == "block":
+        bounded = BlockKVCache(policy, quota, policy.block, family=layer.family, uniform=uniform)
+        bounded.offset = cache.offset
+        bounded.hold(kept)
+        return bounded
+    n_window = min(quota.n_window, chosen.shape[-1])
+    pinned = mx.contiguous(kept.positions[..., : chosen.shape[-1] - n_window])
+    small = SnapKVCache(
+        kept.keys,
+        kept.values,
+        pinned,
+        offset=cache.offset,
+        n_window=quota.n_window,
+        uniform=uniform,
+    )
+    mx.eval(small.state)
+    return small

@@ -16,13 +16,21 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .compiled import CompiledDecoder
 from .errors import SnapKVError
-from .policies import Policy, SnapKV, resolve_policy
-from .prefill import RecordedRequest, gate, mlx_generate
+from .policies import Policy, SnapKV, Stages, resolve_policy
+from .prefill import (
+    PREFILL_STEP_SIZE,
+    RecordedRequest,
+    block_size,
+    gate,
+    mlx_generate,
+    observing,
+)
 from .report import NO_POLICY, CompressionReport
 
 ReportCallback = Callable[[CompressionReport], None]
 
 DEFAULT_LOOKAHEAD = 4
+MAX_TOKENS = 256  # mlx-lm's own default
 
 # Options of mlx-lm that also decide what becomes of the rows.
 _CONFLICTS = {
@@ -37,7 +45,7 @@ def generate_step(
     model,
     *args: Any,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | Stages | str | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, mx.array]]:
@@ -47,7 +55,7 @@ def generate_step(
         prompt: `(T,)` token ids.
         model: an mlx-lm model.
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
-        policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
+        policy: a policy object, or a string such as `"keydiff:budget=8192"`.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
         *args, **kwargs: mlx-lm's, untouched.
 
@@ -62,18 +70,19 @@ def generate_step(
     def start(model, options: dict[str, Any]) -> Iterator[tuple[int, mx.array]]:
         return mlx_generate.generate_step(prompt, model, *args, **options)
 
-    return _served(start, model, len(prompt), chosen, on_report, kwargs)
+    max_tokens = args[0] if args else kwargs.get("max_tokens", MAX_TOKENS)
+    return _served(start, model, len(prompt), max_tokens, chosen, on_report, kwargs)
 
 
 def stream_generate(
     model,
     tokenizer,
     prompt: str | mx.array | list[int],
-    max_tokens: int = 256,
+    max_tokens: int = MAX_TOKENS,
     draft_model: Any = None,
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | Stages | str | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
@@ -90,7 +99,9 @@ def stream_generate(
         return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
 
     options = {"draft_model": draft_model, **kwargs}
-    return _served(start, model, len(tokens), chosen, on_report, options, _without_selection)
+    return _served(
+        start, model, len(tokens), max_tokens, chosen, on_report, options, _without_selection
+    )
 
 
 def generate(
@@ -149,7 +160,8 @@ def _served(
     start: Callable[[Any, dict[str, Any]], Iterator[Any]],
     model,
     n_prompt: int,
-    policy: Policy | None,
+    max_tokens: int,
+    policy: Policy | Stages | None,
     on_report: ReportCallback | None,
     options: dict[str, Any],
     after_cut: Callable[[Any, CompressionReport], Any] = lambda item, report: item,
@@ -159,37 +171,53 @@ def _served(
     `after_cut` amends the items that come after it.
     """
     on_report = on_report or (lambda report: None)
-    reason = _reason_for_nothing(policy, n_prompt, options)
+    reason = _reason_for_nothing(policy, n_prompt, max_tokens, options)
     if policy is None or reason is not None:
         on_report(CompressionReport(str(policy or NO_POLICY), n_prompt, reason))
-        return start(model, options)
+        return _continued(start, model, options)
     for name, message in _CONFLICTS.items():
         if options.get(name) is not None:
             raise SnapKVError(message)
     given = options.get("prompt_cache")
     prompt_cache = make_prompt_cache(model) if given is None else given
-    lookahead = DEFAULT_LOOKAHEAD if policy.lookahead is None else policy.lookahead
-    last = n_prompt + lookahead if policy.last_token else n_prompt - 1
+    _, answering = policy.stages
+    lookahead = DEFAULT_LOOKAHEAD if answering.lookahead is None else answering.lookahead
+    last = n_prompt + lookahead if answering.last_token else n_prompt - 1
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
     options = options | {
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(options.get("prefill_step_size")),
     }
     start = functools.partial(start, CompiledDecoder(model))
-    if not policy.last_token:
+    if not answering.last_token:
         return _cut_before_last_token(start, request, on_report, options)
     keep = given is not None
     return _cut_at_token(start(options), request, max(1, lookahead), on_report, after_cut, keep)
 
 
+def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
+    """mlx-lm's own iterator; on a cache with a budget, in blocks, and with the queries that it asks for."""
+    cache = options.get("prompt_cache") or []
+    block = block_size(cache)
+    if block is None:
+        return start(model, options)
+    step = options.get("prefill_step_size") or PREFILL_STEP_SIZE
+    return _recorded(start(model, options | {"prefill_step_size": min(step, block)}), model, cache)
+
+
+def _recorded(items: Iterator[Any], model, prompt_cache: list) -> Iterator[Any]:
+    with observing(model, prompt_cache):
+        yield from items
+
+
 def _reason_for_nothing(
-    policy: Policy | None, n_prompt: int, options: dict[str, Any]
+    policy: Policy | Stages | None, n_prompt: int, max_tokens: int, options: dict[str, Any]
 ) -> str | None:
     if policy is None:
         return "no policy was given: pass snapkv or policy to compress"
     if options.get("input_embeddings") is not None:
         return "a prompt given as embeddings is not compressed"
-    return gate(policy, n_prompt, options.get("prompt_cache"))
+    return gate(policy, n_prompt, options.get("prompt_cache"), max_tokens)
 
 
 def _cut_at_token(
@@ -212,9 +240,10 @@ def _cut_at_token(
     report = request.cut()
     on_report(report)
     if item is not None:
-        yield item
-        for item in items:
-            yield after_cut(item, report)
+        with request.decoding():
+            yield item
+            for item in items:
+                yield after_cut(item, report)
 
 
 def _cut_before_last_token(start, request: RecordedRequest, on_report, options) -> Iterator[Any]:
@@ -228,5 +257,6 @@ def _cut_before_last_token(start, request: RecordedRequest, on_report, options) 
             if done == total - 1:
                 on_report(request.cut())
                 patched.close()
+                patched.enter_context(request.decoding())
 
         yield from start(options | {"prompt_progress_callback": callback})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,9 +17,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from . import capture, models
-from .compress import compress_prompt_cache, fits_reason
+from .block_cache import BlockKVCache
+from .budgets import Quota
+from .compress import compress_prompt_cache, fits_reason, full_bytes, kv_bytes
 from .errors import SnapKVError
-from .policies import Policy, resolve_policy
+from .policies import Policy, Stages, resolve_policy
+from .recorder import Recorder, RecordingKVCache
 from .report import CompressionReport
 
 # mlx_lm re-exports a function under the module's own name.
@@ -27,6 +31,10 @@ mlx_generate = importlib.import_module("mlx_lm.generate")
 ProgressCallback = Callable[[int, int], None]
 
 PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
+
+# A chunk's attention also computes what the causal mask hides, and holds its logits: on a CPU a prompt is read
+# faster, and in a third of the memory, in smaller chunks (docs/benchmarks.md). Not measured on a GPU.
+LARGEST_CHUNK = {mx.cpu: 512, mx.gpu: PREFILL_STEP_SIZE}
 
 
 class RecordedRequest:
@@ -43,31 +51,69 @@ class RecordedRequest:
 
     Attributes:
         caches: the list to hand to mlx-lm.
+
+    Raises:
+        SnapKVError: the model is not supported, or the budget has no room for what is always kept.
     """
 
-    def __init__(self, model, policy: Policy, n_prompt: int, prompt_cache: list, last: int):
+    def __init__(
+        self, model, policy: Policy | Stages, n_prompt: int, prompt_cache: list, last: int
+    ):
         self.model = model
         self.policy = policy
+        self.reading, self.answering = policy.stages
         self.n_prompt = n_prompt
         self._callers = prompt_cache
-        layers = models.attention_layers(model, prompt_cache)
-        self._classes = models.attention_classes(layers)
-        self._first = first = max(0, min(last, n_prompt) - policy.obs_window)
+        self._layers = models.attention_layers(model, prompt_cache)
+        self._observed = models.attention_classes(self._layers) if self._observes() else []
+        self._first = first = max(0, min(last, n_prompt) - self.answering.obs_window)
+        self.answering.quotas(n_prompt, len(self._layers))  # a budget without room shows now
         self.caches = [copy.deepcopy(c) for c in prompt_cache]
-        for layer in layers:
-            recording = capture.RecordingKVCache(first, last, capacity=max(n_prompt, last) + 1)
-            layer.put(self.caches, recording)
+        quotas = policy.reading_quotas(n_prompt, len(self._layers))
+        for layer, quota in zip(self._layers, quotas):
+            if self._in_blocks:
+                uniform = len(set(quotas)) == 1
+                layer.put(self.caches, self._block_cache(layer, quota, last, uniform))
+            else:
+                capacity = max(n_prompt, last) + 1
+                layer.put(self.caches, RecordingKVCache(first, last, capacity))
         self._started = 0.0
         self._prefill_seconds: float | None = None
 
-    def step_size(self, limit: int | None) -> int:
-        """The chunk size nearest below `limit` that leaves the observation window to a short last chunk.
+    @property
+    def _in_blocks(self) -> bool:
+        """Whether block caches read the prompt: they evict, or they count what all queries attend to."""
+        return self.reading.schedule == "block" or self.reading.tallies
 
-        The queries of a whole chunk then never wait, in the middle of its attention, for a few of them to be
+    def _observes(self) -> bool:
+        return self.reading.observes or self.answering.observes
+
+    def _block_cache(self, layer, quota: Quota, last: int, uniform: bool) -> BlockKVCache:
+        cache = BlockKVCache(
+            self.reading,
+            quota,
+            self.reading.block,
+            family=layer.family,
+            last=last,
+            newest=max(self.reading.obs_window, self.answering.obs_window),
+            expected=max(self.n_prompt, last) + 1,
+            uniform=uniform,
+        )
+        cache.tallies = self.reading.tallies or self.answering.tallies
+        return cache
+
+    def step_size(self, limit: int | None) -> int:
+        """The chunk size to read the prompt with, at most `limit`.
+
+        Under "once" it is the one nearest below that leaves the observation window to a short last chunk. The
+        queries of a whole chunk then never wait, in the middle of its attention, for a few of them to be
         copied: at most the memory of mlx-lm's own prefill is needed. A prompt of one chunk stays one.
         """
-        limit = self.policy.prefill_chunk or limit or PREFILL_STEP_SIZE
-        if self.n_prompt - 1 <= limit or self._first == 0:
+        largest = LARGEST_CHUNK[mx.default_device().type]
+        limit = self.reading.prefill_chunk or min(limit or largest, largest)
+        if self._in_blocks:
+            return min(limit, self.reading.block)
+        if self.n_prompt - 1 <= limit or self._first == 0 or not self._observes():
             return limit
         chunks = -(-self._first // limit)
         return self._first // chunks
@@ -77,7 +123,14 @@ class RecordedRequest:
         """Patch the model's attention classes for the block, from the first chunk to the last voter."""
         self._require_fresh()
         self._started = time.perf_counter()
-        with capture.recording(self._classes):
+        with capture.recording(self._observed):
+            yield
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """The same for the tokens after the cut, whose queries vote only if rows are still to be evicted."""
+        goes_on = self.answering.schedule == "block" and self.answering.observes
+        with capture.recording(self._observed if goes_on else []):
             yield
 
     def prompt_is_read(self) -> None:
@@ -89,10 +142,41 @@ class RecordedRequest:
         """Compress the caches and hand them to the caller's list."""
         self.prompt_is_read()
         self._require_fresh()
-        report = compress_prompt_cache(self.model, self.caches, self.policy)
+        reading = self._block_caches()
+        seconds = sum(cache.selection_seconds for cache in reading)
+        if self.answering is self.reading and self.reading.schedule == "block":
+            report = self._evict()
+        else:
+            report = compress_prompt_cache(self.model, self.caches, self.answering)
+            if report.reason is not None and reading:
+                report = self._evict()
+        report.policy = str(self.policy)
         report.prompt_tokens = self.n_prompt
-        report.prefill_seconds = self._prefill_seconds or 0.0
+        report.selection_seconds += seconds
+        report.prefill_seconds = (self._prefill_seconds or 0.0) - seconds
         self._callers[:] = self.caches
+        return report
+
+    def _block_caches(self) -> list[BlockKVCache]:
+        caches = (layer.cache_in(self.caches) for layer in self._layers)
+        return [cache for cache in caches if isinstance(cache, BlockKVCache)]
+
+    def _evict(self) -> CompressionReport:
+        """Bring the block caches, which go on, down to their quotas."""
+        started = time.perf_counter()
+        report = CompressionReport(str(self.policy), self.n_prompt)
+        report.rows_kept = [None] * len(self.caches)
+        report.mass_kept = [None] * len(self.caches)
+        for layer in self._layers:
+            cache = layer.cache_in(self.caches)
+            cache.evict()
+            cache.last = math.inf
+            report.rows_kept[layer.index] = cache.size()
+            report.kv_bytes_before += full_bytes(cache)
+        if all(cache.size() == cache.offset for cache in self._block_caches()):
+            report.reason = fits_reason(self.n_prompt, self.policy) + "; the answer is kept within"
+        report.kv_bytes_after = kv_bytes(self.caches)
+        report.selection_seconds = time.perf_counter() - started
         return report
 
     def _require_fresh(self) -> None:
@@ -107,8 +191,13 @@ def _is_fresh(prompt_cache: list) -> bool:
     return all(c.empty() for c in models.members(prompt_cache))
 
 
-def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None:
+def gate(
+    policy: Policy | Stages, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
+) -> str | None:
     """Why a request is left to mlx-lm as it is, or None if it is to be compressed.
+
+    Args:
+        max_tokens: tokens that will be generated, which a block policy keeps within the budget too; -1 is no end.
 
     Raises:
         SnapKVError: the prompt is empty.
@@ -122,8 +211,10 @@ def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None
             f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "
             "set min_ctx=0 to force compression"
         )
-    rows = n_prompt if policy.last_token else n_prompt - 1  # at the time of the cut, at least
-    if rows <= policy.budget:
+    _, answering = policy.stages
+    rows = n_prompt if answering.last_token else n_prompt - 1  # at the time of the cut, at least
+    grows = answering.schedule == "block" and not policy.fits(rows + max_tokens)
+    if policy.fits(rows) and not grows and max_tokens >= 0:
         return fits_reason(rows, policy)
     return None
 
@@ -131,7 +222,7 @@ def gate(policy: Policy, n_prompt: int, prompt_cache: list | None) -> str | None
 def prefill(
     model,
     tokens: mx.array | Sequence[int],
-    policy: Policy | str,
+    policy: Policy | Stages | str,
     *,
     prompt_cache: list | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
@@ -164,15 +255,16 @@ def prefill(
     if tokens.ndim != 1:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+    reading, answering = policy.stages
     options = {
-        "prefill_step_size": policy.prefill_chunk or prefill_step_size,
+        "prefill_step_size": reading.prefill_chunk or prefill_step_size,
         "prompt_progress_callback": prompt_progress_callback,
     }
     reason = gate(policy, tokens.size, cache)
     if reason is not None:
         _read(model, tokens, cache, options)
         return cache, CompressionReport(str(policy), tokens.size, reason)
-    lookahead = policy.lookahead or 0
+    lookahead = answering.lookahead or 0
     request = RecordedRequest(model, policy, tokens.size, cache, last=tokens.size + lookahead)
     options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
@@ -202,14 +294,31 @@ def _read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.arra
 def _look_ahead(model, request: RecordedRequest, following: mx.array, n: int) -> None:
     """Decode `n` tokens on the full rows so that their queries are recorded, then take them back."""
     caches = list(models.members(request.caches))
-    others = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, KVCache)]
+    others = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, (KVCache, Recorder))]
+    for cache in caches:
+        if isinstance(cache, BlockKVCache):
+            cache.make_room(n)
     # The loop feeds the token it is given and each one it yields.
     for _ in mlx_generate.generate_step(
         following, model, max_tokens=n - 1, prompt_cache=request.caches
     ):
         pass
     for cache in caches:
-        if isinstance(cache, capture.RecordingKVCache):
+        if isinstance(cache, (RecordingKVCache, BlockKVCache)):
             cache.trim(cache.offset - request.n_prompt)
     for cache, before in others:
         vars(cache).update(vars(before))
+
+
+def block_size(prompt_cache: list) -> int | None:
+    """Tokens that a prompt cache with a budget takes at a time; None for any other."""
+    caches = (c for c in models.members(prompt_cache) if isinstance(c, BlockKVCache))
+    return min((c.block for c in caches), default=None)
+
+
+def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
+    """Patch the model's attention classes for the block if caches with a budget ask for queries."""
+    caches = [c for c in models.members(prompt_cache) if isinstance(c, BlockKVCache)]
+    if not any(c.policy.observes for c in caches):
+        return contextlib.nullcontext()
+    return capture.recording(models.attention_classes(models.attention_layers(model, prompt_cache)))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
+
+from .errors import SnapKVError
+from .selection import gather_rows
 
 BLOCK_BYTES = 16 << 20  # of float32 logits made at a time
 HELD_BYTES = 48 << 20  # of logits and float32 keys, below which one pass over all rows will do
@@ -19,23 +23,58 @@ class Rows:
 
     Attributes:
         keys, values: `(B, n_kv_heads, T, head_dim)`, the layer's rows in order of position.
-        queries: `(B, n_heads, n, head_dim)`, post-RoPE.
-        query_positions: the `n` positions of those queries; query `i` sees rows up to its own.
+        queries: `(B, n_heads, n, head_dim)`, post-RoPE; None if none were observed.
+        query_positions: the row of each of those `n` queries' own token; query `i` sees rows up to it.
         scale: what the attention multiplies its logits by.
         sinks: `(n_heads,)` logits of attention sinks: they take a share of the softmax but have no row.
+        given_positions: uint32 `(B, n_kv_heads, T)`, the rows' positions in the prompt if some are missing.
+        received: float32 `(B, n_kv_heads, T)`, the attention received so far, if it was counted.
     """
 
     keys: mx.array
     values: mx.array
-    queries: mx.array
-    query_positions: mx.array
-    scale: float
+    queries: mx.array | None = None
+    query_positions: mx.array | None = None
+    scale: float = math.nan
     sinks: mx.array | None = None
+    given_positions: mx.array | None = None
+    received: mx.array | None = None
 
     @cached_property
     def votes(self) -> mx.array:
         """`attention_votes` of these rows, computed once."""
         return attention_votes(self)
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """uint32 `(B, n_kv_heads, T)`: the rows' positions in the prompt."""
+        if self.given_positions is not None:
+            return self.given_positions
+        return mx.broadcast_to(mx.arange(self.keys.shape[2], dtype=mx.uint32), self.keys.shape[:3])
+
+    def taken(self, chosen: mx.array) -> Rows:
+        """The chosen rows, uint32 `(B, n_kv_heads, n)`, computed; without queries."""
+        keys, values = (gather_rows(x, chosen) for x in (self.keys, self.values))
+        positions = mx.take_along_axis(self.positions, chosen, axis=-1)
+        received = self.received
+        if received is not None:
+            received = mx.take_along_axis(received, chosen, axis=-1)
+            mx.eval(received)
+        mx.eval(keys, values, positions)
+        return Rows(keys, values, given_positions=positions, received=received)
+
+    @property
+    def observed(self) -> tuple[mx.array, mx.array]:
+        """The queries and the rows of their own tokens.
+
+        Raises:
+            SnapKVError: none were observed.
+        """
+        if self.queries is None or self.query_positions is None:
+            raise SnapKVError(
+                "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
+            )
+        return self.queries, self.query_positions
 
 
 def attention_votes(rows: Rows) -> mx.array:
@@ -120,9 +159,10 @@ def shared_logits(rows: Rows) -> mx.array:
 
 def _grouped(rows: Rows) -> tuple[mx.array, int]:
     """Scaled float32 queries `(B, n_kv_heads, group * n, head_dim)`, and the size of a GQA group."""
-    B, n_heads, n, D = rows.queries.shape
+    observed, _ = rows.observed
+    B, n_heads, n, D = observed.shape
     H = rows.keys.shape[1]
-    queries = rows.queries.astype(mx.float32) * rows.scale
+    queries = observed.astype(mx.float32) * rows.scale
     return queries.reshape(B, H, (n_heads // H) * n, D), n_heads // H
 
 
@@ -135,8 +175,9 @@ def _block(queries: mx.array) -> int:
 def _logit_blocks(rows: Rows, queries: mx.array, block: int) -> Iterator[mx.array]:
     """Causally masked logits `(B, n_kv_heads, n, block)` of `queries`, block by block over T."""
     n, T = queries.shape[2], rows.keys.shape[2]
-    positions = mx.tile(rows.query_positions, n // rows.query_positions.size)[:, None]
-    unmasked = min(T, int(rows.query_positions[0].item()) + 1)  # type: ignore[arg-type]
+    _, query_positions = rows.observed
+    positions = mx.tile(query_positions, n // query_positions.size)[:, None]
+    unmasked = min(T, int(query_positions[0].item()) + 1)  # type: ignore[arg-type]
     for begin, end in ((0, unmasked), (unmasked, T)):
         for start in range(begin, end, block):
             stop = min(start + block, end)

@@ -24,10 +24,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv import SnapKV, compress_prompt_cache
 from mlx_snapkv.bench.setting import setting
-from mlx_snapkv.capture import RecordingKVCache, recording
+from mlx_snapkv.capture import recording
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
 from mlx_snapkv.models import attention_layers
+from mlx_snapkv.recorder import RecordingKVCache
 
 ROOT = Path(__file__).resolve().parent.parent
 

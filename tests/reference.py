@@ -51,3 +51,36 @@ def attention(queries, keys, values, visible, scale):
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         out[head] = weights / weights.sum(-1, keepdims=True) @ values[head // group]
     return out
+
+
+def keydiff(keys, anchor, similarity):
+    """KeyDiff's scores of one head's keys `(T, D)`: minus the similarity to the anchor, one key at a time."""
+    keys = np.asarray(keys, np.float64)
+
+    def alike(a, b):
+        if similarity == "dot":
+            return float(a @ b)
+        if similarity == "euclidean":
+            return -float(np.sqrt(((a - b) ** 2).sum()))
+        return float(a @ b / (np.sqrt(a @ a) * np.sqrt(b @ b)))
+
+    if anchor == "pairwise":
+        return np.array([-np.mean([alike(k, other) for other in keys]) for k in keys])
+    basis = keys
+    if similarity == "cosine":
+        basis = np.array([k / np.sqrt(k @ k) for k in keys])
+    center = basis.mean(axis=0) if anchor == "mean" else np.median(basis, axis=0)
+    return np.array([-alike(k, center) for k in keys])
+
+
+def smallest_mass(scores, received, n_sink, n_window, mass):
+    """The fewest rows per head, all heads alike, that hold `mass` of a layer's votes `(H, T)`; tries all."""
+    T = scores.shape[-1]
+    for top_k in range(T - n_sink - n_window + 1):
+        kept = sum(
+            received[h, select(scores[h], n_sink, top_k, n_window)].sum()
+            for h in range(len(scores))
+        )
+        if kept / received.sum() >= mass:
+            return n_sink + top_k + n_window
+    return T

@@ -8,7 +8,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import patch_for_snapkv, unpatch_snapkv
-from mlx_snapkv.capture import RecordingKVCache, recording
+from mlx_snapkv.capture import recording
+from mlx_snapkv.recorder import RecordingKVCache
 
 ORIGINALS = {
     (llama.Attention, "__call__"): llama.Attention.__call__,

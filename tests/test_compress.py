@@ -6,7 +6,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, compress_prompt_cache
-from mlx_snapkv.capture import RecordingKVCache, recording
+from mlx_snapkv.capture import recording
+from mlx_snapkv.recorder import RecordingKVCache
 
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, obs_window=16, pool_kernel=5)
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from mlx_snapkv import SnapKV, prefill
-from mlx_snapkv.capture import RecordingKVCache, recording
+from mlx_snapkv.capture import recording
 from mlx_snapkv.compress import compress_prompt_cache
+from mlx_snapkv.recorder import RecordingKVCache
 from mlx_snapkv.votes import Rows
 
 RECORDED = np.load(Path(__file__).parent / "fixtures" / "kvpress_snapkv.npz")

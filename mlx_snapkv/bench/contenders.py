@@ -62,7 +62,7 @@ def snapkv_for(context: int) -> SnapKV:
 
 def contenders(context: int, policy: Policy, head_dim: int) -> list[Contender]:
     """What is measured at a context length; SnapKV comes last and is absent below its gate."""
-    rows = policy.budget
+    rows = policy.quotas(context, 1)[0].rows
     found = [Contender("full cache", "full", context)]
     if rows < context:
         found.append(Contender(f"max-kv-size {rows}", "rotating", rows))

@@ -20,7 +20,7 @@ from ..bench.random_model import NAME, make_random_model
 from ..bench.run import Plan, run
 from ..bench.setting import setting
 from ..errors import SnapKVError
-from ..policies import resolve_policy
+from ..policies import SnapKV
 from .loading import load_model
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest rows that the default policy can share out
@@ -60,7 +60,7 @@ def bench(
     """Measure the full cache, mlx-lm's --max-kv-size and --kv-bits, and SnapKV, in turn, in one process."""
     if needle and model is None:
         raise SnapKVError("--needle needs a model that can answer: --model demo, for one")
-    given = resolve_policy(snapkv=snapkv)
+    given = None if snapkv is None else SnapKV.from_string(snapkv)
     plan = Plan(
         contexts=_lengths("--context", context, least=LEAST),
         batches=_lengths("--batch-size", batch_size, least=1),

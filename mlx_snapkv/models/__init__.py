@@ -9,6 +9,7 @@ from typing import Any
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from ..errors import UnsupportedModelError
+from ..recorder import Recorder
 from .family import AttentionFamily
 from .table import FAMILIES, REFUSED, SUPPORTED
 
@@ -52,7 +53,7 @@ class AttentionLayer:
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """The full-attention layers of `model`: those whose cache in `prompt_cache` is a plain `KVCache`.
+    """The full-attention layers of `model`: those with a plain `KVCache`, or one of ours that is not final.
 
     Linear, state-space and sliding-window layers keep their caches and are not listed.
 
@@ -70,7 +71,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     layers = []
     for n, (index, member, cache) in enumerate(slots):
         attention, family = found[n % len(found)]
-        if attention is not None and isinstance(cache, KVCache):
+        if attention is not None and isinstance(cache, (KVCache, Recorder)):
             layers.append(AttentionLayer(index, member, attention, family))
     if not layers:
         raise UnsupportedModelError(

@@ -6,22 +6,46 @@ from typing import Any
 
 from ..errors import SnapKVError, UnknownOptionError
 from ..votes import Rows
-from .base import Policy
+from .base import Policy, suggestion
+from .h2o import H2O
+from .key_norm import KeyNorm
+from .keydiff import KeyDiff
+from .random_rows import RandomRows
 from .snapkv import SnapKV
+from .stages import THEN, Stages
+from .streaming_llm import StreamingLLM
+from .tova import TOVA
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (SnapKV,)}
+POLICIES: dict[str, type[Policy]] = {
+    cls.name: cls for cls in (SnapKV, KeyDiff, StreamingLLM, H2O, TOVA, KeyNorm, RandomRows)
+}
 
-__all__ = ["POLICIES", "Policy", "Rows", "SnapKV", "resolve_policy"]
+__all__ = [
+    "H2O",
+    "POLICIES",
+    "TOVA",
+    "KeyDiff",
+    "KeyNorm",
+    "Policy",
+    "RandomRows",
+    "Rows",
+    "SnapKV",
+    "Stages",
+    "StreamingLLM",
+    "resolve_policy",
+]
 
 
 def resolve_policy(
-    snapkv: SnapKV | dict[str, Any] | str | bool | None = None, policy: Policy | str | None = None
-) -> Policy | None:
+    snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
+    policy: Policy | Stages | str | None = None,
+) -> Policy | Stages | None:
     """The policy that the two keywords of `generate_step` ask for, or None.
 
     Args:
         snapkv: a `SnapKV`, a dict of its options, `"top_k=4096,n_sink=128"`, or True for the defaults.
-        policy: a policy object, or a string such as `"snapkv:top_k=4096"`.
+        policy: a policy object, or a string such as `"keydiff:budget=8192"`, or two of them joined by
+            " then ".
 
     Raises:
         SnapKVError: both are given, or one can't be read.
@@ -43,14 +67,27 @@ def resolve_policy(
     raise SnapKVError(f"snapkv must be a SnapKV, a dict or a string, got {type(snapkv).__name__}")
 
 
-def _from_policy(policy: Policy | str) -> Policy:
-    if isinstance(policy, Policy):
+def _from_policy(policy: Policy | Stages | str) -> Policy | Stages:
+    if isinstance(policy, (Policy, Stages)):
         return policy
     if not isinstance(policy, str):
         raise SnapKVError(
             f"policy must be a policy object or a string, got {type(policy).__name__}"
         )
-    name, _, options = policy.partition(":")
+    stages = [_from_name(part.strip()) for part in policy.split(THEN)]
+    if len(stages) > 2:
+        raise SnapKVError(
+            f"at most two policies can follow each other, got {len(stages)} in {policy!r}"
+        )
+    return stages[0] if len(stages) == 1 else Stages(*stages)
+
+
+def _from_name(text: str) -> Policy:
+    name, _, options = text.partition(":")
+    name = name.strip()
     if name not in POLICIES:
-        raise UnknownOptionError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
+        close = suggestion(name, POLICIES)
+        raise UnknownOptionError(
+            f"unknown policy {name!r}{close}; known: {', '.join(POLICIES)} (mlx-snapkv policies)"
+        )
     return POLICIES[name].from_string(options)

@@ -5,44 +5,119 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from ..budgets import Quota, is_amount, is_budget, layer_rows, mean_rows, require_room
+from ..budgets import amount as rows_of
 from ..errors import SnapKVError, UnknownOptionError
 from ..votes import Rows
 
+SCHEDULES = ("once", "block")
 
+
+@dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
     """Base of the policies, each a frozen dataclass of hyper-parameters and a `score`.
 
     Attributes:
-        name: what users call it.
-        n_sink, top_k, n_window: first rows, best-scored rows and most recent rows kept per KV head.
+        budget: rows kept per KV head: a number, a share of the prompt ("25%"), or either as a mean over
+            the layers ("pyramid:2048": more rows in low layers).
+        n_sink: first rows, always kept.
+        n_window: most recent rows, always kept: a number, or a share of the budget ("10%").
         min_ctx: prompts with fewer tokens are left alone.
-        prefill_chunk: tokens a prefill chunk; None follows `prefill_step_size`.
-        obs_window, last_token, lookahead: whose queries are observed; see `SnapKV`.
+        schedule: "block" evicts while the prompt is read and while the answer is generated, whenever the next
+            tokens would make more than `budget + block` rows; "once" reads the whole prompt first, and
+            while decoding the recent window slides.
+        block: tokens read at a time under "block".
+
+    Class attributes, for policies that ask for more than keys and values:
+        obs_window: how many of the last queries vote.
+        tallies: all queries vote; the votes are in `Rows.received`.
+        last_token: the prompt's last token votes.
+        lookahead: answer tokens that vote, before the prompt is cut down; None leaves it to the caller.
+        prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
+        mass: share of the votes to keep instead of a number of rows.
     """
 
     name: ClassVar[str]
-    n_sink: int
-    top_k: int
-    n_window: int
-    min_ctx: int
-    prefill_chunk: int | None
-    obs_window: int
-    last_token: bool
-    lookahead: int | None
+    summary: ClassVar[str]
+    paper: ClassVar[str]
 
-    @property
-    def budget(self) -> int:
-        """Rows kept per KV head."""
-        return self.n_sink + self.top_k + self.n_window
+    obs_window: ClassVar[int] = 0
+    tallies: ClassVar[bool] = False
+    last_token: ClassVar[bool] = True
+    lookahead: ClassVar[int | None] = 0
+    prefill_chunk: ClassVar[int | None] = None
+    mass: ClassVar[float | None] = None
+
+    budget: int | str = 8192
+    n_sink: int = 0
+    n_window: int | str = "10%"
+    min_ctx: int = 0
+    schedule: str = "block"
+    block: int = 512
+
+    def __post_init__(self):
+        self._require(
+            "budget",
+            is_budget(self.budget),
+            'a whole number of rows of at least 1, a share such as "25%", or "pyramid:" and either',
+        )
+        self._require_count("n_sink")
+        self._require(
+            "n_window", is_amount(self.n_window), 'a whole number of rows or a share such as "10%"'
+        )
+        self._require_count("min_ctx")
+        self._require("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES))
+        self._require_count("block", least=1)
+        if isinstance(self.budget, int):
+            self._require_room(self.budget)
 
     @abstractmethod
     def score(self, rows: Rows) -> mx.array:
         """`(B, n_kv_heads, T)` float32, higher means keep."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy asks for queries."""
+        return self.obs_window > 0 or self.tallies
+
+    @property
+    def stages(self) -> tuple[Policy, Policy]:
+        """Who chooses while the prompt is read, and who when it has been read."""
+        return self, self
+
+    def window(self, rows: int) -> int:
+        """Recent rows that are always kept, of a budget of `rows`."""
+        return rows_of(self.n_window, rows)
+
+    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
+        """What each full-attention layer keeps of a prompt.
+
+        Raises:
+            SnapKVError: a share of this prompt is less than what is kept in any case.
+        """
+        mean = mean_rows(self.budget, n_prompt)
+        self._require_room(mean)
+        least = self.n_sink + self.window(mean)
+        rows = layer_rows(self.budget, n_prompt, n_layers, least)
+        return [Quota(n, self.n_sink, self.window(mean)) for n in rows]
+
+    def reading_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
+        """What each full-attention layer keeps while the prompt is read: under "once", everything."""
+        quotas = self.quotas(n_prompt, n_layers)
+        if self.schedule == "block":
+            return quotas
+        return [dataclasses.replace(quota, rows=max(quota.rows, n_prompt)) for quota in quotas]
+
+    def fits(self, n_prompt: int) -> bool:
+        """Whether a prompt's rows all stay."""
+        return n_prompt <= mean_rows(self.budget, n_prompt)
 
     @classmethod
     def options(cls) -> list[str]:
@@ -59,7 +134,7 @@ class Policy(ABC):
         for name in map(str, options):
             if name not in cls.options():
                 raise UnknownOptionError(
-                    f"unknown {cls.name} option {name!r}{_suggestion(name, cls.options())}; "
+                    f"unknown {cls.name} option {name!r}{suggestion(name, cls.options())}; "
                     f"known: {', '.join(cls.options())}"
                 )
         return cls(**options)
@@ -85,6 +160,19 @@ class Policy(ABC):
         ]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
+    def _require_room(self, rows: int) -> None:
+        window = self.window(rows)
+        require_room(
+            self.name,
+            rows,
+            self.n_sink + window,
+            f"n_sink={self.n_sink} and n_window={window} rows are always kept",
+        )
+        if self.schedule == "once":
+            self._require(
+                "n_window", window >= 1, "at least 1 row with schedule=once, where it slides"
+            )
+
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
             raise SnapKVError(
@@ -99,21 +187,28 @@ class Policy(ABC):
         self._require(name, ok, f"a whole number of {allowed}")
 
 
-def _fields(cls: type[Policy]) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(cls)  # type: ignore[arg-type]  # every policy is a dataclass
+def _fields(cls: type[Policy]) -> list[dataclasses.Field]:
+    """A policy's own options, then those that it shares with the others."""
+    own = list(vars(cls)["__annotations__"])
+    return sorted(
+        dataclasses.fields(cls), key=lambda f: own.index(f.name) if f.name in own else len(own)
+    )
 
 
 def _parse(text: str) -> Any:
-    """A value from the command line: whole number, true or false, none, or the word itself."""
+    """A value from the command line: a number, true or false, none, or the word itself."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    try:
-        return int(text)
-    except ValueError:
-        return text
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
 
 
-def _suggestion(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """A parenthesis with the close match, if there is one."""
+    close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

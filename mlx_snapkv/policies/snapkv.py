@@ -10,18 +10,24 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from ..budgets import Quota, amount, is_amount
 from ..votes import Rows, shared_logits
 from .base import Policy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Sink + `top_k` voted rows + recent window, chosen once, when the prompt has been read.
+    """Sink + `top_k` voted rows + recent window, by default chosen once, when the prompt has been read.
 
     Attributes:
         top_k: voted rows kept per KV head.
         n_sink: first rows, always kept.
         n_window: most recent rows, always kept; slides while decoding.
+        budget: all rows, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
+            layers ("pyramid:2048"). By default `n_sink + top_k + n_window`.
+        mass: keep, in each layer, the fewest rows that receive this share (0 to 1) of the votes, instead of
+            `top_k`; needs schedule="once".
+        max_budget: rows a layer keeps at most for that; by default `budget`.
         obs_window: prompt queries that vote (the paper's L_obs).
         pool_kernel: odd width of the pooling over the votes; 1 is none (section 4.1). Rows near a voted
             one are kept with it, so it should be about as wide as the values to be found.
@@ -34,24 +40,31 @@ class SnapKV(Policy):
             is 4 while generating, and none in `prefill`, which is rarely given the whole prompt.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
+        schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a longer recent
     window), and pooling sees the middle only, so that votes for rows kept anyway don't leak out of them.
     """
 
     name: ClassVar[str] = "snapkv"
+    summary: ClassVar[str] = "the prompt's last queries vote, pooled over neighbours"
+    paper: ClassVar[str] = "Li et al. 2024, arXiv:2404.14469"
 
     top_k: int = 4096
     n_sink: int = 128
-    n_window: int = 512
-    obs_window: int = 32
+    n_window: int = 512  # type: ignore[assignment]  # never a share: the observation window is in it
+    budget: int | str = None  # type: ignore[assignment]  # a value once the policy is made
+    mass: float | None = None  # type: ignore[misc]
+    max_budget: int | str | None = None
+    obs_window: int = 32  # type: ignore[misc]
     pool_kernel: int = 21
     min_ctx: int = 49152
-    prefill_chunk: int | None = None
+    prefill_chunk: int | None = None  # type: ignore[misc]
     pool: str = "avg"
     heads: str = "per_head"
-    last_token: bool = True
-    lookahead: int | None = None
+    last_token: bool = True  # type: ignore[misc]
+    lookahead: int | None = None  # type: ignore[misc]
+    schedule: str = "once"
 
     def __post_init__(self):
         for name in ("top_k", "n_sink", "min_ctx"):
@@ -73,6 +86,47 @@ class SnapKV(Policy):
         self._require(
             "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
         )
+        self._settle_budget()
+        self._require_mass()
+        super().__post_init__()
+
+    def _settle_budget(self) -> None:
+        """`budget` and `top_k` say the same, unless `budget` depends on the prompt."""
+        always = self.n_sink + self.n_window
+        if self.budget is None:
+            object.__setattr__(self, "budget", always + self.top_k)
+        elif isinstance(self.budget, int) and self.budget >= always:
+            object.__setattr__(self, "top_k", self.budget - always)
+
+    def _require_mass(self) -> None:
+        if self.mass is None:
+            self._require("max_budget", self.max_budget is None, "left out without mass")
+            return
+        ok = isinstance(self.mass, (int, float)) and not isinstance(self.mass, bool)
+        self._require("mass", ok and 0 < self.mass <= 1, "a share above 0 and at most 1")
+        self._require("schedule", self.schedule == "once", "once with mass")
+        if self.max_budget is not None:
+            allowed = 'a whole number of rows or a share such as "25%"'
+            self._require("max_budget", is_amount(self.max_budget, least=1), allowed)
+
+    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
+        if self.mass is None or self.max_budget is None:
+            return super().quotas(n_prompt, n_layers)
+        rows = amount(self.max_budget, n_prompt)
+        self._require_room(rows)
+        return [Quota(rows, self.n_sink, self.n_window)] * n_layers
+
+    def fits(self, n_prompt: int) -> bool:
+        if self.mass is None:
+            return super().fits(n_prompt)
+        return n_prompt <= self.n_sink + self.n_window
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if isinstance(self.budget, int):  # top_k says it
+            text = text.replace(f"budget={self.budget},", "")
+            text = text.replace(f",budget={self.budget}", "").replace(f":budget={self.budget}", "")
+        return text
 
     def score(self, rows: Rows) -> mx.array:
         """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window."""

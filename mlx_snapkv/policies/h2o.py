@@ -1,0 +1,45 @@
+"""H2O: heavy hitters, the rows that have received most attention so far.
+
+Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+2023 (arXiv:2306.14048).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ..errors import SnapKVError
+from ..votes import Rows
+from .base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(Policy):
+    """The attention that every row has received from all queries since it was stored (section 4.1).
+
+    Half of the budget are recent rows, as in the paper (algorithm 1). Votes are averaged over the query heads of a
+    GQA group, and taken block by block, so that no more than a block's logits exist at a time; a row that
+    is dropped takes its votes with it.
+    """
+
+    name: ClassVar[str] = "h2o"
+    summary: ClassVar[str] = "most attention received so far, and recent rows"
+    paper: ClassVar[str] = "Zhang et al. 2023, arXiv:2306.14048"
+    tallies: ClassVar[bool] = True
+
+    n_window: int | str = "50%"
+
+    def score(self, rows: Rows) -> mx.array:
+        """`(B, n_kv_heads, T)` float32 attention received.
+
+        Raises:
+            SnapKVError: nobody has kept count of it.
+        """
+        if rows.received is None:
+            raise SnapKVError(
+                "h2o needs the attention of all queries: prefill with mlx_snapkv.prefill"
+            )
+        return rows.received

@@ -1,0 +1,28 @@
+"""Key norm: rows with small keys stay.
+
+Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", 2024 (arXiv:2406.11430).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ..votes import Rows
+from .base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyNorm(Policy):
+    """The rows whose keys have the smallest L2 norm, per KV head (section 3)."""
+
+    name: ClassVar[str] = "key_norm"
+    summary: ClassVar[str] = "keys of the smallest L2 norm"
+    paper: ClassVar[str] = "Devoto et al. 2024, arXiv:2406.11430"
+
+    def score(self, rows: Rows) -> mx.array:
+        """Minus the squared norm, `(B, n_kv_heads, T)` float32, which ranks as the norm does."""
+        keys = rows.keys.astype(mx.float32)
+        return -(keys * keys).sum(axis=-1)

@@ -1,0 +1,38 @@
+"""Random rows: the control that every other policy has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ..votes import Rows
+from .base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomRows(Policy):
+    """A uniformly random set of the prompt's rows, per KV head.
+
+    A row's score is a hash of its position, head and `seed`, so that it stays the same from block to block: what is
+    left at the end is a uniform sample of the whole prompt, whatever the schedule.
+    """
+
+    name: ClassVar[str] = "random"
+    summary: ClassVar[str] = "random rows, as a control"
+    paper: ClassVar[str] = ""
+
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._require_count("seed")
+
+    def score(self, rows: Rows) -> mx.array:
+        """`(B, n_kv_heads, T)` float32: whole numbers below 2**24, which it holds exactly."""
+        heads = mx.arange(rows.keys.shape[1], dtype=mx.uint32)[:, None]
+        x = (rows.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77 + mx.array(self.seed, mx.uint32)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+            x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
+        return (x >> 8).astype(mx.float32)

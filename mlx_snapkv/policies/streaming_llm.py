@@ -1,0 +1,50 @@
+"""StreamingLLM: the first rows and the most recent ones.
+
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023 (arXiv:2309.17453).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ..budgets import Quota, layer_rows
+from ..votes import Rows
+from .base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(Policy):
+    """`n_sink` first rows and as many recent ones as the budget holds (section 3.2); nothing is scored.
+
+    Differs from the paper in that keys keep the rotation of their original position.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+    summary: ClassVar[str] = "attention sinks and recent rows"
+    paper: ClassVar[str] = "Xiao et al. 2023, arXiv:2309.17453"
+
+    n_sink: int = 4
+    n_window: int | str = "100%"
+
+    def __post_init__(self):
+        self._require(
+            "n_window", self.n_window == "100%", "left out: all of the budget but n_sink is recent"
+        )
+        super().__post_init__()
+
+    def window(self, rows: int) -> int:
+        return max(0, rows - self.n_sink)
+
+    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
+        """A layer's recent rows fill its own budget, also in a pyramid."""
+        rows = layer_rows(self.budget, n_prompt, n_layers, self.n_sink + 1)
+        self._require_room(min(rows))
+        return [Quota(n, self.n_sink, n - self.n_sink) for n in rows]
+
+    def score(self, rows: Rows) -> mx.array:
+        """The later, the higher."""
+        B, H, T, _ = rows.keys.shape
+        return mx.broadcast_to(mx.arange(T, dtype=mx.float32), (B, H, T))

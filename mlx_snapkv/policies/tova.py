@@ -1,0 +1,30 @@
+"""TOVA: the rows that the last token attends to.
+
+Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv:2401.06104).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ..votes import Rows
+from .base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(Policy):
+    """The attention of the last query, averaged over all heads: a layer's heads keep the same rows (section 3.2)."""
+
+    name: ClassVar[str] = "tova"
+    summary: ClassVar[str] = "the last query's attention, one set for all heads of a layer"
+    paper: ClassVar[str] = "Oren et al. 2024, arXiv:2401.06104"
+    obs_window: ClassVar[int] = 1
+
+    n_window: int | str = 1
+
+    def score(self, rows: Rows) -> mx.array:
+        """`(B, n_kv_heads, T)` float32, equal for all heads."""
+        return mx.broadcast_to(rows.votes.mean(axis=1, keepdims=True), rows.votes.shape)
