@@ -1,4 +1,4 @@
-"""Record what kvpress' SnapKVPress keeps on the embedded LLaMA: `tests/fixtures/kvpress_snapkv.npz`.
+"""Record what kvpress' presses keep on the embedded LLaMA: `tests/fixtures/kvpress.npz`.
 
 Run in an environment of its own, since kvpress wants a torch and transformers of its own:
 
@@ -15,29 +15,37 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kvpress import SnapKVPress
+from kvpress import KeyDiffPress, KnormPress, SnapKVPress, StreamingLLMPress, TOVAPress
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "mlx_snapkv" / "demo" / "models" / "llama"
-OUT = ROOT / "tests" / "fixtures" / "kvpress_snapkv.npz"
+OUT = ROOT / "tests" / "fixtures" / "kvpress.npz"
 TEXT = ROOT / "tests" / "fixtures" / "kvpress_prompt.txt"
 
-# name: (window, kernel, rows kept)
+# policy/case: press, its options, rows kept
 CASES = {
-    "window32_kernel5": (32, 5, 96),
-    "window16_kernel13": (16, 13, 64),
-    "window8_kernel1": (8, 1, 40),
+    "snapkv/window32_kernel5": (SnapKVPress, {"window_size": 32, "kernel_size": 5}, 96),
+    "snapkv/window16_kernel13": (SnapKVPress, {"window_size": 16, "kernel_size": 13}, 64),
+    "snapkv/window8_kernel1": (SnapKVPress, {"window_size": 8, "kernel_size": 1}, 40),
 }
+for press in (KeyDiffPress, KnormPress, TOVAPress, StreamingLLMPress):
+    policy = {"KnormPress": "key_norm", "StreamingLLMPress": "streaming_llm"}.get(
+        press.__name__, press.__name__.removesuffix("Press").lower()
+    )
+    CASES |= {f"{policy}/{kept}": (press, {}, kept) for kept in (24, 96)}
 
 
-class RecordingPress(SnapKVPress):
-    """Keeps each layer's scores as SnapKVPress computes them."""
+def recording(press_class):
+    """A press that keeps each layer's scores as it computes them."""
 
-    def score(self, module, *args, **kwargs):
-        scores = super().score(module, *args, **kwargs)
-        self.recorded[module.layer_idx] = scores[0].float().numpy()
-        return scores
+    class RecordingPress(press_class):
+        def score(self, module, *args, **kwargs):
+            scores = super().score(module, *args, **kwargs)
+            self.recorded[module.layer_idx] = scores[0].float().numpy()
+            return scores
+
+    return RecordingPress
 
 
 def main() -> None:
@@ -49,11 +57,9 @@ def main() -> None:
         "tokens": tokens[0].numpy(),
         "versions": np.array([version("kvpress"), version("transformers")]),
     }
-    for name, (window, kernel, kept) in CASES.items():
+    for name, (press_class, options, kept) in CASES.items():
         # kvpress keeps int(T * (1 - ratio)) rows; half a row keeps rounding from losing one.
-        press = RecordingPress(
-            compression_ratio=1 - (kept + 0.5) / T, window_size=window, kernel_size=kernel
-        )
+        press = recording(press_class)(compression_ratio=1 - (kept + 0.5) / T, **options)
         press.recorded = {}
         with torch.no_grad(), press(model):
             model(tokens)
@@ -61,7 +67,7 @@ def main() -> None:
         best = np.argsort(-scores, axis=-1, kind="stable")[..., :kept]
         arrays[f"{name}/positions"] = np.sort(best, axis=-1).astype(np.uint16)
         arrays[f"{name}/scores"] = scores.astype(np.float32)
-        arrays[f"{name}/settings"] = np.array([window, kernel, kept])
+        arrays[f"{name}/settings"] = np.array([*options.values(), kept])
     np.savez_compressed(OUT, **arrays)
     print(f"{T} tokens, {OUT.stat().st_size} bytes: {OUT}")
 

@@ -1,4 +1,4 @@
-"""Agreement with a published implementation: kvpress' SnapKVPress, recorded by `scripts/record_kvpress.py`."""
+"""Agreement with a published implementation: kvpress' presses, recorded by `scripts/record_kvpress.py`."""
 
 from pathlib import Path
 
@@ -6,35 +6,40 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_snapkv import SnapKV, prefill
+from mlx_snapkv import TOVA, KeyDiff, KeyNorm, SnapKV, StreamingLLM, prefill
 from mlx_snapkv.capture import recording
-from mlx_snapkv.compress import compress_prompt_cache
 from mlx_snapkv.recorder import RecordingKVCache
 from mlx_snapkv.votes import Rows
 
-RECORDED = np.load(Path(__file__).parent / "fixtures" / "kvpress_snapkv.npz")
-CASES = sorted({name.split("/")[0] for name in RECORDED.files if "/" in name})
+RECORDED = np.load(Path(__file__).parent / "fixtures" / "kvpress.npz")
+CASES = sorted({name.rpartition("/")[0] for name in RECORDED.files if "/" in name})
+TOKENS = RECORDED["tokens"].tolist()
 
 
 def policy_of(case):
-    """kvpress keeps no sink, and its observation window is its recent window."""
-    window, kernel, kept = RECORDED[f"{case}/settings"].tolist()
-    return SnapKV(
-        top_k=kept - window,
-        n_sink=0,
-        n_window=window,
-        obs_window=window,
-        pool_kernel=kernel,
-        min_ctx=0,
-    )
+    """The policy that keeps what the press does, with the whole prompt as one block."""
+    *options, kept = RECORDED[f"{case}/settings"].tolist()
+    policy = case.partition("/")[0]
+    if policy == "snapkv":  # kvpress keeps no sink, and its observation window is its recent window
+        window, kernel = options
+        size = {"budget": kept, "n_sink": 0, "n_window": window, "obs_window": window}
+        return SnapKV(pool_kernel=kernel, min_ctx=0, **size)
+    size = {"budget": kept, "block": len(TOKENS)}
+    return {
+        "keydiff": KeyDiff(n_window=0, **size),
+        "key_norm": KeyNorm(n_window=0, **size),
+        "tova": TOVA(**size),
+        "streaming_llm": StreamingLLM(**size),
+    }[policy]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_kept_positions_are_equal_for_every_layer_and_head(demo_llama, case):
     model, _ = demo_llama
-    cache, _ = prefill(model, RECORDED["tokens"].tolist(), policy_of(case))
+    cache, _ = prefill(model, TOKENS, policy_of(case))
     expected = RECORDED[f"{case}/positions"]
-    for layer, (mine, theirs) in enumerate(zip(cache, expected)):
+    for layer, (mine, theirs) in enumerate(zip(cache, expected, strict=True)):
+        assert mine.positions.shape[1:] == theirs.shape
         for head in range(len(theirs)):
             differing = set(mine.positions[0, head].tolist()) ^ set(theirs[head].tolist())
             assert not differing or are_ties(case, layer, head, differing)
@@ -43,30 +48,39 @@ def test_kept_positions_are_equal_for_every_layer_and_head(demo_llama, case):
 def are_ties(case, layer, head, positions):
     """Whether rows that only one side kept had the same score to the other: either choice is right."""
     scores = RECORDED[f"{case}/scores"][layer, head][sorted(positions)]
-    return np.ptp(scores) <= 1e-6 * scores.max()
+    return np.ptp(scores) <= 1e-6 * np.abs(scores).max()
+
+
+@pytest.fixture(scope="module")
+def full_caches(demo_llama):
+    """The whole prompt's rows, with its last 32 queries."""
+    model, _ = demo_llama
+    T = len(TOKENS)
+    caches = [RecordingKVCache(T - 32, T, T) for _ in model.layers]
+    with recording([type(model.layers[0].self_attn)]):
+        model(mx.array(TOKENS)[None], cache=caches)
+    return caches
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores_agree_up_to_their_scale(demo_llama, case):
-    """kvpress averages the votes over the window, we sum them as the paper does."""
-    model, _ = demo_llama
-    tokens = mx.array(RECORDED["tokens"])
+def test_scores_agree_up_to_their_scale(full_caches, case):
+    """What a press gives to the rows that it keeps anyway is left out of the comparison."""
     policy = policy_of(case)
-    T, window = tokens.size, policy.obs_window
-    caches = [RecordingKVCache(T - window, T, T) for _ in model.layers]
-    with recording([type(model.layers[0].self_attn)]):
-        model(tokens[None], cache=caches)
-    for cache, expected in zip(caches, RECORDED[f"{case}/scores"]):
-        keys, values = cache.keys_and_values()
-        rows = Rows(keys, values, cache.queries, mx.arange(T - window, T), cache.scale)
-        scores = np.asarray(policy.score(rows))[0, :, :-window] / window
-        assert np.allclose(scores, expected[:, :-window], atol=3e-6)
-
-
-def test_the_fixture_is_of_this_checkpoint(demo_llama):
-    """A retrained model needs a new recording."""
-    model, _ = demo_llama
-    caches = [RecordingKVCache(0, 1, RECORDED["tokens"].size) for _ in model.layers]
-    with recording([type(model.layers[0].self_attn)]):
-        model(mx.array(RECORDED["tokens"])[None], cache=caches)
-    assert compress_prompt_cache(model, caches, SnapKV()).reason
+    T = len(TOKENS)
+    for cache, expected in zip(full_caches, RECORDED[f"{case}/scores"]):
+        rows = Rows(*cache.keys_and_values())
+        if policy.obs_window:
+            rows.queries = cache.queries[:, :, -policy.obs_window :]
+            rows.query_positions = mx.arange(T - policy.obs_window, T)
+            rows.scale = cache.scale
+        scores = np.asarray(policy.score(rows))[0]
+        if policy.name == "snapkv":
+            # kvpress averages the votes over the window, we sum them as the paper does.
+            scores, expected = scores / policy.obs_window, expected[:, : -policy.obs_window]
+        elif policy.name == "tova":
+            expected = expected[:, :-1]
+        elif policy.name == "key_norm":
+            scores = -np.sqrt(-scores)
+        elif policy.name == "streaming_llm":
+            continue  # ones and zeros there, recency here: the positions say all
+        assert np.allclose(scores[:, : expected.shape[1]], expected, atol=3e-6)
