@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_model
 from request_helpers import plain
 
-from mlx_snapkv import SnapKVCache, generate_step, models, prefill
+from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, SnapKVCache, generate_step, models, prefill
 from mlx_snapkv.compress import _rows
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.policies import SnapKV
@@ -163,6 +163,32 @@ def test_a_request_is_compressed_and_left_clean(model):
     for cls in originals:
         module = importlib.import_module(cls.__module__)
         assert module.scaled_dot_product_attention is base.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("policy", [KeyDiff, TOVA])
+def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model, policy):
+    originals = {cls: cls.__call__ for cls in models.attention_classes(layers_of(model))}
+    cache = make_prompt_cache(model)
+    policy = policy(budget=12, n_window=2, block=10)
+    answer = generate_step(TOKENS, model, policy=policy, max_tokens=30, prompt_cache=cache)
+    for n, (_, logprobs) in enumerate(answer, start=1):
+        assert mx.all(mx.isfinite(logprobs)) and all(c.size() <= 22 for c in bounded(cache))
+    assert n == 30 and len(bounded(cache)) == len(layers_of(model))
+    assert all(cls.__call__ is call for cls, call in originals.items())
+
+
+def test_a_cache_whose_budget_is_not_reached_equals_mlx_lm(model):
+    """The answer could outgrow the budget, so the budget's cache serves the request; it never evicts here."""
+    cache = make_prompt_cache(model)
+    policy = KeyDiff(budget=50, block=64)
+    ours = list(generate_step(TOKENS, model, policy=policy, max_tokens=5, prompt_cache=cache))
+    assert len(bounded(cache)) == len(layers_of(model))
+    for (a, x), (b, y) in zip(ours, plain(model, TOKENS, n=5), strict=True):
+        assert a == b and np.allclose(x.astype(mx.float32), y.astype(mx.float32), atol=1e-5)
+
+
+def bounded(cache):
+    return [c for c in models.members(cache) if isinstance(c, BlockKVCache)]
 
 
 def test_every_model_type_of_mlx_lm_is_listed_once():
