@@ -24,7 +24,7 @@ class Contender:
 
     Attributes:
         name: as printed.
-        kind: "full", "rotating", "quantized", "plain" or "snapkv".
+        kind: "full", "rotating", "quantized", "plain", "snapkv" or "bounded".
         rows: rows that stay in memory per KV head; for the plain cache, those that a step attends to.
         options: what `generate_step` is given for it.
     """
@@ -75,6 +75,13 @@ def contenders(context: int, policy: Policy, head_dim: int) -> list[Contender]:
         found.append(Contender("plain cache, same rows", "plain", rows))
         found.append(Contender("SnapKV", "snapkv", rows, {"policy": policy}))
     return found
+
+
+def bounded_field(context: int, policy: Policy, with_full: bool) -> list[Contender]:
+    """Who reads a long prompt: a block policy, and the full cache beside it if asked for."""
+    full = [Contender("full cache", "full", context)] if with_full else []
+    most = policy.quotas(context, 1)[0].rows + policy.block
+    return [*full, Contender(str(policy), "bounded", most, {"policy": policy})]
 
 
 def decoding_cache(

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import models
-from ..policies import Policy
+from ..policies import KeyDiff, Policy
+from .contenders import bounded_field
 from .decode import measure_decoding, requesters
 from .needle import measure_needles
 from .requests import measure_requests, n_trials
+
+BOUNDED = KeyDiff(budget=2048, block=512)
+VOCABULARY = 100  # token ids that every model has
+
+Result = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Plan:
         trials: requests with the full cache and with SnapKV; steps: decoded per cache.
         questions: facts to ask for in every document; 0 is none.
         policy_for: SnapKV's options at a context length.
+        long_prompts: lengths of prompts that are read within a fixed budget, the first one with the full cache too.
     """
 
     contexts: list[int]
@@ -37,6 +44,7 @@ class Plan:
     steps: int
     questions: int
     policy_for: Callable[[int], Policy]
+    long_prompts: list[int] = field(default_factory=list)
 
 
 class Progress(Protocol):
@@ -46,20 +54,21 @@ class Progress(Protocol):
 
     def advance(self) -> None: ...
 
-    def save(self, result: dict[str, list[dict[str, Any]]]) -> None: ...
+    def save(self, result: Result) -> None: ...
 
 
-def run(model, tokenizer, plan: Plan, progress: Progress) -> dict[str, list[dict[str, Any]]]:
+def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     """The records of every measurement, by its name.
 
     Raises:
         UnsupportedModelError: the model can't be compressed.
     """
     models.attention_layers(model, make_prompt_cache(model))
-    result: dict[str, list[dict[str, Any]]] = {
+    result: Result = {
         "decode": [],
         "batch": [],
         "requests": [],
+        "bounded": [],
         "needle": [],
     }
     progress.start("decoding", len(plan.contexts))
@@ -73,18 +82,39 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> dict[str, list[dict
         result["batch"] += measure_decoding(model, plan.batch_context, size, policy, plan.steps)
         progress.advance()
         progress.save(result)
-    fields = {n: requesters(model, n, plan.policy_for(n)) for n in plan.prompts}
-    trials = (n_trials(c, plan.trials) for field in fields.values() for c in field)
-    progress.start("whole requests", sum(trials))
-    for n, field in fields.items():
-        prompt = mx.random.randint(1, 256, (n,))
-        result["requests"] += measure_requests(model, prompt, field, plan.trials, progress.advance)
-        progress.save(result)
+    _measure_requests(model, plan, progress, result)
+    _measure_bounded(model, plan, progress, result)
     if plan.questions:
-        progress.start("questions", plan.questions * sum(map(len, fields.values())))
+        asked = plan.questions * sum(
+            len(requesters(model, n, plan.policy_for(n))) for n in plan.prompts
+        )
+        progress.start("questions", asked)
         for n in plan.prompts:
             result["needle"] += measure_needles(
                 model, tokenizer, n, plan.policy_for, plan.questions, progress.advance
             )
             progress.save(result)
     return result
+
+
+def _measure_requests(model, plan: Plan, progress: Progress, result: Result) -> None:
+    fields = {n: requesters(model, n, plan.policy_for(n)) for n in plan.prompts}
+    for n in plan.prompts[1:]:
+        # A prompt is read into quantised rows many times slower: once is enough to see it.
+        fields[n] = [c for c in fields[n] if c.kind != "quantized"]
+    trials = (n_trials(c, plan.trials) for found in fields.values() for c in found)
+    progress.start("whole requests", sum(trials))
+    for n, found in fields.items():
+        prompt = mx.random.randint(1, VOCABULARY, (n,))
+        result["requests"] += measure_requests(model, prompt, found, plan.trials, progress.advance)
+        progress.save(result)
+
+
+def _measure_bounded(model, plan: Plan, progress: Progress, result: Result) -> None:
+    if plan.long_prompts:
+        progress.start("within a budget", len(plan.long_prompts) + 1)
+    for n in plan.long_prompts:
+        found = bounded_field(n, BOUNDED, with_full=n == plan.long_prompts[0])
+        prompt = mx.random.randint(1, VOCABULARY, (n,))
+        result["bounded"] += measure_requests(model, prompt, found, 1, progress.advance)
+        progress.save(result)

@@ -21,7 +21,8 @@ class Table:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """All tables of a result, in reading order; those without records are left out."""
-    made = [_decoding(result), _batches(result), _requests(result), _needles(result)]
+    parts = (_decoding, _batches, _requests, _bounded, _needles)
+    made = [part(result) for part in parts]
     return [table for table in made if table.rows]
 
 
@@ -112,7 +113,7 @@ def _requests(result: dict[str, Any]) -> Table:
     table = Table(
         "Whole requests",
         f"Seconds until the first token, selection included; medians of {trials} requests made in turn (the full cache "
-        "and SnapKV; the others made one). "
+        "and SnapKV; the others made one, kv-bits at the first length only). "
         'KV memory is read from the arrays after the answer. Ratios are to the full cache; "rows" is the share kept. '
         "The rotating cache is put in by hand where mlx-lm ignores --max-kv-size, as it does for this and most models.",
         ["prompt", "cache", "prefill", "selection", "peak memory", "KV memory", "rows"],
@@ -133,6 +134,32 @@ def _requests(result: dict[str, Any]) -> Table:
                     f"{min(1, r['rows'] / context):.4f}",
                 ]
             )
+    return table
+
+
+def _bounded(result: dict[str, Any]) -> Table:
+    records = result["bounded"]
+    table = Table(
+        "Reading within a fixed budget",
+        "Rows are evicted while the prompt is read; one request each. Ratios are to the shortest prompt under the same "
+        "policy; KV memory is that of the buffers, room for the next block included.",
+        ["prompt", "cache", "rows at most", "prefill", "eviction", "peak memory", "KV memory"],
+    )
+    bounded = [r for r in records if r["kind"] == "bounded"]
+    for r in records:
+        first = bounded[0]
+        own = r["kind"] == "bounded"
+        table.rows.append(
+            [
+                f"{r['context']:,}",
+                r["contender"],
+                f"{r['rows']:,}",
+                f"{r['prefill_seconds']:.1f} s, {r['prefill_seconds'] / first['prefill_seconds']:.2f}",
+                f"{r['selection_seconds']:.2f} s" if own else "",
+                f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / first['peak_bytes']:.3f}",
+                format_bytes(r["kv_bytes"]),
+            ]
+        )
     return table
 
 

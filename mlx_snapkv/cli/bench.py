@@ -17,13 +17,14 @@ from rich.table import Table
 from ..bench import plots, tables
 from ..bench.contenders import snapkv_for
 from ..bench.random_model import NAME, make_random_model
-from ..bench.run import Plan, run
+from ..bench.run import BOUNDED, Plan, run
 from ..bench.setting import setting
 from ..errors import SnapKVError
 from ..policies import SnapKV
 from .loading import load_model
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest rows that the default policy can share out
+LONG = BOUNDED.quotas(0, 1)[0].rows + BOUNDED.block  # tokens that fill the buffers of a budget
 CONTEXTS = "4096,16384,32768,49152,65536,131072"
 
 
@@ -44,6 +45,9 @@ def bench(
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths of whole requests.")
     ] = "8192,16384",
+    long_prompts: Annotated[
+        str, typer.Option(help="Prompt lengths to read within a fixed budget.")
+    ] = "16384,32768,65536",
     num_trials: Annotated[
         int,
         typer.Option("--num-trials", "-n", min=1, help="Requests with the full cache and SnapKV."),
@@ -70,6 +74,7 @@ def bench(
         steps=steps,
         questions=questions if needle else 0,
         policy_for=lambda n: given or snapkv_for(n),
+        long_prompts=_lengths("--long-prompts", long_prompts, least=LONG),
     )
     base = None if output is None else _writable(output)
     for n in (*plan.contexts, *plan.prompts, batch_context):

@@ -101,11 +101,12 @@ def test_every_finished_part_is_saved(model):
         def save(self, result):
             saved.append({name: len(records) for name, records in result.items()})
 
-    plan = Plan([1024], [1], 1024, [1024], trials=1, steps=1, questions=0, policy_for=snapkv_for)
+    sizes = {"trials": 1, "steps": 1, "questions": 0, "policy_for": snapkv_for}
+    plan = Plan([1024], [1], 1024, [1024], long_prompts=[3000], **sizes)
     result = run(model, None, plan, Progress())
-    assert len(saved) == 3 and saved[0]["decode"] == len(result["decode"]) > 0
+    assert len(saved) == 4 and saved[0]["decode"] == len(result["decode"]) > 0
     assert saved[0]["batch"] == 0 < saved[1]["batch"] and saved[1]["requests"] == 0
-    assert saved[2] == {name: len(records) for name, records in result.items()}
+    assert saved[3] == {name: len(records) for name, records in result.items()}
 
 
 def test_request_records_hold_the_rows_that_stay(model):

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 SMALL = ["--context", "1024", "-b", "1", "--batch-context", "1024", "-n", "1", "--steps", "1"]
+SMALL += ["--long-prompts", "3000"]
 
 
 def run(*args):
@@ -36,6 +37,7 @@ def test_tables_files_and_plots(tmp_path):
         "Decoding by context length",
         "Decoding by batch size",
         "Whole requests",
+        "Reading within a fixed budget",
         "Retrieval",
     ):
         assert title in out
@@ -47,7 +49,7 @@ def test_tables_files_and_plots(tmp_path):
     result = json.loads((base.parent / "result.json").read_text())
     assert result["command"].startswith("mlx-snapkv bench --model demo --context 1024")
     assert {"versions", "commit", "machine"} <= set(result)
-    assert all(result[name] for name in ("decode", "batch", "requests", "needle"))
+    assert all(result[name] for name in ("decode", "batch", "requests", "bounded", "needle"))
     assert (base.parent / "result-decoding.png").read_bytes().startswith(b"\x89PNG")
 
 
