@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import SnapKVError
-from . import bench, demo, generate, models
+from . import bench, demo, generate, models, policies
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
+app.command("policies")(policies.policies)
 app.command("bench")(bench.bench)
 
 
