@@ -99,9 +99,7 @@ def stream_generate(
         return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
 
     options = {"draft_model": draft_model, **kwargs}
-    return _served(
-        start, model, len(tokens), max_tokens, chosen, on_report, options, _without_selection
-    )
+    return _served(start, model, len(tokens), max_tokens, chosen, on_report, options, _without_cut)
 
 
 def generate(
@@ -148,11 +146,9 @@ def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     return prompt if isinstance(prompt, mx.array) else mx.array(prompt)
 
 
-def _without_selection(
-    response: GenerationResponse, report: CompressionReport
-) -> GenerationResponse:
-    """A response from after the cut, its speed without the seconds of the selection."""
-    seconds = response.generation_tokens / response.generation_tps - report.selection_seconds
+def _without_cut(response: GenerationResponse, cut_seconds: float) -> GenerationResponse:
+    """A response from after the cut, its speed without the seconds that the cut took."""
+    seconds = response.generation_tokens / response.generation_tps - cut_seconds
     return dataclasses.replace(response, generation_tps=response.generation_tokens / seconds)
 
 
@@ -164,11 +160,11 @@ def _served(
     policy: Policy | Stages | None,
     on_report: ReportCallback | None,
     options: dict[str, Any],
-    after_cut: Callable[[Any, CompressionReport], Any] = lambda item, report: item,
+    after_cut: Callable[[Any, float], Any] = lambda item, seconds: item,
 ) -> Iterator[Any]:
     """mlx-lm's own iterator, `start(model, options)`, if need be with a cut made between two of its steps.
 
-    `after_cut` amends the items that come after it.
+    `after_cut` amends the items that come after it, given the seconds it took.
     """
     on_report = on_report or (lambda report: None)
     reason = _reason_for_nothing(policy, n_prompt, max_tokens, options)
@@ -237,13 +233,12 @@ def _cut_at_token(
         if keep:
             on_report(request.cut())
         raise
-    report = request.cut()
-    on_report(report)
+    on_report(request.cut())
     if item is not None:
         with request.decoding():
             yield item
             for item in items:
-                yield after_cut(item, report)
+                yield after_cut(item, request.cut_seconds)
 
 
 def _cut_before_last_token(start, request: RecordedRequest, on_report, options) -> Iterator[Any]:

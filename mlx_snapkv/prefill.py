@@ -51,6 +51,7 @@ class RecordedRequest:
 
     Attributes:
         caches: the list to hand to mlx-lm.
+        cut_seconds: what the cut itself took.
 
     Raises:
         SnapKVError: the model is not supported, or the budget has no room for what is always kept.
@@ -77,6 +78,7 @@ class RecordedRequest:
             else:
                 capacity = max(n_prompt, last) + 1
                 layer.put(self.caches, RecordingKVCache(first, last, capacity))
+        self.cut_seconds = 0.0
         self._started = 0.0
         self._prefill_seconds: float | None = None
 
@@ -141,6 +143,7 @@ class RecordedRequest:
     def cut(self) -> CompressionReport:
         """Compress the caches and hand them to the caller's list."""
         self.prompt_is_read()
+        started = time.perf_counter()
         self._require_fresh()
         reading = self._block_caches()
         seconds = sum(cache.selection_seconds for cache in reading)
@@ -155,6 +158,7 @@ class RecordedRequest:
         report.selection_seconds += seconds
         report.prefill_seconds = (self._prefill_seconds or 0.0) - seconds
         self._callers[:] = self.caches
+        self.cut_seconds = time.perf_counter() - started
         return report
 
     def _block_caches(self) -> list[BlockKVCache]:
@@ -174,7 +178,9 @@ class RecordedRequest:
             report.rows_kept[layer.index] = cache.size()
             report.kv_bytes_before += full_bytes(cache)
         if all(cache.size() == cache.offset for cache in self._block_caches()):
-            report.reason = fits_reason(self.n_prompt, self.policy) + "; the answer is kept within"
+            report.reason = (
+                fits_reason(self.n_prompt, self.policy) + "; the answer is kept within it"
+            )
         report.kv_bytes_after = kv_bytes(self.caches)
         report.selection_seconds = time.perf_counter() - started
         return report

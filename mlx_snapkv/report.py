@@ -17,10 +17,12 @@ class CompressionReport:
         prompt_tokens: tokens of the whole prompt.
         reason: why nothing was compressed, with what to change; None when rows were dropped.
         rows_kept: by layer of the model, rows per KV head; None for layers without a KV cache.
-        kv_bytes_before, kv_bytes_after: bytes of all KV caches before and after the cut.
-        mass_kept: by layer, the share (0 to 1) of the voters' attention that went to rows kept.
+        kv_bytes_before: bytes of all tokens' rows at the cut, those evicted before included.
+        kv_bytes_after: bytes of the buffers of the caches that go on.
+        mass_kept: by layer, the share (0 to 1) of the voters' attention at the cut that went to rows kept; None
+            for policies without votes, and for those that go on evicting.
         prefill_seconds: from the first chunk to the cut, selection excluded.
-        selection_seconds: scoring, ranking and gathering.
+        selection_seconds: scoring, ranking and gathering, all evictions while reading included.
     """
 
     policy: str
@@ -42,6 +44,14 @@ class CompressionReport:
         """Rows kept per KV head, the most of any layer; 0 when nothing was compressed."""
         return max((n for n in self.rows_kept if n is not None), default=0)
 
+    @property
+    def rows_text(self) -> str:
+        """The rows kept in words: one number, or the range over the layers."""
+        kept = sorted(n for n in self.rows_kept if n is not None)
+        if not kept or kept[0] == kept[-1]:
+            return f"{self.rows} rows kept"
+        return f"{kept[0]} to {kept[-1]} rows kept by layer"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -51,7 +61,7 @@ class CompressionReport:
         mass = [m for m in self.mass_kept if m is not None]
         share = f", {min(mass):.0%} to {max(mass):.0%} of the votes" if mass else ""
         return (
-            f"{self.prompt_tokens} prompt tokens, {self.rows} rows kept{share}, KV memory "
+            f"{self.prompt_tokens} prompt tokens, {self.rows_text}{share}, KV memory "
             f"{format_bytes(self.kv_bytes_before)} → {format_bytes(self.kv_bytes_after)}, "
             f"selection {self.selection_seconds:.2f} s"
         )

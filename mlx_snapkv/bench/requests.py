@@ -54,9 +54,12 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
         if first is None:
             first = time.perf_counter() - started
     report = reports[0]
-    # With a lookahead the cut comes some tokens later, but it is part of reading the prompt.
+    if (
+        report.compressed
+    ):  # with a lookahead the cut comes some tokens later, but it is part of reading the prompt
+        first = report.prefill_seconds + report.selection_seconds
     return {
-        "prefill_seconds": (first or 0.0) + report.selection_seconds,
+        "prefill_seconds": first,
         "selection_seconds": report.selection_seconds,
         "peak_bytes": mx.get_peak_memory(),
         "kv_bytes": rows_bytes(cache),

@@ -135,7 +135,7 @@ def closing_line(response: GenerationResponse, report: CompressionReport) -> str
         kept = f"full cache: {report.reason}"
     else:
         kept = (
-            f"{report.rows} rows kept, KV memory {format_bytes(report.kv_bytes_before)}"
+            f"{report.rows_text}, KV memory {format_bytes(report.kv_bytes_before)}"
             f" → {format_bytes(report.kv_bytes_after)}"
         )
     return (
