@@ -4,6 +4,8 @@ import itertools
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, assert_unpatched, plain, steps
 from tiny_models import make_llama
@@ -65,6 +67,48 @@ def test_rows_in_memory_stay_within_budget_and_block_from_first_chunk_to_last_to
     assert reports[0].kv_bytes_after == sum(c.nbytes for c in caches)
     assert reports[0].kv_bytes_before == caches[0].nbytes // (40 + 16) * 201 * len(caches)
     assert_unpatched()
+
+
+LLAMA = make_llama()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.integers(1, 120),
+    step=st.integers(1, 60),
+    block=st.integers(1, 50),
+    budget=st.integers(18, 90),
+    answer=st.integers(1, 20),
+    name=st.sampled_from(sorted(SMALL)),
+)
+def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
+    prompt, step, block, budget, answer, name
+):
+    sizes = []
+    original = BlockKVCache.update_and_fetch
+
+    def watched(self, keys, values):
+        out = original(self, keys, values)
+        sizes.extend(x.shape[2] for x in (self.keys, self.values, *out))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockKVCache, "update_and_fetch", watched)
+        cache = make_prompt_cache(LLAMA)
+        items = steps(
+            LLAMA,
+            mx.arange(prompt) % 60,
+            n=answer,
+            policy=spec(name, budget=budget, block=block),
+            prompt_cache=cache,
+            prefill_step_size=step,
+        )
+    assert len(items) == answer and {c.offset for c in cache} == {prompt + answer}
+    assert max(sizes, default=0) <= budget + block
+    if prompt > budget:
+        assert sizes and all(c.size() <= budget + block for c in cache)
+    if sizes:
+        assert all(p.tolist() == sorted(set(p.tolist())) for c in cache for p in c.positions[0])
 
 
 @pytest.mark.parametrize("budget", [190, 40, 19])
