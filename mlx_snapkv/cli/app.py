@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import SnapKVError
-from . import bench, demo, generate, models
+from . import bench, demo, evaluate, generate, models
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
@@ -22,6 +22,7 @@ app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("bench")(bench.bench)
+app.add_typer(evaluate.app, name="eval")
 
 
 @app.callback(invoke_without_command=True)
