@@ -9,8 +9,8 @@ PAGE = """# What each policy finds
 Written by `{command}` on {date}, never typed (commit {commit}, {machine}, {versions}).
 
 Facts with values of several tokens are hidden in a document, {needles} in each, and one is asked for at the end, the
-one at a depth of 0 to 100%: {depths} depths, {questions} questions at each. A figure is the share of exact answers, of {asked}.
-The documents are those of `mlx-snapkv eval needle`, the same for all policies.
+one at a depth of 0 to 100%: {depths} depths, {questions} questions at each. A figure is the share of exact answers,
+of {asked}. The documents are those of `mlx-snapkv eval needle`, the same for all policies.
 
 - The budget is a share of the prompt's rows, kept per KV head. `once` reads the whole prompt first; `block` evicts
   after every {block} tokens, and goes on while the answer is decoded.

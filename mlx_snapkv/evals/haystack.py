@@ -47,9 +47,11 @@ def fill(
     """
     pieces: list[str] = []
     sizes: list[int] = []
-    while sum(sizes) < SPARE * length:
-        pieces += itertools.islice(filler, 16)
-        sizes += [max(1, count_tokens(piece)) for piece in pieces[len(sizes) :]]
+    total = 0
+    while total < SPARE * length:
+        pieces.append(next(filler))
+        sizes.append(max(1, count_tokens(pieces[-1])))
+        total += sizes[-1]
 
     def prompt(n: int) -> list[int]:
         return prompt_of(hide(pieces[:n], sizes[:n], hidden))
@@ -66,9 +68,14 @@ def hide(pieces: Sequence[str], sizes: Sequence[int], hidden: Sequence[tuple[flo
     bounds = [0, *itertools.accumulate(sizes)]
     at: dict[int, list[str]] = {}
     for depth, text in hidden:
-        place = min(range(len(bounds)), key=lambda i: abs(bounds[i] - depth * bounds[-1]))
-        at.setdefault(place, []).append(text)
+        at.setdefault(_nearest(bounds, depth * bounds[-1]), []).append(text)
     parts = itertools.chain.from_iterable(
         [*at.get(i, []), *pieces[i : i + 1]] for i in range(len(bounds))
     )
     return "".join(parts).strip()
+
+
+def _nearest(bounds: Sequence[int], place: float) -> int:
+    """The index of the bound nearest to `place`, of ascending bounds that enclose it."""
+    i = bisect.bisect_left(bounds, place)
+    return i - 1 if i and place - bounds[i - 1] < bounds[i] - place else i

@@ -9,8 +9,9 @@ from ..report import format_bytes
 from .results import Record
 
 REMARK = (
-    "Right answers of those asked for, and the rows kept per KV head (the most of any layer). An answer is right if "
-    "the exact value stands in it."
+    "Right answers of those asked for; an answer is right if the exact value stands in it. Rows are those kept per KV "
+    "head, the most of any layer; under schedule=block up to `block` more are held until the next cut. KV memory is "
+    "read from the arrays after the answer."
 )
 
 
