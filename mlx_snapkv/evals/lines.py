@@ -52,7 +52,7 @@ FACTS = Wording(
 
 @dataclass(frozen=True)
 class Lines:
-    """One line of a long list is asked for. All depths of one length and question number share their lines."""
+    """One line of a long list is asked for."""
 
     tokenizer: Any
     seed: int = 0
@@ -62,7 +62,7 @@ class Lines:
         return {"task": "lines", "seed": self.seed, "wording": self.wording.name}
 
     def ask(self, cell: Cell) -> Question:
-        rng = random.Random(f"{self.seed} {cell.length} {cell.question}")
+        rng = random.Random(f"{self.seed} {cell}")
         words, lines = self.wording, self._lines(rng)
         name, number = next(lines)
 

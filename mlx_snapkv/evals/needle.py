@@ -21,8 +21,6 @@ from .haystack import fill, repeated, synthetic
 class Needle:
     """One fact is asked for; the other `needles - 1` are spread over the document.
 
-    All depths of one length and question number share their facts and filler, so that only the place differs.
-
     Attributes:
         haystack: the filler, cut to length between sentences and repeated if it is too short; by default the
             sentences that the embedded models were trained on.
@@ -40,7 +38,7 @@ class Needle:
         return {"task": "needle", "seed": self.seed, "needles": self.needles, "haystack": filler}
 
     def ask(self, cell: Cell) -> Question:
-        rng = random.Random(f"{self.seed} {cell.length} {cell.question}")
+        rng = random.Random(f"{self.seed} {cell}")
         facts = make_facts(rng, self.needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
         depths = [cell.depth, *_spread(self.needles - 1)]

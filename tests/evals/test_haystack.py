@@ -50,6 +50,12 @@ def test_a_text_is_repeated_whole_and_cut_between_sentences():
     )
 
 
+def test_long_pieces_are_cut_between_lines():
+    rows = [f"row {i} of a table\n" for i in range(40)]
+    pieces = list(itertools.islice(repeated("Before. " + "".join(rows) + "\nAfter."), 43))
+    assert pieces[:3] == ["Before. ", *rows[:2]] and pieces[-1] == "After.\n\n"
+
+
 def test_no_room_is_an_error_that_says_how_much_is_needed():
     with pytest.raises(SnapKVError, match="--length must be at least 11 for this question, got 10"):
         filled(10, [(0.5, "needle here . ")], repeated("one two three four five."))
