@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
-from ..demo.questions import make_haystack, question_prompt
+from ..demo.questions import contains, make_haystack, question_prompt
 from ..errors import SnapKVError
 from ..generate import generate
 from ..policies import Policy
@@ -49,11 +48,6 @@ def measure_needles(
             }
         )
     return records
-
-
-def contains(answer: str, value: str) -> bool:
-    """The value stands in the answer by itself, not inside a longer word or number."""
-    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None
 
 
 def _answer(model, tokenizer, prompt: list[int], contender: Contender) -> str:

@@ -42,15 +42,16 @@ def markdown(result: dict[str, Any], name: str) -> str:
     ]
     for table in tables(result):
         lines += ["", f"## {table.title}", "", table.remark, ""]
-        lines += ["| " + " | ".join(cells) + " |" for cells in _ruled(table)]
+        lines += as_markdown(table)
     lines += ["", "## Plots", ""]
     lines += [f"![{plot}]({name}-{plot}.png)" for plot in PLOTS]
     return "\n".join(lines) + "\n"
 
 
-def _ruled(table: Table) -> list[list[str]]:
+def as_markdown(table: Table) -> list[str]:
+    """The lines of a table, names to the left and figures to the right."""
     rule = ["---" if i == 0 or c == "cache" else "---:" for i, c in enumerate(table.columns)]
-    return [table.columns, rule, *table.rows]
+    return ["| " + " | ".join(cells) + " |" for cells in (table.columns, rule, *table.rows)]
 
 
 def _by_key(records: list[dict[str, Any]], key: str) -> dict[int, list[dict[str, Any]]]:

@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import SnapKVError
-from . import bench, demo, generate, models, policies
+from . import bench, demo, evaluate, generate, models, policies
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
@@ -23,6 +23,7 @@ app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)
 app.command("bench")(bench.bench)
+app.add_typer(evaluate.app, name="eval")
 
 
 @app.callback(invoke_without_command=True)

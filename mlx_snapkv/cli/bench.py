@@ -22,6 +22,7 @@ from ..bench.setting import setting
 from ..errors import SnapKVError
 from ..policies import SnapKV
 from .loading import load_model
+from .options import whole_numbers, writable
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest rows that the default policy can share out
 LONG = BOUNDED.quotas(0, 1)[0].rows + BOUNDED.block  # tokens that fill the buffers of a budget
@@ -66,17 +67,17 @@ def bench(
         raise SnapKVError("--needle needs a model that can answer: --model demo, for one")
     given = None if snapkv is None else SnapKV.from_string(snapkv)
     plan = Plan(
-        contexts=_lengths("--context", context, least=LEAST),
-        batches=_lengths("--batch-size", batch_size, least=1),
+        contexts=whole_numbers("--context", context, least=LEAST),
+        batches=whole_numbers("--batch-size", batch_size, least=1),
         batch_context=batch_context,
-        prompts=_lengths("--prompt-tokens", prompt_tokens, least=LEAST),
+        prompts=whole_numbers("--prompt-tokens", prompt_tokens, least=LEAST),
         trials=num_trials,
         steps=steps,
         questions=questions if needle else 0,
         policy_for=lambda n: given or snapkv_for(n),
-        long_prompts=_lengths("--long-prompts", long_prompts, least=LONG),
+        long_prompts=whole_numbers("--long-prompts", long_prompts, LONG),
     )
-    base = None if output is None else _writable(output)
+    base = None if output is None else writable(output, ".json")
     for n in (*plan.contexts, *plan.prompts, batch_context):
         plan.policy_for(n)  # a mistake in the options shows before anything is measured
     loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
@@ -128,29 +129,6 @@ class _Bars:
     def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
         if self._base is not None:
             _write_json(self._about | result, self._base)
-
-
-def _lengths(option: str, text: str, least: int) -> list[int]:
-    """Whole numbers from a comma-separated list; empty for an empty one."""
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        numbers = [0]
-    if any(n < least for n in numbers):
-        raise SnapKVError(f"{option} must be whole numbers from {least}, with commas, got {text!r}")
-    return numbers
-
-
-def _writable(output: str) -> Path:
-    """The path that all files' names start with; its folder is made if need be, before anything is measured."""
-    plots.require_matplotlib()
-    base = Path(output).expanduser()
-    try:
-        base.parent.mkdir(parents=True, exist_ok=True)
-        base.with_name(f"{base.name}.json").touch()
-    except OSError as error:
-        raise SnapKVError(f"--output {output}: {error.strerror or error}") from error
-    return base
 
 
 def _print(result: dict[str, Any]) -> None:

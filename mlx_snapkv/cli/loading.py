@@ -120,7 +120,9 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         raise SnapKVError("--prompt and --prompt-file can't both read standard input")
     parts = []
     if prompt_file is not None:
-        parts.append(_read_stdin() if prompt_file == "-" else _read_file(prompt_file))
+        parts.append(
+            _read_stdin() if prompt_file == "-" else read_file("--prompt-file", prompt_file)
+        )
     if prompt is not None:
         # As mlx-lm does: \n and \t may be typed on the command line.
         typed = prompt.replace("\\n", "\n").replace("\\t", "\t")
@@ -138,13 +140,20 @@ def _read_stdin() -> str:
     return _decode(sys.stdin.buffer.read(), "standard input")
 
 
-def _read_file(path: str) -> str:
+def read_file(option: str, path: str) -> str:
+    """The text of the file that an option names.
+
+    Raises:
+        SnapKVError: it can't be read or is not text.
+    """
+    file = _path(option, path)
     try:
-        return _decode(_path("--prompt-file", path).read_bytes(), f"--prompt-file {path}")
+        data = file.read_bytes()
     except OSError as error:
-        raise SnapKVError(f"--prompt-file {path}: {error.strerror or error}") from error
+        raise SnapKVError(f"{option} {path}: {error.strerror or error}") from error
     except ValueError as error:  # a name no file can have
-        raise SnapKVError(f"--prompt-file {path!r}: {error}") from error
+        raise SnapKVError(f"{option} {path!r}: {error}") from error
+    return _decode(data, f"{option} {path}")
 
 
 def _decode(data: bytes, source: str) -> str:

@@ -1,9 +1,19 @@
-"""The progress bar of a prefill, on stderr."""
+"""The progress bars, on stderr: of a prefill, and of questions asked."""
 
 from __future__ import annotations
 
+import time
+
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 
@@ -44,3 +54,38 @@ class PrefillBar:
         """Stop drawing, whatever happened; calling it again does nothing."""
         if self._progress.live.is_started:
             self._progress.stop()
+
+
+class AnswerBar:
+    """A bar of the questions asked, with time left; off a terminal a line now and then, and at the end."""
+
+    LINE_EVERY = 30.0  # seconds
+
+    def __init__(self, console: Console, total: int, done: int):
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("asking", total=total, completed=done)
+        self._printed = time.monotonic()
+
+    def __enter__(self) -> AnswerBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+        task = self._progress.tasks[0]
+        late = time.monotonic() - self._printed >= self.LINE_EVERY
+        if not self._console.is_terminal and (late or task.finished):
+            self._printed = time.monotonic()
+            self._console.print(f"asked {task.completed:.0f} of {task.total:.0f}", highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 
 from .documents import Fact, make_document, make_facts
@@ -22,9 +23,11 @@ def make_haystack(
 
 
 def question_prompt(tokenizer, document: str, question: str) -> list[int]:
-    """Token ids of the document with one question at its end, through the chat template."""
+    """Token ids of the document with one question at its end, through the chat template, without thinking."""
     messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, enable_thinking=False
+    )
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
@@ -40,3 +43,8 @@ def is_right(fact: Fact, answer: str) -> bool:
     """The answer begins with the value, and not with a longer number."""
     rest = answer.strip().removeprefix(fact.value)
     return rest != answer.strip() and not rest[:1].isalnum()
+
+
+def contains(answer: str, value: str) -> bool:
+    """The value stands in the answer by itself, not inside a longer word or number."""
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None

@@ -12,7 +12,7 @@ from mlx_snapkv import SnapKVCache, models
 from mlx_snapkv.bench import plots, tables
 from mlx_snapkv.bench.contenders import contenders, decoding_cache, request_cache, snapkv_for
 from mlx_snapkv.bench.decode import head_dim, measure_decoding, requesters
-from mlx_snapkv.bench.needle import contains, measure_needles
+from mlx_snapkv.bench.needle import measure_needles
 from mlx_snapkv.bench.requests import measure_requests
 from mlx_snapkv.bench.run import Plan, run
 from mlx_snapkv.policies import SnapKV
@@ -137,13 +137,6 @@ def test_answers_are_counted(demo_model):
     assert len(answered) == questions * 5
     assert records["full"]["right"] == questions
     assert records["rotating"]["right"] < records["snapkv"]["right"]
-
-
-@pytest.mark.parametrize(
-    "answer, right", [("482913", True), ("It is 482913.", True), ("1482913", False), ("", False)]
-)
-def test_a_value_counts_only_by_itself(answer, right):
-    assert contains(answer, "482913") is right
 
 
 @pytest.mark.parametrize("name", ["benchmarks-demo"])

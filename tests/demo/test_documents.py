@@ -5,6 +5,7 @@ import pytest
 from mlx_snapkv.demo.documents import ATTRIBUTES, Fact, make_document, make_facts
 from mlx_snapkv.demo.questions import (
     common_prefix,
+    contains,
     is_right,
     make_haystack,
     question_prompt,
@@ -65,3 +66,10 @@ def test_prompts_of_one_document_share_all_but_the_question(demo_llama):
 )
 def test_answers_are_judged_exactly(answer, right):
     assert is_right(Fact("access code", "amber falcon", "1234"), answer) == right
+
+
+@pytest.mark.parametrize(
+    "answer, right", [("482913", True), ("It is 482913.", True), ("1482913", False), ("", False)]
+)
+def test_a_value_counts_only_by_itself(answer, right):
+    assert contains(answer, "482913") is right

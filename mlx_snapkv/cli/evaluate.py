@@ -1,0 +1,205 @@
+"""`mlx-snapkv eval`: how many hidden facts are still found when the cache is compressed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__
+from ..bench.setting import setting
+from ..demo import MODELS
+from ..errors import SnapKVError
+from ..evals import heatmap, summary
+from ..evals.grid import Cell, Task, cells
+from ..evals.lines import FACTS, LONGEVAL, Lines
+from ..evals.needle import Needle
+from ..evals.results import Results
+from ..evals.run import Contenders, check, contenders, run
+from .loading import load_model, read_file
+from .options import whole_numbers, with_suffix, writable
+from .progress import AnswerBar
+
+LEAST = 256  # tokens of a prompt
+POOLED = "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
+POOLING = [*(f"{POOLED},pool_kernel={width}" for width in (1, 5, 7)), POOLED]
+
+app = typer.Typer(help="Ask for facts in long prompts, with the full cache and with policies.")
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+Model = Annotated[
+    str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")
+]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="POLICY",
+        help="As for generate, such as keydiff:budget=12.5%, a share of the prompt. Repeat it to compare several.",
+    ),
+]
+Lengths = Annotated[str, typer.Option("--length", help="Tokens of the prompts, with commas.")]
+Depths = Annotated[
+    int, typer.Option(min=1, max=101, help="Depths to hide at, evenly from start to end.")
+]
+Questions = Annotated[int, typer.Option(min=1, help="Questions per length and depth.")]
+Seed = Annotated[int, typer.Option(help="Seed of the documents.")]
+Output = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Write NAME.jsonl as answers come, and go on from it if it is there; at the end NAME.json, NAME.md "
+        "and a heat map for each policy.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@app.command("needle")
+def needle(
+    model: Model = "demo",
+    policy: Policies = None,
+    length: Lengths = "2048,4096",
+    depths: Depths = 5,
+    questions: Questions = 1,
+    needles: Annotated[
+        int, typer.Option(min=1, max=1000, help="Facts hidden in a document; one is asked for.")
+    ] = 1,
+    seed: Seed = 0,
+    haystack: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Text to hide facts in; repeat it for several files."),
+    ] = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hide a fact at every depth of prompts of every length, and ask for it at the end.
+
+    mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0"
+    """
+    text = "\n\n".join(read_file("--haystack", file) for file in haystack or [])
+    if haystack and not text.strip():
+        raise SnapKVError(f"--haystack {' '.join(haystack)}: there is no text in it")
+    grid = cells(_lengths(length), depths, questions)
+
+    def task(tokenizer) -> Needle:
+        return Needle(tokenizer, seed, needles, text or None)
+
+    _evaluate(model, task, grid, policy or [], output, as_json)
+
+
+@app.command("lines")
+def lines(
+    model: Model = "demo",
+    policy: Policies = None,
+    length: Lengths = "2048,4096",
+    depths: Depths = 5,
+    questions: Questions = 1,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
+
+    Without --policy, SnapKV with 1/8 of the rows, without pooling and pooled over 5, 7 and its default. These use
+    lookahead=0, since with its default of 4 the full rows would answer most of a number. The embedded models,
+    which don't know LongEval's words, get lines of their own.
+    """
+    grid = cells(_lengths(length), depths, questions)
+    wording = FACTS if model in MODELS else LONGEVAL
+
+    def task(tokenizer) -> Lines:
+        return Lines(tokenizer, seed, wording)
+
+    _evaluate(model, task, grid, policy or POOLING, output, as_json)
+
+
+def _lengths(text: str) -> list[int]:
+    lengths = whole_numbers("--length", text, LEAST)
+    if not lengths:
+        raise SnapKVError("--length is empty: give at least one number of tokens")
+    return lengths
+
+
+def _evaluate(
+    name: str,
+    make_task: Callable[[Any], Task],
+    grid: list[Cell],
+    policies: list[str],
+    output: str | None,
+    as_json: bool,
+) -> None:
+    chosen = contenders(policies)
+    model, tokenizer = load_model(name)
+    if not tokenizer.has_chat_template:
+        raise SnapKVError(f"--model {name}: it has no chat template, so it can't be asked anything")
+    check(model, chosen, list(dict.fromkeys(cell.length for cell in grid)))
+    task = make_task(tokenizer)
+    about = setting()
+    fixed = {**task.setting(), "model": name, "mlx-snapkv": __version__}
+    base = None if output is None else writable(output, ".jsonl")
+    results = Results(fixed, None if base is None else with_suffix(base, ".jsonl"))
+    records = _ask(model, tokenizer, task, grid, chosen, results, base)
+    command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
+    result = {"command": command, **fixed, **about, "summary": summary.summarise(records)}
+    if as_json:
+        print(json.dumps(result | {"records": records}))
+    else:
+        _print(summary.table(result["summary"], f"Retrieval: {result['task']}"))
+    if base is not None:
+        written = _write(result | {"records": records}, base)
+        print("wrote", *written, file=sys.stderr if as_json else sys.stdout)
+
+
+def _ask(
+    model, tokenizer, task: Task, grid: list[Cell], chosen: Contenders, results: Results, base
+) -> list[dict[str, Any]]:
+    console = Console(stderr=True)
+    done = sum(results.get(name, cell) is not None for cell in grid for name in chosen)
+    try:
+        with AnswerBar(console, total=len(grid) * len(chosen), done=done) as bar:
+            return run(model, tokenizer, task, grid, chosen, results, bar.advance)
+    except KeyboardInterrupt:
+        if base is not None:
+            console.print(
+                f"What was answered is in {with_suffix(base, '.jsonl')}; the same command goes on from there.",
+                soft_wrap=True,
+            )
+        raise
+
+
+def _print(made: summary.Table) -> None:
+    console = Console()
+    console.width = max(console.width, 108)
+    table = Table(title=made.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in made.columns:
+        figures = column != "policy"
+        table.add_column(
+            column, justify="right" if figures else "left", no_wrap=figures, overflow="fold"
+        )
+    for row in made.rows:
+        table.add_row(*row)
+    console.print(table, made.remark, sep="\n", markup=False)
+
+
+def _write(result: dict[str, Any], base: Path) -> list[Path]:
+    """The result, its page and its heat maps; their paths."""
+    plots = heatmap.write_heatmaps(result["records"], base)
+    data, page = with_suffix(base, ".json"), with_suffix(base, ".md")
+    data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    page.write_text(summary.markdown(result, [plot.name for plot in plots]), encoding="utf-8")
+    return [data, page, *plots]

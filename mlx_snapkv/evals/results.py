@@ -1,0 +1,78 @@
+"""Records of a run, in a file of JSON lines that a later run goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import SnapKVError
+from .grid import Cell
+
+Record = dict[str, Any]
+Key = tuple[str, int, float, int]
+
+
+class Results:
+    """Records by policy and cell.
+
+    With a path, each is appended to that file as it comes; the file's first line is the setting. A last line that
+    was not finished is dropped.
+
+    Raises:
+        SnapKVError: the file is not of this setting, or not such a file.
+    """
+
+    def __init__(self, setting: dict[str, Any], path: Path | None = None):
+        self._path = path
+        self._records: dict[Key, Record] = {}
+        if path is not None:
+            self._load(setting, path)
+
+    def get(self, policy: str, cell: Cell) -> Record | None:
+        return self._records.get((policy, cell.length, cell.depth, cell.question))
+
+    def add(self, record: Record) -> None:
+        self._records[_key(record)] = record
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def _load(self, setting: dict[str, Any], path: Path) -> None:
+        data = path.read_bytes() if path.exists() else b""
+        header = (json.dumps(setting) + "\n").encode()
+        if header.startswith(data):  # nothing yet, or not even all of the first line
+            path.write_bytes(header)
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        first, *lines = whole.splitlines() or [b""]
+        _require_same(setting, first, path)
+        for number, line in enumerate(lines, start=2):
+            try:
+                record = json.loads(line)
+                self._records[_key(record)] = record
+            except (ValueError, TypeError, KeyError):
+                raise SnapKVError(f"{path}: line {number} is damaged: delete that line") from None
+        if len(whole) < len(data):
+            os.truncate(path, len(whole))
+
+
+def _key(record: Record) -> Key:
+    return record["policy"], record["length"], record["depth"], record["question"]
+
+
+def _require_same(setting: dict[str, Any], first: bytes, path: Path) -> None:
+    """Raises: SnapKVError: a file's first line is not this setting."""
+    try:
+        found = json.loads(first)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "task" not in found:
+        raise SnapKVError(f"{path} is not the file of an evaluation: choose another --output")
+    for name in dict.fromkeys([*setting, *found]):
+        if found.get(name) != setting.get(name):
+            raise SnapKVError(
+                f"{path} is of another run, with {name} {found.get(name)!r} and not {setting.get(name)!r}: "
+                "choose another --output, or delete it"
+            )

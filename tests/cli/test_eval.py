@@ -1,0 +1,149 @@
+"""The real command: tables, files, going on, and mistakes of one line."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mlx_snapkv.cli import app
+
+SMALL = ["--length", "512", "--depths", "2"]
+KEYDIFF = "keydiff:budget=25%,block=128"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """The command in this process: (exit code, stdout, stderr)."""
+
+    def invoke(*args):
+        monkeypatch.setattr(sys, "argv", ["mlx-snapkv", "eval", *args])
+        with pytest.raises(SystemExit) as exit:
+            app.main()
+        return exit.value.code, *capsys.readouterr()
+
+    return invoke
+
+
+def test_the_table_has_a_row_a_policy(call):
+    code, out, err = call("needle", *SMALL, "--policy", KEYDIFF, "--policy", "random:budget=4%")
+    assert code == 0
+    lines = [line.split() for line in out.splitlines() if "/" in line]
+    assert [line[0] for line in lines] == ["full", KEYDIFF, "random:budget=4%"]
+    assert lines[0][2] == "2/2" and lines[2][1] != "2/2"
+    assert err.strip() == "asked 6 of 6"
+
+
+def test_files_are_written_and_the_next_run_reads_them(call, tmp_path):
+    base = tmp_path / "new folder" / "r.1"
+    args = ["needle", *SMALL, "--policy", KEYDIFF, "--output", str(base)]
+    code, first, _ = call(*args)
+    names = {
+        "r.1.jsonl",
+        "r.1.json",
+        "r.1.md",
+        "r.1-full-cache.png",
+        "r.1-keydiff-budget=25pct-block=128.png",
+    }
+    assert code == 0 and {p.name for p in base.parent.iterdir()} == names
+    stored = (base.parent / "r.1.jsonl").read_bytes()
+    code, second, err = call(*args)
+    assert (code, second, err) == (0, first, "")
+    assert (base.parent / "r.1.jsonl").read_bytes() == stored
+    result = json.loads((base.parent / "r.1.json").read_text())
+    assert len(result["records"]) == 4 and len(result["summary"]) == 2
+    assert "| full cache | 2/2 |" in (base.parent / "r.1.md").read_text()
+
+
+def test_json_is_one_object(call):
+    code, out, _ = call("needle", *SMALL, "--json", "--seed", "3")
+    result = json.loads(out)
+    assert code == 0 and (result["task"], result["seed"], result["model"]) == ("needle", 3, "demo")
+    assert [r["expected"] in r["answer"] for r in result["records"]] == [True, True]
+
+
+def test_lines_compare_pooling_by_default(call):
+    code, out, _ = call("lines", "--length", "512", "--depths", "1", "--json")
+    result = json.loads(out)
+    assert code == 0 and result["wording"] == "facts"
+    widths = [s["policy"].partition("pool_kernel=")[2].split(",")[0] for s in result["summary"]]
+    assert widths == ["", "1", "5", "7", ""]
+    assert all(s["reason"] is None for s in result["summary"][1:])
+
+
+def test_own_text(call, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("Nothing much happened that day.\nIt was warm.\n\n" * 3)
+    code, out, _ = call("needle", *SMALL, "--haystack", str(book), "--json")
+    assert code == 0 and json.loads(out)["haystack"].startswith("sha256 ")
+
+
+def test_an_interrupt_says_how_to_go_on(tmp_path):
+    base = tmp_path / "r"
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_snapkv",
+        "eval",
+        "needle",
+        "--questions",
+        "99",
+        "--output",
+        str(base),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    file = base.with_name("r.jsonl")
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text().count("\n") > 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"What was answered is in {file}; the same command goes on from there." in err
+    assert "Traceback" not in err
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (
+            ["needle", "--policy", "snapkv"],
+            "snapkv would compress nothing here: the prompt's 4096 tokens",
+        ),
+        (["needle", "--policy", "keydif"], "unknown policy 'keydif' (did you mean 'keydiff'?)"),
+        (["needle", "--policy", "snapkv:budget=1%,min_ctx=0"], "budget must be at least 640"),
+        (
+            ["needle", "--length", "4k"],
+            "--length must be whole numbers from 256, with commas, got '4k'",
+        ),
+        (["needle", "--length", ""], "--length is empty"),
+        (["needle", "--length", "256", "--needles", "50"], "--length must be at least"),
+        (["needle", "--depths", "0"], "--depths"),
+        (["needle", "--haystack", "/nowhere"], "--haystack /nowhere: No such file"),
+        (["needle", "--haystack", "/dev/null"], "--haystack /dev/null: there is no text in it"),
+        (["needle", "--output", "/dev/null/x"], "--output /dev/null/x: "),
+        (["needle", "--model", "nowhere"], "--model nowhere: no such folder"),
+        (["lines", "--haystack", "x"], "--haystack"),
+        (["longbench"], "longbench"),
+    ],
+)
+def test_a_mistake_is_one_line(call, args, words):
+    code, out, err = call(*args)
+    assert (code, out) == (2, "")
+    assert words in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_file_of_another_run_is_refused(call, tmp_path):
+    base = str(tmp_path / "r")
+    assert call("needle", *SMALL, "--output", base)[0] == 0
+    code, out, err = call("needle", *SMALL, "--output", base, "--seed", "1")
+    assert (code, out) == (2, "")
+    assert "of another run, with seed 0 and not 1" in err and len(err.strip().splitlines()) == 1
+
+
+def test_the_group_alone_prints_its_help(call):
+    code, out, _ = call()
+    assert code == 0 and "needle" in out and "lines" in out

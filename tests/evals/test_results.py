@@ -1,0 +1,80 @@
+import json
+
+import pytest
+
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.grid import Cell
+from mlx_snapkv.evals.results import Results
+
+SETTING = {"task": "needle", "seed": 0}
+
+
+def record(question, **others):
+    return {
+        "policy": "p",
+        "length": 256,
+        "depth": 0.5,
+        "question": question,
+        "right": True,
+        **others,
+    }
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file with two records."""
+    results = Results(SETTING, tmp_path / "r.jsonl")
+    results.add(record(0))
+    results.add(record(1))
+    return tmp_path / "r.jsonl"
+
+
+def test_records_are_there_again(path):
+    results = Results(SETTING, path)
+    assert results.get("p", Cell(256, 0.5, 1)) == record(1)
+    assert results.get("p", Cell(256, 0.5, 2)) is None
+    assert results.get("q", Cell(256, 0.5, 1)) is None
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_an_unfinished_last_line_is_dropped(path, cut):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    results = Results(SETTING, path)
+    assert results.get("p", Cell(256, 0.5, 0)) == record(0)
+    assert results.get("p", Cell(256, 0.5, 1)) is None
+    results.add(record(1))
+    assert path.read_bytes() == whole
+
+
+def test_an_unfinished_first_line_starts_anew(path):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:7])
+    results = Results(SETTING, path)
+    results.add(record(0))
+    results.add(record(1))
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", ["a poem", "a poem\n", '{"a": 1}\n', "[]\n", "\n", "\x00"])
+def test_another_kind_of_file_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "r.jsonl"
+    path.write_text(content)
+    with pytest.raises(SnapKVError, match="is not the file of an evaluation"):
+        Results(SETTING, path)
+    assert path.read_text() == content
+
+
+def test_another_setting_is_refused_by_name(path):
+    with pytest.raises(SnapKVError, match="of another run, with seed 0 and not 1"):
+        Results(SETTING | {"seed": 1}, path)
+    with pytest.raises(SnapKVError, match="with model None and not 'demo'"):
+        Results(SETTING | {"model": "demo"}, path)
+
+
+@pytest.mark.parametrize("line", ["{}", "oops", "3", '{"policy": []}'])
+def test_a_damaged_line_is_named(path, line):
+    with path.open("a") as file:
+        file.write(line + "\n" + json.dumps(record(2)) + "\n")
+    with pytest.raises(SnapKVError, match="line 4 is damaged"):
+        Results(SETTING, path)
