@@ -219,10 +219,8 @@ def gate(
         )
     _, answering = policy.stages
     rows = n_prompt if answering.last_token else n_prompt - 1  # at the time of the cut, at least
-    grows = answering.schedule == "block" and not policy.fits(rows + max_tokens)
-    if policy.fits(rows) and not grows and max_tokens >= 0:
-        return fits_reason(rows, policy)
-    return None
+    stays = answering.schedule == "once" or (max_tokens >= 0 and policy.fits(rows + max_tokens))
+    return fits_reason(rows, policy) if policy.fits(rows) and stays else None
 
 
 def prefill(

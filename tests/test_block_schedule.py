@@ -140,6 +140,26 @@ def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(tiny_model, to
     assert_unpatched()
 
 
+def test_an_answer_without_end_is_kept_within_the_budget(tokens):
+    model = make_llama()
+    reasons = []
+    for name in ("keydiff", "snapkv"):
+        cache = make_prompt_cache(model)
+        answer = generate_step(
+            tokens,
+            model,
+            max_tokens=-1,
+            policy=spec(name, "block" if name == "keydiff" else "once", 210),
+            prompt_cache=cache,
+            on_report=lambda report: reasons.append(report.reason),
+        )
+        for _ in range(40):
+            next(answer)
+        answer.close()
+        assert bool(compressed(cache)) == (name == "keydiff")
+    assert all("fit the budget" in reason for reason in reasons)
+
+
 @pytest.mark.parametrize("step", [1, 7, 16, 100])
 def test_chunks_never_exceed_a_block(tiny_model, tokens, step):
     """Smaller chunks are the user's; larger ones would break the budget."""
