@@ -137,6 +137,13 @@ class SnapKVCache(mlx_cache._BaseCache):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.keys, self.values
 
+    def in_order(self) -> tuple[mx.array, mx.array, mx.array]:
+        """Keys, values and positions of all rows, in order of position; the cache stays as it is."""
+        n = self._window_rows()
+        pieces = _ring_slices(0, n, self._oldest, n)
+        keys, values = (_take(rows, self.n_pin, pieces) for rows in (self.keys, self.values))
+        return keys, values, mx.sort(self.positions, axis=-1)
+
     def size(self) -> int:
         """Rows held."""
         return self.keys.shape[2]

@@ -41,6 +41,8 @@ def compress_prompt_cache(
     started = time.perf_counter()
     layers = models.attention_layers(model, prompt_cache)
     caches = [layer.cache_in(prompt_cache) for layer in layers]
+    if any(isinstance(cache, SnapKVCache) for cache in caches):
+        raise SnapKVError("this prompt cache is compressed already: give one that holds all rows")
     n_tokens = _common_length(caches)
     quotas = policy.quotas(n_tokens, len(layers))
     report = CompressionReport(str(policy), n_tokens)

@@ -99,7 +99,7 @@ def stream_generate(
         return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
 
     options = {"draft_model": draft_model, **kwargs}
-    return _served(start, model, len(tokens), max_tokens, chosen, on_report, options, _without_cut)
+    return _served(start, model, len(tokens), max_tokens, chosen, on_report, options, without_cut)
 
 
 def generate(
@@ -146,7 +146,7 @@ def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     return prompt if isinstance(prompt, mx.array) else mx.array(prompt)
 
 
-def _without_cut(response: GenerationResponse, cut_seconds: float) -> GenerationResponse:
+def without_cut(response: GenerationResponse, cut_seconds: float) -> GenerationResponse:
     """A response from after the cut, its speed without the seconds that the cut took."""
     seconds = response.generation_tokens / response.generation_tps - cut_seconds
     return dataclasses.replace(response, generation_tps=response.generation_tokens / seconds)
@@ -180,15 +180,31 @@ def _served(
     lookahead = DEFAULT_LOOKAHEAD if answering.lookahead is None else answering.lookahead
     last = n_prompt + lookahead if answering.last_token else n_prompt - 1
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
+    return drive(start, request, lookahead, on_report, options, after_cut, keep=given is not None)
+
+
+def drive(
+    start: Callable[[Any, dict[str, Any]], Iterator[Any]],
+    request: RecordedRequest,
+    lookahead: int,
+    on_report: ReportCallback,
+    options: dict[str, Any],
+    after_cut: Callable[[Any, float], Any],
+    *,
+    keep: bool,
+) -> Iterator[Any]:
+    """mlx-lm's iterator over a request's caches, with the request's cut made between two of its steps.
+
+    `keep`: the caller will see the cache even if it stops reading before the cut.
+    """
     options = options | {
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(options.get("prefill_step_size")),
     }
-    start = functools.partial(start, CompiledDecoder(model))
-    if not answering.last_token:
-        return _cut_before_last_token(start, request, on_report, options)
-    keep = given is not None
-    return _cut_at_token(start(options), request, max(1, lookahead), on_report, after_cut, keep)
+    begin = functools.partial(start, CompiledDecoder(request.model))
+    if not request.answering.last_token:
+        return _cut_before_last_token(begin, request, on_report, options)
+    return _cut_at_token(begin(options), request, max(1, lookahead), on_report, after_cut, keep)
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
@@ -219,10 +235,7 @@ def _reason_for_nothing(
 def _cut_at_token(
     items: Iterator[Any], request: RecordedRequest, n: int, on_report, after_cut, keep: bool
 ) -> Iterator[Any]:
-    """Cut when the `n`-th token is about to be yielded: mlx-lm has fed it by then, so its query is there.
-
-    `keep`: the caller will see the cache even if it stops reading before that.
-    """
+    """Cut when the `n`-th token is about to be yielded: mlx-lm has fed it by then, so its query is there."""
     try:
         with request.recording():
             for item in itertools.islice(items, n - 1):

@@ -21,6 +21,7 @@ from .block_cache import BlockKVCache
 from .budgets import Quota
 from .compress import compress_prompt_cache, fits_reason, full_bytes, kv_bytes
 from .errors import SnapKVError
+from .models import AttentionLayer
 from .policies import Policy, Stages, resolve_policy
 from .recorder import Recorder, RecordingKVCache
 from .report import CompressionReport
@@ -67,17 +68,12 @@ class RecordedRequest:
         self._callers = prompt_cache
         self._layers = models.attention_layers(model, prompt_cache)
         self._observed = models.attention_classes(self._layers) if self._observes() else []
-        self._first = first = max(0, min(last, n_prompt) - self.answering.obs_window)
+        self._first = max(0, min(last, n_prompt) - self.answering.obs_window)
+        self._last = last
         self.answering.quotas(n_prompt, len(self._layers))  # a budget without room shows now
-        self.caches = [copy.deepcopy(c) for c in prompt_cache]
         quotas = policy.reading_quotas(n_prompt, len(self._layers))
-        for layer, quota in zip(self._layers, quotas):
-            if self._in_blocks:
-                uniform = len(set(quotas)) == 1
-                layer.put(self.caches, self._block_cache(layer, quota, last, uniform))
-            else:
-                capacity = max(n_prompt, last) + 1
-                layer.put(self.caches, RecordingKVCache(first, last, capacity))
+        self._uniform = len(set(quotas)) == 1
+        self.caches = self._reading_caches(quotas)
         self.cut_seconds = 0.0
         self._started = 0.0
         self._prefill_seconds: float | None = None
@@ -90,16 +86,27 @@ class RecordedRequest:
     def _observes(self) -> bool:
         return self.reading.observes or self.answering.observes
 
-    def _block_cache(self, layer, quota: Quota, last: int, uniform: bool) -> BlockKVCache:
+    def _reading_caches(self, quotas: list[Quota]) -> list:
+        """Empty caches to read the prompt with."""
+        caches = [copy.deepcopy(c) for c in self._callers]
+        capacity = max(self.n_prompt, self._last) + 1
+        for layer, quota in zip(self._layers, quotas):
+            if self._in_blocks:
+                layer.put(caches, self._block_cache(layer, quota))
+            else:
+                layer.put(caches, RecordingKVCache(self._first, self._last, capacity))
+        return caches
+
+    def _block_cache(self, layer: AttentionLayer, quota: Quota) -> BlockKVCache:
         cache = BlockKVCache(
             self.reading,
             quota,
             self.reading.block,
             family=layer.family,
-            last=last,
+            last=self._last,
             newest=max(self.reading.obs_window, self.answering.obs_window),
-            expected=max(self.n_prompt, last) + 1,
-            uniform=uniform,
+            expected=max(self.n_prompt, self._last) + 1,
+            uniform=self._uniform,
         )
         cache.tallies = self.reading.tallies or self.answering.tallies
         return cache

@@ -82,6 +82,12 @@ class RecordingKVCache(Recorder, KVCache):
         super().__init__(first, last)
         self.step = capacity
 
+    def observe(self, first: int, last: int, capacity: int) -> None:
+        """Go on with other positions, `capacity` tokens in all; the queries kept so far are forgotten."""
+        self.first, self.last = first, last
+        self._queries = []
+        self.step = max(KVCache.step, capacity - self.offset)
+
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self):
         # mlx-lm's prefill loop evaluates the state, and with it the queries.

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
+from ..cache import SnapKVCache
 from ..errors import UnsupportedModelError
 from ..recorder import Recorder
 from .family import AttentionFamily
@@ -53,7 +54,7 @@ class AttentionLayer:
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """The full-attention layers of `model`: those with a plain `KVCache`, or one of ours that is not final.
+    """The full-attention layers of `model`: those with a plain `KVCache` or one of ours.
 
     Linear, state-space and sliding-window layers keep their caches and are not listed.
 
@@ -71,7 +72,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     layers = []
     for n, (index, member, cache) in enumerate(slots):
         attention, family = found[n % len(found)]
-        if attention is not None and isinstance(cache, (KVCache, Recorder)):
+        if attention is not None and isinstance(cache, (KVCache, Recorder, SnapKVCache)):
             layers.append(AttentionLayer(index, member, attention, family))
     if not layers:
         raise UnsupportedModelError(

@@ -1,0 +1,218 @@
+"""Several turns over one document, each answered from a small cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
+
+from . import models
+from .block_cache import BlockKVCache
+from .cache import SnapKVCache
+from .demo.questions import common_prefix
+from .errors import SnapKVError
+from .generate import DEFAULT_LOOKAHEAD, MAX_TOKENS, drive, without_cut
+from .policies import Policy, Stages, resolve_policy
+from .prefill import RecordedRequest, gate, mlx_generate
+from .recorder import RecordingKVCache
+from .report import NO_POLICY, CompressionReport
+from .turns import RecalledTurn, Rewind, Turn, held_tokens
+
+MEMORIES = ("drop", "recall")
+
+
+class Conversation:
+    """A chat whose cache is kept small by a policy, turn after turn.
+
+    Args:
+        model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
+        policy: a policy object or string; without one the full cache is kept.
+        memory: "drop": what a turn does not keep is gone, and every later turn votes over what is left and its
+            own rows. "recall": all rows stay in memory beside the small cache, and every turn votes over all of
+            them again; only decoding is small.
+        system: a system prompt.
+        **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`.
+
+    Attributes:
+        messages: the chat so far, as the chat template takes it.
+        report: what the last turn's compression did; None before the first turn.
+
+    Raises:
+        SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        policy: Policy | Stages | str | None = None,
+        memory: str = "drop",
+        system: str | None = None,
+        **generation: Any,
+    ):
+        if memory not in MEMORIES:
+            raise SnapKVError(f"memory must be {' or '.join(MEMORIES)}, got {memory!r}")
+        if not tokenizer.has_chat_template:
+            raise SnapKVError("a conversation needs a chat template, and this model has none")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.policy = resolve_policy(policy=policy)
+        self.memory = memory
+        self.system = system
+        self.generation = generation
+        if self.policy is not None:
+            models.attention_layers(model, make_prompt_cache(model))
+            if memory == "recall" and any(stage.tallies for stage in self.policy.stages):
+                raise SnapKVError(
+                    "memory=recall needs a policy that chooses by keys or by the last queries, "
+                    f"and {self.policy} counts the attention of all"
+                )
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the options and the system prompt."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.messages: list[dict[str, str]] = system
+        self.report: CompressionReport | None = None
+        self.prompt_cache = self._empty_cache()
+        self._read: list[int] = []  # tokens that the cache has read
+        self._owed: list[int] = []  # tokens after them that it has not
+        self._attached: list[str] = []
+
+    def attach(self, text: str) -> int:
+        """Put a document in front of the next message; the number of its tokens.
+
+        It is read together with that message, whose question can then choose among its rows.
+
+        Raises:
+            SnapKVError: the text is empty.
+        """
+        if not text.strip():
+            raise SnapKVError("there is no text to attach")
+        self._attached.append(text)
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def send(
+        self, text: str, prompt_progress_callback: Callable[[int, int], None] | None = None
+    ) -> Iterator[GenerationResponse]:
+        """One turn: mlx-lm's responses, as the answer comes.
+
+        Whoever stops reading keeps the conversation with the part of the answer that was read. If reading the
+        message fails or is interrupted, the conversation is as it was before.
+
+        Raises:
+            SnapKVError: the message is empty, or the chat template refuses it.
+        """
+        if not text.strip():
+            raise SnapKVError("the message is empty: give some text")
+        content = "\n\n".join([*self._attached, text])
+        messages = [*self.messages, {"role": "user", "content": content}]
+        tokens = self._unread(messages)
+        options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
+        return self._answers(messages, tokens, options)
+
+    def _answers(
+        self, messages: list[dict[str, str]], tokens: list[int], options: dict[str, Any]
+    ) -> Iterator[GenerationResponse]:
+        before = Rewind(self.prompt_cache)
+        answered: list[int] = []
+        text = ""
+        responses = self._served(mx.array(tokens), dict(options))
+        try:
+            for response in responses:
+                answered.append(response.token)
+                text += response.text
+                yield response
+        finally:
+            responses.close()  # type: ignore[attr-defined]  # all of these are generators
+            if answered:
+                self.messages = [*messages, {"role": "assistant", "content": text}]
+                self._attached = []
+                self._remember(tokens + answered)
+            else:
+                before.restore()
+
+    def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
+        """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
+        max_tokens = options.pop("max_tokens", MAX_TOKENS)
+        n_prompt = len(self._read) + tokens.size
+        reason = self._reason_for_nothing(n_prompt, max_tokens)
+        if reason is not None:
+            self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
+            options["prompt_cache"] = self.prompt_cache
+            return self._start(tokens, max_tokens)(self.model, options)
+        request = self._request(tokens.size)
+        return drive(
+            self._start(tokens, max_tokens),
+            request,
+            self._lookahead(),
+            self._take_report,
+            options,
+            without_cut,
+            keep=True,
+        )
+
+    def _reason_for_nothing(self, n_prompt: int, max_tokens: int) -> str | None:
+        if self.policy is None:
+            return "no policy was given"
+        if self._is_compressed():
+            return None
+        return gate(self.policy, n_prompt, None, max_tokens)
+
+    def _start(self, tokens: mx.array, max_tokens: int):
+        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
+            return mlx_generate.stream_generate(
+                model, self.tokenizer, tokens, max_tokens, **options
+            )
+
+        return start
+
+    def _request(self, n_new: int) -> RecordedRequest:
+        assert self.policy is not None
+        kind = RecalledTurn if self.memory == "recall" else Turn
+        return kind(self.model, self.policy, n_new, self.prompt_cache, self._lookahead())
+
+    def _lookahead(self) -> int:
+        assert self.policy is not None
+        lookahead = self.policy.stages[1].lookahead
+        return DEFAULT_LOOKAHEAD if lookahead is None else lookahead
+
+    def _take_report(self, report: CompressionReport) -> None:
+        self.report = report
+
+    def _is_compressed(self) -> bool:
+        kinds = (SnapKVCache, BlockKVCache)
+        return any(isinstance(c, kinds) for c in models.members(self.prompt_cache))
+
+    def _empty_cache(self) -> list:
+        cache = make_prompt_cache(self.model)
+        if self.policy is not None and self.memory == "recall":
+            for layer in models.attention_layers(self.model, cache):
+                layer.put(cache, RecordingKVCache(0, 0, RecordingKVCache.step))
+        return cache
+
+    def _unread(self, messages: list[dict[str, str]]) -> list[int]:
+        """Tokens of the chat that the cache has not read yet."""
+        whole = self._rendered(messages, add_generation_prompt=True)
+        known = self._read + self._owed
+        if whole[: len(known)] == known:
+            return whole[len(self._read) :]
+        # The template renders earlier answers differently, or their tokens were not the usual ones for their text.
+        earlier = self._rendered(self.messages, add_generation_prompt=False)
+        return self._owed + whole[common_prefix([earlier, whole]) :]
+
+    def _rendered(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        try:
+            return list(self.tokenizer.apply_chat_template(messages, **options))
+        except Exception as error:  # templates are code of the model's authors
+            raise SnapKVError(f"the chat template refused the conversation: {error}") from error
+
+    def _remember(self, tokens: list[int]) -> None:
+        """Tell what the cache has read of a turn from what is owed to it: under "recall", the answer."""
+        known = self._read + tokens
+        n = held_tokens(self.model, self.prompt_cache)
+        self._read, self._owed = known[:n], known[n:]

@@ -1,0 +1,158 @@
+"""Later turns of a conversation: reading on where a prompt cache already holds tokens."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+from mlx_lm.models.cache import KVCache
+
+from . import models
+from .block_cache import BlockKVCache
+from .budgets import Quota
+from .cache import SnapKVCache
+from .compress import compress_prompt_cache
+from .models import AttentionLayer
+from .policies import Policy, Stages
+from .prefill import RecordedRequest
+from .report import CompressionReport
+from .votes import Rows
+
+
+class Turn(RecordedRequest):
+    """One more turn on a cache that holds tokens already: its queries vote over the rows held and its own.
+
+    What was dropped before is gone. The caller's list is not touched before the cut, and neither are its caches: if
+    anything raises on the way, they are as they were.
+
+    Args:
+        n_new: tokens of the turn.
+        prompt_cache: a model's caches, full or compressed, all holding the same tokens.
+        lookahead: answer tokens that vote too.
+    """
+
+    def __init__(
+        self, model, policy: Policy | Stages, n_new: int, prompt_cache: list, lookahead: int
+    ):
+        self._held = held_tokens(model, prompt_cache)
+        n_prompt = self._held + n_new
+        super().__init__(
+            model, policy, n_prompt, prompt_cache, last_voter(policy, n_prompt, lookahead)
+        )
+
+    @property
+    def _in_blocks(self) -> bool:
+        return True
+
+    def _reading_caches(self, quotas: list[Quota]) -> list:
+        caches = _copies_but_rows(self._callers, self._layers)
+        for layer, quota in zip(self._layers, quotas):
+            cache = layer.cache_in(self._callers)
+            if self.reading.schedule == "once":
+                new = max(self.n_prompt, self._last) + 1 - self._held
+                quota = Quota(cache.size() + new, quota.n_sink, quota.n_window)
+            block = self._block_cache(layer, quota)
+            if not cache.empty():
+                block.offset = cache.offset
+                block.hold(_rows_held(cache))
+            layer.put(caches, block)
+        return caches
+
+    def _require_fresh(self) -> None:
+        """The rows of earlier turns are what this is about."""
+
+
+class RecalledTurn(RecordedRequest):
+    """One more turn on full caches that stay: its queries vote over all rows ever read.
+
+    The caller's caches go on holding all rows, this turn's among them. The compressed ones, in `caches` after the
+    cut, serve its answer only.
+
+    Args:
+        n_new, prompt_cache, lookahead: as for `Turn`; the rows are in `RecordingKVCache`s.
+    """
+
+    def __init__(
+        self, model, policy: Policy | Stages, n_new: int, prompt_cache: list, lookahead: int
+    ):
+        n_prompt = held_tokens(model, prompt_cache) + n_new
+        super().__init__(
+            model, policy, n_prompt, prompt_cache, last_voter(policy, n_prompt, lookahead)
+        )
+
+    @property
+    def _in_blocks(self) -> bool:
+        return False
+
+    def _reading_caches(self, quotas: list[Quota]) -> list:
+        for layer in self._layers:
+            capacity = max(self.n_prompt, self._last) + 1
+            layer.cache_in(self._callers).observe(self._first, self._last, capacity)
+        return list(self._callers)
+
+    def cut(self) -> CompressionReport:
+        """Put compressed caches into `caches`."""
+        self.prompt_is_read()
+        started = time.perf_counter()
+        small = _copies_but_rows(self._callers, self._layers)
+        report = compress_prompt_cache(self.model, small, self.answering)
+        report.policy, report.prompt_tokens = str(self.policy), self.n_prompt
+        report.prefill_seconds = self._prefill_seconds or 0.0
+        self.caches[:] = small
+        self.cut_seconds = time.perf_counter() - started
+        return report
+
+    def _require_fresh(self) -> None:
+        """The rows of earlier turns are what this is about."""
+
+
+class Rewind:
+    """Brings a prompt cache back to where it was, whatever a turn did to it.
+
+    Full caches are trimmed. Compressed ones are left as they were by a turn that does not reach its cut.
+    """
+
+    def __init__(self, prompt_cache: list):
+        self._list, self._entries = prompt_cache, list(prompt_cache)
+        caches = list(models.members(prompt_cache))
+        self._offsets = [(c, c.offset) for c in caches if isinstance(c, KVCache)]
+        self._states = [
+            (c, copy.deepcopy(c))
+            for c in caches
+            if not isinstance(c, (KVCache, SnapKVCache, BlockKVCache))
+        ]
+
+    def restore(self) -> None:
+        self._list[:] = self._entries
+        for cache, offset in self._offsets:
+            cache.trim(cache.offset - offset)
+        for cache, before in self._states:
+            vars(cache).update(vars(before))
+
+
+def last_voter(policy: Policy | Stages, n_prompt: int, lookahead: int) -> int:
+    """The position behind the last query that votes."""
+    _, answering = policy.stages
+    return n_prompt + lookahead if answering.last_token else n_prompt - 1
+
+
+def held_tokens(model, prompt_cache: list) -> int:
+    """Tokens that a prompt cache has read."""
+    return models.attention_layers(model, prompt_cache)[0].cache_in(prompt_cache).offset
+
+
+def _copies_but_rows(prompt_cache: list, layers: list[AttentionLayer]) -> list:
+    """The same list with copies of all caches but those of the full-attention layers."""
+    rows = [layer.cache_in(prompt_cache) for layer in layers]
+    memo = {id(cache): cache for cache in rows}
+    return [copy.deepcopy(c, memo) for c in prompt_cache]
+
+
+def _rows_held(cache) -> Rows:
+    """A full-attention layer's rows, in order of position."""
+    if isinstance(cache, SnapKVCache):
+        keys, values, positions = cache.in_order()
+        return Rows(keys, values, given_positions=positions)
+    if isinstance(cache, BlockKVCache):
+        return cache.rows(0)
+    return Rows(*cache.keys_and_values())
