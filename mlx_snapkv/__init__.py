@@ -5,6 +5,7 @@ from .block_cache import BlockKVCache
 from .cache import SnapKVCache
 from .capture import patch_for_snapkv, unpatch_snapkv
 from .compress import compress_prompt_cache
+from .conversation import Conversation
 from .errors import SnapKVError
 from .generate import generate, generate_step, stream_generate
 from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
@@ -18,6 +19,7 @@ __all__ = [
     "TOVA",
     "BlockKVCache",
     "CompressionReport",
+    "Conversation",
     "KeyDiff",
     "KeyNorm",
     "RandomRows",

@@ -22,6 +22,7 @@ from .report import NO_POLICY, CompressionReport
 from .turns import RecalledTurn, Rewind, Turn, held_tokens
 
 MEMORIES = ("drop", "recall")
+UNCHANGED: Any = object()
 
 
 class Conversation:
@@ -60,18 +61,40 @@ class Conversation:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         self.model = model
         self.tokenizer = tokenizer
-        self.policy = resolve_policy(policy=policy)
+        self.policy = self._usable(policy, memory)
         self.memory = memory
         self.system = system
         self.generation = generation
-        if self.policy is not None:
-            models.attention_layers(model, make_prompt_cache(model))
-            if memory == "recall" and any(stage.tallies for stage in self.policy.stages):
-                raise SnapKVError(
-                    "memory=recall needs a policy that chooses by keys or by the last queries, "
-                    f"and {self.policy} counts the attention of all"
-                )
         self.reset()
+
+    def restart(
+        self,
+        *,
+        policy: Policy | Stages | str | None = UNCHANGED,
+        system: str | None = UNCHANGED,
+    ) -> None:
+        """Forget the conversation, and go on with another policy or system prompt.
+
+        Raises:
+            SnapKVError: the policy can't be used; nothing is forgotten then.
+        """
+        if policy is not UNCHANGED:
+            self.policy = self._usable(policy, self.memory)
+        if system is not UNCHANGED:
+            self.system = system
+        self.reset()
+
+    def _usable(self, policy: Policy | Stages | str | None, memory: str) -> Policy | Stages | None:
+        chosen = resolve_policy(policy=policy)
+        if chosen is None:
+            return None
+        models.attention_layers(self.model, make_prompt_cache(self.model))
+        if memory == "recall" and any(stage.tallies for stage in chosen.stages):
+            raise SnapKVError(
+                "memory=recall needs a policy that chooses by keys or by the last queries, "
+                f"and {chosen} counts the attention of all"
+            )
+        return chosen
 
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""

@@ -1,0 +1,202 @@
+"""`mlx-snapkv chat`: a conversation in the terminal, its cache kept small."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import mlx.core as mx
+import typer
+from mlx_lm.sample_utils import make_sampler
+from rich.console import Console
+
+from ..compress import kv_bytes
+from ..conversation import Conversation
+from ..errors import SnapKVError, UnknownOptionError
+from ..policies import resolve_policy
+from ..policies.base import suggestion
+from ..report import format_bytes
+from .lines import Lines
+from .loading import load_model, read_file
+from .progress import PrefillBar
+
+EXAMPLES = """Chat with a model; commands start with a slash, /help lists them.
+
+\b
+  mlx-snapkv chat --model demo
+  mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
+  mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
+"""
+
+
+def chat(
+    model: Annotated[
+        str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")
+    ],
+    adapter_path: Annotated[str | None, typer.Option(help="Folder of trained adapters.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Trust the tokenizer's code.")
+    ] = False,
+    temp: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling top-p.")] = 1.0,
+    xtc_probability: Annotated[float, typer.Option(min=0, max=1, help="XTC probability.")] = 0.0,
+    xtc_threshold: Annotated[float, typer.Option(min=0, max=0.5, help="XTC threshold.")] = 0.1,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer, at most.")
+    ] = 256,
+    system_prompt: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    prefill_step_size: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens read at a time, at most.")
+    ] = 2048,
+    snapkv: Annotated[str | None, typer.Option(help="SnapKV with these options.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Any policy; see mlx-snapkv policies.")] = None,
+    memory: Annotated[
+        str, typer.Option(help="What later turns vote over: drop (what is left) or recall (all).")
+    ] = "drop",
+) -> None:
+    chosen = resolve_policy(snapkv, policy)
+    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    if seed is not None:
+        mx.random.seed(seed)
+    newline = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+    sampler = make_sampler(
+        temp,
+        top_p,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        xtc_special_tokens=newline,
+    )
+    conversation = Conversation(
+        loaded,
+        tokenizer,
+        policy=chosen,
+        memory=memory,
+        system=system_prompt,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        prefill_step_size=prefill_step_size,
+    )
+    Repl(conversation, Lines(sys.stdin)).run()
+
+
+chat.__doc__ = EXAMPLES
+
+
+class Repl:
+    """Reads lines, sends them, prints answers; a line with a slash is a command.
+
+    Answers go to stdout, all else to stderr. A mistake is one sentence and the chat goes on, unless the lines come
+    from a file: then it ends with that mistake.
+    """
+
+    def __init__(self, conversation: Conversation, lines: Lines):
+        self.conversation = conversation
+        self._lines = lines
+        self._console = Console(stderr=True, highlight=False)
+        self._speed = ""
+        self._commands: dict[str, tuple[Callable[[str], None], str]] = {
+            "/file": (self._file, "FILE: put a document in front of the next message"),
+            "/reset": (self._reset, "forget the conversation"),
+            "/stats": (self._stats, "rows kept, memory and speed of the last turn"),
+            "/policy": (
+                self._policy,
+                "POLICY: start again with this policy; none for the full cache",
+            ),
+            "/system": (self._system, "TEXT: start again with this system prompt"),
+            "/help": (self._help, "this list"),
+            "/quit": (self._quit, "leave (also Ctrl-D)"),
+        }
+
+    def run(self) -> None:
+        if self._lines.interactive:
+            self._say(
+                "Several lines: paste them, or end each with a backslash. /help lists commands."
+            )
+        for line in self._lines:
+            try:
+                self._take(line.strip())
+            except SnapKVError as error:
+                if not self._lines.interactive:
+                    raise
+                self._say(str(error))
+            except StopIteration:
+                return
+
+    def _take(self, line: str) -> None:
+        if not line:
+            return
+        if not line.startswith("/"):
+            self._answer(line)
+            return
+        name, _, rest = line.partition(" ")
+        if name not in self._commands:
+            close = suggestion(name, self._commands)
+            raise UnknownOptionError(f"unknown command {name}{close}: /help lists them")
+        self._commands[name][0](rest.strip())
+
+    def _answer(self, text: str) -> None:
+        bar = PrefillBar(self._console)
+        responses = self.conversation.send(text, bar.update)
+        last = None
+        try:
+            for last in responses:
+                print(last.text, end="", flush=True)
+        except KeyboardInterrupt:
+            responses.close()  # type: ignore[attr-defined]
+            self._say("\nstopped; the conversation goes on", end="")
+            if not self._lines.interactive:
+                raise
+        finally:
+            bar.close()
+            if last is not None:
+                print(flush=True)
+        if last is not None:
+            self._speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
+
+    def _file(self, name: str) -> None:
+        if not name:
+            raise SnapKVError("/file needs the name of a text file")
+        path = shlex.split(name)[0] if name[0] in "\"'" else name
+        tokens = self.conversation.attach(read_file("/file", path))
+        self._say(f"{Path(path).name}: {tokens:,} tokens, to be read with your next message")
+
+    def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        self._say("the conversation is forgotten")
+
+    def _stats(self, _: str) -> None:
+        report = self.conversation.report
+        if report is None:
+            self._say("nothing has been said yet")
+            return
+        self._say(str(report))
+        layers = [f"{i}: {n}" for i, n in enumerate(report.rows_kept) if n is not None]
+        if layers:
+            self._say(f"rows by layer: {', '.join(layers)}")
+        held = format_bytes(kv_bytes(self.conversation.prompt_cache))
+        self._say(f"KV memory held between turns: {held}; {self._speed}")
+
+    def _policy(self, text: str) -> None:
+        if not text:
+            self._say(f"policy: {self.conversation.policy or 'none'}")
+            return
+        self.conversation.restart(policy=None if text == "none" else text)
+        self._say(f"a new conversation with policy {self.conversation.policy or 'none'}")
+
+    def _system(self, text: str) -> None:
+        self.conversation.restart(system=text or None)
+        self._say("a new conversation with that system prompt")
+
+    def _help(self, _: str) -> None:
+        for name, (_do, meaning) in self._commands.items():
+            self._say(f"{name:8} {meaning}")
+
+    def _quit(self, _: str) -> None:
+        raise StopIteration
+
+    def _say(self, text: str, end: str = "\n") -> None:
+        self._console.print(text, markup=False, soft_wrap=True, end=end)

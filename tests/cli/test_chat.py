@@ -1,0 +1,163 @@
+"""The chat as people use it: from a script, and in a pseudo-terminal."""
+
+import os
+import pty
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mlx_snapkv.demo.questions import make_haystack
+
+POLICY = ["--snapkv", "budget=100,n_sink=4,n_window=32,min_ctx=0", "--memory", "recall"]
+PROMPT = "\x1b[?2004h"  # pasted text is asked for as such
+COMMAND = [sys.executable, "-m", "mlx_snapkv", "chat", "--model", "demo", "-m", "24"]
+
+
+@pytest.fixture(scope="module")
+def document(demo_llama, tmp_path_factory):
+    """A file with facts, and the facts."""
+    text, facts = make_haystack(demo_llama[1], random.Random(3), 3, 700)
+    path = tmp_path_factory.mktemp("chat") / "notes of today.txt"
+    path.write_text(text)
+    return path, facts
+
+
+def script(lines, *options):
+    done = subprocess.run(
+        [*COMMAND, *options],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(document):
+    path, facts = document
+    lines = [f'/file "{path}"', *(fact.question for fact in facts), "/stats", "/help"]
+    code, out, err = script(lines, *POLICY)
+    assert code == 0
+    assert out.splitlines() == [fact.value for fact in facts]
+    assert "notes of today.txt: " in err and "100 rows kept" in err
+    assert "rows by layer: 0: 100, 1: 100, 2: 100" in err and "tokens/s" in err
+    assert all(f"\n{command} " in err for command in ("/file", "/reset", "/policy", "/quit"))
+
+
+def test_reset_policy_and_system_start_again(document):
+    path, facts = document
+    lines = [f"/file {path}", facts[0].question, "/reset", "/stats", "/policy none", "/policy"]
+    code, out, err = script([*lines, "/system Be brief.", "/quit", "never sent"], *POLICY)
+    assert code == 0 and out.splitlines() == [facts[0].value]
+    for words in ("is forgotten", "nothing has been said yet", "with policy none", "policy: none"):
+        assert words in err
+    assert "with that system prompt" in err
+
+
+def test_a_backslash_joins_lines():
+    code, out, err = script(["/sys\\", "tem"], *POLICY)
+    assert code == 2 and "unknown command /sys" in err and out == ""
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("/fiel x", "unknown command /fiel (did you mean '/file'?)"),
+        ("/file nowhere.txt", "/file nowhere.txt: No such file or directory"),
+        ("/file", "/file needs the name of a text file"),
+        ("/policy keydif", "did you mean 'keydiff'?"),
+    ],
+)
+def test_a_mistake_in_a_script_ends_it_with_one_line(line, words):
+    code, out, err = script([line, "never sent"])
+    assert (code, out) == (2, "") and words in err and len(err.strip().splitlines()) == 1
+
+
+class Terminal:
+    """A chat in a pseudo-terminal."""
+
+    def __init__(self, *options):
+        self.process, self.fd = self._start([*COMMAND, *options])
+        self.seen = ""
+
+    def _start(self, command):
+        pid, fd = pty.fork()
+        if pid == 0:
+            os.environ["TERM"] = "xterm"
+            os.execv(command[0], command)
+        return pid, fd
+
+    def wait_for(self, text, seconds=60):
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            ready, _, _ = select.select([self.fd], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{text!r} never came: {self.seen!r}"
+            self.seen += os.read(self.fd, 65536).decode(errors="replace")
+            if "\x1b[6n" in self.seen:  # prompt_toolkit asks where the cursor is
+                self.seen = self.seen.replace("\x1b[6n", "")
+                os.write(self.fd, b"\x1b[1;1R")
+        self.seen = self.seen.partition(text)[2]
+
+    def type(self, text):
+        os.write(self.fd, text.encode())
+
+    def exit_code(self):
+        try:
+            while os.read(self.fd, 65536):
+                pass
+        except OSError:  # the other end is closed
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+    def close(self):
+        os.close(self.fd)
+
+
+@pytest.fixture
+def terminal():
+    made = []
+
+    def start(*options):
+        made.append(Terminal(*options))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def test_in_a_terminal_mistakes_do_not_end_it_and_end_of_file_does(terminal, document):
+    path, facts = document
+    chat = terminal(*POLICY)
+    chat.wait_for("/help lists commands")
+    chat.wait_for(PROMPT)
+    chat.type("/fiel\r")
+    chat.wait_for("did you mean '/file'?")
+    chat.type(f"/file {path}\r")
+    chat.wait_for("to be read with your next message")
+    chat.type(f"{facts[1].question}\r")
+    chat.wait_for(facts[1].value)
+    chat.wait_for(PROMPT)
+    chat.type("\x04")
+    assert chat.exit_code() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal, document):
+    path, _ = document
+    chat = terminal(*POLICY, "-m", "100000")
+    chat.wait_for(PROMPT)
+    chat.type("once upon a time\r")  # the model babbles without end
+    time.sleep(4)
+    os.kill(chat.process, signal.SIGINT)
+    chat.wait_for("the conversation goes on")
+    chat.type("/stats\r")
+    chat.wait_for("tokens/s")
+    chat.type(f"/file {path}\r")
+    chat.wait_for("to be read")
+    chat.type("/quit\r")
+    assert chat.exit_code() == 0
