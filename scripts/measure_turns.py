@@ -1,0 +1,131 @@
+"""Facts of one document asked for one by one in a conversation: full cache, recall and drop, on both embedded models.
+
+python scripts/measure_turns.py                      # writes docs/turns.json and docs/turns.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mlx_snapkv import Conversation
+from mlx_snapkv.bench.setting import setting
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.compress import kv_bytes
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.demo.questions import is_right, make_haystack
+from mlx_snapkv.report import format_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = 8_000_000
+SMALL = "snapkv:budget={},n_sink=4,n_window=32,min_ctx=0"
+KEYS = "keydiff:budget={}"
+WAYS = [
+    ("full cache", None, "drop"),
+    ("SnapKV, recall", SMALL, "recall"),
+    ("SnapKV, drop", SMALL, "drop"),
+    ("KeyDiff, recall", KEYS, "recall"),
+    ("KeyDiff, drop", KEYS, "drop"),
+]
+
+
+def measure(name: str, tokens: int, share: int, documents: int, turns: int) -> list[dict[str, Any]]:
+    """A JSON object a way."""
+    model, tokenizer = load_model(name)
+    rows = []
+    for way, policy, memory in WAYS:
+        right, first, later = 0, [], []
+        for n in range(documents):
+            document, facts = make_haystack(tokenizer, random.Random(SEED + n), turns, tokens)
+            spec = policy.format(tokens // share) if policy else None
+            conversation = Conversation(model, tokenizer, policy=spec, memory=memory, max_tokens=24)
+            conversation.attach(document)
+            for i, fact in enumerate(facts):
+                started = time.perf_counter()
+                answer = "".join(response.text for response in conversation.send(fact.question))
+                (later if i else first).append(time.perf_counter() - started)
+                right += is_right(fact, answer)
+        held = kv_bytes(conversation.prompt_cache)
+        report = conversation.report
+        assert report is not None
+        rows.append(
+            {
+                "model": name,
+                "way": way,
+                "right": right,
+                "asked": documents * turns,
+                "held_bytes": held,
+                "decoding_bytes": report.kv_bytes_after if report.compressed else held,
+                "first_seconds": statistics.median(first),
+                "later_seconds": statistics.median(later),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def page(result: dict[str, Any]) -> str:
+    """docs/turns.md, from its result."""
+    lines = [
+        "# Follow-up turns",
+        "",
+        f"Written by `{result['command']}` on {result['date']}, never typed (commit {result['commit']}, "
+        f"{result['machine']}).",
+        "",
+        f"A document of about {result['tokens']:,} tokens hides {result['turns']} facts, asked for one by one in one "
+        f"conversation; {result['documents']} documents. Budgets are 1/{result['share']} of the document's rows. "
+        '"Held" is the KV memory between turns, "decoding" what an answer is decoded from; seconds are medians of '
+        "whole turns, the first of which reads the document.",
+    ]
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        lines += ["", f"## `{name}`", ""]
+        lines += ["| cache | right | held | decoding | first turn | later turns |"]
+        lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+        for r in (r for r in result["rows"] if r["model"] == name):
+            lines.append(
+                f"| {r['way']} | {r['right']}/{r['asked']} | {format_bytes(r['held_bytes'])} | "
+                f"{format_bytes(r['decoding_bytes'])} | {r['first_seconds']:.2f} s | {r['later_seconds']:.2f} s |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--share", type=int, default=16, help="one row in so many is kept")
+    parser.add_argument("--documents", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "turns")
+    args = parser.parse_args()
+    here = setting()
+    rows: list[dict[str, Any]] = []
+    for name in args.models:
+        rows += measure(name, args.tokens, args.share, args.documents, args.turns)
+    result = {
+        "command": shlex.join(["python", "scripts/measure_turns.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": here["commit"],
+        "machine": f"{here['machine']['system']}, {here['machine']['device']}",
+        "tokens": args.tokens,
+        "share": args.share,
+        "documents": args.documents,
+        "turns": args.turns,
+        "rows": rows,
+    }
+    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(page(result))
+    print(page(result))
+
+
+if __name__ == "__main__":
+    main()
