@@ -26,6 +26,7 @@ from .prefill import (
     observing,
 )
 from .report import NO_POLICY, CompressionReport
+from .speculative import DraftedRequest, require_trimmable
 
 ReportCallback = Callable[[CompressionReport], None]
 
@@ -36,7 +37,6 @@ MAX_TOKENS = 256  # mlx-lm's own default
 _CONFLICTS = {
     "kv_bits": "quantised rows can't be compressed yet: drop kv_bits or the policy",
     "max_kv_size": "max_kv_size also limits the rows: drop it or the policy",
-    "draft_model": "a draft model can't be combined with a policy yet: drop draft_model or the policy",
 }
 
 
@@ -95,11 +95,21 @@ def stream_generate(
     chosen = resolve_policy(snapkv, policy)
     tokens = encode_prompt(tokenizer, prompt)
 
-    def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
-        return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
+    def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
+        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
+            return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
+
+        n = len(tokens)
+        return _served(start, model, n, max_tokens, chosen, on_report, options, _without_cut)
 
     options = {"draft_model": draft_model, **kwargs}
-    return _served(start, model, len(tokens), max_tokens, chosen, on_report, options, _without_cut)
+    if draft_model is None:
+        return serve(tokenizer, options, on_report)
+    require_trimmable(model, options.get("prompt_cache"))
+    if chosen is None or _reason_for_nothing(chosen, len(tokens), max_tokens, options):
+        return serve(tokenizer, options, on_report)
+    request = DraftedRequest(model, draft_model, tokenizer, tokens, max_tokens, chosen, kwargs)
+    return request.responses(serve, _tokens_before_cut(chosen), on_report)
 
 
 def generate(
@@ -177,7 +187,7 @@ def _served(
     given = options.get("prompt_cache")
     prompt_cache = make_prompt_cache(model) if given is None else given
     _, answering = policy.stages
-    lookahead = DEFAULT_LOOKAHEAD if answering.lookahead is None else answering.lookahead
+    lookahead = _lookahead(answering)
     last = n_prompt + lookahead if answering.last_token else n_prompt - 1
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
     options = options | {
@@ -187,8 +197,18 @@ def _served(
     start = functools.partial(start, CompiledDecoder(model))
     if not answering.last_token:
         return _cut_before_last_token(start, request, on_report, options)
-    keep = given is not None
-    return _cut_at_token(start(options), request, max(1, lookahead), on_report, after_cut, keep)
+    n, keep = _tokens_before_cut(policy), given is not None
+    return _cut_at_token(start(options), request, n, on_report, after_cut, keep)
+
+
+def _lookahead(answering: Policy) -> int:
+    return DEFAULT_LOOKAHEAD if answering.lookahead is None else answering.lookahead
+
+
+def _tokens_before_cut(policy: Policy | Stages) -> int:
+    """Answer tokens that are decoded on the full rows and held by the cache when it is cut."""
+    _, answering = policy.stages
+    return max(1, _lookahead(answering)) if answering.last_token else 0
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:

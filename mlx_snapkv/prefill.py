@@ -268,13 +268,13 @@ def prefill(
     }
     reason = gate(policy, tokens.size, cache)
     if reason is not None:
-        _read(model, tokens, cache, options)
+        read(model, tokens, cache, options)
         return cache, CompressionReport(str(policy), tokens.size, reason)
     lookahead = answering.lookahead or 0
     request = RecordedRequest(model, policy, tokens.size, cache, last=tokens.size + lookahead)
     options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
-        following = _read(model, tokens, request.caches, options)
+        following = read(model, tokens, request.caches, options)
         request.prompt_is_read()
         if lookahead:
             _look_ahead(model, request, following, lookahead)
@@ -282,7 +282,7 @@ def prefill(
     return cache, report
 
 
-def _read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
+def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
     """Feed `tokens` in chunks by mlx-lm's loop; the greedy token that follows them, `(1,)`."""
     following = []
 
