@@ -56,7 +56,6 @@ class DraftedRequest:
         policy: Policy | Stages,
         options: dict[str, Any],
     ):
-        self._num_draft = options.get("num_draft_tokens", NUM_DRAFT_TOKENS)
         if max_tokens < 0:
             raise SnapKVError(f"max_tokens must be at least 1 with a draft model, got {max_tokens}")
         self._model = model
@@ -70,7 +69,8 @@ class DraftedRequest:
         _require_rewindable("main", model, self._main)
         _require_rewindable("draft", draft_model, self._draft)
         n_layers = sum(1 for _ in models.attention_layers(model, self._main))
-        _require_exact(policy, len(prompt), n_layers, self._num_draft)
+        num_draft = options.get("num_draft_tokens", NUM_DRAFT_TOKENS)
+        _require_exact(policy, len(prompt), n_layers, num_draft)
 
     def responses(
         self, serve: Serve, n_alone: int, on_report: Callable[[CompressionReport], None] | None
