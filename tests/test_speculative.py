@@ -75,7 +75,8 @@ def assert_equal_answers(mine, expected):
     "policy, k, n",
     [(RING, 1, 201), (RING, 3, 201), (RING, 8, 201), (KEYDIFF, 2, 201), (KEYDIFF, 5, 201),
      (f"{RING},last_token=false", 5, 50), (f"{RING},lookahead=0", 2, 50),
-     ("random:budget=40,block=9,n_window=3", 8, 50), ("h2o:budget=40,schedule=once", 3, 50), (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
+     ("random:budget=40,block=9,n_window=3", 8, 50), ("h2o:budget=40,schedule=once", 3, 50),
+     (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
 )  # fmt: skip
 def test_a_poor_draft_changes_nothing(main, draft, tokenizer, alone, policy, k, n):
     expected = alone(policy, n)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mlx_snapkv.cli import app, loading
+from mlx_snapkv.cli import app
 from mlx_snapkv.demo import MODELS
 
 
@@ -296,15 +296,12 @@ def test_draft_models_that_cannot_be_used(call, args, message):
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
-def test_a_draft_model_of_another_vocabulary(call, monkeypatch):
-    load = loading.load_model
-
-    def with_one_more(*args, option="--model", **keywords):
-        model, tokenizer = load(*args, option=option, **keywords)
-        if option == "--draft-model":
-            tokenizer.add_tokens(["<another>"])
-        return model, tokenizer
-
-    monkeypatch.setattr(loading, "load_model", with_one_more)
-    code, out, err = call(*PLAIN, "--draft-model", "demo")
-    assert (code, out) == (2, "") and "needs the model's own tokenizer" in err
+def test_a_draft_model_of_another_vocabulary(call, tmp_path):
+    folder = shutil.copytree(MODELS["demo"], tmp_path / "draft")
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["another word"] = 100_000
+    file.write_text(json.dumps(tokenizer))
+    code, out, err = call(*PLAIN, "--draft-model", str(folder))
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "a draft model needs the model's own tokenizer" in err
