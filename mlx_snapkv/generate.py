@@ -88,6 +88,9 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """`mlx_lm.stream_generate` with a compressed prompt; see `generate_step` for the keywords.
 
+    With a draft model, the main model's cache is compressed and the draft's is kept in full. The first tokens, up to
+    the one after the cut, are the main model's alone; the greedy answer is that without a draft model.
+
     Yields:
         mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and
         `generation_tps` leaves out the time that the selection took.
