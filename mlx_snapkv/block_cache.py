@@ -69,6 +69,7 @@ class BlockKVCache(Recorder, _BaseCache):
         self._kept_positions: mx.array | None = None  # of the rows that the last eviction left
         self._received: mx.array | None = None  # attention counted so far, by row
         self._uncounted: list[mx.array] = []  # queries of single tokens, still to be counted
+        self._before: dict[str, Any] | None = None  # the state before an eviction made for now
 
     @property
     def capacity(self) -> int:
@@ -95,6 +96,16 @@ class BlockKVCache(Recorder, _BaseCache):
         rows = self.rows(self.policy.obs_window)
         self.keep(self.quota.select(self.policy.score(rows)), rows)
         self.selection_seconds += time.perf_counter() - started
+
+    def evict_for_now(self) -> None:
+        """`evict`, so that `trim` can take it back, until `settle` is called; the rows are held twice as long."""
+        before = {name: _copied(value) for name, value in vars(self).items()}
+        self.evict()
+        self._before = before
+
+    def settle(self) -> None:
+        """Make an eviction for now one for good."""
+        self._before = None
 
     def keep(self, chosen: mx.array, rows: Rows) -> None:
         """Move the chosen of `rows()`, uint32 `(B, n_kv_heads, n)`, ascending, to the front; the others are gone."""
@@ -249,6 +260,10 @@ class BlockKVCache(Recorder, _BaseCache):
         """
         n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
         free = len(self._uncounted) if self.tallies else self._n - n_kept
+        if self._before is not None and n > free:
+            since = self.offset - self._before["offset"]
+            vars(self).update(self._before)
+            return since + self.trim(n - since)
         if not 0 <= n <= free:
             raise TrimError(
                 f"this cache can take back 0 to {free} tokens, those since its last eviction, not {n}"
@@ -263,3 +278,10 @@ class BlockKVCache(Recorder, _BaseCache):
         # mlx-lm's prefill loop evaluates the state, and with it the queries.
         received = [] if self._received is None else [self._received]
         return self.keys, self.values, self._queries, self._uncounted, received
+
+
+def _copied(value: Any) -> Any:
+    """A value that later changes in place of the original leave alone."""
+    if isinstance(value, mx.array):
+        return mx.array(value)
+    return list(value) if isinstance(value, list) else value

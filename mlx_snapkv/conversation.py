@@ -14,7 +14,7 @@ from .block_cache import BlockKVCache
 from .cache import SnapKVCache
 from .demo.questions import common_prefix
 from .errors import SnapKVError
-from .generate import DEFAULT_LOOKAHEAD, MAX_TOKENS, drive, without_cut
+from .generate import MAX_TOKENS, drive, lookahead_of, without_cut
 from .policies import Policy, Stages, resolve_policy
 from .prefill import RecordedRequest, gate, mlx_generate
 from .recorder import RecordingKVCache
@@ -172,7 +172,6 @@ class Conversation:
         return drive(
             self._start(tokens, max_tokens),
             request,
-            self._lookahead(),
             self._take_report,
             options,
             without_cut,
@@ -197,12 +196,7 @@ class Conversation:
     def _request(self, n_new: int) -> RecordedRequest:
         assert self.policy is not None
         kind = RecalledTurn if self.memory == "recall" else Turn
-        return kind(self.model, self.policy, n_new, self.prompt_cache, self._lookahead())
-
-    def _lookahead(self) -> int:
-        assert self.policy is not None
-        lookahead = self.policy.stages[1].lookahead
-        return DEFAULT_LOOKAHEAD if lookahead is None else lookahead
+        return kind(self.model, self.policy, n_new, self.prompt_cache, lookahead_of(self.policy))
 
     def _take_report(self, report: CompressionReport) -> None:
         self.report = report

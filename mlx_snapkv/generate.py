@@ -22,10 +22,12 @@ from .prefill import (
     RecordedRequest,
     block_size,
     gate,
+    last_voter,
     mlx_generate,
     observing,
 )
 from .report import NO_POLICY, CompressionReport
+from .speculative import DraftedRequest, require_trimmable
 
 ReportCallback = Callable[[CompressionReport], None]
 
@@ -36,7 +38,6 @@ MAX_TOKENS = 256  # mlx-lm's own default
 _CONFLICTS = {
     "kv_bits": "quantised rows can't be compressed yet: drop kv_bits or the policy",
     "max_kv_size": "max_kv_size also limits the rows: drop it or the policy",
-    "draft_model": "a draft model can't be combined with a policy yet: drop draft_model or the policy",
 }
 
 
@@ -88,6 +89,9 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """`mlx_lm.stream_generate` with a compressed prompt; see `generate_step` for the keywords.
 
+    With a draft model, the main model's cache is compressed and the draft's is kept in full. The first tokens, up to
+    the one after the cut, are the main model's alone; the greedy answer is that without a draft model.
+
     Yields:
         mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and
         `generation_tps` leaves out the time that the selection took.
@@ -95,11 +99,21 @@ def stream_generate(
     chosen = resolve_policy(snapkv, policy)
     tokens = encode_prompt(tokenizer, prompt)
 
-    def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
-        return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
+    def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
+        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
+            return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
+
+        n = len(tokens)
+        return _served(start, model, n, max_tokens, chosen, on_report, options, without_cut)
 
     options = {"draft_model": draft_model, **kwargs}
-    return _served(start, model, len(tokens), max_tokens, chosen, on_report, options, without_cut)
+    if draft_model is None:
+        return serve(tokenizer, options, on_report)
+    require_trimmable(model, options.get("prompt_cache"))
+    if chosen is None or _reason_for_nothing(chosen, len(tokens), max_tokens, options):
+        return serve(tokenizer, options, on_report)
+    request = DraftedRequest(model, draft_model, tokenizer, tokens, max_tokens, chosen, kwargs)
+    return request.responses(serve, _tokens_before_cut(chosen), on_report)
 
 
 def generate(
@@ -176,17 +190,14 @@ def _served(
             raise SnapKVError(message)
     given = options.get("prompt_cache")
     prompt_cache = make_prompt_cache(model) if given is None else given
-    _, answering = policy.stages
-    lookahead = DEFAULT_LOOKAHEAD if answering.lookahead is None else answering.lookahead
-    last = n_prompt + lookahead if answering.last_token else n_prompt - 1
+    last = last_voter(policy, n_prompt, lookahead_of(policy))
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
-    return drive(start, request, lookahead, on_report, options, after_cut, keep=given is not None)
+    return drive(start, request, on_report, options, after_cut, keep=given is not None)
 
 
 def drive(
     start: Callable[[Any, dict[str, Any]], Iterator[Any]],
     request: RecordedRequest,
-    lookahead: int,
     on_report: ReportCallback,
     options: dict[str, Any],
     after_cut: Callable[[Any, float], Any],
@@ -204,7 +215,20 @@ def drive(
     begin = functools.partial(start, CompiledDecoder(request.model))
     if not request.answering.last_token:
         return _cut_before_last_token(begin, request, on_report, options)
-    return _cut_at_token(begin(options), request, max(1, lookahead), on_report, after_cut, keep)
+    n = _tokens_before_cut(request.policy)
+    return _cut_at_token(begin(options), request, n, on_report, after_cut, keep)
+
+
+def lookahead_of(policy: Policy | Stages) -> int:
+    """Answer tokens that vote."""
+    _, answering = policy.stages
+    return DEFAULT_LOOKAHEAD if answering.lookahead is None else answering.lookahead
+
+
+def _tokens_before_cut(policy: Policy | Stages) -> int:
+    """Answer tokens that are decoded on the full rows and held by the cache when it is cut."""
+    _, answering = policy.stages
+    return max(1, lookahead_of(policy)) if answering.last_token else 0
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:

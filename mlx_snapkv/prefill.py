@@ -204,6 +204,12 @@ def _is_fresh(prompt_cache: list) -> bool:
     return all(c.empty() for c in models.members(prompt_cache))
 
 
+def last_voter(policy: Policy | Stages, n_prompt: int, lookahead: int) -> int:
+    """The position behind the last query that votes."""
+    _, answering = policy.stages
+    return n_prompt + lookahead if answering.last_token else n_prompt - 1
+
+
 def gate(
     policy: Policy | Stages, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
 ) -> str | None:
@@ -273,13 +279,13 @@ def prefill(
     }
     reason = gate(policy, tokens.size, cache)
     if reason is not None:
-        _read(model, tokens, cache, options)
+        read(model, tokens, cache, options)
         return cache, CompressionReport(str(policy), tokens.size, reason)
     lookahead = answering.lookahead or 0
     request = RecordedRequest(model, policy, tokens.size, cache, last=tokens.size + lookahead)
     options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
-        following = _read(model, tokens, request.caches, options)
+        following = read(model, tokens, request.caches, options)
         request.prompt_is_read()
         if lookahead:
             _look_ahead(model, request, following, lookahead)
@@ -287,7 +293,7 @@ def prefill(
     return cache, report
 
 
-def _read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
+def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
     """Feed `tokens` in chunks by mlx-lm's loop; the greedy token that follows them, `(1,)`."""
     following = []
 

@@ -14,7 +14,7 @@ from .cache import SnapKVCache
 from .compress import compress_prompt_cache
 from .models import AttentionLayer
 from .policies import Policy, Stages
-from .prefill import RecordedRequest
+from .prefill import RecordedRequest, last_voter
 from .report import CompressionReport
 from .votes import Rows
 
@@ -128,12 +128,6 @@ class Rewind:
             cache.trim(cache.offset - offset)
         for cache, before in self._states:
             vars(cache).update(vars(before))
-
-
-def last_voter(policy: Policy | Stages, n_prompt: int, lookahead: int) -> int:
-    """The position behind the last query that votes."""
-    _, answering = policy.stages
-    return n_prompt + lookahead if answering.last_token else n_prompt - 1
 
 
 def held_tokens(model, prompt_cache: list) -> int:

@@ -17,7 +17,7 @@ from ..errors import SnapKVError
 from ..generate import stream_generate
 from ..policies import resolve_policy
 from ..report import NO_POLICY, CompressionReport, format_bytes
-from .loading import encode, load_model, read_prompt
+from .loading import encode, load_draft_model, load_model, read_prompt
 from .progress import PrefillBar
 
 EXAMPLES = """Answer a prompt, with a compressed KV cache if a policy is given.
@@ -67,6 +67,12 @@ def generate(
     ignore_chat_template: Annotated[
         bool, typer.Option("--ignore-chat-template", help="Give the prompt as raw text.")
     ] = False,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Small model of the same tokenizer that proposes tokens.")
+    ] = None,
+    num_draft_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that the draft model proposes at a time.")
+    ] = 3,
     adapter_path: Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Allow a tokenizer's own code.")
@@ -85,6 +91,9 @@ def generate(
         raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {kv_bits}")
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    draft = None
+    if draft_model is not None:
+        draft = load_draft_model(draft_model, tokenizer, trust_remote_code)
     tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
     if top_k >= len(tokenizer):
         raise SnapKVError(f"--top-k must be below the vocabulary's {len(tokenizer)}, got {top_k}")
@@ -97,6 +106,8 @@ def generate(
         tokenizer,
         tokens,
         max_tokens,
+        draft,
+        num_draft_tokens=num_draft_tokens,
         policy=chosen,
         on_report=reports.append,
         sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
@@ -105,30 +116,39 @@ def generate(
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=bar.update,
     )
-    answer, last = _print_answer(responses, bar, show=not json_output)
+    answer, last, n_drafted = _print_answer(responses, bar, show=not json_output)
+    accepted = None if draft is None else n_drafted / last.generation_tokens
     if json_output:
-        print(json.dumps(_as_json(answer, last, reports[0]), ensure_ascii=False))
+        print(json.dumps(_as_json(answer, last, reports[0], accepted), ensure_ascii=False))
     if not quiet:
-        print(closing_line(last, reports[0]), file=sys.stderr)
+        print(closing_line(last, reports[0], accepted), file=sys.stderr)
 
 
 def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool):
-    """Stream the answer to stdout; the whole text and the last response."""
+    """Stream the answer to stdout; the whole text, the last response, and how many tokens the draft model gave."""
     answer = []
+    n_drafted = 0
     try:
         for response in responses:
             answer.append(response.text)
+            n_drafted += response.from_draft
             if show:
                 print(response.text, end="", flush=True)
     finally:
         bar.close()
         if answer and show:
             print(flush=True)
-    return "".join(answer), response
+    return "".join(answer), response, n_drafted
 
 
-def closing_line(response: GenerationResponse, report: CompressionReport) -> str:
-    """One line of figures: what was read, kept and generated, and how fast."""
+def closing_line(
+    response: GenerationResponse, report: CompressionReport, accepted: float | None = None
+) -> str:
+    """One line of figures: what was read, kept and generated, and how fast.
+
+    Args:
+        accepted: share of the answer's tokens that came from the draft model, if there is one.
+    """
     if report.policy == NO_POLICY:
         kept = "full cache (no policy; add --snapkv top_k=N to compress)"
     elif not report.compressed:
@@ -138,17 +158,21 @@ def closing_line(response: GenerationResponse, report: CompressionReport) -> str
             f"{report.rows_text}, KV memory {format_bytes(report.kv_bytes_before)}"
             f" → {format_bytes(report.kv_bytes_after)}"
         )
+    drafted = "" if accepted is None else f" ({accepted:.0%} of the tokens drafted)"
     return (
         f"{response.prompt_tokens} prompt tokens, {kept} | prompt {response.prompt_tps:.1f} tokens/s, "
-        f"generation {response.generation_tps:.1f} tokens/s, peak memory {response.peak_memory:.3g} GB"
+        f"generation {response.generation_tps:.1f} tokens/s{drafted}, peak memory {response.peak_memory:.3g} GB"
     )
 
 
-def _as_json(text: str, response: GenerationResponse, report: CompressionReport) -> dict[str, Any]:
+def _as_json(
+    text: str, response: GenerationResponse, report: CompressionReport, accepted: float | None
+) -> dict[str, Any]:
     fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason")
     return (
         {"text": text}
         | {name: getattr(response, name) for name in fields}
+        | ({} if accepted is None else {"acceptance_rate": accepted})
         | {"peak_memory_gb": response.peak_memory, "compression": report.to_dict()}
     )
 

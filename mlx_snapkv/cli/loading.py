@@ -14,19 +14,24 @@ from ..demo import MODELS
 from ..errors import SnapKVError
 
 
-def load_model(name: str, adapter_path: str | None = None, trust_remote_code: bool = False):
+def load_model(
+    name: str,
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+    option: str = "--model",
+):
     """The model and tokenizer that mlx-lm loads for a folder, a hub repository or an embedded model's name.
 
     Raises:
         SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
-    folder = MODELS.get(name) or _path("--model", name)
+    folder = MODELS.get(name) or _path(option, name)
     exists = _exists(folder)
     if exists and not (folder / "config.json").is_file():
-        raise SnapKVError(f"--model {name}: no config.json there, so it is not a model folder")
+        raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")
     if not exists and not _may_be_repository(name):
         raise SnapKVError(
-            f"--model {name}: no such folder, and not the name of a Hugging Face repository; "
+            f"{option} {name}: no such folder, and not the name of a Hugging Face repository; "
             f"embedded models: {', '.join(MODELS)}"
         )
     adapter = None if adapter_path is None else _path("--adapter-path", adapter_path)
@@ -42,12 +47,27 @@ def load_model(name: str, adapter_path: str | None = None, trust_remote_code: bo
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
         if not exists and isinstance(error, OSError):
             raise SnapKVError(
-                f"--model {name}: no such folder, and the Hugging Face hub gave no such repository"
+                f"{option} {name}: no such folder, and the Hugging Face hub gave no such repository"
             ) from error
-        raise SnapKVError(f"--model {name}: mlx-lm can't load it: {_brief(error)}") from error
+        raise SnapKVError(f"{option} {name}: mlx-lm can't load it: {_brief(error)}") from error
     if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
     return model, tokenizer
+
+
+def load_draft_model(name: str, tokenizer, trust_remote_code: bool = False):
+    """The draft model, which must have the vocabulary of the main model's tokenizer.
+
+    Raises:
+        SnapKVError: it can't be loaded, or the vocabularies differ in size.
+    """
+    model, its_own = load_model(name, None, trust_remote_code, option="--draft-model")
+    if its_own.vocab_size != tokenizer.vocab_size:
+        raise SnapKVError(
+            f"--draft-model {name}: its tokenizer has {its_own.vocab_size} tokens and the model's "
+            f"{tokenizer.vocab_size}; a draft model needs the model's own tokenizer"
+        )
+    return model
 
 
 def _path(option: str, name: str) -> Path:

@@ -266,3 +266,42 @@ def test_help_version_and_no_command(call):
     assert code == 0 and "--prefill-step-size" in out and "mlx-snapkv generate --model demo" in out
     code, _, err = call("chatter")
     assert (code, err) == (2, "mlx-snapkv: No such command 'chatter'.\n")
+
+
+def test_the_share_of_drafted_tokens_is_told(call):
+    args = [*PLAIN, "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=1,min_ctx=0"]
+    drafted = [*args, "--draft-model", "demo", "--num-draft-tokens", "2"]
+    code, out, err = call(*drafted)
+    assert (code, out) == call(*args)[:2]
+    assert re.search(r"generation [\d.]+ tokens/s \(\d+% of the tokens drafted\), peak", err)
+    rate = json.loads(call(*drafted, "--json")[1])["acceptance_rate"]
+    assert 0 < rate < 1
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (
+            ["--model", "demo-qwen3-next", "--draft-model", "demo"],
+            "the main model's (qwen3_next) can't",
+        ),
+        (
+            ["--model", "demo", "--draft-model", "./nowhere"],
+            "--draft-model ./nowhere: no such folder",
+        ),
+    ],
+)
+def test_draft_models_that_cannot_be_used(call, args, message):
+    code, out, err = call("generate", *args, "--prompt", LEAD)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_a_draft_model_of_another_vocabulary(call, tmp_path):
+    folder = shutil.copytree(MODELS["demo"], tmp_path / "draft")
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["another word"] = 100_000
+    file.write_text(json.dumps(tokenizer))
+    code, out, err = call(*PLAIN, "--draft-model", str(folder))
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "a draft model needs the model's own tokenizer" in err
