@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import SnapKVError
-from . import bench, demo, evaluate, generate, models, policies
+from . import bench, cache_prompt, demo, evaluate, generate, models, policies
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
+app.command("cache-prompt")(cache_prompt.cache_prompt)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)

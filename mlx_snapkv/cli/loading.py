@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import mlx.core as mx
@@ -79,9 +80,16 @@ def _brief(error: Exception) -> str:
 
 
 def encode(
-    tokenizer, text: str, system_prompt: str | None, ignore_chat_template: bool
+    tokenizer,
+    text: str,
+    system_prompt: str | None,
+    ignore_chat_template: bool,
+    today: datetime | None = None,
 ) -> list[int]:
     """Token ids of the prompt, through the chat template unless there is none or it is to be ignored.
+
+    Args:
+        today: the date for templates that tell it to the model; by default that of the call.
 
     Raises:
         SnapKVError: the template refuses, or nothing is left to read.
@@ -95,10 +103,13 @@ def encode(
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})
     try:
-        if raw:  # noqa: SIM108
+        if raw:
             tokens = tokenizer.encode(text)
         else:
-            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            more = {}
+            if today is not None and "strftime_now" in str(tokenizer.chat_template):
+                more = {"strftime_now": today.strftime}
+            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **more)
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template or tokenizer failed: {_brief(error)}") from error
     if not tokens:
