@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -106,15 +108,23 @@ def encode(
         if raw:
             tokens = tokenizer.encode(text)
         else:
-            more = {}
-            if today is not None and "strftime_now" in str(tokenizer.chat_template):
-                more = {"strftime_now": today.strftime}
-            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **more)
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, **_dated(tokenizer, today)
+            )
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template or tokenizer failed: {_brief(error)}") from error
     if not tokens:
         raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
     return tokens
+
+
+def _dated(tokenizer, today: datetime | None) -> dict[str, str]:
+    """The template as an option, its calls for today's date replaced by `today`'s."""
+    template = tokenizer.chat_template
+    if today is None or not isinstance(template, str) or "strftime_now" not in template:
+        return {}
+    call = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+    return {"chat_template": call.sub(lambda found: json.dumps(today.strftime(found[2])), template)}
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
