@@ -13,15 +13,15 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from . import models, saved_header
+from . import __version__, models, saved_header
 from .block_cache import BlockKVCache
 from .errors import SnapKVError
 from .fingerprint import fingerprint
@@ -75,8 +75,8 @@ def save(
     require_tokens(prompt_cache, ids.size)
     metadata = {
         _MARK: str(FORMAT),
-        "mlx_snapkv": version("mlx-snapkv"),
-        "mlx_lm": version("mlx-lm"),
+        "mlx_snapkv": __version__,
+        "mlx_lm": mlx_lm.__version__,
         "fingerprint": fingerprint(model),
         "policy": str(policy),
         "tokens": _pack(ids.tobytes()),

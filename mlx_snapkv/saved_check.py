@@ -163,7 +163,8 @@ def _is_count(value: Any, least: int = 0) -> bool:
 def _is_per_row(array: mx.array | None, heads: tuple, rows: int, dtype: mx.Dtype) -> bool:
     if array is None:
         return True
-    return array.shape[:2] == heads and array.ndim == 3 and array.shape[2] <= rows and array.dtype == dtype  # fmt: skip
+    shaped = array.ndim == 3 and array.shape[:2] == heads and array.shape[2] <= rows
+    return shaped and array.dtype == dtype
 
 
 def _are_queries(queries: mx.array, keys: mx.array) -> bool:
