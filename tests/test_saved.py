@@ -14,6 +14,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     save_prompt_cache,
 )
+from model_configs import make_model
 from request_helpers import assert_same, plain, steps
 from tiny_models import make_llama, make_qwen
 
@@ -153,6 +154,19 @@ def test_a_block_cache_survives_mlx_lms_own_functions(path, tokens):
         assert (one.policy, one.quota, one.last) == (other.policy, other.quota, float("inf"))
         assert mx.array_equal(one.queries, other.queries) and one.scale == other.scale
         assert mx.array_equal(one.positions, other.positions)
+
+
+def test_a_loaded_cache_knows_how_its_models_heads_are_grouped(path, tokens):
+    model = make_model("plamo")  # query heads are tiled over KV heads
+    cache = read(model, tokens, spec("tova", "block"))
+    saved.save(path, model, cache, tokens)
+    loaded = saved.load(path, model).prompt_cache
+    for going_on in (loaded, cache):
+        steps(model, question(), n=40, prompt_cache=going_on)
+    for one, other in zip(loaded, cache):
+        assert one.evict() is None and other.evict() is None
+        assert mx.array_equal(one.positions, other.positions)
+        assert mx.array_equal(one.keys, other.keys)
 
 
 def test_an_attention_family_is_told_to_loaded_caches(path, tokens):
