@@ -37,4 +37,5 @@ __all__ = [
     "unpatch_snapkv",
 ]
 
-cache.register()
+cache.register(SnapKVCache)
+cache.register(BlockKVCache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from mlx_lm.models.cache import _BaseCache
 from .budgets import Quota
 from .errors import SnapKVError, TrimError
 from .models import AttentionFamily
-from .policies import Policy
+from .policies import Policy, resolve_policy
 from .recorder import Recorder
 from .votes import Rows, attention_votes
 
@@ -273,11 +274,40 @@ class BlockKVCache(Recorder, _BaseCache):
         del self._uncounted[len(self._uncounted) - n :]
         return n
 
-    @property  # type: ignore[misc]  # a cache of this kind can't be loaded yet
-    def state(self):
-        # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        received = [] if self._received is None else [self._received]
-        return self.keys, self.values, self._queries, self._uncounted, received
+    @property
+    def state(self) -> tuple:
+        """Arrays, numbers, strings and None only, as `save_prompt_cache` wants it, the queries among them."""
+        return (
+            *(getattr(self, name) for name in _STATE),
+            *dataclasses.astuple(self.quota),
+            str(self.policy),
+            repr(self.scale),  # a number would be saved in single precision
+            self._queries or None,  # an empty list would not be saved
+            self._uncounted or None,
+        )
+
+    @state.setter
+    def state(self, v) -> None:
+        *plain, rows, n_sink, n_window, policy, scale, queries, uncounted = v
+        for name, value in zip(_STATE, plain, strict=True):
+            setattr(self, name, value)
+        self.quota = Quota(rows, n_sink, n_window)
+        self.policy, _ = resolve_policy(policy=policy).stages  # type: ignore[union-attr]
+        self.scale = float(scale)
+        self._queries = queries or []
+        self._uncounted = uncounted or []
+        self.selection_seconds = 0.0
+        self._family = None
+
+    def attach(self, family: AttentionFamily) -> None:
+        """Tell a cache that was loaded from a file its layer's attention family."""
+        self._family = family
+
+
+_STATE = (
+    "keys", "values", "offset", "_n", "block", "first", "last", "newest", "sinks", "_stop", "tallies",
+    "_kept_positions", "_received", "_expected", "_uniform",
+)  # fmt: skip
 
 
 def _copied(value: Any) -> Any:

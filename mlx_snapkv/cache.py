@@ -210,6 +210,6 @@ def _take(rows: mx.array, n_pin: int, pieces: list[tuple[int, int]]) -> mx.array
     )
 
 
-def register() -> None:
-    """Make our classes known to mlx-lm's `load_prompt_cache`, which looks them up by name."""
-    mlx_cache.SnapKVCache = SnapKVCache  # type: ignore[attr-defined]
+def register(cls: type) -> None:
+    """Make a class of ours known to mlx-lm's `load_prompt_cache`, which looks them up by name."""
+    setattr(mlx_cache, cls.__name__, cls)

@@ -10,7 +10,7 @@ import typer
 
 from .. import __version__
 from ..errors import SnapKVError
-from . import bench, chat, demo, evaluate, generate, models, policies
+from . import bench, cache_prompt, chat, demo, evaluate, generate, models, policies
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("cache-prompt")(cache_prompt.cache_prompt)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)

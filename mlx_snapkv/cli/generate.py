@@ -19,6 +19,7 @@ from ..policies import resolve_policy
 from ..report import NO_POLICY, CompressionReport, format_bytes
 from .loading import encode, load_draft_model, load_model, read_prompt
 from .progress import PrefillBar
+from .saved_start import SavedStart
 
 EXAMPLES = """Answer a prompt, with a compressed KV cache if a policy is given.
 
@@ -29,6 +30,7 @@ The answer goes to stdout; progress and figures go to stderr.
   mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
       --snapkv top_k=1024,min_ctx=0
   cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
+  mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
 """
 
 
@@ -83,6 +85,9 @@ def generate(
     policy: Annotated[
         str | None, typer.Option(help='Any policy, such as "snapkv:top_k=1024".')
     ] = None,
+    prompt_cache_file: Annotated[
+        str | None, typer.Option(help="A prompt saved by cache-prompt, to be continued.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -94,7 +99,19 @@ def generate(
     draft = None
     if draft_model is not None:
         draft = load_draft_model(draft_model, tokenizer, trust_remote_code)
-    tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
+    start = None
+    if prompt_cache_file is None:
+        tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
+    else:
+        for option, given in (("--system-prompt", system_prompt), ("--max-kv-size", max_kv_size)):
+            if given is not None:
+                raise SnapKVError(f"{option} is settled by --prompt-cache-file: drop it")
+        if draft is not None:
+            raise SnapKVError(
+                "--draft-model can't go on from --prompt-cache-file: drop one of them"
+            )
+        start = SavedStart(prompt_cache_file, model, loaded, chosen, kv_bits)
+        tokens = start.encode(tokenizer, text, ignore_chat_template)
     if top_k >= len(tokenizer):
         raise SnapKVError(f"--top-k must be below the vocabulary's {len(tokenizer)}, got {top_k}")
     if seed is not None:
@@ -108,8 +125,9 @@ def generate(
         max_tokens,
         draft,
         num_draft_tokens=num_draft_tokens,
-        policy=chosen,
+        policy=chosen if start is None else None,
         on_report=reports.append,
+        prompt_cache=None if start is None else start.prompt_cache,
         sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
         max_kv_size=max_kv_size,
         kv_bits=kv_bits,
@@ -119,9 +137,14 @@ def generate(
     answer, last, n_drafted = _print_answer(responses, bar, show=not json_output)
     accepted = None if draft is None else n_drafted / last.generation_tokens
     if json_output:
-        print(json.dumps(_as_json(answer, last, reports[0], accepted), ensure_ascii=False))
+        report = reports[0] if start is None else start.report
+        result = _as_json(answer, last, report, accepted)
+        if start is not None:
+            result["prompt_cache"] = start.to_dict()
+        print(json.dumps(result, ensure_ascii=False))
     if not quiet:
-        print(closing_line(last, reports[0], accepted), file=sys.stderr)
+        kept = kept_text(reports[0]) if start is None else start.kept
+        print(closing_line(last, kept, accepted), file=sys.stderr)
 
 
 def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool):
@@ -141,23 +164,24 @@ def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show
     return "".join(answer), response, n_drafted
 
 
-def closing_line(
-    response: GenerationResponse, report: CompressionReport, accepted: float | None = None
-) -> str:
+def kept_text(report: CompressionReport) -> str:
+    """What became of the prompt's rows, for the closing line."""
+    if report.policy == NO_POLICY:
+        return "full cache (no policy; add --snapkv top_k=N to compress)"
+    if not report.compressed:
+        return f"full cache: {report.reason}"
+    return (
+        f"{report.rows_text}, KV memory {format_bytes(report.kv_bytes_before)}"
+        f" → {format_bytes(report.kv_bytes_after)}"
+    )
+
+
+def closing_line(response: GenerationResponse, kept: str, accepted: float | None = None) -> str:
     """One line of figures: what was read, kept and generated, and how fast.
 
     Args:
         accepted: share of the answer's tokens that came from the draft model, if there is one.
     """
-    if report.policy == NO_POLICY:
-        kept = "full cache (no policy; add --snapkv top_k=N to compress)"
-    elif not report.compressed:
-        kept = f"full cache: {report.reason}"
-    else:
-        kept = (
-            f"{report.rows_text}, KV memory {format_bytes(report.kv_bytes_before)}"
-            f" → {format_bytes(report.kv_bytes_after)}"
-        )
     drafted = "" if accepted is None else f" ({accepted:.0%} of the tokens drafted)"
     return (
         f"{response.prompt_tokens} prompt tokens, {kept} | prompt {response.prompt_tps:.1f} tokens/s, "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import mlx.core as mx
@@ -99,9 +102,16 @@ def _brief(error: Exception) -> str:
 
 
 def encode(
-    tokenizer, text: str, system_prompt: str | None, ignore_chat_template: bool
+    tokenizer,
+    text: str,
+    system_prompt: str | None,
+    ignore_chat_template: bool,
+    today: datetime | None = None,
 ) -> list[int]:
     """Token ids of the prompt, through the chat template unless there is none or it is to be ignored.
+
+    Args:
+        today: the date for templates that tell it to the model; by default that of the call.
 
     Raises:
         SnapKVError: the template refuses, or nothing is left to read.
@@ -115,15 +125,26 @@ def encode(
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})
     try:
-        if raw:  # noqa: SIM108
+        if raw:
             tokens = tokenizer.encode(text)
         else:
-            tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, **_dated(tokenizer, today)
+            )
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template or tokenizer failed: {_brief(error)}") from error
     if not tokens:
         raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
     return tokens
+
+
+def _dated(tokenizer, today: datetime | None) -> dict[str, str]:
+    """The template as an option, its calls for today's date replaced by `today`'s."""
+    template = tokenizer.chat_template
+    if today is None or not isinstance(template, str) or "strftime_now" not in template:
+        return {}
+    call = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+    return {"chat_template": call.sub(lambda found: json.dumps(today.strftime(found[2])), template)}
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:

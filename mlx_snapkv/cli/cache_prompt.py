@@ -1,0 +1,102 @@
+"""`mlx-snapkv cache-prompt`: a long text, read once and saved."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from typing import Annotated
+
+import mlx.core as mx
+import typer
+from mlx_lm.models.cache import make_prompt_cache
+from rich.console import Console
+
+from .. import saved
+from ..compress import kv_bytes
+from ..errors import SnapKVError
+from ..policies import Policy, Stages, resolve_policy
+from ..prefill import mlx_generate, prefill
+from ..report import NO_POLICY, CompressionReport, format_bytes
+from .loading import load_model, read_prompt
+from .opening import opening_tokens
+from .progress import PrefillBar
+
+EXAMPLES = """Read a long text once and save its KV cache, compressed if a policy is given.
+
+Each answer of generate --prompt-cache-file then starts from there.
+
+\b
+  mlx-snapkv cache-prompt --model demo --prompt-file book.txt --policy keydiff:budget=25% -o book.safetensors
+  mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
+"""
+
+
+def cache_prompt(
+    model: Annotated[
+        str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="The .safetensors file to write.")],
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Text, or - for stdin.")
+    ] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="Text file to read; a --prompt is put after it.")
+    ] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="System message of the chat template.")
+    ] = None,
+    prefill_step_size: Annotated[int, typer.Option(min=1, help="Prompt tokens a chunk.")] = 2048,
+    adapter_path: Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Allow a tokenizer's own code.")
+    ] = False,
+    snapkv: Annotated[
+        str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help='Any policy, such as "keydiff:budget=25%".')
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+) -> None:
+    chosen = resolve_policy(snapkv, policy)
+    path = saved.require_writable(output)
+    text = read_prompt(prompt, prompt_file)
+    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    now = datetime.now()
+    tokens = opening_tokens(tokenizer, text, system_prompt, now)
+    bar = PrefillBar(Console(stderr=True, quiet=quiet))
+    try:
+        cache, report = _read(loaded, tokens, chosen, prefill_step_size, bar)
+    finally:
+        bar.close()
+    notes = {"text": text, "system_prompt": system_prompt, "time": now.isoformat()}
+    used = report.policy if report.compressed else NO_POLICY
+    saved.save(path, loaded, cache, tokens, used, notes)
+    if not quiet:
+        print(_closing_line(report, cache, str(path)), file=sys.stderr)
+
+
+def _read(
+    model, tokens: list[int], policy: Policy | Stages | None, step_size: int, bar: PrefillBar
+) -> tuple[list, CompressionReport]:
+    """The prompt cache of all tokens, compressed if there is a policy."""
+    options = {"prefill_step_size": step_size, "prompt_progress_callback": bar.update}
+    if policy is not None:
+        return prefill(model, tokens, policy, **options)  # type: ignore[arg-type]
+    cache = make_prompt_cache(model)
+    for _ in mlx_generate.generate_step(
+        mx.array(tokens), model, max_tokens=0, prompt_cache=cache, **options
+    ):
+        raise SnapKVError("mlx-lm gave an answer that nobody asked for")
+    return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
+
+
+def _closing_line(report: CompressionReport, cache: list, path: str) -> str:
+    kept = report.rows_text if report.compressed else f"full cache: {report.reason}"
+    return (
+        f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(kv_bytes(cache))} "
+        f"| saved in {path}"
+    )
+
+
+cache_prompt.__doc__ = EXAMPLES

@@ -1,0 +1,49 @@
+"""The tokens with which a conversation about one text begins, whatever is asked about it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from ..demo.questions import common_prefix
+from ..errors import SnapKVError
+from .loading import encode
+
+# Beginnings of questions: what their prompts share can be read before the question is known.
+PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")
+
+
+def opening_tokens(
+    tokenizer, text: str, system_prompt: str | None, today: datetime | None = None
+) -> list[int]:
+    """Token ids that start the prompt of every question about `text`.
+
+    Raises:
+        SnapKVError: the chat template fails, or puts the question first.
+    """
+    prompts = [conversation(tokenizer, text, q, system_prompt, today) for q in PROBES]
+    shared = prompts[0][: common_prefix(prompts)]
+    if not shared:
+        raise SnapKVError("this model's chat template puts nothing before a question to be saved")
+    return shared
+
+
+def conversation(
+    tokenizer, text: str, question: str, system_prompt: str | None, today: datetime | None
+) -> list[int]:
+    """Token ids of a whole prompt: a text and a question about it, as `generate` puts them together."""
+    return encode(tokenizer, f"{text}\n\n{question}", system_prompt, False, today)
+
+
+def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
+    """What mlx-lm's own `generate` feeds after a prompt saved by `mlx_lm.cache_prompt`.
+
+    Without a chat template there is no second beginning-of-text token, which mlx-lm would put in.
+    """
+    if not ignore_chat_template and tokenizer.has_chat_template:
+        marker = "<query>"
+        messages = [{"role": "user", "content": marker}]
+        around = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages[0]["content"] = question
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        question = whole[around.index(marker) :]
+    return tokenizer.encode(question, add_special_tokens=False)

@@ -1,0 +1,122 @@
+"""An answer that starts from a saved prompt."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .. import models, saved
+from ..block_cache import BlockKVCache
+from ..cache import SnapKVCache
+from ..compress import compress_prompt_cache, kv_bytes
+from ..demo import MODELS
+from ..errors import SnapKVError
+from ..policies import POLICIES, Policy, Stages
+from ..report import NO_POLICY, CompressionReport, format_bytes
+from .opening import conversation, mlx_lm_suffix
+
+
+class SavedStart:
+    """A saved prompt, loaded for a model and compressed if a policy is given.
+
+    Args:
+        file: the name that the user gave.
+        name: the model's name, as the user gave it.
+        model: the model of that name.
+        policy: how to compress a saved full cache.
+        kv_bits: mlx-lm's quantisation, which compressed rows can't have.
+
+    Attributes:
+        prompt_cache: what the answer continues.
+        report: what compressing it on loading did.
+
+    Raises:
+        SnapKVError: the file is not for this model, or its rows can't be compressed so.
+    """
+
+    def __init__(
+        self, file: str, name: str, model, policy: Policy | Stages | None, kv_bits: int | None
+    ):
+        self._file = file
+        self._saved = saved.load(file, model)
+        self.prompt_cache = self._saved.prompt_cache
+        if self._saved.tokens is None:
+            _require_name(file, name, self._saved.notes.get("model"))
+        if kv_bits is not None and (policy is not None or self._is_compressed()):
+            raise SnapKVError("quantised rows can't be compressed yet: drop --kv-bits")
+        self.n_tokens = max(getattr(c, "offset", 0) for c in models.members(self.prompt_cache))
+        self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
+        if policy is not None:
+            self.report = self._compress(model, policy)
+
+    def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
+        """Token ids of what follows the saved prompt.
+
+        Raises:
+            SnapKVError: the whole conversation would not begin as the saved one did.
+        """
+        if self._saved.tokens is None:
+            return mlx_lm_suffix(tokenizer, question, ignore_chat_template)
+        if ignore_chat_template:
+            raise SnapKVError("--ignore-chat-template is settled by --prompt-cache-file: drop it")
+        notes = self._saved.notes
+        if "text" not in notes:
+            raise SnapKVError(
+                f"{self._file} was saved without its text: only mlx-snapkv cache-prompt's files go on here"
+            )
+        today = datetime.fromisoformat(notes["time"])
+        whole = conversation(tokenizer, notes["text"], question, notes["system_prompt"], today)
+        if whole[: self.n_tokens] != self._saved.tokens or len(whole) == self.n_tokens:
+            raise SnapKVError(
+                f"with this question the prompt does not begin with the tokens of {self._file}: "
+                "if the tokenizer or its chat template has changed, save the prompt again"
+            )
+        return whole[self.n_tokens :]
+
+    @property
+    def policy(self) -> str:
+        return self.report.policy if self.report.compressed else self._saved.policy
+
+    @property
+    def kept(self) -> str:
+        """What the answer starts from, for the closing line."""
+        rows = max(c.size() for c in models.members(self.prompt_cache))
+        how = "full cache" if self.policy == NO_POLICY else self.policy
+        asked = self.report.policy != NO_POLICY and not self.report.compressed
+        why = f": {self.report.reason}" if asked else ""
+        size = format_bytes(kv_bytes(self.prompt_cache))
+        return f"after {self.n_tokens} saved ones ({how}{why}), now {rows} rows, KV memory {size}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
+
+    def _is_compressed(self) -> bool:
+        caches = models.members(self.prompt_cache)
+        return any(isinstance(cache, (SnapKVCache, BlockKVCache)) for cache in caches)
+
+    def _compress(self, model, policy: Policy | Stages) -> CompressionReport:
+        """Cut the full cache down by a policy that needs no queries."""
+        if self._is_compressed():
+            raise SnapKVError(
+                f"{self._file} is already compressed, by {self._saved.policy}: drop the policy"
+            )
+        if isinstance(policy, Stages):
+            raise SnapKVError("a saved full cache is compressed by one policy, not by two stages")
+        if policy.observes:
+            others = ", ".join(n for n, cls in POLICIES.items() if not cls().observes)
+            raise SnapKVError(
+                f"a saved full cache holds no queries for {policy.name} to vote with: "
+                f"save the prompt with the policy, or take one of {others}"
+            )
+        if self.n_tokens < policy.min_ctx:
+            reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"
+            return CompressionReport(str(policy), self.n_tokens, reason)
+        return compress_prompt_cache(model, self.prompt_cache, policy)
+
+
+def _require_name(file: str, name: str, made_with: str | None) -> None:
+    """Raises: SnapKVError: mlx-lm saved the prompt with a model of another name."""
+    folder = MODELS.get(name, Path(name))
+    if made_with not in (None, name) and Path(str(made_with)).resolve() != folder.resolve():
+        raise SnapKVError(f"{file} was made with --model {made_with}, not with {name}")

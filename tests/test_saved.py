@@ -1,0 +1,324 @@
+"""Prompt caches in files: what was read once goes on as if nothing had happened."""
+
+import json
+import random
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import (
+    CacheList,
+    KVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+from model_configs import make_model
+from request_helpers import assert_same, plain, steps
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import BlockKVCache, SnapKVCache, SnapKVError, prefill, saved
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.fingerprint import fingerprint
+from mlx_snapkv.policies import POLICIES, resolve_policy
+
+OPTIONS = {"snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=2"}
+KEYDIFF = "keydiff:budget=40,block=16"
+SNAPKV = "snapkv:min_ctx=0,n_sink=2,n_window=16,obs_window=8,budget=40"
+
+
+def spec(name, schedule):
+    return f"{name}:{OPTIONS.get(name, 'n_sink=2')},budget=40,block=16,schedule={schedule}"
+
+
+SPECS = [spec(name, schedule) for name in POLICIES for schedule in ("once", "block")]
+SPECS += [
+    f"{KEYDIFF} then snapkv:min_ctx=0,budget=24,n_sink=2,n_window=8,obs_window=8",
+    f"{spec('h2o', 'block')} then tova:budget=30,block=8",
+    "h2o:budget=pyramid:40,block=16",
+    "keydiff:budget=pyramid:40,schedule=once,n_window=8",
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "book.safetensors"
+
+
+def read(model, tokens, policy):
+    """A prompt's cache, as `prefill` makes it, or mlx-lm without a policy."""
+    if policy is not None:
+        return prefill(model, tokens, policy)[0]
+    cache = make_prompt_cache(model)
+    plain(model, tokens, n=0, prompt_cache=cache)
+    return cache
+
+
+def saved_file(path, model, tokens, policy=KEYDIFF):
+    saved.save(path, model, read(model, tokens, policy), tokens, policy or "none")
+    return path
+
+
+def question(n=9, seed=5):
+    rng = random.Random(seed)
+    return mx.array([rng.randrange(64) for _ in range(n)])
+
+
+@pytest.mark.parametrize("policy", [None, *SPECS])
+def test_a_loaded_prompt_goes_on_as_the_one_saved(path, tokens, policy):
+    model = make_llama()
+    cache = read(model, tokens, policy)
+    saved.save(path, model, cache, tokens, policy or "none", {"text": "ünï"})
+    loaded = saved.load(path, model)
+    assert loaded.tokens == tokens.tolist()
+    assert loaded.policy == (policy or "none") and loaded.notes == {"text": "ünï"}
+    assert_same(
+        steps(model, question(), n=24, prompt_cache=loaded.prompt_cache),
+        steps(model, question(), n=24, prompt_cache=cache),
+    )
+
+
+@pytest.mark.parametrize("policy", [None, KEYDIFF, SNAPKV, spec("h2o", "block")])
+def test_a_hybrid_model_goes_on_too(path, tokens, policy):
+    model = make_qwen()
+    cache = read(model, tokens, policy)
+    saved.save(path, model, cache, tokens, policy or "none")
+    loaded = saved.load(path, model).prompt_cache
+    assert_same(
+        steps(model, question(), n=20, prompt_cache=loaded),
+        steps(model, question(), n=20, prompt_cache=cache),
+    )
+    again = saved.load(path, model).prompt_cache  # answering did not change the file
+    assert again[1].offset == len(tokens)
+
+
+@pytest.mark.parametrize("policy", SPECS)
+def test_a_prompt_saved_again_in_the_middle_of_its_answer(path, tokens, policy):
+    """Queries that wait to be counted or to vote, and a ring that has turned, survive."""
+    model = make_llama()
+    cache = read(model, tokens, policy)
+    fed = len(steps(model, question(), n=7, prompt_cache=cache)) + 9
+    saved.save(path, model, cache, [0] * (len(tokens) + fed))
+    loaded = saved.load(path, model).prompt_cache
+    for one, other in zip(loaded, cache):
+        assert mx.array_equal(one.positions, other.positions)
+    assert_same(
+        steps(model, question(3), n=20, prompt_cache=loaded),
+        steps(model, question(3), n=20, prompt_cache=cache),
+    )
+
+
+CONTINUE = """
+import json, sys
+import mlx.core as mx
+from mlx_lm import load
+from mlx_snapkv import generate_step, saved
+from mlx_snapkv.demo import MODELS
+answers = []
+for name, prompt, files in json.loads(sys.argv[1]):
+    model, _ = load(str(MODELS[name]))
+    model.set_dtype(mx.float32)
+    for file in files:
+        cache = saved.load(file, model).prompt_cache
+        steps = generate_step(mx.array(prompt), model, max_tokens=12, prompt_cache=cache)
+        answers.append([token for token, _ in steps])
+print(json.dumps(answers))
+"""
+
+
+def test_a_new_process_gives_the_same_answers(tmp_path, demo_llama, demo_qwen, ask):
+    work, answers = [], []
+    for name, (model, tokenizer) in zip(MODELS, (demo_llama, demo_qwen), strict=True):
+        prompt, _ = ask(tokenizer, 120, 0)
+        document, rest, files = mx.array(prompt[:-20]), prompt[-20:], []
+        for n, policy in enumerate([None, KEYDIFF, spec("h2o", "block"), SNAPKV]):
+            cache = read(model, document, policy)
+            files.append(str(tmp_path / f"{name}{n}.safetensors"))
+            saved.save(files[-1], model, cache, document)
+            answers.append([t for t, _ in steps(model, mx.array(rest), prompt_cache=cache)])
+        work.append([name, rest, files])
+    done = subprocess.run(
+        [sys.executable, "-c", CONTINUE, json.dumps(work)], capture_output=True, text=True
+    )
+    assert json.loads(done.stdout) == answers, done.stderr
+
+
+def test_a_block_cache_survives_mlx_lms_own_functions(path, tokens):
+    model = make_llama()
+    cache = read(model, tokens, spec("tova", "block"))
+    save_prompt_cache(str(path), [CacheList(*cache)])
+    (loaded,) = load_prompt_cache(str(path))
+    for one, other in zip(loaded.caches, cache):
+        assert isinstance(one, BlockKVCache)
+        assert (one.policy, one.quota, one.last) == (other.policy, other.quota, float("inf"))
+        assert mx.array_equal(one.queries, other.queries) and one.scale == other.scale
+        assert mx.array_equal(one.positions, other.positions)
+
+
+def test_a_loaded_cache_knows_how_its_models_heads_are_grouped(path, tokens):
+    model = make_model("plamo")  # query heads are tiled over KV heads
+    cache = read(model, tokens, spec("tova", "block"))
+    saved.save(path, model, cache, tokens)
+    loaded = saved.load(path, model).prompt_cache
+    for going_on in (loaded, cache):
+        steps(model, question(), n=40, prompt_cache=going_on)
+    for one, other in zip(loaded, cache):
+        assert one.evict() is None and other.evict() is None
+        assert mx.array_equal(one.positions, other.positions)
+        assert mx.array_equal(one.keys, other.keys)
+
+
+def test_an_attention_family_is_told_to_loaded_caches(path, tokens):
+    model = make_llama()
+    loaded = saved.load(saved_file(path, model, tokens, spec("tova", "block")), model)
+    assert all(c._family.class_name == "Attention" for c in loaded.prompt_cache)
+
+
+def test_a_policys_string_names_the_same_policy():
+    for text in SPECS:
+        assert resolve_policy(policy=str(resolve_policy(policy=text))) == resolve_policy(
+            policy=text
+        )
+
+
+def test_mlx_lms_files_load(path, tokens):
+    model = make_llama()
+    cache = read(model, tokens, None)
+    save_prompt_cache(str(path), cache, {"model": "mine"})
+    loaded = saved.load(path, model)
+    assert (loaded.tokens, loaded.policy, loaded.notes) == (None, "none", {"model": "mine"})
+    assert_same(
+        plain(model, question(), prompt_cache=loaded.prompt_cache),
+        plain(model, question(), prompt_cache=cache),
+    )
+
+
+def test_mlx_lms_quantised_files_load(path, tokens):
+    model = make_llama(hidden_size=128)
+    cache = [c.to_quantized(group_size=32, bits=8) for c in read(model, tokens, None)]
+    save_prompt_cache(str(path), cache)
+    loaded = saved.load(path, model).prompt_cache
+    assert_same(
+        plain(model, question(), prompt_cache=loaded), plain(model, question(), prompt_cache=cache)
+    )
+
+
+def test_a_fingerprint_tells_weights_and_configurations_apart():
+    mine = fingerprint(make_llama())
+    assert fingerprint(make_llama()) == mine
+    trained = make_llama()
+    trained.model.norm.weight = trained.model.norm.weight * 1.001
+    half = make_llama()
+    half.set_dtype(mx.bfloat16)
+    others = [make_llama(seed=1), trained, half, make_llama(rope_theta=5e5), make_qwen()]
+    assert len({mine, *map(fingerprint, others)}) == 6
+
+
+def damaged(path, data, model, tokens):
+    """Every kind of damage, as (file, model to load it for)."""
+    head = 8 + int.from_bytes(data[:8], "little")
+
+    def written(content):
+        path.write_bytes(content)
+        return path, model
+
+    for length in (0, 5, 8, 9, head // 2, head - 1, head, head + 1, len(data) // 2, len(data) - 1):
+        yield written(data[:length])
+    yield written(data + b"\0")
+    rng = random.Random(0)
+    for place in [0, 1, 5, 7, 8, 9, *(rng.randrange(10, head - 8) for _ in range(18))]:
+        yield written(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    for content in (b"hello", b"\0" * 4096, b"{}", b"PK" * 999, (2).to_bytes(8, "little") + b"{}"):
+        yield written(content)
+    mx.save_safetensors(str(path), {"a": mx.zeros(3)}, {"x": "y"})
+    yield path, model
+    mx.save_safetensors(str(path), {"0.0": mx.zeros(3)}, {"1.0": "KVCache", "2.0": ""})
+    yield path, model
+    for other in (make_llama(seed=1), make_qwen(), make_llama(num_hidden_layers=3)):
+        yield written(data)[0], other
+    for cache in foreign_caches(model, tokens):
+        save_prompt_cache(str(path), cache)
+        yield path, model
+
+
+def foreign_caches(model, tokens):
+    """Caches that mlx-lm would save, and that are not this model's."""
+    good = read(model, tokens, None)
+    yield good[:1]
+    yield [*good, good[0]]
+    yield make_prompt_cache(model)
+    yield [CacheList(good[0]), good[1]]
+    for other in (make_qwen(), make_llama(num_key_value_heads=4), make_llama(head_dim=16)):
+        yield read(other, tokens, None)
+    half = make_llama()
+    half.set_dtype(mx.bfloat16)
+    yield read(half, tokens, None)
+    yield [good[0], read(model, tokens[:50], None)[0]]
+    for state in (
+        (good[0].keys, good[0].values, 10_000),
+        (good[0].keys, good[0].values, 1.5),
+        (good[0].keys, good[0].values[:, :, :100], 200),
+        (good[0].keys, None, 200),
+        ("keys", "values", 200),
+    ):
+        yield [KVCache.from_state(state), good[1]]
+    compressed = read(model, tokens, SNAPKV)
+    for name, value in (("_oldest", 999), ("n_window", 0), ("_trimmable", -1)):
+        broken = SnapKVCache.from_state(compressed[0].state)
+        setattr(broken, name, value)
+        yield [broken, compressed[1]]
+    bounded = read(model, tokens, KEYDIFF)
+    for name, value in (("_n", 10_000), ("block", 0), ("scale", "x"), ("_kept_positions", mx.zeros(3))):  # fmt: skip
+        broken = BlockKVCache.from_state(bounded[0].state)
+        setattr(broken, name, value)
+        yield [broken, bounded[1]]
+
+
+def test_damaged_and_foreign_files_are_refused_in_one_sentence(path, tokens):
+    model = make_llama()
+    data = saved_file(path, model, tokens).read_bytes()
+    refused = 0
+    for file, asked in damaged(path, data, model, tokens):
+        with pytest.raises(SnapKVError) as error:
+            saved.load(file, asked)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+        refused += 1
+    assert refused >= 50
+    path.write_bytes(data)
+    assert saved.load(path, model).tokens == tokens.tolist()
+
+
+def test_a_newer_format_is_told(path, tokens, monkeypatch):
+    model = make_llama()
+    monkeypatch.setattr(saved, "FORMAT", 2)
+    saved_file(path, model, tokens)
+    monkeypatch.undo()
+    with pytest.raises(SnapKVError, match="has format 2, this version reads up to 1: upgrade"):
+        saved.load(path, model)
+
+
+@pytest.mark.parametrize("name", ["book.bin", "none/book.safetensors", "a\0b.safetensors", "."])
+def test_a_place_that_can_not_be_written_is_told(tmp_path, name):
+    with pytest.raises(SnapKVError):
+        saved.require_writable(tmp_path / name)
+
+
+def test_a_failure_leaves_the_old_file_and_no_other(path, tokens, monkeypatch):
+    model = make_llama()
+    before = saved_file(path, model, tokens).read_bytes()
+    cache = read(model, tokens, KEYDIFF)
+    with pytest.raises(SnapKVError, match="hold 200 tokens, the prompt has 3"):
+        saved.save(path, model, cache, [1, 2, 3])
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saved.os, "replace", full)
+    with pytest.raises(SnapKVError, match="No space left on device"):
+        saved.save(path, model, cache, tokens)
+    cache[1]._received = object()  # can't be written
+    with pytest.raises(ValueError):
+        saved.save(path, model, cache, tokens)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == before
