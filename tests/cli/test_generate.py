@@ -264,8 +264,8 @@ def test_help_version_and_no_command(call):
     assert code == 0 and "generate" in out and "demo" in out
     code, out, _ = call("generate", "--help")
     assert code == 0 and "--prefill-step-size" in out and "mlx-snapkv generate --model demo" in out
-    code, _, err = call("chatter")
-    assert (code, err) == (2, "mlx-snapkv: No such command 'chatter'.\n")
+    code, _, err = call("nonsense")
+    assert (code, err) == (2, "mlx-snapkv: No such command 'nonsense'.\n")
 
 
 def test_the_share_of_drafted_tokens_is_told(call):
