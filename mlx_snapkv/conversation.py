@@ -40,6 +40,9 @@ class Conversation:
     Attributes:
         messages: the chat so far, as the chat template takes it.
         report: what the last turn's compression did; None before the first turn.
+        prompt_cache: what the next turn goes on from.
+        read, owed: tokens of the chat that it has read, and those after them that it has not.
+        attached: documents to be read with the next message.
 
     Raises:
         SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
@@ -102,9 +105,9 @@ class Conversation:
         self.messages: list[dict[str, str]] = system
         self.report: CompressionReport | None = None
         self.prompt_cache = self._empty_cache()
-        self._read: list[int] = []  # tokens that the cache has read
-        self._owed: list[int] = []  # tokens after them that it has not
-        self._attached: list[str] = []
+        self.read: list[int] = []  # tokens that the cache has read
+        self.owed: list[int] = []  # tokens after them that it has not
+        self.attached: list[str] = []
 
     def attach(self, text: str) -> int:
         """Put a document in front of the next message; the number of its tokens.
@@ -116,7 +119,7 @@ class Conversation:
         """
         if not text.strip():
             raise SnapKVError("there is no text to attach")
-        self._attached.append(text)
+        self.attached.append(text)
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def send(
@@ -132,7 +135,7 @@ class Conversation:
         """
         if not text.strip():
             raise SnapKVError("the message is empty: give some text")
-        content = "\n\n".join([*self._attached, text])
+        content = "\n\n".join([*self.attached, text])
         messages = [*self.messages, {"role": "user", "content": content}]
         tokens = self._unread(messages)
         options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
@@ -154,7 +157,7 @@ class Conversation:
             responses.close()  # type: ignore[attr-defined]  # all of these are generators
             if answered:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
-                self._attached = []
+                self.attached = []
                 self._remember(tokens + answered)
             else:
                 before.restore()
@@ -162,7 +165,7 @@ class Conversation:
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
         max_tokens = options.pop("max_tokens", MAX_TOKENS)
-        n_prompt = len(self._read) + tokens.size
+        n_prompt = len(self.read) + tokens.size
         reason = self._reason_for_nothing(n_prompt, max_tokens)
         if reason is not None:
             self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
@@ -215,12 +218,12 @@ class Conversation:
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""
         whole = self._rendered(messages, add_generation_prompt=True)
-        known = self._read + self._owed
+        known = self.read + self.owed
         if whole[: len(known)] == known:
-            return whole[len(self._read) :]
+            return whole[len(self.read) :]
         # The template renders earlier answers differently, or their tokens were not the usual ones for their text.
         earlier = self._rendered(self.messages, add_generation_prompt=False)
-        return self._owed + whole[common_prefix([earlier, whole]) :]
+        return self.owed + whole[common_prefix([earlier, whole]) :]
 
     def _rendered(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         try:
@@ -230,6 +233,6 @@ class Conversation:
 
     def _remember(self, tokens: list[int]) -> None:
         """Tell what the cache has read of a turn from what is owed to it: under "recall", the answer."""
-        known = self._read + tokens
+        known = self.read + tokens
         n = held_tokens(self.model, self.prompt_cache)
-        self._read, self._owed = known[:n], known[n:]
+        self.read, self.owed = known[:n], known[n:]

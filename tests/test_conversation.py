@@ -46,8 +46,8 @@ def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack, memory):
     assert messages[0]["content"] == f"{document}\n\n{facts[0].question}"
     # The cache has read exactly what the template makes of the chat so far.
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-    assert whole[: len(conversation._read)] == conversation._read
-    assert held_tokens(model, conversation.prompt_cache) == len(conversation._read)
+    assert whole[: len(conversation.read)] == conversation.read
+    assert held_tokens(model, conversation.prompt_cache) == len(conversation.read)
 
 
 def test_recall_answers_every_question_of_a_document_and_drop_does_not(demo_model, haystack):
@@ -73,7 +73,7 @@ def test_recall_keeps_all_rows_and_its_own_answers(demo_llama, haystack):
     cache = conversation.prompt_cache
     assert not any(isinstance(c, SnapKVCache) for c in cache)
     exact = make_prompt_cache(model)
-    model(mx.array([conversation._read]), cache=exact)
+    model(mx.array([conversation.read]), cache=exact)
     for mine, plain in zip(cache, exact, strict=True):
         assert mx.allclose(mine.keys_and_values()[0], plain.keys_and_values()[0], atol=1e-4)
 
@@ -87,7 +87,7 @@ def test_drop_holds_no_more_than_the_budget_after_every_turn(demo_model, haystac
         ask(conversation, fact.question)
         caches = [c for c in conversation.prompt_cache if isinstance(c, SnapKVCache)]
         assert caches and all(c.keys.shape[2] == 64 for c in caches)
-        assert held_tokens(model, conversation.prompt_cache) == len(conversation._read)
+        assert held_tokens(model, conversation.prompt_cache) == len(conversation.read)
 
 
 def test_a_turn_votes_over_the_rows_held_and_its_own(demo_llama, haystack):
@@ -117,7 +117,7 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(
     assert conversation.messages[-1] == {"role": "assistant", "content": text}
     assert ask(conversation, facts[0].question)
     whole = tokenizer.apply_chat_template(conversation.messages, add_generation_prompt=False)
-    assert len(whole) - 2 <= len(conversation._read + conversation._owed) <= len(whole) + 1
+    assert len(whole) - 2 <= len(conversation.read + conversation.owed) <= len(whole) + 1
 
 
 @pytest.mark.parametrize("memory", ["drop", "recall"])
@@ -175,7 +175,7 @@ def test_reset_forgets_everything_but_the_system_prompt(demo_llama):
     ask(conversation, "What is the access code of the amber falcon?")
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    assert conversation._read == [] and all(c.empty() for c in conversation.prompt_cache)
+    assert conversation.read == [] and all(c.empty() for c in conversation.prompt_cache)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
 
+from .. import saved_chat
 from ..compress import kv_bytes
 from ..conversation import Conversation
 from ..errors import SnapKVError, UnknownOptionError
@@ -158,9 +158,7 @@ class Repl:
             self._speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
 
     def _file(self, name: str) -> None:
-        if not name:
-            raise SnapKVError("/file needs the name of a text file")
-        path = shlex.split(name)[0] if name[0] in "\"'" else name
+        path = _named("/file", name)
         tokens = self.conversation.attach(read_file("/file", path))
         self._say(f"{Path(path).name}: {tokens:,} tokens, to be read with your next message")
 
@@ -179,6 +177,17 @@ class Repl:
             self._say(f"rows by layer: {', '.join(layers)}")
         held = format_bytes(kv_bytes(self.conversation.prompt_cache))
         self._say(f"KV memory held between turns: {held}; {self._speed}")
+
+    def _save(self, name: str) -> None:
+        saved_chat.save(self.conversation, _named("/save", name))
+        self._say(f"saved in {name}")
+
+    def _load(self, name: str) -> None:
+        now = self.conversation
+        path = _named("/load", name)
+        self.conversation = saved_chat.load(path, now.model, now.tokenizer, **now.generation)
+        held = len(self.conversation.read)
+        self._say(f"{held:,} tokens loaded, policy {self.conversation.policy or 'none'}")
 
     def _policy(self, text: str) -> None:
         if not text:
@@ -200,3 +209,11 @@ class Repl:
 
     def _say(self, text: str, end: str = "\n") -> None:
         self._console.print(text, markup=False, soft_wrap=True, end=end)
+
+
+def _named(command: str, name: str) -> str:
+    """A file name as it was typed, with or without quotes."""
+    if not name:
+        raise SnapKVError(f"{command} needs the name of a file")
+    quoted = len(name) > 1 and name[0] == name[-1] and name[0] in "\"'"
+    return name[1:-1] if quoted else name

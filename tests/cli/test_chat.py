@@ -59,6 +59,27 @@ def test_reset_policy_and_system_start_again(document):
     assert "with that system prompt" in err
 
 
+def test_a_conversation_is_saved_and_loaded_in_another_chat(document, tmp_path):
+    path, facts = document
+    base = tmp_path / "talk of today.safetensors"
+    code, out, err = script([f"/file {path}", facts[0].question, f'/save "{base}"'], *POLICY)
+    assert (code, out.splitlines()) == (0, [facts[0].value]) and "saved in" in err
+    code, out, err = script([f'/load "{base}"', facts[1].question, "/stats"])
+    assert (code, out.splitlines()) == (0, [facts[1].value])
+    assert "tokens loaded, policy snapkv" in err and "100 rows kept" in err
+
+
+def test_a_text_that_cache_prompt_saved_can_be_asked_about(document, tmp_path):
+    path, facts = document
+    base = str(tmp_path / "notes.safetensors")
+    options = ["--model", "demo", "--prompt-file", str(path), "-o", base]
+    made = [sys.executable, "-m", "mlx_snapkv", "cache-prompt", *options]
+    subprocess.run([*made, "--policy", "keydiff:budget=300"], check=True, capture_output=True)
+    code, out, err = script([f"/load {base}", facts[0].question, facts[1].question])
+    assert (code, out.splitlines()) == (0, [fact.value for fact in facts[:2]])
+    assert "policy keydiff:budget=300" in err
+
+
 def test_a_backslash_joins_lines():
     code, out, err = script(["/sys\\", "tem"], *POLICY)
     assert code == 2 and "unknown command /sys" in err and out == ""
@@ -69,7 +90,9 @@ def test_a_backslash_joins_lines():
     [
         ("/fiel x", "unknown command /fiel (did you mean '/file'?)"),
         ("/file nowhere.txt", "/file nowhere.txt: No such file or directory"),
-        ("/file", "/file needs the name of a text file"),
+        ("/save x.safetensors", "nothing has been said yet"),
+        ("/load nowhere.safetensors", "nowhere.safetensors"),
+        ("/file", "/file needs the name of a file"),
         ("/policy keydif", "did you mean 'keydiff'?"),
     ],
 )
