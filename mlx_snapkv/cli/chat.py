@@ -102,6 +102,8 @@ class Repl:
             "/file": (self._file, "FILE: put a document in front of the next message"),
             "/reset": (self._reset, "forget the conversation"),
             "/stats": (self._stats, "rows kept, memory and speed of the last turn"),
+            "/save": (self._save, "FILE: write the conversation to a .safetensors file"),
+            "/load": (self._load, "FILE: go on with a saved conversation or text"),
             "/policy": (
                 self._policy,
                 "POLICY: start again with this policy; none for the full cache",
