@@ -16,9 +16,10 @@ from .demo.questions import common_prefix
 from .errors import SnapKVError
 from .generate import MAX_TOKENS, drive, lookahead_of, without_cut
 from .policies import Policy, Stages, resolve_policy
-from .prefill import RecordedRequest, gate, mlx_generate
+from .prefill import gate, mlx_generate
 from .recorder import RecordingKVCache
 from .report import NO_POLICY, CompressionReport
+from .request import RecordedRequest
 from .turns import RecalledTurn, Rewind, Turn, held_tokens
 
 MEMORIES = ("drop", "recall")

@@ -17,16 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .compiled import CompiledDecoder
 from .errors import SnapKVError
 from .policies import Policy, SnapKV, Stages, resolve_policy
-from .prefill import (
-    PREFILL_STEP_SIZE,
-    RecordedRequest,
-    block_size,
-    gate,
-    last_voter,
-    mlx_generate,
-    observing,
-)
+from .prefill import block_size, gate, mlx_generate, observing
 from .report import NO_POLICY, CompressionReport
+from .request import PREFILL_STEP_SIZE, RecordedRequest, last_voter
 from .speculative import DraftedRequest, require_trimmable
 
 ReportCallback = Callable[[CompressionReport], None]

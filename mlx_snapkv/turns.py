@@ -14,8 +14,8 @@ from .cache import SnapKVCache
 from .compress import compress_prompt_cache
 from .models import AttentionLayer
 from .policies import Policy, Stages
-from .prefill import RecordedRequest, last_voter
 from .report import CompressionReport
+from .request import RecordedRequest, last_voter
 from .votes import Rows
 
 

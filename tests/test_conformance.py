@@ -19,7 +19,7 @@ from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, SnapKVCache, generate_step, 
 from mlx_snapkv.compress import _rows
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.policies import SnapKV
-from mlx_snapkv.prefill import RecordedRequest
+from mlx_snapkv.request import RecordedRequest
 
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
 POLICY = SnapKV(top_k=6, n_sink=2, n_window=8, obs_window=8, pool_kernel=1, min_ctx=0, lookahead=0)
