@@ -59,6 +59,7 @@ def chat(
     ] = "drop",
 ) -> None:
     chosen = resolve_policy(snapkv, policy)
+    lines = Lines(sys.stdin)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
     if seed is not None:
         mx.random.seed(seed)
@@ -80,7 +81,7 @@ def chat(
         sampler=sampler,
         prefill_step_size=prefill_step_size,
     )
-    Repl(conversation, Lines(sys.stdin)).run()
+    Repl(conversation, lines).run()
 
 
 chat.__doc__ = EXAMPLES

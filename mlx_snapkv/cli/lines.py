@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -9,6 +10,7 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.output import create_output
 
 from ..errors import SnapKVError
+from .loading import require_text
 
 PROMPT = "> "
 
@@ -27,6 +29,8 @@ class Lines:
         self._stream = stream
         # Prompts are no part of the answers, so they don't go to stdout.
         self._session: PromptSession | None = None
+        if not self.interactive and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         if self.interactive:
             self._session = PromptSession(output=create_output(always_prefer_tty=True))
 
@@ -52,4 +56,5 @@ class Lines:
         line = self._stream.readline()
         if not line:
             raise EOFError
+        require_text(line, "standard input")
         return line.rstrip("\n")

@@ -169,7 +169,7 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         typed = prompt.replace("\\n", "\n").replace("\\t", "\t")
         parts.append(_read_stdin() if prompt == "-" else typed)
     text = "\n\n".join(parts)
-    _require_text(text, "--prompt")
+    require_text(text, "--prompt")
     if not text.strip():
         raise SnapKVError("the prompt is empty: give some text")
     return text
@@ -199,11 +199,12 @@ def read_file(option: str, path: str) -> str:
 
 def _decode(data: bytes, source: str) -> str:
     text = data.decode("utf-8-sig", errors="surrogateescape")
-    _require_text(text, source)
+    require_text(text, source)
     return text
 
 
-def _require_text(text: str, source: str) -> None:
+def require_text(text: str, source: str) -> None:
+    """Raises: SnapKVError: it is no text, but bytes that were read as such."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

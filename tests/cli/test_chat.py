@@ -101,6 +101,25 @@ def test_a_mistake_in_a_script_ends_it_with_one_line(line, words):
     assert (code, out) == (2, "") and words in err and len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_bytes_that_are_no_text_are_refused(encoding):
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    text = b"\xff\xfe bad\n"
+    done = subprocess.run(COMMAND, input=text, capture_output=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert (
+        done.stderr == b"mlx-snapkv: standard input is not UTF-8 text: convert it to text first\n"
+    )
+
+
+def test_a_closed_standard_input_is_one_line():
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND], capture_output=True, text=True
+    )
+    assert (closed.returncode, closed.stdout) == (2, "")
+    assert closed.stderr.startswith("mlx-snapkv: standard input is closed")
+
+
 class Terminal:
     """A chat in a pseudo-terminal."""
 
