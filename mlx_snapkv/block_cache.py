@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
-from .budgets import Quota
+from .budgets import UNLIMITED, Quota
 from .errors import SnapKVError, TrimError
 from .models import AttentionFamily
 from .policies import Policy, resolve_policy
@@ -195,8 +195,9 @@ class BlockKVCache(Recorder, _BaseCache):
         have = 0 if self.keys is None else self.keys.shape[2]
         if self._n <= have:
             return
-        first = min(self.capacity, self._expected or self.capacity)
-        want = max(self._n, self.capacity if have else first)
+        most = self.capacity if self.quota.rows < UNLIMITED else self._n + self.block
+        first = min(most, self._expected or most)
+        want = max(self._n, most if have else first)
         for name, like in (("keys", keys), ("values", values)):
             B, H, _, D = like.shape
             more = mx.zeros((B, H, want - have, D), like.dtype)

@@ -12,6 +12,7 @@ from .errors import SnapKVError
 from .selection import select_positions
 
 PYRAMID = "pyramid:"
+UNLIMITED = 2**30  # rows of a quota that is never reached
 STEEPNESS = 20  # PyramidKV's beta: the top layer keeps 1/20 of the mean, if that is enough for sink and window
 
 

@@ -10,11 +10,11 @@ from mlx_lm.models.cache import KVCache
 
 from . import models
 from .block_cache import BlockKVCache
-from .budgets import Quota, smallest_for_mass
+from .budgets import UNLIMITED, Quota, smallest_for_mass
 from .cache import SnapKVCache
 from .errors import SnapKVError
 from .models import AttentionLayer
-from .policies import Policy, Stages
+from .policies import KeyDiff, Policy, Stages
 from .recorder import RecordingKVCache
 from .report import CompressionReport
 from .votes import Rows
@@ -161,11 +161,8 @@ def _cut(layer, cache, chosen: mx.array, policy: Policy, quota: Quota, uniform: 
     """A layer's cache for what follows the prompt, holding the chosen rows."""
     rows = cache.rows(0) if isinstance(cache, BlockKVCache) else Rows(*cache.keys_and_values())
     kept = rows.taken(chosen)
-    if policy.schedule == "block":
-        bounded = BlockKVCache(policy, quota, policy.block, family=layer.family, uniform=uniform)
-        bounded.offset = cache.offset
-        bounded.hold(kept)
-        return bounded
+    if not policy.slides:
+        return _going_on(layer, cache.offset, kept, policy, quota, uniform)
     n_window = min(quota.n_window, chosen.shape[-1])
     pinned = mx.contiguous(kept.positions[..., : chosen.shape[-1] - n_window])
     small = SnapKVCache(
@@ -178,3 +175,16 @@ def _cut(layer, cache, chosen: mx.array, policy: Policy, quota: Quota, uniform: 
     )
     mx.eval(small.state)
     return small
+
+
+def _going_on(layer, offset: int, kept: Rows, policy: Policy, quota: Quota, uniform: bool):
+    """A cache that holds the kept rows, and what comes after them until it is full."""
+    chooses: Policy = policy
+    if policy.on_full == "grow":
+        quota = Quota(UNLIMITED, quota.n_sink, quota.n_window)
+    elif policy.on_full == "keydiff":
+        chooses = KeyDiff(budget=quota.rows, n_sink=quota.n_sink, n_window=quota.n_window)
+    cache = BlockKVCache(chooses, quota, policy.answer_block, family=layer.family, uniform=uniform)
+    cache.offset = offset
+    cache.hold(kept)
+    return cache

@@ -131,8 +131,7 @@ class RecordedRequest:
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """The same for the tokens after the cut, whose queries vote only if rows are still to be evicted."""
-        goes_on = self.answering.schedule == "block" and self.answering.observes
-        with capture.recording(self._observed if goes_on else []):
+        with capture.recording(self._observed if self.answering.observes_answer else []):
             yield
 
     def prompt_is_read(self) -> None:

@@ -196,16 +196,17 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
             "a draft model needs a policy that keeps equally many rows in every layer: "
             "give a number or a share, or drop draft_model"
         )
-    if answering.schedule != "block":
+    if answering.slides or answering.on_full == "grow":
         return
-    if answering.observes:
+    if answering.observes_answer:
         raise SnapKVError(
-            f"{answering.name} with schedule=block counts the attention of every answer token, which rejected "
-            "drafts can't take back: use schedule=once or drop draft_model"
+            f"{answering} counts the attention of every answer token, which rejected drafts can't take back: "
+            "use schedule=once with on_full=slide, or drop draft_model"
         )
-    if num_draft >= answering.block:
+    if num_draft >= answering.answer_block:
         raise SnapKVError(
-            f"num_draft_tokens must be below the policy's block={answering.block}, got {num_draft}"
+            f"num_draft_tokens must be below the {answering.answer_block} tokens that the policy takes in "
+            f"between two evictions, got {num_draft}"
         )
 
 

@@ -171,9 +171,9 @@ def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, t
 @pytest.mark.parametrize(
     "keywords, message",
     [
-        ({"policy": "h2o:budget=40"}, "h2o with schedule=block counts the attention"),
+        ({"policy": "h2o:budget=40"}, "h2o:budget=40 counts the attention"),
         ({"policy": "tova:budget=40"}, "tova with schedule=block"),
-        ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be below the policy's block=16, got 16"),
+        ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be below the 16 tokens, got 16"),
         ({"policy": "keydiff:budget=pyramid:50"}, "equally many rows in every layer"),
         ({"policy": RING, "kv_bits": 8}, "kv_bits"),
         ({"policy": RING, "max_kv_size": 64}, "max_kv_size"),

@@ -42,6 +42,7 @@ class Policy(ABC):
         lookahead: answer tokens that vote, before the prompt is cut down; None leaves it to the caller.
         prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
         mass: share of the votes to keep instead of a number of rows.
+        on_full: what becomes of the answer's rows under "once", when they fill the recent window.
     """
 
     name: ClassVar[str]
@@ -54,6 +55,7 @@ class Policy(ABC):
     lookahead: ClassVar[int | None] = 0
     prefill_chunk: ClassVar[int | None] = None
     mass: ClassVar[float | None] = None
+    on_full: ClassVar[str] = "slide"
 
     budget: int | str = 8192
     n_sink: int = 0
@@ -86,6 +88,21 @@ class Policy(ABC):
     def observes(self) -> bool:
         """Whether the policy asks for queries."""
         return self.obs_window > 0 or self.tallies
+
+    @property
+    def slides(self) -> bool:
+        """Whether an answer's oldest rows are dropped one by one."""
+        return self.schedule == "once" and self.on_full == "slide"
+
+    @property
+    def observes_answer(self) -> bool:
+        """Whether the policy asks for the queries of the answer, behind the cut."""
+        return (self.schedule == "block" and self.observes) or self.on_full == "reselect"
+
+    @property
+    def answer_block(self) -> int:
+        """Tokens of the answer that are taken in between two evictions."""
+        return self.block
 
     @property
     def stages(self) -> tuple[Policy, Policy]:

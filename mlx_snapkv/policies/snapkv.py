@@ -14,6 +14,8 @@ from ..budgets import Quota, amount, is_amount
 from ..votes import Rows, shared_logits
 from .base import Policy
 
+ON_FULL = ("slide", "grow", "reselect", "keydiff")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
@@ -40,6 +42,10 @@ class SnapKV(Policy):
             is 4 while generating, and none in `prefill`, which is rarely given the whole prompt.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
+        on_full: what becomes of the answer's own rows when they fill the recent window: "slide" drops the oldest
+            one; "grow" keeps all of them, as in the paper. Within the budget, and with room for `n_window // 2`
+            tokens at a time, "reselect" lets the last `obs_window` queries vote again over all rows held, and
+            "keydiff" keeps those with the most distinct keys (docs/long-answers.md).
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a longer recent
@@ -64,6 +70,7 @@ class SnapKV(Policy):
     heads: str = "per_head"
     last_token: bool = True  # type: ignore[misc]
     lookahead: int | None = None  # type: ignore[misc]
+    on_full: str = "slide"  # type: ignore[misc]
     schedule: str = "once"
 
     def __post_init__(self):
@@ -86,6 +93,14 @@ class SnapKV(Policy):
         self._require(
             "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
         )
+        self._require("on_full", self.on_full in ON_FULL, ", ".join(ON_FULL))
+        if self.on_full != "slide":
+            self._require("schedule", self.schedule == "once", f"once with on_full={self.on_full}")
+        if self.on_full == "reselect":
+            least = 2 * self.obs_window
+            self._require("n_window", self.n_window >= least, f"at least {least} for reselect")
+        if self.on_full == "keydiff":
+            self._require("n_window", self.n_window >= 2, "at least 2 for keydiff")
         self._settle_budget()
         self._require_mass()
         super().__post_init__()
@@ -110,11 +125,19 @@ class SnapKV(Policy):
             self._require("max_budget", is_amount(self.max_budget, least=1), allowed)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        if self.mass is None or self.max_budget is None:
-            return super().quotas(n_prompt, n_layers)
-        rows = amount(self.max_budget, n_prompt)
-        self._require_room(rows)
-        return [Quota(rows, self.n_sink, self.n_window)] * n_layers
+        quotas = super().quotas(n_prompt, n_layers)
+        if self.mass is not None and self.max_budget is not None:
+            rows = amount(self.max_budget, n_prompt)
+            self._require_room(rows)
+            quotas = [Quota(rows, self.n_sink, self.n_window)] * n_layers
+        if self.on_full in ("slide", "grow"):
+            return quotas
+        room = self.answer_block
+        return [Quota(q.rows - room, q.n_sink, q.n_window - room) for q in quotas]
+
+    @property
+    def answer_block(self) -> int:
+        return self.n_window // 2 if self.on_full in ("reselect", "keydiff") else self.block
 
     def fits(self, n_prompt: int) -> bool:
         if self.mass is None:

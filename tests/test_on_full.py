@@ -1,0 +1,110 @@
+"""What becomes of an answer's own rows when it is longer than the recent window."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import assert_same, assert_unpatched, steps
+
+from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError
+from mlx_snapkv.demo.documents import filler_sentence
+from scripts.measure_long_answers import forced_answer, ids, recalls
+
+SMALL = {"budget": 56, "n_sink": 4, "n_window": 32, "obs_window": 8, "min_ctx": 0, "lookahead": 0}
+
+
+def kept(cache):
+    return [c for c in cache if isinstance(c, (SnapKVCache, BlockKVCache))]
+
+
+def answer(model, tokens, n, on_full, **changes):
+    cache, reports = make_prompt_cache(model), []
+    policy = SnapKV(**SMALL | changes, on_full=on_full)
+    items = steps(model, tokens, n, policy=policy, prompt_cache=cache, on_report=reports.append)
+    assert_unpatched()
+    return items, kept(cache), reports[0]
+
+
+def test_grow_keeps_every_generated_row(tiny_model, tokens):
+    _, caches, report = answer(tiny_model, tokens, 150, "grow")
+    assert report.rows == 56
+    for cache in caches:
+        assert cache.size() == 56 + 149  # the first answer token is held when the cut is made
+        assert cache.positions[0, 0, -150:].tolist() == list(range(200, 350))
+
+
+def test_grow_is_slide_with_a_window_that_never_fills(tiny_model, tokens):
+    wide, _, _ = answer(tiny_model, tokens, 60, "grow", budget=140, n_window=100)
+    slid, _, _ = answer(tiny_model, tokens, 60, "slide", budget=140, n_window=100)
+    assert [t for t, _ in wide[:2]] == [t for t, _ in slid[:2]]
+    grown = answer(tiny_model, tokens, 60, "grow", budget=140, n_window=32)[0]
+    assert len(grown) == 60
+
+
+@pytest.mark.parametrize("on_full", ["reselect", "keydiff"])
+def test_choosing_again_keeps_one_shape_and_the_budget(tiny_model, tokens, on_full, monkeypatch):
+    shapes, sizes = set(), []
+    original = BlockKVCache.update_and_fetch
+
+    def watched(self, keys, values):
+        out = original(self, keys, values)
+        shapes.add(self.keys.shape)
+        sizes.append(out[0].shape[2])
+        return out
+
+    monkeypatch.setattr(BlockKVCache, "update_and_fetch", watched)
+    _, caches, report = answer(tiny_model, tokens, 200, on_full)
+    assert report.rows == 56 - 16 and report.reason is None
+    assert {shape[2] for shape in shapes} == {56} and max(sizes) == 56 and min(sizes) == 41
+    for cache in caches:
+        positions = cache.positions[0, 0].tolist()
+        assert positions[:4] == [0, 1, 2, 3] and positions[-16:] == list(range(400 - 16, 400))
+
+
+def test_reselect_lets_the_last_queries_choose(tokens, tiny_model):
+    """Some rows of the prompt and some of the early answer survive, not just the newest."""
+    _, caches, _ = answer(tiny_model, tokens, 150, "reselect", pool_kernel=1)
+    positions = set(caches[0].positions[0, 0].tolist())
+    assert any(4 <= p < 334 for p in positions - set(range(334, 350)))
+
+
+def test_until_the_window_is_full_slide_is_what_it_was(tiny_model, tokens):
+    assert_same(
+        answer(tiny_model, tokens, 20, "slide")[0],
+        steps(tiny_model, tokens, 20, policy=SnapKV(**SMALL)),
+    )
+    assert all(isinstance(c, SnapKVCache) for c in answer(tiny_model, tokens, 3, "slide")[1])
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"on_full": "forget"}, "on_full must be slide, grow, reselect, keydiff, got 'forget'"),
+        ({"on_full": "grow", "schedule": "block"}, "schedule must be once with on_full=grow"),
+        ({"on_full": "reselect", "n_window": 40}, "n_window must be at least 64 for reselect"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, words):
+    with pytest.raises(SnapKVError, match=words):
+        SnapKV(**options)
+
+
+def test_positions_and_rows_agree_after_many_selections(tokens, tiny_model):
+    _, caches, _ = answer(tiny_model, tokens, 300, "reselect")
+    for cache in caches:
+        assert cache.positions.shape[2] == cache.size() <= 56
+        assert mx.all(cache.positions[..., 1:] > cache.positions[..., :-1]).item()
+
+
+def test_what_an_answer_said_is_found_again_if_its_keys_are_kept(demo_model):
+    """The queries that will ask for it don't exist yet when rows are chosen, so votes can't know."""
+    model, tokenizer = demo_model
+    rng = random.Random(1)
+    filler = ids(tokenizer, " ".join(filler_sentence(rng) for _ in range(60)))
+    said, value = forced_answer(tokenizer, rng, 256)
+    right = {
+        on_full: recalls(model, mx.array(filler[:400]), said, value, on_full)
+        for on_full in ("slide", "grow", "keydiff")
+    }
+    assert right == {"slide": False, "grow": True, "keydiff": True}
