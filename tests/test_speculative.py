@@ -75,6 +75,7 @@ def assert_equal_answers(mine, expected):
     "policy, k, n",
     [(RING, 1, 201), (RING, 3, 201), (RING, 8, 201), (KEYDIFF, 2, 201), (KEYDIFF, 5, 201),
      (f"{RING},last_token=false", 5, 50), (f"{RING},lookahead=0", 2, 50),
+     (f"{RING},on_full=keydiff", 4, 100), (f"{RING},on_full=grow", 4, 45),
      ("random:budget=40,block=9,n_window=3", 8, 50), ("h2o:budget=40,schedule=once", 3, 50),
      (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
 )  # fmt: skip
@@ -171,9 +172,9 @@ def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, t
 @pytest.mark.parametrize(
     "keywords, message",
     [
-        ({"policy": "h2o:budget=40"}, "h2o:budget=40 counts the attention"),
+        ({"policy": "h2o:budget=40"}, "h2o with schedule=block counts the attention"),
         ({"policy": "tova:budget=40"}, "tova with schedule=block"),
-        ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be below the 16 tokens, got 16"),
+        ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be below the 16 tokens that"),
         ({"policy": "keydiff:budget=pyramid:50"}, "equally many rows in every layer"),
         ({"policy": RING, "kv_bits": 8}, "kv_bits"),
         ({"policy": RING, "max_kv_size": 64}, "max_kv_size"),
