@@ -201,8 +201,8 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
     if answering.observes_answer:
         way = "schedule=block" if answering.schedule == "block" else f"on_full={answering.on_full}"
         raise SnapKVError(
-            f"{answering.name} with {way} counts the attention of every answer token, which rejected drafts can't take back: "
-            "use schedule=once with on_full=slide, or drop draft_model"
+            f"{answering.name} with {way} counts the attention of every answer token, which rejected drafts "
+            "can't take back: use schedule=once with on_full=slide, or drop draft_model"
         )
     if num_draft >= answering.answer_block:
         raise SnapKVError(
