@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -141,6 +142,30 @@ class Conversation:
         tokens = self._unread(messages)
         options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
         return self._answers(messages, tokens, options)
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a `.safetensors` file, which is there as a whole or not at all.
+
+        Raises:
+            SnapKVError: the file can't be written, or nothing has been said yet.
+        """
+        from . import saved_chat  # which needs this class
+
+        saved_chat.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model, tokenizer, **generation: Any) -> Conversation:
+        """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` saved.
+
+        Args:
+            **generation: options of the answers, which are not saved.
+
+        Raises:
+            SnapKVError: the file is damaged, another model's, or neither of the two.
+        """
+        from . import saved_chat
+
+        return saved_chat.load(path, model, tokenizer, **generation)
 
     def _answers(
         self, messages: list[dict[str, str]], tokens: list[int], options: dict[str, Any]

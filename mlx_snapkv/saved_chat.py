@@ -15,11 +15,7 @@ from .report import NO_POLICY
 
 
 def save(conversation: Conversation, path: str | Path) -> None:
-    """Write a conversation to a `.safetensors` file, which is there as a whole or not at all.
-
-    Raises:
-        SnapKVError: the file can't be written, or nothing has been said yet.
-    """
+    """`Conversation.save`."""
     if not conversation.read:
         raise SnapKVError("nothing has been said yet, so there is nothing to save")
     notes = {
@@ -35,14 +31,7 @@ def save(conversation: Conversation, path: str | Path) -> None:
 
 
 def load(path: str | Path, model, tokenizer, **generation: Any) -> Conversation:
-    """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` saved.
-
-    Args:
-        **generation: options of the answers, as for `Conversation`; they are not saved.
-
-    Raises:
-        SnapKVError: the file is damaged, another model's, or neither of the two.
-    """
+    """`Conversation.load`."""
     found = saved.load(path, model)
     notes = found.notes
     if found.tokens is None or not {"messages", "text"} & set(notes):

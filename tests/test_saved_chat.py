@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mlx_snapkv import Conversation, SnapKVError, prefill, saved, saved_chat
+from mlx_snapkv import Conversation, SnapKVError, prefill, saved
 from mlx_snapkv.demo.questions import make_haystack
 
 WAYS = [
@@ -34,8 +34,8 @@ def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, me
     conversation.attach(document)
     ask(conversation, facts[0].question)
     path = tmp_path / "chat.safetensors"
-    saved_chat.save(conversation, path)
-    loaded = saved_chat.load(path, model, tokenizer, max_tokens=12)
+    conversation.save(path)
+    loaded = Conversation.load(path, model, tokenizer, max_tokens=12)
     assert (loaded.policy, loaded.memory) == (conversation.policy, memory)
     assert loaded.messages == conversation.messages
     for fact in facts[1:]:
@@ -48,8 +48,8 @@ def test_a_document_that_waits_is_saved_too(demo_llama, haystack, tmp_path):
     conversation = Conversation(*demo_llama, max_tokens=12)
     ask(conversation, facts[0].question)
     conversation.attach(document)
-    saved_chat.save(conversation, tmp_path / "chat.safetensors")
-    loaded = saved_chat.load(tmp_path / "chat.safetensors", *demo_llama, max_tokens=12)
+    conversation.save(tmp_path / "chat.safetensors")
+    loaded = Conversation.load(tmp_path / "chat.safetensors", *demo_llama, max_tokens=12)
     assert ask(loaded, facts[1].question) == ask(conversation, facts[1].question)
 
 
@@ -58,10 +58,10 @@ def test_a_prompt_without_its_text_is_no_conversation(demo_llama, tmp_path):
     cache, _ = prefill(model, [5, 6, 7, 8] * 20, "keydiff:budget=40")
     saved.save(tmp_path / "prompt.safetensors", model, cache, [5, 6, 7, 8] * 20)
     with pytest.raises(SnapKVError, match="no conversation and no text"):
-        saved_chat.load(tmp_path / "prompt.safetensors", model, tokenizer)
+        Conversation.load(tmp_path / "prompt.safetensors", model, tokenizer)
 
 
 def test_nothing_said_is_nothing_to_save(demo_llama, tmp_path):
     with pytest.raises(SnapKVError, match="nothing has been said yet"):
-        saved_chat.save(Conversation(*demo_llama), tmp_path / "chat.safetensors")
+        Conversation(*demo_llama).save(tmp_path / "chat.safetensors")
     assert not list(tmp_path.iterdir())

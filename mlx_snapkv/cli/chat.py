@@ -12,7 +12,6 @@ import typer
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
 
-from .. import saved_chat
 from ..compress import kv_bytes
 from ..conversation import Conversation
 from ..errors import SnapKVError, UnknownOptionError
@@ -182,13 +181,13 @@ class Repl:
         self._say(f"KV memory held between turns: {held}; {self._speed}")
 
     def _save(self, name: str) -> None:
-        saved_chat.save(self.conversation, _named("/save", name))
+        self.conversation.save(_named("/save", name))
         self._say(f"saved in {name}")
 
     def _load(self, name: str) -> None:
         now = self.conversation
         path = _named("/load", name)
-        self.conversation = saved_chat.load(path, now.model, now.tokenizer, **now.generation)
+        self.conversation = Conversation.load(path, now.model, now.tokenizer, **now.generation)
         held = len(self.conversation.read)
         self._say(f"{held:,} tokens loaded, policy {self.conversation.policy or 'none'}")
 
