@@ -10,6 +10,7 @@ from .errors import SnapKVError
 from .generate import generate, generate_step, stream_generate
 from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
 from .prefill import prefill
+from .quantized_cache import QuantizedSnapKVCache
 from .report import CompressionReport
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "Conversation",
     "KeyDiff",
     "KeyNorm",
+    "QuantizedSnapKVCache",
     "RandomRows",
     "SnapKV",
     "SnapKVCache",
@@ -39,3 +41,4 @@ __all__ = [
 
 cache.register(SnapKVCache)
 cache.register(BlockKVCache)
+cache.register(QuantizedSnapKVCache)

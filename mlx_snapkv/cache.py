@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
@@ -111,7 +113,7 @@ class SnapKVCache(mlx_cache._BaseCache):
         return (rows < p) | ((newest - w < rows) & (rows <= newest))
 
     def _window_rows(self) -> int:
-        return self.keys.shape[2] - self.n_pin
+        return self.size() - self.n_pin
 
     def _keep_newest(self, n: int, *, before: int = 0) -> None:
         """Lay the rows out in order: the pinned ones, then the newest `n` that precede the last `before`."""
@@ -204,7 +206,9 @@ def _ring_slices(start: int, stop: int, oldest: int, size: int) -> list[tuple[in
     return [(first, size), (0, last - size)]
 
 
-def _take(rows: mx.array, n_pin: int, pieces: list[tuple[int, int]]) -> mx.array:
+def _take(rows: Any, n_pin: int, pieces: list[tuple[int, int]]) -> Any:
+    if isinstance(rows, tuple):  # the parts of quantised rows
+        return tuple(_take(part, n_pin, pieces) for part in rows)
     return mx.concatenate(
         [rows[..., :n_pin, :]] + [rows[..., n_pin + a : n_pin + b, :] for a, b in pieces], axis=2
     )

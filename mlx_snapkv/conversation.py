@@ -69,6 +69,8 @@ class Conversation:
         self.policy = self._usable(policy, memory)
         self.memory = memory
         self.system = system
+        if generation.get("kv_bits") is not None:
+            raise SnapKVError("a conversation can't have quantised rows yet: drop kv_bits")
         self.generation = generation
         self.reset()
 

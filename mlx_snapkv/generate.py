@@ -29,7 +29,6 @@ MAX_TOKENS = 256  # mlx-lm's own default
 
 # Options of mlx-lm that also decide what becomes of the rows.
 _CONFLICTS = {
-    "kv_bits": "quantised rows can't be compressed yet: drop kv_bits or the policy",
     "max_kv_size": "max_kv_size also limits the rows: drop it or the policy",
 }
 
@@ -185,6 +184,12 @@ def _served(
     prompt_cache = make_prompt_cache(model) if given is None else given
     last = last_voter(policy, n_prompt, lookahead_of(policy))
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
+    # Ours to do at the cut; mlx-lm would quantise the rows while they are still to be chosen from.
+    mlx_lms = ("kv_bits", "kv_group_size", "quantized_kv_start")
+    bits = options.get("kv_bits")
+    if bits is not None:
+        request.quantize(bits, options.get("kv_group_size", 64))
+    options = {name: value for name, value in options.items() if name not in mlx_lms}
     return drive(start, request, on_report, options, after_cut, keep=given is not None)
 
 

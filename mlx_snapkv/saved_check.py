@@ -20,9 +20,17 @@ from . import models
 from .block_cache import BlockKVCache
 from .cache import SnapKVCache
 from .errors import SnapKVError
+from .quantized_cache import QuantizedSnapKVCache
 
 # What may have taken the place of a plain cache of keys and values.
-INSTEAD = (KVCache, RotatingKVCache, QuantizedKVCache, SnapKVCache, BlockKVCache)
+INSTEAD = (
+    KVCache,
+    RotatingKVCache,
+    QuantizedKVCache,
+    SnapKVCache,
+    QuantizedSnapKVCache,
+    BlockKVCache,
+)
 
 
 def require_match(prompt_cache: list, model) -> None:
@@ -73,7 +81,7 @@ def _problem(cache, like) -> str | None:
         return None
     if not isinstance(cache, INSTEAD):
         return _difference(cache.state, like.state, exact=isinstance(cache, ArraysCache))
-    if isinstance(cache, QuantizedKVCache):
+    if isinstance(cache, (QuantizedKVCache, QuantizedSnapKVCache)):
         like = like.to_quantized(cache.group_size, cache.bits)
     difference = _difference((cache.keys, cache.values), (like.keys, like.values))
     if difference is not None:
@@ -123,8 +131,9 @@ def _counts_agree(cache, rows: int) -> bool:
 
 def _snapkv_agrees(cache: SnapKVCache, rows: int) -> bool:
     positions = cache._pinned_positions
+    heads = next(iter(_arrays(cache.keys).values())).shape[:2]
     return (
-        positions.shape == (*cache.keys.shape[:2], cache.n_pin)
+        positions.shape == (*heads, cache.n_pin)
         and positions.dtype == mx.uint32
         and _is_count(cache.n_window, 1)
         and _is_count(cache._oldest)

@@ -56,6 +56,8 @@ class DraftedRequest:
         policy: Policy | Stages,
         options: dict[str, Any],
     ):
+        if options.get("kv_bits") is not None:
+            raise SnapKVError("a draft model can't check quantised rows exactly: drop kv_bits")
         if max_tokens < 0:
             raise SnapKVError(f"max_tokens must be at least 1 with a draft model, got {max_tokens}")
         self._model = model

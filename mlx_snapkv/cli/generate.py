@@ -62,6 +62,7 @@ def generate(
     max_kv_size: Annotated[
         int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")
     ] = None,
+    kv_group_size: Annotated[int, typer.Option(help="Values that share a scale.")] = 64,
     kv_bits: Annotated[
         int | None, typer.Option(help="mlx-lm's quantised cache: 2, 3, 4, 6 or 8.")
     ] = None,
@@ -131,6 +132,7 @@ def generate(
         sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
         max_kv_size=max_kv_size,
         kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=bar.update,
     )
