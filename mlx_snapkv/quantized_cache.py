@@ -116,6 +116,10 @@ def require_quantizable(
         rows.shape[3] for layer in layers for rows in layer.cache_in(prompt_cache).keys_and_values()
     }
     fitting = [g for g in (32, 64, 128) if all(size % g == 0 for size in sizes)]
+    if not fitting:
+        raise SnapKVError(
+            f"kv_bits needs heads of a size that 32 divides, and this model's are {sorted(sizes)}: drop it"
+        )
     if group_size not in fitting:
         raise SnapKVError(
             f"kv_group_size must be one of {fitting} for heads of size {sorted(sizes)}, got {group_size}"
