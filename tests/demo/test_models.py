@@ -2,12 +2,13 @@
 
 import random
 
+import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_snapkv import SnapKVCache, generate
+from mlx_snapkv import SnapKV, SnapKVCache, generate, prefill
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
 
@@ -85,3 +86,16 @@ def test_a_chat_continues_on_the_compressed_cache(demo_llama):
     answer = generate(model, tokenizer, again, max_tokens=12, prompt_cache=cache)
     assert is_right(facts[0], answer)
     assert all(isinstance(c, SnapKVCache) and c.size() <= 236 + 1 for c in cache)
+
+
+@pytest.mark.parametrize("n_window", [64, 400])
+def test_a_second_turn_of_300_tokens_equals_its_tokens_one_by_one(demo_model, ask, n_window):
+    model, tokenizer = demo_model
+    prompt, _ = ask(tokenizer, 900, seed=6)
+    policy = SnapKV(budget=n_window + 80, n_sink=4, n_window=n_window, min_ctx=0)
+    caches = [prefill(model, prompt, policy)[0] for _ in range(2)]
+    turn = mx.array(prompt[200:500])[None]
+    at_once = model(turn, cache=caches[0])[0]
+    for i in range(300):
+        one = model(turn[:, i : i + 1], cache=caches[1])[0, 0]
+        assert mx.abs(one - at_once[i]).max().item() < 1e-4
