@@ -262,5 +262,7 @@ class Conversation:
     def _remember(self, tokens: list[int]) -> None:
         """Tell what the cache has read of a turn from what is owed to it: under "recall", the answer."""
         known = self.read + tokens
-        n = held_tokens(self.model, self.prompt_cache)
+        n = len(known)
+        if self.policy is not None:
+            n = held_tokens(self.model, self.prompt_cache)
         self.read, self.owed = known[:n], known[n:]

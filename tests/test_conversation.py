@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_snapkv import SnapKVCache, SnapKVError, models
 from mlx_snapkv.conversation import Conversation
 from mlx_snapkv.demo.questions import is_right, make_haystack
+from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.turns import RecalledTurn, Turn, held_tokens
 
@@ -48,6 +49,19 @@ def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack, memory):
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     assert whole[: len(conversation.read)] == conversation.read
     assert held_tokens(model, conversation.prompt_cache) == len(conversation.read)
+
+
+def test_a_model_that_can_not_be_compressed_can_be_talked_to(demo_llama, haystack, monkeypatch):
+    def refuse(*args):
+        raise UnsupportedModelError("not this one")
+
+    monkeypatch.setattr(models, "attention_layers", refuse)
+    document, facts = haystack
+    conversation = Conversation(*demo_llama, max_tokens=16)
+    conversation.attach(document)
+    assert all(all_right(conversation, facts[:2]))
+    with pytest.raises(UnsupportedModelError):
+        Conversation(*demo_llama, policy=SMALL)
 
 
 def test_recall_answers_every_question_of_a_document_and_drop_does_not(demo_model, haystack):
