@@ -1,0 +1,18 @@
+"""The pages of the docs are written from their results, never typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import measure_long_answers, measure_turns
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize(
+    "name, script", [("turns", measure_turns), ("long-answers", measure_long_answers)]
+)
+def test_a_page_is_its_result(name, script):
+    result = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
+    assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == script.page(result)
