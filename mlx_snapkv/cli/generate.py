@@ -104,13 +104,13 @@ def generate(
     if prompt_cache_file is None:
         tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
     else:
-        for option, given in (("--system-prompt", system_prompt), ("--max-kv-size", max_kv_size)):
+        for option, given in (
+            ("--system-prompt", system_prompt),
+            ("--max-kv-size", max_kv_size),
+            ("--draft-model", draft_model),
+        ):
             if given is not None:
-                raise SnapKVError(f"{option} is settled by --prompt-cache-file: drop it")
-        if draft is not None:
-            raise SnapKVError(
-                "--draft-model can't go on from --prompt-cache-file: drop one of them"
-            )
+                raise SnapKVError(f"{option} can't be combined with --prompt-cache-file: drop it")
         start = SavedStart(prompt_cache_file, model, loaded, chosen, kv_bits)
         tokens = start.encode(tokenizer, text, ignore_chat_template)
     if top_k >= len(tokenizer):
