@@ -253,9 +253,11 @@ def test_a_conflict_with_mlx_lms_cache_options(call, tmp_path):
         "--snapkv",
         "top_k=4,n_sink=0,n_window=32,min_ctx=0",
     ]
-    for option in (["--kv-bits", "8"], ["--max-kv-size", "64"]):
-        code, out, err = call(*args, *option)
-        assert (code, out) == (2, "") and err.count("\n") == 1 and "or the policy" in err
+    code, out, err = call(*args, "--max-kv-size", "64")
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "or the policy" in err
+    code, out, err = call(*args, "--kv-bits", "8", "--kv-group-size", "128")
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "must be one of [32, 64]" in err
+    assert call(*args, "--kv-bits", "8", "--max-tokens", "5")[0] == 0
 
 
 def test_help_version_and_no_command(call):
