@@ -111,9 +111,8 @@ class BlockKVCache(Recorder, _BaseCache):
     def keep(self, chosen: mx.array, rows: Rows) -> None:
         """Move the chosen of `rows()`, uint32 `(B, n_kv_heads, n)`, ascending, to the front; the others are gone."""
         kept = rows.taken(chosen)
-        rows.keys = rows.values = (
-            kept.keys
-        )  # a buffer that is referred to elsewhere would be copied
+        # A buffer that is referred to elsewhere would be copied.
+        rows.keys = rows.values = kept.keys
         if self.keys.shape[2] > self.capacity:
             self.keys = self.values = None
         self.hold(kept)
@@ -299,6 +298,7 @@ class BlockKVCache(Recorder, _BaseCache):
         self._uncounted = uncounted or []
         self.selection_seconds = 0.0
         self._family = None
+        self._before = None
 
     def attach(self, family: AttentionFamily) -> None:
         """Tell a cache that was loaded from a file its layer's attention family."""

@@ -322,3 +322,12 @@ def test_a_failure_leaves_the_old_file_and_no_other(path, tokens, monkeypatch):
         saved.save(path, model, cache, tokens)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == before
+
+
+def test_tokens_can_be_taken_back_from_a_loaded_cache_with_a_budget(path, tokens):
+    model = make_llama()
+    cache = saved.load(saved_file(path, model, tokens), model).prompt_cache
+    before = [c.positions.tolist() for c in cache]
+    model(tokens[None, :3], cache=cache)
+    assert [c.trim(3) for c in cache] == [3] * len(cache)
+    assert [c.positions.tolist() for c in cache] == before
