@@ -100,6 +100,16 @@ def full_bytes(cache) -> int:
     return sum(cache.offset * rows[:, :, :1].nbytes for rows in cache.keys_and_values())
 
 
+def rows_held(cache) -> Rows:
+    """A full-attention layer's rows, in order of position, without queries."""
+    if isinstance(cache, SnapKVCache):
+        keys, values, positions = cache.in_order()
+        return Rows(keys, values, given_positions=positions)
+    if isinstance(cache, BlockKVCache):
+        return cache.rows(0)
+    return Rows(*cache.keys_and_values())
+
+
 def _common_length(caches: list) -> int:
     lengths = {c.offset for c in caches}
     if len(lengths) != 1:
@@ -159,8 +169,7 @@ def _check_queries(queries: mx.array, keys: mx.array) -> None:
 
 def _cut(layer, cache, chosen: mx.array, policy: Policy, quota: Quota, uniform: bool):
     """A layer's cache for what follows the prompt, holding the chosen rows."""
-    rows = cache.rows(0) if isinstance(cache, BlockKVCache) else Rows(*cache.keys_and_values())
-    kept = rows.taken(chosen)
+    kept = rows_held(cache).taken(chosen)
     if not policy.slides:
         return _going_on(layer, cache.offset, kept, policy, quota, uniform)
     n_window = min(quota.n_window, chosen.shape[-1])

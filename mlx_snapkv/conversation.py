@@ -21,7 +21,8 @@ from .prefill import gate, mlx_generate
 from .recorder import RecordingKVCache
 from .report import NO_POLICY, CompressionReport
 from .request import RecordedRequest
-from .turns import RecalledTurn, Rewind, Turn, held_tokens
+from .rewind import Rewind
+from .turns import RecalledTurn, Turn, held_tokens
 
 MEMORIES = ("drop", "recall")
 UNCHANGED: Any = object()

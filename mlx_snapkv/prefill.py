@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from . import capture, models
 from .block_cache import BlockKVCache
 from .compress import fits_reason
 from .errors import SnapKVError
 from .policies import Policy, Stages, resolve_policy
-from .recorder import Recorder, RecordingKVCache
 from .report import CompressionReport
 from .request import PREFILL_STEP_SIZE, RecordedRequest, is_fresh
+from .rewind import Rewind
 
 # mlx_lm re-exports a function under the module's own name.
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -125,21 +124,16 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
 
 def _look_ahead(model, request: RecordedRequest, following: mx.array, n: int) -> None:
     """Decode `n` tokens on the full rows so that their queries are recorded, then take them back."""
-    caches = list(models.members(request.caches))
-    others = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, (KVCache, Recorder))]
-    for cache in caches:
+    for cache in models.members(request.caches):
         if isinstance(cache, BlockKVCache):
             cache.make_room(n)
+    before = Rewind(request.caches)
     # The loop feeds the token it is given and each one it yields.
     for _ in mlx_generate.generate_step(
         following, model, max_tokens=n - 1, prompt_cache=request.caches
     ):
         pass
-    for cache in caches:
-        if isinstance(cache, (RecordingKVCache, BlockKVCache)):
-            cache.trim(cache.offset - request.n_prompt)
-    for cache, before in others:
-        vars(cache).update(vars(before))
+    before.restore()
 
 
 def block_size(prompt_cache: list) -> int | None:

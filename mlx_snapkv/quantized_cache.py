@@ -11,9 +11,8 @@ from .errors import SnapKVError, UnsupportedModelError
 from .models import AttentionLayer
 
 BITS = (2, 3, 4, 6, 8)
-Rows = tuple[
-    mx.array, mx.array, mx.array
-]  # packed values, scales and biases, as `mx.quantize` makes them
+# Packed values, scales and biases, as `mx.quantize` makes them.
+Rows = tuple[mx.array, mx.array, mx.array]
 
 
 class QuantizedSnapKVCache(SnapKVCache):

@@ -65,7 +65,6 @@ class RecordedRequest:
         self._observed = models.attention_classes(self._layers) if self._observes() else []
         self._first = max(0, min(last, n_prompt) - self.answering.obs_window)
         self._last = last
-        self.answering.quotas(n_prompt, len(self._layers))  # a budget without room shows now
         quotas = policy.reading_quotas(n_prompt, len(self._layers))
         self._uniform = len(set(quotas)) == 1
         self.caches = self._reading_caches(quotas)

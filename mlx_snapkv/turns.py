@@ -5,29 +5,21 @@ from __future__ import annotations
 import copy
 import time
 
-from mlx_lm.models.cache import KVCache
-
 from . import models
-from .block_cache import BlockKVCache
 from .budgets import Quota
-from .cache import SnapKVCache
-from .compress import compress_prompt_cache
+from .compress import compress_prompt_cache, rows_held
 from .models import AttentionLayer
 from .policies import Policy, Stages
 from .report import CompressionReport
 from .request import RecordedRequest, last_voter
-from .votes import Rows
 
 
-class Turn(RecordedRequest):
-    """One more turn on a cache that holds tokens already: its queries vote over the rows held and its own.
-
-    What was dropped before is gone. The caller's list is not touched before the cut, and neither are its caches: if
-    anything raises on the way, they are as they were.
+class _LaterTurn(RecordedRequest):
+    """A request on caches that hold tokens already.
 
     Args:
         n_new: tokens of the turn.
-        prompt_cache: a model's caches, full or compressed, all holding the same tokens.
+        prompt_cache: a model's caches, all holding the same tokens.
         lookahead: answer tokens that vote too.
     """
 
@@ -36,9 +28,19 @@ class Turn(RecordedRequest):
     ):
         self._held = held_tokens(model, prompt_cache)
         n_prompt = self._held + n_new
-        super().__init__(
-            model, policy, n_prompt, prompt_cache, last_voter(policy, n_prompt, lookahead)
-        )
+        last = last_voter(policy, n_prompt, lookahead)
+        super().__init__(model, policy, n_prompt, prompt_cache, last)
+
+    def _require_fresh(self) -> None:
+        """The rows of earlier turns are what this is about."""
+
+
+class Turn(_LaterTurn):
+    """One more turn on a cache that holds tokens already: its queries vote over the rows held and its own.
+
+    What was dropped before is gone. The caller's list is not touched before the cut, and neither are its caches: if
+    anything raises on the way, they are as they were. They may be full or compressed.
+    """
 
     @property
     def _in_blocks(self) -> bool:
@@ -54,31 +56,17 @@ class Turn(RecordedRequest):
             block = self._block_cache(layer, quota)
             if not cache.empty():
                 block.offset = cache.offset
-                block.hold(_rows_held(cache))
+                block.hold(rows_held(cache))
             layer.put(caches, block)
         return caches
 
-    def _require_fresh(self) -> None:
-        """The rows of earlier turns are what this is about."""
 
-
-class RecalledTurn(RecordedRequest):
+class RecalledTurn(_LaterTurn):
     """One more turn on full caches that stay: its queries vote over all rows ever read.
 
-    The caller's caches go on holding all rows, this turn's among them. The compressed ones, in `caches` after the
-    cut, serve its answer only.
-
-    Args:
-        n_new, prompt_cache, lookahead: as for `Turn`; the rows are in `RecordingKVCache`s.
+    The caller's caches go on holding all rows, in `RecordingKVCache`s, this turn's among them. The compressed ones,
+    in `caches` after the cut, serve its answer only.
     """
-
-    def __init__(
-        self, model, policy: Policy | Stages, n_new: int, prompt_cache: list, lookahead: int
-    ):
-        n_prompt = held_tokens(model, prompt_cache) + n_new
-        super().__init__(
-            model, policy, n_prompt, prompt_cache, last_voter(policy, n_prompt, lookahead)
-        )
 
     @property
     def _in_blocks(self) -> bool:
@@ -102,33 +90,6 @@ class RecalledTurn(RecordedRequest):
         self.cut_seconds = time.perf_counter() - started
         return report
 
-    def _require_fresh(self) -> None:
-        """The rows of earlier turns are what this is about."""
-
-
-class Rewind:
-    """Brings a prompt cache back to where it was, whatever a turn did to it.
-
-    Full caches are trimmed. Compressed ones are left as they were by a turn that does not reach its cut.
-    """
-
-    def __init__(self, prompt_cache: list):
-        self._list, self._entries = prompt_cache, list(prompt_cache)
-        caches = list(models.members(prompt_cache))
-        self._offsets = [(c, c.offset) for c in caches if isinstance(c, KVCache)]
-        self._states = [
-            (c, copy.deepcopy(c))
-            for c in caches
-            if not isinstance(c, (KVCache, SnapKVCache, BlockKVCache))
-        ]
-
-    def restore(self) -> None:
-        self._list[:] = self._entries
-        for cache, offset in self._offsets:
-            cache.trim(cache.offset - offset)
-        for cache, before in self._states:
-            vars(cache).update(vars(before))
-
 
 def held_tokens(model, prompt_cache: list) -> int:
     """Tokens that a prompt cache has read."""
@@ -140,13 +101,3 @@ def _copies_but_rows(prompt_cache: list, layers: list[AttentionLayer]) -> list:
     rows = [layer.cache_in(prompt_cache) for layer in layers]
     memo = {id(cache): cache for cache in rows}
     return [copy.deepcopy(c, memo) for c in prompt_cache]
-
-
-def _rows_held(cache) -> Rows:
-    """A full-attention layer's rows, in order of position."""
-    if isinstance(cache, SnapKVCache):
-        keys, values, positions = cache.in_order()
-        return Rows(keys, values, given_positions=positions)
-    if isinstance(cache, BlockKVCache):
-        return cache.rows(0)
-    return Rows(*cache.keys_and_values())

@@ -54,9 +54,8 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
         if first is None:
             first = time.perf_counter() - started
     report = reports[0]
-    if (
-        report.compressed
-    ):  # with a lookahead the cut comes some tokens later, but it is part of reading the prompt
+    if report.compressed:
+        # With a lookahead the cut comes some tokens later, but it is part of reading the prompt.
         first = report.prefill_seconds + report.selection_seconds
     return {
         "prefill_seconds": first,

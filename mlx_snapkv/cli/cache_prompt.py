@@ -13,9 +13,8 @@ from rich.console import Console
 
 from .. import saved
 from ..compress import kv_bytes
-from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..prefill import mlx_generate, prefill
+from ..prefill import prefill, read
 from ..report import NO_POLICY, CompressionReport, format_bytes
 from .loading import load_model, read_prompt
 from .opening import opening_tokens
@@ -84,10 +83,7 @@ def _read(
     if policy is not None:
         return prefill(model, tokens, policy, **options)  # type: ignore[arg-type]
     cache = make_prompt_cache(model)
-    for _ in mlx_generate.generate_step(
-        mx.array(tokens), model, max_tokens=0, prompt_cache=cache, **options
-    ):
-        raise SnapKVError("mlx-lm gave an answer that nobody asked for")
+    read(model, mx.array(tokens), cache, options)
     return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
 
 

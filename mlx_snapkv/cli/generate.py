@@ -16,6 +16,7 @@ from rich.console import Console
 from ..errors import SnapKVError
 from ..generate import stream_generate
 from ..policies import resolve_policy
+from ..quantized_cache import BITS
 from ..report import NO_POLICY, CompressionReport, format_bytes
 from .loading import encode, load_draft_model, load_model, read_prompt
 from .progress import PrefillBar
@@ -93,7 +94,7 @@ def generate(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     chosen = resolve_policy(snapkv, policy)
-    if kv_bits is not None and kv_bits not in (2, 3, 4, 6, 8):
+    if kv_bits is not None and kv_bits not in BITS:
         raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {kv_bits}")
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)

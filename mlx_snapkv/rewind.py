@@ -1,0 +1,35 @@
+"""Taking back what was fed to a prompt cache."""
+
+from __future__ import annotations
+
+import copy
+
+from mlx_lm.models.cache import KVCache
+
+from . import models
+from .block_cache import BlockKVCache
+from .cache import SnapKVCache
+
+
+class Rewind:
+    """Brings a prompt cache back to where it was: its list, its rows and its linear states.
+
+    Caches of full-attention rows are trimmed. A `SnapKVCache`, which could only take back its last update, must not
+    have been fed in between.
+    """
+
+    def __init__(self, prompt_cache: list):
+        self._list, self._entries = prompt_cache, list(prompt_cache)
+        caches = list(models.members(prompt_cache))
+        kinds = (KVCache, BlockKVCache)
+        self._offsets = [(c, c.offset) for c in caches if isinstance(c, kinds)]
+        self._states = [
+            (c, copy.deepcopy(c)) for c in caches if not isinstance(c, (*kinds, SnapKVCache))
+        ]
+
+    def restore(self) -> None:
+        self._list[:] = self._entries
+        for cache, offset in self._offsets:
+            cache.trim(cache.offset - offset)
+        for cache, before in self._states:
+            vars(cache).update(vars(before))
