@@ -18,6 +18,7 @@ from .compiled import CompiledDecoder
 from .errors import SnapKVError
 from .policies import Policy, SnapKV, Stages, resolve_policy
 from .prefill import block_size, gate, mlx_generate, observing
+from .quantization import Quantization
 from .report import NO_POLICY, CompressionReport
 from .request import PREFILL_STEP_SIZE, RecordedRequest, last_voter
 from .speculative import DraftedRequest, require_trimmable
@@ -188,7 +189,7 @@ def _served(
     mlx_lms = ("kv_bits", "kv_group_size", "quantized_kv_start")
     bits = options.get("kv_bits")
     if bits is not None:
-        request.quantize(bits, options.get("kv_group_size", 64))
+        request.quantize(Quantization(bits, options.get("kv_group_size", 64)))
     options = {name: value for name, value in options.items() if name not in mlx_lms}
     return drive(start, request, on_report, options, after_cut, keep=given is not None)
 

@@ -9,10 +9,7 @@ import mlx.core as mx
 from .cache import SnapKVCache
 from .errors import SnapKVError, UnsupportedModelError
 from .models import AttentionLayer
-
-BITS = (2, 3, 4, 6, 8)
-# Packed values, scales and biases, as `mx.quantize` makes them.
-Rows = tuple[mx.array, mx.array, mx.array]
+from .quantization import BITS, Quantization, fitting_groups
 
 
 class QuantizedSnapKVCache(SnapKVCache):
@@ -22,21 +19,27 @@ class QuantizedSnapKVCache(SnapKVCache):
 
     Args:
         cache: what to hold, not quantised yet.
-        bits: per value, 2, 3, 4, 6 or 8.
-        group_size: values that share a scale and a bias; it divides the head size.
+        quantization: how to hold it.
     """
 
-    def __init__(self, cache: SnapKVCache, *, bits: int, group_size: int):
+    def __init__(self, cache: SnapKVCache, quantization: Quantization):
         vars(self).update(vars(cache))
-        self.bits = bits
-        self.group_size = group_size
-        self.keys: Any = self._quantized(cache.keys)
-        self.values: Any = self._quantized(cache.values)
+        self.quantization = quantization
+        self.keys: Any = quantization.pack(cache.keys)
+        self.values: Any = quantization.pack(cache.values)
+
+    @property
+    def bits(self) -> int:
+        return self.quantization.bits
+
+    @property
+    def group_size(self) -> int:
+        return self.quantization.group_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; the quantised rows the attention is to see."""
         L, row = keys.shape[2], self.next_row
-        new = (*self._quantized(keys), *self._quantized(values))
+        new = (*self.quantization.pack(keys), *self.quantization.pack(values))
         if L == 1 and row is not None:
             for held, one in zip((*self.keys, *self.values), new):
                 held[..., row : row + 1, :] = one
@@ -53,7 +56,7 @@ class QuantizedSnapKVCache(SnapKVCache):
     def in_order(self) -> tuple[mx.array, mx.array, mx.array]:
         """Keys and values, no longer quantised, and positions of all rows, in order of position."""
         keys, values, positions = super().in_order()
-        return self._dequantized(keys), self._dequantized(values), positions
+        return self.quantization.unpack(keys), self.quantization.unpack(values), positions
 
     def size(self) -> int:
         return self.keys[0].shape[2]
@@ -68,32 +71,26 @@ class QuantizedSnapKVCache(SnapKVCache):
 
     @state.setter
     def state(self, v) -> None:
-        *rest, self.bits, self.group_size = v
+        *rest, bits, group_size = v
+        self.quantization = Quantization(bits, group_size)
         SnapKVCache.state.fset(self, rest)  # type: ignore[attr-defined]
         self.keys, self.values = tuple(self.keys), tuple(self.values)
 
-    def _quantized(self, rows: mx.array) -> Rows:
-        return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))  # type: ignore[return-value]
-
-    def _dequantized(self, rows: Any) -> mx.array:
-        packed, scales, biases = rows
-        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
-
 
 def quantize_rows(
-    prompt_cache: list, layers: list[AttentionLayer], bits: int, group_size: int
+    prompt_cache: list, layers: list[AttentionLayer], quantization: Quantization
 ) -> None:
     """Replace the compressed caches of `prompt_cache` by quantised ones, layer by layer."""
     for layer in layers:
         cache = layer.cache_in(prompt_cache)
         if isinstance(cache, SnapKVCache):
-            small = QuantizedSnapKVCache(cache, bits=bits, group_size=group_size)
+            small = QuantizedSnapKVCache(cache, quantization)
             mx.eval(small.keys, small.values)
             layer.put(prompt_cache, small)
 
 
 def require_quantizable(
-    model, layers: list[AttentionLayer], prompt_cache: list, bits: int, group_size: int
+    model, layers: list[AttentionLayer], prompt_cache: list, quantization: Quantization
 ) -> None:
     """Find out before the prompt is read.
 
@@ -104,8 +101,8 @@ def require_quantizable(
         SnapKVError: the number of bits or the group size is not possible.
         UnsupportedModelError: mlx-lm's quantised attention does not serve the model.
     """
-    if bits not in BITS:
-        raise SnapKVError(f"kv_bits must be {', '.join(map(str, BITS))}, got {bits}")
+    if quantization.bits not in BITS:
+        raise SnapKVError(f"kv_bits must be {', '.join(map(str, BITS))}, got {quantization.bits}")
     if any(layer.family.sinks for layer in layers):
         raise UnsupportedModelError(
             "mlx-lm's quantised attention has no attention sinks, which this model needs: drop kv_bits"
@@ -114,12 +111,9 @@ def require_quantizable(
     sizes = {
         rows.shape[3] for layer in layers for rows in layer.cache_in(prompt_cache).keys_and_values()
     }
-    fitting = [g for g in (32, 64, 128) if all(size % g == 0 for size in sizes)]
-    if not fitting:
+    fitting = fitting_groups(sizes)
+    if quantization.group_size not in fitting:
         raise SnapKVError(
-            f"kv_bits needs heads of a size that 32 divides, and this model's are {sorted(sizes)}: drop it"
-        )
-    if group_size not in fitting:
-        raise SnapKVError(
-            f"kv_group_size must be one of {fitting} for heads of size {sorted(sizes)}, got {group_size}"
+            f"kv_group_size must be one of {fitting} for heads of size {sorted(sizes)}, "
+            f"got {quantization.group_size}"
         )

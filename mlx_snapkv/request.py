@@ -21,6 +21,7 @@ from .compress import compress_prompt_cache, fits_reason, full_bytes, kv_bytes
 from .errors import SnapKVError
 from .models import AttentionLayer
 from .policies import Policy, Stages
+from .quantization import Quantization
 from .quantized_cache import quantize_rows, require_quantizable
 from .recorder import RecordingKVCache
 from .report import CompressionReport
@@ -46,7 +47,7 @@ class RecordedRequest:
 
     Attributes:
         caches: the list to hand to mlx-lm.
-        quantization: bits and group size of the rows kept, if they are to be quantised.
+        quantization: how the rows kept are to be quantised, if at all.
         cut_seconds: what the cut itself took.
 
     Raises:
@@ -68,7 +69,7 @@ class RecordedRequest:
         quotas = policy.reading_quotas(n_prompt, len(self._layers))
         self._uniform = len(set(quotas)) == 1
         self.caches = self._reading_caches(quotas)
-        self.quantization: tuple[int, int] | None = None
+        self.quantization: Quantization | None = None
         self.cut_seconds = 0.0
         self._started = 0.0
         self._prefill_seconds: float | None = None
@@ -106,7 +107,7 @@ class RecordedRequest:
         cache.tallies = self.reading.tallies or self.answering.tallies
         return cache
 
-    def quantize(self, bits: int, group_size: int) -> None:
+    def quantize(self, quantization: Quantization) -> None:
         """Have the kept rows quantised.
 
         Raises:
@@ -117,8 +118,8 @@ class RecordedRequest:
                 "quantised rows need a policy with schedule=once and on_full=slide: change it or drop kv_bits"
             )
         fresh = [copy.deepcopy(c) for c in self._callers]
-        require_quantizable(self.model, self._layers, fresh, bits, group_size)
-        self.quantization = (bits, group_size)
+        require_quantizable(self.model, self._layers, fresh, quantization)
+        self.quantization = quantization
 
     def step_size(self, limit: int | None) -> int:
         """The chunk size to read the prompt with, at most `limit`.
@@ -169,7 +170,7 @@ class RecordedRequest:
             if report.reason is not None and reading:
                 report = self._evict()
             if self.quantization is not None:
-                quantize_rows(self.caches, self._layers, *self.quantization)
+                quantize_rows(self.caches, self._layers, self.quantization)
                 report.kv_bytes_after = kv_bytes(self.caches)
         report.policy = str(self.policy)
         report.prompt_tokens = self.n_prompt

@@ -15,6 +15,7 @@ from mlx_snapkv import (
     saved,
 )
 from mlx_snapkv.demo.questions import is_right
+from mlx_snapkv.quantization import Quantization
 
 POLICY = "snapkv:budget=128,n_sink=4,n_window=32,min_ctx=0"
 D = 64
@@ -31,7 +32,7 @@ def pair(request):
     caches = [
         SnapKVCache(rows(10, 0), rows(10, 1), positions, offset=20, n_window=4) for _ in range(2)
     ]
-    return caches[0], QuantizedSnapKVCache(caches[1], bits=request.param, group_size=32)
+    return caches[0], QuantizedSnapKVCache(caches[1], Quantization(request.param, 32))
 
 
 def assert_same_rows(plain, quantized):
@@ -121,7 +122,7 @@ def test_what_cannot_be_is_refused_before_the_prompt_is_read(demo_llama, options
 
 def test_small_heads_have_no_group_that_fits(tokens):
     with pytest.raises(
-        SnapKVError, match=r"kv_bits needs heads of a size that 32 divides, .* \[8\]"
+        SnapKVError, match=r"quantised rows need heads of a size that 32 divides, .* \[8\]"
     ):
         generate_step(tokens, make_llama(), policy=POLICY.replace("128", "64"), kv_bits=8)
 

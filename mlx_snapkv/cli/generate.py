@@ -16,7 +16,7 @@ from rich.console import Console
 from ..errors import SnapKVError
 from ..generate import stream_generate
 from ..policies import resolve_policy
-from ..quantized_cache import BITS
+from ..quantization import BITS
 from ..report import NO_POLICY, CompressionReport, format_bytes
 from .loading import encode, load_draft_model, load_model, read_prompt
 from .progress import PrefillBar
