@@ -35,7 +35,8 @@ class Quantization:
 
     def unpack(self, parts: Any) -> mx.array:
         """Rows `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
-        return mx.dequantize(*parts, group_size=self.group_size, bits=self.bits)
+        packed, scales, biases = parts
+        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
 
 def fitting_groups(head_sizes: Iterable[int]) -> list[int]:
