@@ -10,8 +10,13 @@ from .errors import SnapKVError
 from .generate import generate, generate_step, stream_generate
 from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
 from .prefill import prefill
-from .quantized_cache import QuantizedSnapKVCache
+from .quantized_cache import (
+    QuantizedBlockKVCache,
+    QuantizedReselectingSnapKVCache,
+    QuantizedSnapKVCache,
+)
 from .report import CompressionReport
+from .reselecting_cache import ReselectingSnapKVCache
 
 __version__ = "0.1.0"
 
@@ -23,8 +28,11 @@ __all__ = [
     "Conversation",
     "KeyDiff",
     "KeyNorm",
+    "QuantizedBlockKVCache",
+    "QuantizedReselectingSnapKVCache",
     "QuantizedSnapKVCache",
     "RandomRows",
+    "ReselectingSnapKVCache",
     "SnapKV",
     "SnapKVCache",
     "SnapKVError",
@@ -40,5 +48,8 @@ __all__ = [
 ]
 
 cache.register(SnapKVCache)
+cache.register(ReselectingSnapKVCache)
 cache.register(BlockKVCache)
 cache.register(QuantizedSnapKVCache)
+cache.register(QuantizedReselectingSnapKVCache)
+cache.register(QuantizedBlockKVCache)

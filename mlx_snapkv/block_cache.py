@@ -14,11 +14,22 @@ from .budgets import UNLIMITED, Quota
 from .errors import SnapKVError, TrimError
 from .models import AttentionFamily
 from .policies import Policy, resolve_policy
-from .recorder import Recorder
+from .quantization import (
+    Quantization,
+    Stored,
+    arrays,
+    each,
+    join,
+    n_bytes,
+    n_rows,
+    pack,
+    write,
+)
+from .self_evicting import SelfEvicting
 from .votes import Rows, attention_votes
 
 
-class BlockKVCache(Recorder, _BaseCache):
+class BlockKVCache(SelfEvicting, _BaseCache):
     """A KV cache that never holds more than `quota.rows + block` rows per KV head, however many tokens it is fed.
 
         [0 : n_kept)        rows that an eviction left, in order of position, different ones in every head
@@ -41,6 +52,8 @@ class BlockKVCache(Recorder, _BaseCache):
         expected: tokens that will be fed at least; a smaller number than `quota.rows + block` saves memory.
         uniform: all layers of the model have the same quota.
     """
+
+    quantization: Quantization | None = None
 
     def __init__(
         self,
@@ -70,22 +83,23 @@ class BlockKVCache(Recorder, _BaseCache):
         self._kept_positions: mx.array | None = None  # of the rows that the last eviction left
         self._received: mx.array | None = None  # attention counted so far, by row
         self._uncounted: list[mx.array] = []  # queries of single tokens, still to be counted
-        self._before: dict[str, Any] | None = None  # the state before an eviction made for now
 
     @property
     def capacity(self) -> int:
         """Rows that fit in."""
         return self.quota.rows + self.block
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    @property
+    def room(self) -> int:
+        return self.capacity - self._n
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; the rows the attention is to see."""
         L = keys.shape[2]
         if self._must_evict(L):
             self.evict()
         start, self._n = self._n, self._n + L
-        self._reserve(keys, values)
-        self.keys[..., start : self._n, :] = keys
-        self.values[..., start : self._n, :] = values
+        self._write(start, pack(keys, self.quantization), pack(values, self.quantization))
         self.offset += L
         return self.keys_and_values()
 
@@ -98,31 +112,20 @@ class BlockKVCache(Recorder, _BaseCache):
         self.keep(self.quota.select(self.policy.score(rows)), rows)
         self.selection_seconds += time.perf_counter() - started
 
-    def evict_for_now(self) -> None:
-        """`evict`, so that `trim` can take it back, until `settle` is called; the rows are held twice as long."""
-        before = {name: _copied(value) for name, value in vars(self).items()}
-        self.evict()
-        self._before = before
-
-    def settle(self) -> None:
-        """Make an eviction for now one for good."""
-        self._before = None
-
     def keep(self, chosen: mx.array, rows: Rows) -> None:
         """Move the chosen of `rows()`, uint32 `(B, n_kv_heads, n)`, ascending, to the front; the others are gone."""
         kept = rows.taken(chosen)
         # A buffer that is referred to elsewhere would be copied.
-        rows.keys = rows.values = kept.keys
-        if self.keys.shape[2] > self.capacity:
+        rows.let_go()
+        if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.hold(kept)
 
     def hold(self, rows: Rows) -> None:
         """Hold `rows`, the best of all tokens up to `offset`, and nothing else."""
-        self._n = n = rows.keys.shape[2]
-        self._reserve(rows.keys, rows.values)
-        self.keys[..., :n, :] = rows.keys
-        self.values[..., :n, :] = rows.values
+        rows = rows.packed(self.quantization)
+        self._n = len(rows)
+        self._write(0, rows.stored_keys, rows.stored_values)
         mx.eval(self.keys, self.values)
         self._kept_positions = rows.positions
         self._received = rows.received
@@ -131,11 +134,14 @@ class BlockKVCache(Recorder, _BaseCache):
         """What the cache holds, for a policy to score by the last `n_queries` queries."""
         keys, values = self.keys_and_values()
         self._count()
-        rows = Rows(keys, values, given_positions=self.positions, received=self._received)
-        if n_queries and self.n_queries:
-            rows.queries = self._grouped(self.queries[:, :, -n_queries:])
-            rows.query_positions = self._rows_of(self.query_positions[-n_queries:])
-            rows.scale, rows.sinks = self.scale, self.sinks
+        rows = Rows(
+            keys,
+            values,
+            given_positions=self.positions,
+            received=self._received,
+            quantization=self.quantization,
+        )
+        self._ask(rows, n_queries)
         return rows
 
     def make_room(self, n: int) -> None:
@@ -161,47 +167,41 @@ class BlockKVCache(Recorder, _BaseCache):
         """Add the attention of the queries not counted yet."""
         if not self.tallies:
             return
-        B, H = self.keys.shape[:2]
-        received = mx.zeros((B, H, 0)) if self._received is None else self._received
+        received = mx.zeros((*self._heads, 0)) if self._received is None else self._received
         received = mx.pad(received, [(0, 0), (0, 0), (0, self._n - received.shape[2])])
         if self._uncounted:
             queries = mx.concatenate(self._uncounted, axis=2)
-            keys, values = self.keys_and_values()
+            rows = Rows(*self.keys_and_values(), quantization=self.quantization)
             stop = int(min(self.last, self.offset))
-            of = self._rows_of(range(stop - queries.shape[2], stop))
-            queries = self._grouped(queries)
-            received = received + attention_votes(
-                Rows(keys, values, queries, of, self.scale, self.sinks)
-            )
+            rows.query_positions = self._rows_of(range(stop - queries.shape[2], stop), rows)
+            rows.queries = self._grouped(queries, rows)
+            rows.scale, rows.sinks = self.scale, self.sinks
+            received = received + attention_votes(rows)
             mx.eval(received)
         self._received = received
         self._uncounted = []
 
-    def _rows_of(self, positions: range) -> mx.array:
-        """The rows of recent tokens; beyond the last row for tokens taken back since."""
-        return mx.arange(positions.start, positions.stop) - (self.offset - self._n)
-
-    def _grouped(self, queries: mx.array) -> mx.array:
-        return (
-            queries if self._family is None else self._family.grouped(queries, self.keys.shape[1])
-        )
+    @property
+    def _heads(self) -> tuple[int, ...]:
+        """`(B, n_kv_heads)`."""
+        return arrays(self.keys)[0].shape[:2]
 
     def _must_evict(self, L: int) -> bool:
         return self._n + L > self.capacity and self._n > self.quota.rows
 
-    def _reserve(self, keys: mx.array, values: mx.array) -> None:
-        """Have room for `_n` rows."""
-        have = 0 if self.keys is None else self.keys.shape[2]
-        if self._n <= have:
-            return
-        most = self.capacity if self.quota.rows < UNLIMITED else self._n + self.block
-        first = min(most, self._expected or most)
-        want = max(self._n, most if have else first)
-        for name, like in (("keys", keys), ("values", values)):
-            B, H, _, D = like.shape
-            more = mx.zeros((B, H, want - have, D), like.dtype)
-            old = getattr(self, name)
-            setattr(self, name, more if old is None else mx.concatenate([old, more], axis=2))
+    def _write(self, start: int, keys: Stored, values: Stored) -> None:
+        """Put stored rows at `[start, _n)`, in buffers that have room for them."""
+        have = 0 if self.keys is None else n_rows(self.keys)
+        if self._n > have:
+            most = self.capacity if self.quota.rows < UNLIMITED else self._n + self.block
+            first = min(most, self._expected or most)
+            more = max(self._n, most if have else first) - have
+            self.keys, self.values = (
+                _grown(held, like, more)
+                for held, like in ((self.keys, keys), (self.values, values))
+            )
+        write(self.keys, start, keys)
+        write(self.values, start, values)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.
@@ -227,15 +227,15 @@ class BlockKVCache(Recorder, _BaseCache):
     @property
     def positions(self) -> mx.array:
         """uint32 `(B, n_kv_heads, size())`: the original position of every row."""
-        B, H = self.keys.shape[:2]
         kept = self._kept_positions
         n_kept = 0 if kept is None else kept.shape[2]
         since = mx.arange(self.offset - (self._n - n_kept), self.offset, dtype=mx.uint32)
-        since = mx.broadcast_to(since, (B, H, self._n - n_kept))
+        since = mx.broadcast_to(since, (*self._heads, self._n - n_kept))
         return since if kept is None else mx.concatenate([kept, since], axis=2)
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        return self.keys[..., : self._n, :], self.values[..., : self._n, :]
+    def keys_and_values(self) -> tuple[Stored, Stored]:
+        keys, values = (each(lambda x: x[..., : self._n, :], y) for y in (self.keys, self.values))
+        return keys, values
 
     def size(self) -> int:
         """Rows held."""
@@ -247,7 +247,7 @@ class BlockKVCache(Recorder, _BaseCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values, with the room for the next block."""
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return 0 if self.keys is None else n_bytes(self.keys) + n_bytes(self.values)
 
     def is_trimmable(self) -> bool:
         """True: every `trim` that returns is an exact rewind, any other raises."""
@@ -262,9 +262,7 @@ class BlockKVCache(Recorder, _BaseCache):
         n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
         free = len(self._uncounted) if self.tallies else self._n - n_kept
         if self._before is not None and n > free:
-            since = self.offset - self._before["offset"]
-            vars(self).update(self._before)
-            return since + self.trim(n - since)
+            return self._trim_behind_eviction(n)
         if not 0 <= n <= free:
             raise TrimError(
                 f"this cache can take back 0 to {free} tokens, those since its last eviction, not {n}"
@@ -300,10 +298,6 @@ class BlockKVCache(Recorder, _BaseCache):
         self._family = None
         self._before = None
 
-    def attach(self, family: AttentionFamily) -> None:
-        """Tell a cache that was loaded from a file its layer's attention family."""
-        self._family = family
-
 
 _STATE = (
     "keys", "values", "offset", "_n", "block", "first", "last", "newest", "sinks", "_stop", "tallies",
@@ -311,8 +305,10 @@ _STATE = (
 )  # fmt: skip
 
 
-def _copied(value: Any) -> Any:
-    """A value that later changes in place of the original leave alone."""
-    if isinstance(value, mx.array):
-        return mx.array(value)
-    return list(value) if isinstance(value, list) else value
+def _grown(held: Stored | None, like: Stored, more: int) -> Stored:
+    """Stored rows with room for more of them."""
+
+    def room(array: mx.array) -> mx.array:
+        return mx.zeros((*array.shape[:2], more, array.shape[3]), array.dtype)
+
+    return each(room, like) if held is None else join(held, each(room, like))

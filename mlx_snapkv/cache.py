@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
 from .errors import SnapKVError, TrimError
+from .quantization import (
+    Quantization,
+    Stored,
+    each,
+    join,
+    n_bytes,
+    n_rows,
+    pack,
+    write,
+)
 
 
 class SnapKVCache(mlx_cache._BaseCache):
@@ -24,7 +32,8 @@ class SnapKVCache(mlx_cache._BaseCache):
     of the last one can be trimmed again exactly.
 
     Args:
-        keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` rows in order of position, with `n <= n_window`.
+        keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` rows in order of position, with `n <= n_window`,
+            or their quantised parts.
         positions: uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned rows.
         offset: position of the next token; the window's rows are the `n` tokens before it.
         n_window: rows the window may hold, at least 1.
@@ -35,22 +44,24 @@ class SnapKVCache(mlx_cache._BaseCache):
         SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
+    quantization: Quantization | None = None
+
     def __init__(
         self,
-        keys: mx.array,
-        values: mx.array,
+        keys: Stored,
+        values: Stored,
         positions: mx.array,
         *,
         offset: int,
         n_window: int,
         uniform: bool = True,
     ):
-        n_pin, rows = positions.shape[-1], keys.shape[2]
+        n_pin, rows = positions.shape[-1], n_rows(keys)
         if n_window < 1:
             raise SnapKVError(f"n_window must be at least 1, got {n_window}")
-        if not n_pin <= rows <= n_pin + n_window or values.shape[2] != rows:
+        if not n_pin <= rows <= n_pin + n_window or n_rows(values) != rows:
             raise SnapKVError(
-                f"{rows} keys and {values.shape[2]} values don't hold {n_pin} pinned rows "
+                f"{rows} keys and {n_rows(values)} values don't hold {n_pin} pinned rows "
                 f"and a window of at most {n_window}"
             )
         if offset < rows:
@@ -65,20 +76,19 @@ class SnapKVCache(mlx_cache._BaseCache):
         self._trimmable = 0  # tokens of the last update that can still be taken back
         self._uniform = uniform
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; the rows the attention is to see."""
         L = keys.shape[2]
         row = self.next_row
+        keys, values = pack(keys, self.quantization), pack(values, self.quantization)
         if L == 1 and row is not None:
-            self.keys[..., row : row + 1, :] = keys
-            self.values[..., row : row + 1, :] = values
+            write(self.keys, row, keys)
+            write(self.values, row, values)
             self.take_step(self.keys, self.values)
         else:
             self._keep_newest(self.n_window - 1)
-            self.keys = mx.concatenate([self.keys, keys], axis=2)
-            self.values = mx.concatenate([self.values, values], axis=2)
-            self.offset += L
-            self._trimmable = L
+            self.keys, self.values = join(self.keys, keys), join(self.values, values)
+            self._added(L)
         return self.keys, self.values
 
     @property
@@ -86,13 +96,16 @@ class SnapKVCache(mlx_cache._BaseCache):
         """The row that one more token overwrites; None unless the window is exactly full."""
         return self.n_pin + self._oldest if self._window_rows() == self.n_window else None
 
-    def take_step(self, keys: mx.array, values: mx.array) -> None:
+    def take_step(self, keys: Stored, values: Stored) -> None:
         """Go on with rows in which one more token was written over `next_row`."""
         self.keys = keys
         self.values = values
         self._oldest = (self._oldest + 1) % self.n_window
-        self.offset += 1
-        self._trimmable = 1
+        self._added(1)
+
+    def _added(self, L: int) -> None:
+        self.offset += L
+        self._trimmable = L
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.
@@ -132,14 +145,19 @@ class SnapKVCache(mlx_cache._BaseCache):
         """uint32 `(B, n_kv_heads, n_keep)`: the original position of every physical row."""
         n = self._window_rows()
         age = (mx.arange(n) - self._oldest) % max(n, 1)
-        window = (self.offset - n + age).astype(mx.uint32)
-        shape = (*self._pinned_positions.shape[:2], n)
-        return mx.concatenate([self._pinned_positions, mx.broadcast_to(window, shape)], axis=-1)
+        window = mx.take(self._window_positions(), age, axis=-1)
+        return mx.concatenate([self._pinned_positions, window], axis=-1)
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def _window_positions(self) -> mx.array:
+        """uint32 `(B, n_kv_heads, n)`: the original positions of the window's rows, the next to go first."""
+        n = self._window_rows()
+        positions = mx.arange(self.offset - n, self.offset, dtype=mx.uint32)
+        return mx.broadcast_to(positions, (*self._pinned_positions.shape[:2], n))
+
+    def keys_and_values(self) -> tuple[Stored, Stored]:
         return self.keys, self.values
 
-    def in_order(self) -> tuple[mx.array, mx.array, mx.array]:
+    def in_order(self) -> tuple[Stored, Stored, mx.array]:
         """Keys, values and positions of all rows, in order of position; the cache stays as it is."""
         n = self._window_rows()
         pieces = _ring_slices(0, n, self._oldest, n)
@@ -148,7 +166,7 @@ class SnapKVCache(mlx_cache._BaseCache):
 
     def size(self) -> int:
         """Rows held."""
-        return self.keys.shape[2]
+        return n_rows(self.keys)
 
     def empty(self) -> bool:
         return self.keys is None
@@ -156,7 +174,7 @@ class SnapKVCache(mlx_cache._BaseCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values."""
-        return self.keys.nbytes + self.values.nbytes
+        return n_bytes(self.keys) + n_bytes(self.values)
 
     def is_trimmable(self) -> bool:
         """True: every `trim` that returns is an exact rewind, any other raises."""
@@ -186,7 +204,7 @@ class SnapKVCache(mlx_cache._BaseCache):
 
     @state.setter
     def state(self, v) -> None:
-        for name, value in zip(_STATE, v):
+        for name, value in zip(_STATE, v, strict=True):
             setattr(self, name, value)
         self.n_pin = self._pinned_positions.shape[-1]
 
@@ -206,12 +224,12 @@ def _ring_slices(start: int, stop: int, oldest: int, size: int) -> list[tuple[in
     return [(first, size), (0, last - size)]
 
 
-def _take(rows: Any, n_pin: int, pieces: list[tuple[int, int]]) -> Any:
-    if isinstance(rows, tuple):  # the parts of quantised rows
-        return tuple(_take(part, n_pin, pieces) for part in rows)
-    return mx.concatenate(
-        [rows[..., :n_pin, :]] + [rows[..., n_pin + a : n_pin + b, :] for a, b in pieces], axis=2
-    )
+def _take(rows: Stored, n_pin: int, pieces: list[tuple[int, int]]) -> Stored:
+    def taken(array: mx.array) -> mx.array:
+        window = [array[..., n_pin + a : n_pin + b, :] for a, b in pieces]
+        return mx.concatenate([array[..., :n_pin, :], *window], axis=2)
+
+    return each(taken, rows)
 
 
 def register(cls: type) -> None:

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from .cache import SnapKVCache
+from .reselecting_cache import ReselectingSnapKVCache
 
 # Steps that a request decodes plainly first. MLX builds a model's fused kernels at their first use and keeps
 # them on disk. On a CPU it runs the C++ compiler for each: 6 to 14 seconds on a fresh machine, which a
@@ -20,9 +21,9 @@ WAIT = {mx.cpu: 1000, mx.gpu: math.inf}
 class CompiledDecoder(nn.Module):
     """A model for mlx-lm's loop to use in one request: it computes what `model` does, its later steps compiled.
 
-    A call is compiled if it adds one token to caches that are all `SnapKVCache`s with a full window, or
-    `ArraysCache`s, and `wait` such calls came before. The caches then hold what an ordinary step would have
-    left in them. Any other call, and every call of a model that can't be traced, is the model's own.
+    A call is compiled if it adds one token to caches that are all `SnapKVCache`s with a full window and nothing
+    to choose, or `ArraysCache`s, and `wait` such calls came before. The caches then hold what an ordinary step would
+    have left in them. Any other call, and every call of a model that can't be traced, is the model's own.
 
     The weights are those of the first compiled step: changing them afterwards has no effect on the request.
 
@@ -78,7 +79,8 @@ def _is_traceable(cache) -> bool:
     if type(cache) is ArraysCache:
         arrays = all(x is not None for x in cache.cache)
         return arrays and cache.lengths is None and cache.left_padding is None
-    return type(cache) is SnapKVCache
+    chooses = type(cache) is ReselectingSnapKVCache and not cache.policy.observes
+    return chooses or type(cache) is SnapKVCache
 
 
 def _arrays(cache) -> dict[str, Any]:

@@ -9,19 +9,25 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from . import models
+from .answer_cache import answer_cache
 from .block_cache import BlockKVCache
-from .budgets import UNLIMITED, Quota, smallest_for_mass
+from .budgets import Quota, smallest_for_mass
 from .cache import SnapKVCache
 from .errors import SnapKVError
 from .models import AttentionLayer
-from .policies import KeyDiff, Policy, Stages
+from .policies import Policy, Stages
+from .quantization import Quantization, n_bytes
 from .recorder import RecordingKVCache
 from .report import CompressionReport
 from .votes import Rows
 
 
 def compress_prompt_cache(
-    model, prompt_cache: list, policy: Policy, queries: list[mx.array | None] | None = None
+    model,
+    prompt_cache: list,
+    policy: Policy,
+    queries: list[mx.array | None] | None = None,
+    quantization: Quantization | None = None,
 ) -> CompressionReport:
     """Replace the full KV caches of `prompt_cache` by compressed ones, in place.
 
@@ -31,6 +37,7 @@ def compress_prompt_cache(
         policy: what to keep.
         queries: by layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n`
             tokens, for policies that vote; not needed for caches that recorded them.
+        quantization: how the rows kept are to be quantised, if at all.
 
     Returns:
         The report; its `reason` says why if nothing was dropped.
@@ -66,9 +73,12 @@ def compress_prompt_cache(
     del caches, cache, rows
     # Nothing can fail from here on: full rows are given up layer by layer.
     for layer, (positions, quota) in zip(layers, chosen):
-        kept = _cut(layer, layer.cache_in(prompt_cache), positions, policy, quota, uniform)
-        layer.put(prompt_cache, kept)
-        report.rows_kept[layer.index] = kept.size()
+        cache = layer.cache_in(prompt_cache)
+        kept = rows_held(cache).taken(positions).packed(quantization)
+        small = answer_cache(layer.family, kept, cache.offset, policy, quota, uniform)
+        del cache, kept
+        layer.put(prompt_cache, small)
+        report.rows_kept[layer.index] = small.size()
     mx.clear_cache()
     report.kv_bytes_after = kv_bytes(prompt_cache)
     report.selection_seconds = time.perf_counter() - started
@@ -91,20 +101,21 @@ def kv_bytes(prompt_cache: list) -> int:
         if isinstance(cache, (SnapKVCache, BlockKVCache)):
             total += cache.nbytes
         elif isinstance(cache, KVCache) and not cache.empty():
-            total += sum(rows.nbytes for rows in cache.keys_and_values())
+            total += sum(map(n_bytes, cache.keys_and_values()))
     return total
 
 
 def full_bytes(cache) -> int:
-    """Bytes of all the tokens' rows, had none been dropped."""
-    return sum(cache.offset * rows[:, :, :1].nbytes for rows in cache.keys_and_values())
+    """Bytes of all the tokens' rows, had none been dropped or quantised."""
+    rows = rows_held(cache)
+    return sum(cache.offset * x[:, :, :1].nbytes for x in (rows.keys, rows.values))
 
 
 def rows_held(cache) -> Rows:
     """A full-attention layer's rows, in order of position, without queries."""
     if isinstance(cache, SnapKVCache):
         keys, values, positions = cache.in_order()
-        return Rows(keys, values, given_positions=positions)
+        return Rows(keys, values, given_positions=positions, quantization=cache.quantization)
     if isinstance(cache, BlockKVCache):
         return cache.rows(0)
     return Rows(*cache.keys_and_values())
@@ -165,35 +176,3 @@ def _check_queries(queries: mx.array, keys: mx.array) -> None:
         raise SnapKVError(
             f"queries must be (B={B}, a multiple of {H} heads, 1 to {T} tokens, head_dim={D}), got {q}"
         )
-
-
-def _cut(layer, cache, chosen: mx.array, policy: Policy, quota: Quota, uniform: bool):
-    """A layer's cache for what follows the prompt, holding the chosen rows."""
-    kept = rows_held(cache).taken(chosen)
-    if not policy.slides:
-        return _going_on(layer, cache.offset, kept, policy, quota, uniform)
-    n_window = min(quota.n_window, chosen.shape[-1])
-    pinned = mx.contiguous(kept.positions[..., : chosen.shape[-1] - n_window])
-    small = SnapKVCache(
-        kept.keys,
-        kept.values,
-        pinned,
-        offset=cache.offset,
-        n_window=quota.n_window,
-        uniform=uniform,
-    )
-    mx.eval(small.state)
-    return small
-
-
-def _going_on(layer, offset: int, kept: Rows, policy: Policy, quota: Quota, uniform: bool):
-    """A cache that holds the kept rows, and what comes after them until it is full."""
-    chooses: Policy = policy
-    if policy.on_full == "grow":
-        quota = Quota(UNLIMITED, quota.n_sink, quota.n_window)
-    elif policy.on_full == "keydiff":
-        chooses = KeyDiff(budget=quota.rows, n_sink=quota.n_sink, n_window=quota.n_window)
-    cache = BlockKVCache(chooses, quota, policy.answer_block, family=layer.family, uniform=uniform)
-    cache.offset = offset
-    cache.hold(kept)
-    return cache

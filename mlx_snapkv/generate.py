@@ -184,12 +184,11 @@ def _served(
     given = options.get("prompt_cache")
     prompt_cache = make_prompt_cache(model) if given is None else given
     last = last_voter(policy, n_prompt, lookahead_of(policy))
-    request = RecordedRequest(model, policy, n_prompt, prompt_cache, last)
     # Ours to do at the cut; mlx-lm would quantise the rows while they are still to be chosen from.
     mlx_lms = ("kv_bits", "kv_group_size", "quantized_kv_start")
     bits = options.get("kv_bits")
-    if bits is not None:
-        request.quantize(Quantization(bits, options.get("kv_group_size", 64)))
+    quantization = None if bits is None else Quantization(bits, options.get("kv_group_size", 64))
+    request = RecordedRequest(model, policy, n_prompt, prompt_cache, last, quantization)
     options = {name: value for name, value in options.items() if name not in mlx_lms}
     return drive(start, request, on_report, options, after_cut, keep=given is not None)
 

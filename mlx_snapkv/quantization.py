@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from .errors import SnapKVError
 
@@ -15,6 +16,9 @@ GROUP_SIZES = (32, 64, 128)
 
 # Packed values, scales and biases, as `mx.quantize` makes them: `(B, n_kv_heads, T, ...)` each.
 Parts = tuple[mx.array, mx.array, mx.array]
+
+# Rows as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or parts.
+Stored = Any
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,50 @@ class Quantization:
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
 
-def fitting_groups(head_sizes: Iterable[int]) -> list[int]:
+def pack(rows: mx.array, quantization: Quantization | None) -> Stored:
+    """Rows as they are to be stored."""
+    return rows if quantization is None else quantization.pack(rows)
+
+
+def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
+    """Rows `(B, n_kv_heads, T, head_dim)` as the attention sees them."""
+    return stored if quantization is None else quantization.unpack(stored)
+
+
+def arrays(stored: Stored) -> tuple[mx.array, ...]:
+    """The arrays that rows are stored in."""
+    return stored if isinstance(stored, tuple) else (stored,)
+
+
+def n_rows(stored: Stored) -> int:
+    return arrays(stored)[0].shape[2]
+
+
+def n_bytes(stored: Stored) -> int:
+    return sum(array.nbytes for array in arrays(stored))
+
+
+def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
+    """A function of every array that rows are stored in, and of their counterparts in `others`."""
+    return tree_map(function, stored, *others)
+
+
+def write(stored: Stored, start: int, rows: Stored) -> None:
+    """Write rows in place, from row `start` on."""
+    for held, new in zip(arrays(stored), arrays(rows)):
+        held[..., start : start + new.shape[2], :] = new
+
+
+def join(stored: Stored, rows: Stored) -> Stored:
+    """A copy with rows appended."""
+    return each(lambda *pair: mx.concatenate(list(pair), axis=2), stored, rows)
+
+
+def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:
     """The group sizes that divide all head sizes.
+
+    Args:
+        option: what the user asked for.
 
     Raises:
         SnapKVError: there are none.
@@ -49,6 +95,6 @@ def fitting_groups(head_sizes: Iterable[int]) -> list[int]:
     fitting = [g for g in GROUP_SIZES if all(size % g == 0 for size in sizes)]
     if not fitting:
         raise SnapKVError(
-            f"quantised rows need heads of a size that 32 divides, and this model's are {sizes}: leave them unquantised"
+            f"{option} needs heads of a size that 32 divides, and this model's are {sizes}: drop it"
         )
     return fitting

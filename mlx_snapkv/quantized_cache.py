@@ -1,92 +1,65 @@
-"""The decoding cache of a compressed prompt, its rows held with fewer bits."""
+"""The caches of ours with rows of fewer bits, which mlx-lm reads with its quantised attention."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 
+from .block_cache import BlockKVCache
 from .cache import SnapKVCache
 from .errors import SnapKVError, UnsupportedModelError
 from .models import AttentionLayer
-from .quantization import BITS, Quantization, fitting_groups
+from .quantization import BITS, Quantization, Stored, fitting_groups
+from .reselecting_cache import ReselectingSnapKVCache
 
 
-class QuantizedSnapKVCache(SnapKVCache):
-    """A `SnapKVCache` of quantised rows: fixed shape, one row written in place per decoded token.
-
-    mlx-lm reads it with its quantised attention, which it chooses by `bits`.
+class QuantizedRows:
+    """What makes a cache one of quantised rows: mlx-lm chooses its quantised attention by `bits`.
 
     Args:
-        cache: what to hold, not quantised yet.
-        quantization: how to hold it.
+        quantization: how the rows given are quantised, and those to come will be.
+        *args, **rest: the other class's.
     """
 
-    def __init__(self, cache: SnapKVCache, quantization: Quantization):
-        vars(self).update(vars(cache))
+    keys: Stored
+    values: Stored
+    quantization: Quantization | None
+
+    def __init__(self, *args, quantization: Quantization, **rest):
         self.quantization = quantization
-        self.keys: Any = quantization.pack(cache.keys)
-        self.values: Any = quantization.pack(cache.values)
+        super().__init__(*args, **rest)
 
     @property
     def bits(self) -> int:
+        assert self.quantization is not None
         return self.quantization.bits
 
     @property
     def group_size(self) -> int:
+        assert self.quantization is not None
         return self.quantization.group_size
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the quantised rows the attention is to see."""
-        L, row = keys.shape[2], self.next_row
-        new = (*self.quantization.pack(keys), *self.quantization.pack(values))
-        if L == 1 and row is not None:
-            for held, one in zip((*self.keys, *self.values), new):
-                held[..., row : row + 1, :] = one
-            self.take_step(self.keys, self.values)
-        else:
-            self._keep_newest(self.n_window - 1)
-            held = (*self.keys, *self.values)
-            joined = [mx.concatenate(list(pair), axis=2) for pair in zip(held, new)]
-            self.keys, self.values = tuple(joined[:3]), tuple(joined[3:])
-            self.offset += L
-            self._trimmable = L
-        return self.keys, self.values
-
-    def in_order(self) -> tuple[mx.array, mx.array, mx.array]:
-        """Keys and values, no longer quantised, and positions of all rows, in order of position."""
-        keys, values, positions = super().in_order()
-        return self.quantization.unpack(keys), self.quantization.unpack(values), positions
-
-    def size(self) -> int:
-        return self.keys[0].shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*self.keys, *self.values))
 
     @property
     def state(self) -> tuple:
-        return (*super().state, self.bits, self.group_size)
+        return (*super().state, self.bits, self.group_size)  # type: ignore[misc]
 
     @state.setter
     def state(self, v) -> None:
         *rest, bits, group_size = v
         self.quantization = Quantization(bits, group_size)
-        SnapKVCache.state.fset(self, rest)  # type: ignore[attr-defined]
+        super(QuantizedRows, type(self)).state.fset(self, rest)  # type: ignore[misc]
         self.keys, self.values = tuple(self.keys), tuple(self.values)
 
 
-def quantize_rows(
-    prompt_cache: list, layers: list[AttentionLayer], quantization: Quantization
-) -> None:
-    """Replace the compressed caches of `prompt_cache` by quantised ones, layer by layer."""
-    for layer in layers:
-        cache = layer.cache_in(prompt_cache)
-        if isinstance(cache, SnapKVCache):
-            small = QuantizedSnapKVCache(cache, quantization)
-            mx.eval(small.keys, small.values)
-            layer.put(prompt_cache, small)
+class QuantizedSnapKVCache(QuantizedRows, SnapKVCache):
+    """A `SnapKVCache` of quantised rows: fixed shape, one row written in place per decoded token."""
+
+
+class QuantizedReselectingSnapKVCache(QuantizedRows, ReselectingSnapKVCache):
+    """A `ReselectingSnapKVCache` of quantised rows, which are moved as they are, never quantised again."""
+
+
+class QuantizedBlockKVCache(QuantizedRows, BlockKVCache):
+    """A `BlockKVCache` of quantised rows, which are moved as they are, never quantised again."""
 
 
 def require_quantizable(
@@ -111,7 +84,7 @@ def require_quantizable(
     sizes = {
         rows.shape[3] for layer in layers for rows in layer.cache_in(prompt_cache).keys_and_values()
     }
-    fitting = fitting_groups(sizes)
+    fitting = fitting_groups(sizes, "kv_bits")
     if quantization.group_size not in fitting:
         raise SnapKVError(
             f"kv_group_size must be one of {fitting} for heads of size {sorted(sizes)}, "

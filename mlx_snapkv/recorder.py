@@ -20,6 +20,12 @@ class Recorder:
 
     def __init__(self, first: float = 0, last: float = math.inf, newest: int | None = None):
         super().__init__()
+        self.start_recording(first, last, newest)
+
+    def start_recording(
+        self, first: float = 0, last: float = math.inf, newest: int | None = None
+    ) -> None:
+        """Want these positions, and forget the queries kept so far."""
         self.first = first
         self.last = last
         self.newest = newest

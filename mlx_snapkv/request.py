@@ -13,8 +13,10 @@ import time
 from collections.abc import Iterator
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from . import capture, models
+from .answer_cache import made
 from .block_cache import BlockKVCache
 from .budgets import Quota
 from .compress import compress_prompt_cache, fits_reason, full_bytes, kv_bytes
@@ -22,7 +24,7 @@ from .errors import SnapKVError
 from .models import AttentionLayer
 from .policies import Policy, Stages
 from .quantization import Quantization
-from .quantized_cache import quantize_rows, require_quantizable
+from .quantized_cache import require_quantizable
 from .recorder import RecordingKVCache
 from .report import CompressionReport
 
@@ -44,18 +46,25 @@ class RecordedRequest:
             compressed caches: if anything raises on the way, it is as it was.
         last: position behind the last query that votes; the window starts `obs_window` prompt tokens
             before the prompt's own last voter.
+        quantization: how the rows kept are to be quantised, if at all.
 
     Attributes:
         caches: the list to hand to mlx-lm.
-        quantization: how the rows kept are to be quantised, if at all.
         cut_seconds: what the cut itself took.
 
     Raises:
-        SnapKVError: the model is not supported, or the budget has no room for what is always kept.
+        SnapKVError: the model is not supported, its rows can't be quantised so, or the budget has no room for
+            what is always kept.
     """
 
     def __init__(
-        self, model, policy: Policy | Stages, n_prompt: int, prompt_cache: list, last: int
+        self,
+        model,
+        policy: Policy | Stages,
+        n_prompt: int,
+        prompt_cache: list,
+        last: int,
+        quantization: Quantization | None = None,
     ):
         self.model = model
         self.policy = policy
@@ -66,10 +75,13 @@ class RecordedRequest:
         self._observed = models.attention_classes(self._layers) if self._observes() else []
         self._first = max(0, min(last, n_prompt) - self.answering.obs_window)
         self._last = last
+        self._quantization = quantization
+        if quantization is not None:
+            fresh = make_prompt_cache(model)
+            require_quantizable(model, self._layers, fresh, quantization)
         quotas = policy.reading_quotas(n_prompt, len(self._layers))
         self._uniform = len(set(quotas)) == 1
         self.caches = self._reading_caches(quotas)
-        self.quantization: Quantization | None = None
         self.cut_seconds = 0.0
         self._started = 0.0
         self._prefill_seconds: float | None = None
@@ -94,7 +106,9 @@ class RecordedRequest:
         return caches
 
     def _block_cache(self, layer: AttentionLayer, quota: Quota) -> BlockKVCache:
-        cache = BlockKVCache(
+        cache = made(
+            BlockKVCache,
+            self._quantization,
             self.reading,
             quota,
             self.reading.block,
@@ -106,20 +120,6 @@ class RecordedRequest:
         )
         cache.tallies = self.reading.tallies or self.answering.tallies
         return cache
-
-    def quantize(self, quantization: Quantization) -> None:
-        """Have the kept rows quantised.
-
-        Raises:
-            SnapKVError: the policy, the model or the numbers don't allow it.
-        """
-        if not self.answering.slides:
-            raise SnapKVError(
-                "quantised rows need a policy with schedule=once and on_full=slide: change it or drop kv_bits"
-            )
-        fresh = [copy.deepcopy(c) for c in self._callers]
-        require_quantizable(self.model, self._layers, fresh, quantization)
-        self.quantization = quantization
 
     def step_size(self, limit: int | None) -> int:
         """The chunk size to read the prompt with, at most `limit`.
@@ -166,12 +166,11 @@ class RecordedRequest:
         if self.answering is self.reading and self.reading.schedule == "block":
             report = self._evict()
         else:
-            report = compress_prompt_cache(self.model, self.caches, self.answering)
+            report = compress_prompt_cache(
+                self.model, self.caches, self.answering, quantization=self._quantization
+            )
             if report.reason is not None and reading:
                 report = self._evict()
-            if self.quantization is not None:
-                quantize_rows(self.caches, self._layers, self.quantization)
-                report.kv_bytes_after = kv_bytes(self.caches)
         report.policy = str(self.policy)
         report.prompt_tokens = self.n_prompt
         report.selection_seconds += seconds

@@ -22,12 +22,12 @@ import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from . import __version__, models, saved_header
-from .block_cache import BlockKVCache
 from .errors import SnapKVError
 from .fingerprint import fingerprint
 from .policies import Policy, Stages
 from .report import NO_POLICY
 from .saved_check import require_match, require_tokens
+from .self_evicting import SelfEvicting
 
 FORMAT = 1
 _MARK = "mlx_snapkv_format"
@@ -189,8 +189,8 @@ def _unpack(text: str) -> bytes:
 
 def _attach_families(prompt_cache: list, model) -> None:
     """Give the caches with a budget what a file can't hold."""
-    if any(isinstance(cache, BlockKVCache) for cache in models.members(prompt_cache)):
+    if any(isinstance(cache, SelfEvicting) for cache in models.members(prompt_cache)):
         for layer in models.attention_layers(model, prompt_cache):
             cache = layer.cache_in(prompt_cache)
-            if isinstance(cache, BlockKVCache):
+            if isinstance(cache, SelfEvicting):
                 cache.attach(layer.family)

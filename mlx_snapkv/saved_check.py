@@ -20,7 +20,14 @@ from . import models
 from .block_cache import BlockKVCache
 from .cache import SnapKVCache
 from .errors import SnapKVError
-from .quantized_cache import QuantizedSnapKVCache
+from .quantization import arrays
+from .quantized_cache import (
+    QuantizedBlockKVCache,
+    QuantizedReselectingSnapKVCache,
+    QuantizedRows,
+    QuantizedSnapKVCache,
+)
+from .reselecting_cache import ReselectingSnapKVCache
 
 # What may have taken the place of a plain cache of keys and values.
 INSTEAD = (
@@ -29,7 +36,10 @@ INSTEAD = (
     QuantizedKVCache,
     SnapKVCache,
     QuantizedSnapKVCache,
+    ReselectingSnapKVCache,
+    QuantizedReselectingSnapKVCache,
     BlockKVCache,
+    QuantizedBlockKVCache,
 )
 
 
@@ -81,7 +91,8 @@ def _problem(cache, like) -> str | None:
         return None
     if not isinstance(cache, INSTEAD):
         return _difference(cache.state, like.state, exact=isinstance(cache, ArraysCache))
-    if isinstance(cache, (QuantizedKVCache, QuantizedSnapKVCache)):
+    keys = like.keys  # plain, as queries are
+    if isinstance(cache, (QuantizedKVCache, QuantizedRows)):
         like = like.to_quantized(cache.group_size, cache.bits)
     difference = _difference((cache.keys, cache.values), (like.keys, like.values))
     if difference is not None:
@@ -89,7 +100,9 @@ def _problem(cache, like) -> str | None:
     rows = {array.shape[2] for array in _arrays((cache.keys, cache.values)).values()}
     if len(rows) != 1:
         return f"has {sorted(rows)} rows of keys and values"
-    return None if _counts_agree(cache, rows.pop()) else "has numbers that contradict each other"
+    return (
+        None if _counts_agree(cache, rows.pop(), keys) else "has numbers that contradict each other"
+    )
 
 
 def _difference(found, wanted, exact: bool = False) -> str | None:
@@ -115,14 +128,15 @@ def _arrays(tree) -> dict[str, mx.array]:
     return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, mx.array)}
 
 
-def _counts_agree(cache, rows: int) -> bool:
+def _counts_agree(cache, rows: int, keys: mx.array) -> bool:
     """Whether a cache's bookkeeping goes with its number of rows."""
     if not _is_count(cache.offset, 1):
         return False
     if isinstance(cache, SnapKVCache):
-        return _snapkv_agrees(cache, rows)
+        known = not isinstance(cache, ReselectingSnapKVCache) or _choices_agree(cache, rows, keys)
+        return known and _snapkv_agrees(cache, rows)
     if isinstance(cache, BlockKVCache):
-        return _block_agrees(cache, rows)
+        return _block_agrees(cache, rows, keys)
     if isinstance(cache, RotatingKVCache):
         counts = (cache.keep, cache._idx, cache.max_size)
         return all(map(_is_count, counts)) and cache.keep <= cache.max_size and cache._idx <= rows
@@ -131,7 +145,7 @@ def _counts_agree(cache, rows: int) -> bool:
 
 def _snapkv_agrees(cache: SnapKVCache, rows: int) -> bool:
     positions = cache._pinned_positions
-    heads = next(iter(_arrays(cache.keys).values())).shape[:2]
+    heads = arrays(cache.keys)[0].shape[:2]
     return (
         positions.shape == (*heads, cache.n_pin)
         and positions.dtype == mx.uint32
@@ -145,8 +159,22 @@ def _snapkv_agrees(cache: SnapKVCache, rows: int) -> bool:
     )
 
 
-def _block_agrees(cache: BlockKVCache, rows: int) -> bool:
-    heads, quota = cache.keys.shape[:2], cache.quota
+def _choices_agree(cache: ReselectingSnapKVCache, rows: int, keys: mx.array) -> bool:
+    left = cache._left
+    return (
+        _is_count(cache.n_sink)
+        and _is_count(cache._since)
+        and _is_count(cache._stop)
+        and cache._stop <= cache.offset
+        and (cache.newest is None or _is_count(cache.newest))
+        and _is_per_row(left, arrays(cache.keys)[0].shape[:2], cache.offset, mx.uint32)
+        and (left is None or left.shape[2] + cache._since >= rows - cache.n_pin)
+        and all(_are_queries(q, keys) for q in cache._queries)
+    )
+
+
+def _block_agrees(cache: BlockKVCache, rows: int, keys: mx.array) -> bool:
+    heads, quota = arrays(cache.keys)[0].shape[:2], cache.quota
     kept, received = cache._kept_positions, cache._received
     return (
         all(map(_is_count, (quota.rows, quota.n_sink, quota.n_window, cache._expected)))
@@ -161,7 +189,7 @@ def _block_agrees(cache: BlockKVCache, rows: int) -> bool:
         and all(isinstance(x, bool) for x in (cache.tallies, cache._uniform))
         and _is_per_row(kept, heads, cache._n, mx.uint32)
         and _is_per_row(received, heads, cache._n, mx.float32)
-        and all(_are_queries(q, cache.keys) for q in (*cache._queries, *cache._uncounted))
+        and all(_are_queries(q, keys) for q in (*cache._queries, *cache._uncounted))
     )
 
 

@@ -27,6 +27,7 @@ from .errors import SnapKVError
 from .policies import Policy, Stages
 from .prefill import mlx_generate, read
 from .report import CompressionReport
+from .self_evicting import SelfEvicting
 
 NUM_DRAFT_TOKENS = 2  # mlx-lm's own default
 
@@ -198,7 +199,7 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
             "a draft model needs a policy that keeps equally many rows in every layer: "
             "give a number or a share, or drop draft_model"
         )
-    if answering.slides or answering.on_full == "grow":
+    if answering.schedule == "once" and answering.on_full in ("slide", "grow"):
         return
     if answering.observes_answer:
         way = "schedule=block" if answering.schedule == "block" else f"on_full={answering.on_full}"
@@ -258,10 +259,10 @@ class ExactChecks(nn.Module):
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         """Logits `(B, L, vocab_size)` of tokens `(B, L)`."""
         model = self["wrapped"]
-        caches = [c for c in models.members(cache) if isinstance(c, BlockKVCache)]
+        caches = [c for c in models.members(cache) if isinstance(c, SelfEvicting)]
         for c in caches:
             c.settle()
-        room = min((c.capacity - c.size() for c in caches), default=0)
+        room = min((c.room for c in caches), default=0)
         if not 0 < room < inputs.shape[1]:
             return model(inputs, cache=cache, **kwargs)
         before = model(inputs[:, :room], cache=cache, **kwargs)

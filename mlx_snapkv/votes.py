@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from .errors import SnapKVError
+from .quantization import Quantization, Stored, arrays, each, n_rows, unpack
 from .selection import gather_rows
 
 BLOCK_BYTES = 16 << 20  # of float32 logits made at a time
@@ -22,23 +24,38 @@ class Rows:
     """What one layer offers a policy.
 
     Attributes:
-        keys, values: `(B, n_kv_heads, T, head_dim)`, the layer's rows in order of position.
+        stored_keys, stored_values: the layer's rows in order of position, as its cache stores them.
         queries: `(B, n_heads, n, head_dim)`, post-RoPE; None if none were observed.
         query_positions: the row of each of those `n` queries' own token; query `i` sees rows up to it.
         scale: what the attention multiplies its logits by.
         sinks: `(n_heads,)` logits of attention sinks: they take a share of the softmax but have no row.
         given_positions: uint32 `(B, n_kv_heads, T)`, the rows' positions in the prompt if some are missing.
         received: float32 `(B, n_kv_heads, T)`, the attention received so far, if it was counted.
+        quantization: how the rows are stored.
     """
 
-    keys: mx.array
-    values: mx.array
+    stored_keys: Stored
+    stored_values: Stored
     queries: mx.array | None = None
     query_positions: mx.array | None = None
     scale: float = math.nan
     sinks: mx.array | None = None
     given_positions: mx.array | None = None
     received: mx.array | None = None
+    quantization: Quantization | None = None
+
+    def __len__(self) -> int:
+        return n_rows(self.stored_keys)
+
+    @cached_property
+    def keys(self) -> mx.array:
+        """`(B, n_kv_heads, T, head_dim)`."""
+        return unpack(self.stored_keys, self.quantization)
+
+    @cached_property
+    def values(self) -> mx.array:
+        """`(B, n_kv_heads, T, head_dim)`."""
+        return unpack(self.stored_values, self.quantization)
 
     @cached_property
     def votes(self) -> mx.array:
@@ -50,18 +67,42 @@ class Rows:
         """uint32 `(B, n_kv_heads, T)`: the rows' positions in the prompt."""
         if self.given_positions is not None:
             return self.given_positions
-        return mx.broadcast_to(mx.arange(self.keys.shape[2], dtype=mx.uint32), self.keys.shape[:3])
+        shape = arrays(self.stored_keys)[0].shape[:3]
+        return mx.broadcast_to(mx.arange(shape[2], dtype=mx.uint32), shape)
 
     def taken(self, chosen: mx.array) -> Rows:
         """The chosen rows, uint32 `(B, n_kv_heads, n)`, computed; without queries."""
-        keys, values = (gather_rows(x, chosen) for x in (self.keys, self.values))
+        stored = (self.stored_keys, self.stored_values)
+        keys, values = (each(lambda part: gather_rows(part, chosen), x) for x in stored)
         positions = mx.take_along_axis(self.positions, chosen, axis=-1)
         received = self.received
         if received is not None:
             received = mx.take_along_axis(received, chosen, axis=-1)
             mx.eval(received)
         mx.eval(keys, values, positions)
-        return Rows(keys, values, given_positions=positions, received=received)
+        return Rows(
+            keys,
+            values,
+            given_positions=positions,
+            received=received,
+            quantization=self.quantization,
+        )
+
+    def packed(self, quantization: Quantization | None) -> Rows:
+        """The same rows, quantised unless they are already."""
+        if quantization is None or self.quantization is not None:
+            return self
+        keys, values = (quantization.pack(x) for x in (self.keys, self.values))
+        mx.eval(keys, values)
+        return dataclasses.replace(
+            self, stored_keys=keys, stored_values=values, quantization=quantization
+        )
+
+    def let_go(self) -> None:
+        """Don't keep the rows alive any longer."""
+        self.stored_keys = self.stored_values = None
+        for name in ("keys", "values"):
+            vars(self).pop(name, None)
 
     @property
     def observed(self) -> tuple[mx.array, mx.array]:

@@ -1,15 +1,16 @@
-"""Looking up what the answer itself said earlier: on_full=every way to go on when the window is full.
+"""Looking things up late in a long answer: on_full=every way to go on when the window is full.
 
     python scripts/measure_long_answers.py               # writes docs/long-answers.json and docs/long-answers.md
 
 The embedded models don't write long answers of their own accord. Here they are made to: every token of a text with
-facts in it is fed as if the model had chosen it, one step at a time, and then the beginning of a fact's
-sentence; the next tokens are the model's own. What is right is the value it said earlier in the same answer.
+a fact in it, and of a question after it, is fed as if the model had chosen it, one step at a time; the next tokens
+are the model's own. What is right is the value of the fact, which it said itself or read in the prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shlex
@@ -24,59 +25,70 @@ from mlx_snapkv import SnapKV, generate_step
 from mlx_snapkv.bench.setting import setting
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.demo.documents import fact_sentence, filler_sentence, make_facts
+from mlx_snapkv.demo.documents import Fact, fact_sentence, filler_sentence, make_facts
+from mlx_snapkv.demo.questions import common_prefix, is_right, make_haystack, token_counter
 from mlx_snapkv.policies.snapkv import ON_FULL
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 9_000_000
 PROMPT = 1024  # tokens
+PLACES = ("answer", "prompt")
 SIZE = {"budget": 256, "n_sink": 4, "n_window": 128, "min_ctx": 0}
 
 
-def ids(tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+def question(
+    tokenizer, rng: random.Random, place: str, distance: int
+) -> tuple[mx.array, list[int], Fact]:
+    """A prompt, the tokens to be said after it, and the fact that they end by asking for.
 
-
-def forced_answer(tokenizer, rng: random.Random, distance: int) -> tuple[list[int], list[int]]:
-    """Tokens to be said, and the value that comes next: said once before, `distance` tokens ago."""
-    (fact,) = make_facts(rng, 1)
-    said = ids(tokenizer, fact_sentence(fact, rng))
-    while len(said) < distance:
-        said += ids(tokenizer, " " + filler_sentence(rng))
-    value = ids(tokenizer, f"{fact.lead} {fact.value}")
-    lead = ids(tokenizer, fact.lead)
-    return said + ids(tokenizer, f" {fact.lead}"), value[len(lead) :]
+    Args:
+        place: where the fact is: in the "answer", or in the "prompt", which asks for it too.
+        distance: tokens that the answer goes on for after that.
+    """
+    document, (known, *_) = make_haystack(tokenizer, rng, 4, PROMPT)
+    (said,) = make_facts(rng, 1)
+    count = token_counter(tokenizer)
+    answer = fact_sentence(said, rng)
+    while count(answer) < distance:
+        answer += " " + filler_sentence(rng)
+    fact = known if place == "prompt" else said
+    turns = [f"{document}\n\n{known.question}", answer, fact.question]
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns)]
+    prompt, whole = (
+        tokenizer.apply_chat_template(m, add_generation_prompt=True, enable_thinking=False)
+        for m in (messages[:1], messages)
+    )
+    return mx.array(prompt), whole[common_prefix([prompt, whole]) :], fact
 
 
 def recalls(
-    model, prompt: mx.array, said: list[int], value: list[int], on_full: str | None
+    model, tokenizer, prompt: mx.array, said: list[int], fact: Fact, on_full: str | None
 ) -> bool:
-    """Whether the value follows, decoded with a policy, or with the full cache."""
+    """Whether the fact's value follows, decoded with a policy, or with the full cache."""
     left = list(said)
 
     def sampler(logprobs: mx.array) -> mx.array:
         return mx.array([left.pop(0)]) if left else mx.argmax(logprobs, axis=-1)
 
     policy = None if on_full is None else SnapKV(**SIZE, on_full=on_full)
-    n = len(said) + len(value)
-    answer = generate_step(prompt, model, max_tokens=n, sampler=sampler, policy=policy)
-    return [token for token, _ in answer][-len(value) :] == value
+    n = len(said) + 12
+    tokens = generate_step(prompt, model, max_tokens=n, sampler=sampler, policy=policy)
+    answer = [token for token, _ in tokens][len(said) :]
+    return is_right(fact, tokenizer.decode(answer))
 
 
 def measure(name: str, distances: list[int], questions: int) -> list[dict[str, Any]]:
     model, tokenizer = load_model(name)
     rows = []
-    for on_full in (None, *ON_FULL):
-        for distance in distances:
-            right = 0
-            for n in range(questions):
-                rng = random.Random(f"{SEED} {n}")
-                filler = ids(tokenizer, " ".join(filler_sentence(rng) for _ in range(200)))
-                said, value = forced_answer(tokenizer, rng, distance)
-                right += recalls(model, mx.array(filler[:PROMPT]), said, value, on_full)
-            found = {"way": on_full or "full cache", "distance": distance}
-            rows.append({"model": name, **found, "right": right, "asked": questions})
-            print(rows[-1], flush=True)
+    for on_full, place, distance in itertools.product((None, *ON_FULL), PLACES, distances):
+        right = 0
+        for n in range(questions):
+            asked = question(tokenizer, random.Random(f"{SEED} {n}"), place, distance)
+            right += recalls(model, tokenizer, *asked, on_full)
+        found = {"way": on_full or "full cache", "place": place, "distance": distance}
+        rows.append({"model": name, **found, "right": right, "asked": questions})
+        print(rows[-1], flush=True)
     return rows
 
 
@@ -89,16 +101,15 @@ def page(result: dict[str, Any]) -> str:
         f"Written by `{result['command']}` on {result['date']}, never typed (commit {result['commit']}, "
         f"{result['machine']}).",
         "",
-        f"A prompt of {result['prompt']:,} tokens, read with SnapKV ({size}), and an answer that says a fact, then "
-        "other things, and then comes back to the fact, so many tokens later. The model is made to say all but the "
-        "value. Right answers of those asked for.",
+        f"A prompt of about {result['prompt']:,} tokens, read with SnapKV ({size}), and an answer that comes back to "
+        "a fact so many tokens later: one that it said itself, or the one that the prompt asks for. The model is made "
+        "to say all but the value. Right answers of those asked for.",
     ]
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         mine = [r for r in result["rows"] if r["model"] == name]
-        distances = sorted({r["distance"] for r in mine})
+        heads = dict.fromkeys(f"{r['place']}, {r['distance']:,} tokens ago" for r in mine)
         lines += ["", f"## `{name}`", ""]
-        lines += ["| on_full | " + " | ".join(f"{d:,} tokens later" for d in distances) + " |"]
-        lines += ["| --- |" + " ---: |" * len(distances)]
+        lines += ["| on_full | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(heads)]
         for way in dict.fromkeys(r["way"] for r in mine):
             cells = [r for r in mine if r["way"] == way]
             figures = [f"{r['right']}/{r['asked']}" for r in cells]

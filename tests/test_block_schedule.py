@@ -206,7 +206,7 @@ def test_two_stages(tiny_model, tokens, then, schedule):
     policy = f"{spec('keydiff', budget=60)} then {spec(then, schedule, budget=24, block=8)}"
     steps(tiny_model, tokens, n=30, policy=policy, prompt_cache=cache, on_report=reports.append)
     kind = SnapKVCache if schedule == "once" else BlockKVCache
-    assert all(type(c) is kind for c in compressed(cache)) and compressed(cache)
+    assert all(isinstance(c, kind) for c in compressed(cache)) and compressed(cache)
     assert {n for n in reports[0].rows_kept if n is not None} == {24}
     assert all(c.keys.shape[2] <= 24 + 8 for c in compressed(cache))
     assert reports[0].policy == str(resolve_policy(policy=policy))

@@ -8,8 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, assert_unpatched, steps
 
 from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError
-from mlx_snapkv.demo.documents import filler_sentence
-from scripts.measure_long_answers import forced_answer, ids, recalls
+from scripts.measure_long_answers import question, recalls
 
 SMALL = {"budget": 56, "n_sink": 4, "n_window": 32, "obs_window": 8, "min_ctx": 0, "lookahead": 0}
 
@@ -44,22 +43,22 @@ def test_grow_is_slide_with_a_window_that_never_fills(tiny_model, tokens):
 
 @pytest.mark.parametrize("on_full", ["reselect", "keydiff"])
 def test_choosing_again_keeps_one_shape_and_the_budget(tiny_model, tokens, on_full, monkeypatch):
-    shapes, sizes = set(), []
-    original = BlockKVCache.update_and_fetch
+    shapes = set()
+    original = SnapKVCache.update_and_fetch
 
     def watched(self, keys, values):
         out = original(self, keys, values)
-        shapes.add(self.keys.shape)
-        sizes.append(out[0].shape[2])
+        shapes.update(x.shape for x in out)
         return out
 
-    monkeypatch.setattr(BlockKVCache, "update_and_fetch", watched)
+    monkeypatch.setattr(SnapKVCache, "update_and_fetch", watched)
     _, caches, report = answer(tiny_model, tokens, 200, on_full)
-    assert report.rows == 56 - 16 and report.reason is None
-    assert {shape[2] for shape in shapes} == {56} and max(sizes) == 56 and min(sizes) == 41
+    assert report.rows == 56 and report.reason is None
+    assert {shape[2] for shape in shapes} == {56}
     for cache in caches:
-        positions = cache.positions[0, 0].tolist()
-        assert positions[:4] == [0, 1, 2, 3] and positions[-16:] == list(range(400 - 16, 400))
+        positions = set(cache.positions[0, 0].tolist())
+        assert len(positions) == 56, "no row is held twice"
+        assert {0, 1, 2, 3, *range(400 - 16, 400)} <= positions
 
 
 def test_reselect_lets_the_last_queries_choose(tokens, tiny_model):
@@ -69,12 +68,19 @@ def test_reselect_lets_the_last_queries_choose(tokens, tiny_model):
     assert any(4 <= p < 334 for p in positions - set(range(334, 350)))
 
 
-def test_until_the_window_is_full_slide_is_what_it_was(tiny_model, tokens):
-    assert_same(
-        answer(tiny_model, tokens, 20, "slide")[0],
-        steps(tiny_model, tokens, 20, policy=SnapKV(**SMALL)),
-    )
-    assert all(isinstance(c, SnapKVCache) for c in answer(tiny_model, tokens, 3, "slide")[1])
+@pytest.mark.parametrize("on_full", ["reselect", "keydiff"])
+def test_until_the_first_choice_every_way_slides(tiny_model, tokens, on_full):
+    """The prompt's last token is fed before the cut and the 16 tokens after it; only then is there a choice."""
+    slid, chose = (answer(tiny_model, tokens, 40, way)[0] for way in ("slide", on_full))
+    n = 1 + 16 + 1
+    assert_same(slid[:n], chose[:n])
+    assert not all(mx.array_equal(a, b) for (_, a), (_, b) in zip(slid[n:], chose[n:]))
+
+
+def test_keydiff_is_the_default(tiny_model, tokens):
+    assert SnapKV().on_full == "keydiff"
+    default = steps(tiny_model, tokens, 40, policy=SnapKV(**SMALL))
+    assert_same(answer(tiny_model, tokens, 40, "keydiff")[0], default)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +99,17 @@ def test_a_mistake_is_one_sentence(options, words):
 def test_positions_and_rows_agree_after_many_selections(tokens, tiny_model):
     _, caches, _ = answer(tiny_model, tokens, 300, "reselect")
     for cache in caches:
-        assert cache.positions.shape[2] == cache.size() <= 56
-        assert mx.all(cache.positions[..., 1:] > cache.positions[..., :-1]).item()
+        keys, _, positions = cache.in_order()
+        assert positions.shape[2] == keys.shape[2] == cache.size() == 56
+        assert mx.all(positions[..., 1:] > positions[..., :-1]).item()
 
 
 def test_what_an_answer_said_is_found_again_if_its_keys_are_kept(demo_model):
     """The queries that will ask for it don't exist yet when rows are chosen, so votes can't know."""
     model, tokenizer = demo_model
-    rng = random.Random(1)
-    filler = ids(tokenizer, " ".join(filler_sentence(rng) for _ in range(60)))
-    said, value = forced_answer(tokenizer, rng, 256)
+    asked = question(tokenizer, random.Random(1), "answer", 256)
     right = {
-        on_full: recalls(model, mx.array(filler[:400]), said, value, on_full)
+        on_full: recalls(model, tokenizer, *asked, on_full)
         for on_full in ("slide", "grow", "keydiff")
     }
     assert right == {"slide": False, "grow": True, "keydiff": True}

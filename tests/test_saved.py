@@ -18,7 +18,13 @@ from model_configs import make_model
 from request_helpers import assert_same, plain, steps
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import BlockKVCache, SnapKVCache, SnapKVError, prefill, saved
+from mlx_snapkv import (
+    BlockKVCache,
+    ReselectingSnapKVCache,
+    SnapKVError,
+    prefill,
+    saved,
+)
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.fingerprint import fingerprint
 from mlx_snapkv.policies import POLICIES, resolve_policy
@@ -264,8 +270,9 @@ def foreign_caches(model, tokens):
     ):
         yield [KVCache.from_state(state), good[1]]
     compressed = read(model, tokens, SNAPKV)
-    for name, value in (("_oldest", 999), ("n_window", 0), ("_trimmable", -1)):
-        broken = SnapKVCache.from_state(compressed[0].state)
+    wrong = {"_oldest": 999, "n_window": 0, "_trimmable": -1, "_since": -1, "_left": mx.zeros(3)}
+    for name, value in wrong.items():
+        broken = ReselectingSnapKVCache.from_state(compressed[0].state)
         setattr(broken, name, value)
         yield [broken, compressed[1]]
     bounded = read(model, tokens, KEYDIFF)

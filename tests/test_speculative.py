@@ -9,7 +9,13 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from request_helpers import SMALL, assert_unpatched
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import BlockKVCache, KeyDiff, SnapKVCache, SnapKVError, stream_generate
+from mlx_snapkv import (
+    BlockKVCache,
+    KeyDiff,
+    ReselectingSnapKVCache,
+    SnapKVError,
+    stream_generate,
+)
 from mlx_snapkv.budgets import Quota
 from mlx_snapkv.prefill import mlx_generate
 
@@ -152,7 +158,7 @@ def test_the_callers_caches_hold_the_answer(main, draft, tokenizer):
     answer = list(
         stream_generate(main, tokenizer, PROMPT, 20, draft, policy=RING, prompt_cache=caches)
     )
-    assert [type(c) for c in caches] == [SnapKVCache] * 2 + [KVCache] * 2
+    assert [type(c) for c in caches] == [ReselectingSnapKVCache] * 2 + [KVCache] * 2
     assert {c.offset for c in caches[:2]} <= {100 + len(answer) - 1, 100 + len(answer)}
 
 

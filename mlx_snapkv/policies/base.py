@@ -90,9 +90,9 @@ class Policy(ABC):
         return self.obs_window > 0 or self.tallies
 
     @property
-    def slides(self) -> bool:
-        """Whether an answer's oldest rows are dropped one by one."""
-        return self.schedule == "once" and self.on_full == "slide"
+    def keeps_shape(self) -> bool:
+        """Whether the answer is decoded with as many rows from its first token to its last."""
+        return self.schedule == "once" and self.on_full != "grow"
 
     @property
     def observes_answer(self) -> bool:

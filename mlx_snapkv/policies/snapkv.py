@@ -15,6 +15,7 @@ from ..votes import Rows, shared_logits
 from .base import Policy
 
 ON_FULL = ("slide", "grow", "reselect", "keydiff")
+CHOOSING = ("reselect", "keydiff")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class SnapKV(Policy):
     Attributes:
         top_k: voted rows kept per KV head.
         n_sink: first rows, always kept.
-        n_window: most recent rows, always kept; slides while decoding.
+        n_window: most recent rows, always kept.
         budget: all rows, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
             layers ("pyramid:2048"). By default `n_sink + top_k + n_window`.
         mass: keep, in each layer, the fewest rows that receive this share (0 to 1) of the votes, instead of
@@ -42,10 +43,10 @@ class SnapKV(Policy):
             is 4 while generating, and none in `prefill`, which is rarely given the whole prompt.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
-        on_full: what becomes of the answer's own rows when they fill the recent window: "slide" drops the oldest
-            one; "grow" keeps all of them, as in the paper. Within the budget, and with room for `n_window // 2`
-            tokens at a time, "reselect" lets the last `obs_window` queries vote again over all rows held, and
-            "keydiff" keeps those with the most distinct keys (docs/long-answers.md).
+        on_full: what becomes of the answer's own rows when they fill the recent window. Within the budget, "slide"
+            drops the oldest one; every `n_window // 2` tokens, "keydiff" compares all rows held, the prompt's too,
+            and drops next those with the least distinct keys, and "reselect" those that the last `obs_window`
+            queries attend to least. "grow" keeps all of them, as in the paper (docs/long-answers.md).
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a longer recent
@@ -70,7 +71,7 @@ class SnapKV(Policy):
     heads: str = "per_head"
     last_token: bool = True  # type: ignore[misc]
     lookahead: int | None = None  # type: ignore[misc]
-    on_full: str = "slide"  # type: ignore[misc]
+    on_full: str = "keydiff"  # type: ignore[misc]
     schedule: str = "once"
 
     def __post_init__(self):
@@ -94,13 +95,11 @@ class SnapKV(Policy):
             "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
         )
         self._require("on_full", self.on_full in ON_FULL, ", ".join(ON_FULL))
-        if self.on_full != "slide":
+        if self.on_full != "keydiff":
             self._require("schedule", self.schedule == "once", f"once with on_full={self.on_full}")
         if self.on_full == "reselect":
             least = 2 * self.obs_window
             self._require("n_window", self.n_window >= least, f"at least {least} for reselect")
-        if self.on_full == "keydiff":
-            self._require("n_window", self.n_window >= 2, "at least 2 for keydiff")
         self._settle_budget()
         self._require_mass()
         super().__post_init__()
@@ -130,14 +129,12 @@ class SnapKV(Policy):
             rows = amount(self.max_budget, n_prompt)
             self._require_room(rows)
             quotas = [Quota(rows, self.n_sink, self.n_window)] * n_layers
-        if self.on_full in ("slide", "grow"):
-            return quotas
-        room = self.answer_block
-        return [Quota(q.rows - room, q.n_sink, q.n_window - room) for q in quotas]
+        return quotas
 
     @property
     def answer_block(self) -> int:
-        return self.n_window // 2 if self.on_full in ("reselect", "keydiff") else self.block
+        chooses = self.schedule == "once" and self.on_full in CHOOSING
+        return max(1, self.n_window // 2) if chooses else self.block
 
     def fits(self, n_prompt: int) -> bool:
         if self.mass is None:

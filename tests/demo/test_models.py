@@ -88,11 +88,15 @@ def test_a_chat_continues_on_the_compressed_cache(demo_llama):
     assert all(isinstance(c, SnapKVCache) and c.size() <= 236 + 1 for c in cache)
 
 
-@pytest.mark.parametrize("n_window", [64, 400])
-def test_a_second_turn_of_300_tokens_equals_its_tokens_one_by_one(demo_model, ask, n_window):
+# "keydiff" chooses every n_window // 2 tokens, which is not during the turn here.
+@pytest.mark.parametrize("n_window, on_full", [(64, "slide"), (400, "slide"), (700, "keydiff")])
+def test_a_second_turn_of_300_tokens_equals_its_tokens_one_by_one(
+    demo_model, ask, n_window, on_full
+):
     model, tokenizer = demo_model
     prompt, _ = ask(tokenizer, 900, seed=6)
-    policy = SnapKV(budget=n_window + 80, n_sink=4, n_window=n_window, min_ctx=0)
+    sizes = {"budget": n_window + 80, "n_sink": 4, "n_window": n_window}
+    policy = SnapKV(**sizes, min_ctx=0, on_full=on_full)
     caches = [prefill(model, prompt, policy)[0] for _ in range(2)]
     turn = mx.array(prompt[200:500])[None]
     at_once = model(turn, cache=caches[0])[0]

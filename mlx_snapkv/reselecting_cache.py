@@ -1,0 +1,164 @@
+"""The decoding cache of a compressed prompt that chooses again, within its fixed shape, while it is decoded from."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .budgets import Quota
+from .cache import SnapKVCache
+from .models import AttentionFamily
+from .policies import Policy, resolve_policy
+from .quantization import Stored, each
+from .selection import gather_rows
+from .self_evicting import SelfEvicting
+from .votes import Rows
+
+
+class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
+    """A `SnapKVCache` that chooses, every `n_window // 2` tokens, which rows its window is to give up next.
+
+        [0 : n_pin)            the best rows of all, the sink among them
+        [n_pin : n_keep)       the others, to be overwritten next, then the most recent ones (a ring)
+
+    Until the first choice it is a `SnapKVCache`. A choice rearranges the rows and drops none: every token sees
+    `n_keep` of them, and a row goes only when a token is written over it. A choice is made between two
+    updates. In an update of more tokens than fit in before the next one, later tokens no longer see the rows that
+    were to go next, and then the oldest; the next choice is among all of them.
+
+    Args:
+        keys, values, positions, rest: as for `SnapKVCache`.
+        policy: whose scores decide. If it votes, the attention class must be patched while tokens are fed.
+        n_sink: first rows, which always stay.
+        family: the layer's attention family, for policies that vote.
+    """
+
+    def __init__(
+        self,
+        keys: Stored,
+        values: Stored,
+        positions: mx.array,
+        *,
+        policy: Policy,
+        n_sink: int,
+        family: AttentionFamily | None = None,
+        **rest,
+    ):
+        SnapKVCache.__init__(self, keys, values, positions, **rest)
+        self.start_recording(newest=policy.obs_window)
+        self.policy = policy
+        self.n_sink = n_sink
+        self._family = family
+        self._since = 0  # tokens since the last choice
+        self._left: mx.array | None = None  # positions of the window's rows at the last choice
+
+    @property
+    def room(self) -> int:
+        """Tokens that fit in before the next choice."""
+        return max(self._period - self._since, self.n_window - self._window_rows())
+
+    @property
+    def _period(self) -> int:
+        return max(1, self.n_window // 2)
+
+    @property
+    def next_row(self) -> int | None:
+        return None if self._must_evict(1) else super().next_row
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
+        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the rows the attention is to see."""
+        if self._must_evict(keys.shape[2]):
+            self.evict()
+        return super().update_and_fetch(keys, values)
+
+    def _must_evict(self, L: int) -> bool:
+        many = self._window_rows() > self.n_window - self._period
+        return many and self._since > 0 and self.room < L
+
+    def _added(self, L: int) -> None:
+        super()._added(L)
+        self._since += L
+
+    def evict(self) -> None:
+        """Choose now what the next tokens are written over."""
+        if self._since <= self._period:
+            self._keep_newest(self.n_window)  # as if the tokens had come one by one
+        keys, values, positions = self.in_order()
+        rows = Rows(keys, values, given_positions=positions, quantization=self.quantization)
+        self._ask(rows, self.policy.obs_window)
+        kept = rows.taken(self._layout(self.policy.score(rows)))
+        self.keys, self.values = kept.stored_keys, kept.stored_values
+        self._pinned_positions = mx.contiguous(kept.positions[..., : self.n_pin])
+        self._left = mx.contiguous(kept.positions[..., self.n_pin :])
+        mx.eval(self._pinned_positions, self._left)
+        self._oldest = self._since = 0
+
+    def _layout(self, scores: mx.array) -> mx.array:
+        """Which row goes where, by scores `(B, n_kv_heads, T)`: uint32 `(B, n_kv_heads, at most n_keep)`."""
+        T = scores.shape[-1]
+        n_keep = min(T, self.n_pin + self.n_window)
+        recent = min(self.n_window - self._period, T - self.n_pin)
+        n_best = self.n_pin + recent
+        sink = min(self.n_sink, self.n_pin)
+        best, all_kept = (Quota(n, sink, recent).select(scores) for n in (n_best, n_keep))
+        row = mx.arange(T, dtype=mx.uint32)
+        chance = mx.full(scores.shape, T, mx.uint32)
+        chance = mx.put_along_axis(chance, all_kept, mx.take(row, all_kept), axis=-1)
+        chance = mx.put_along_axis(chance, best, mx.array(T, mx.uint32), axis=-1)
+        others = mx.sort(chance, axis=-1)[..., : n_keep - n_best]
+        return mx.concatenate([best[..., : self.n_pin], others, best[..., self.n_pin :]], axis=-1)
+
+    def _window_positions(self) -> mx.array:
+        if self._left is None:
+            return super()._window_positions()
+        n = self._window_rows()
+        new = min(n, self._since)
+        left = self._left[..., self._left.shape[-1] - (n - new) :]
+        newest = mx.arange(self.offset - new, self.offset, dtype=mx.uint32)
+        return mx.concatenate([left, mx.broadcast_to(newest, (*left.shape[:2], new))], axis=-1)
+
+    def in_order(self) -> tuple[Stored, Stored, mx.array]:
+        """Keys, values and positions of all rows, in order of position; the cache stays as it is."""
+        positions = self.positions
+        order = mx.argsort(positions, axis=-1)
+        keys, values = (
+            each(lambda part: gather_rows(part, order), rows) for rows in (self.keys, self.values)
+        )
+        return keys, values, mx.take_along_axis(positions, order, axis=-1)
+
+    def trim(self, n: int) -> int:
+        """Take back the newest `n` tokens, exactly.
+
+        Raises:
+            TrimError: `n` is more than the last update added, so evicted rows would be missing.
+        """
+        if self._before is not None and n > self._trimmable:
+            return self._trim_behind_eviction(n)
+        super().trim(n)
+        self._since -= n
+        return n
+
+    @property
+    def state(self) -> tuple:
+        """Arrays, numbers, strings and None only, as `save_prompt_cache` wants it, the queries among them."""
+        return (
+            *super().state,
+            *(getattr(self, name) for name in _STATE),
+            str(self.policy),
+            repr(self.scale),  # a number would be saved in single precision
+            self._queries or None,  # an empty list would not be saved
+        )
+
+    @state.setter
+    def state(self, v) -> None:
+        n = len(v) - len(_STATE) - 3
+        *plain, policy, scale, queries = v[n:]
+        SnapKVCache.state.fset(self, v[:n])  # type: ignore[attr-defined]
+        self.start_recording()
+        for name, value in zip(_STATE, plain, strict=True):
+            setattr(self, name, value)
+        self.policy, _ = resolve_policy(policy=policy).stages  # type: ignore[union-attr]
+        self.scale = float(scale)
+        self._queries = queries or []
+
+
+_STATE = ("n_sink", "_since", "_left", "newest", "sinks", "_stop")
