@@ -21,6 +21,7 @@ from ..bench.run import BOUNDED, Plan, run
 from ..bench.setting import setting
 from ..errors import SnapKVError
 from ..policies import SnapKV
+from . import flags
 from .loading import load_model
 from .options import whole_numbers, writable
 
@@ -57,7 +58,7 @@ def bench(
     needle: Annotated[
         bool, typer.Option("--needle", help="Also ask for facts hidden in documents of -p tokens.")
     ] = False,
-    questions: Annotated[int, typer.Option(min=1, max=32, help="Facts to ask for.")] = 8,
+    questions: flags.Facts = 8,
     output: Annotated[
         str | None, typer.Option(help="Write NAME.json, NAME.md and plots.", metavar="NAME")
     ] = None,

@@ -24,6 +24,7 @@ from ..evals.lines import FACTS, LONGEVAL, Lines
 from ..evals.needle import Needle
 from ..evals.results import Results
 from ..evals.run import Contenders, check, contenders, run
+from . import flags
 from .loading import load_model, read_file
 from .options import whole_numbers, with_suffix, writable
 from .progress import AnswerBar
@@ -41,9 +42,6 @@ def root(context: typer.Context) -> None:
         print(context.get_help())
 
 
-Model = Annotated[
-    str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")
-]
 Policies = Annotated[
     list[str] | None,
     typer.Option(
@@ -57,7 +55,6 @@ Depths = Annotated[
     int, typer.Option(min=1, max=101, help="Depths to hide at, evenly from start to end.")
 ]
 Questions = Annotated[int, typer.Option(min=1, help="Questions per length and depth.")]
-Seed = Annotated[int, typer.Option(help="Seed of the documents.")]
 Output = Annotated[
     str | None,
     typer.Option(
@@ -66,12 +63,11 @@ Output = Annotated[
         "and a heat map for each policy.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 @app.command("needle")
 def needle(
-    model: Model = "demo",
+    model: flags.Model = "demo",
     policy: Policies = None,
     length: Lengths = "2048,4096",
     depths: Depths = 5,
@@ -79,13 +75,13 @@ def needle(
     needles: Annotated[
         int, typer.Option(min=1, max=1000, help="Facts hidden in a document; one is asked for.")
     ] = 1,
-    seed: Seed = 0,
+    seed: flags.DocumentSeed = 0,
     haystack: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Text to hide facts in; repeat it for several files."),
     ] = None,
     output: Output = None,
-    as_json: AsJson = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Hide a fact at every depth of prompts of every length, and ask for it at the end.
 
@@ -104,14 +100,14 @@ def needle(
 
 @app.command("lines")
 def lines(
-    model: Model = "demo",
+    model: flags.Model = "demo",
     policy: Policies = None,
     length: Lengths = "2048,4096",
     depths: Depths = 5,
     questions: Questions = 1,
-    seed: Seed = 0,
+    seed: flags.DocumentSeed = 0,
     output: Output = None,
-    as_json: AsJson = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
 
