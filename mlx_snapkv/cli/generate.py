@@ -73,13 +73,9 @@ def generate(
     if prompt_cache_file is None:
         tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
     else:
-        for option, given in (
-            ("--system-prompt", system_prompt),
-            ("--max-kv-size", max_kv_size),
-            ("--draft-model", draft_model),
-        ):
-            if given is not None:
-                raise SnapKVError(f"{option} can't be combined with --prompt-cache-file: drop it")
+        _require_unset(
+            system_prompt=system_prompt, max_kv_size=max_kv_size, draft_model=draft_model
+        )
         start = SavedStart(prompt_cache_file, model, loaded, chosen, kv_bits)
         tokens = start.encode(tokenizer, text, ignore_chat_template)
     if top_k >= len(tokenizer):
@@ -107,15 +103,23 @@ def generate(
     )
     answer, last, n_drafted = _print_answer(responses, bar, show=not json_output)
     accepted = None if draft is None else n_drafted / last.generation_tokens
+    report = reports[0] if start is None else start.report
     if json_output:
-        report = reports[0] if start is None else start.report
         result = _as_json(answer, last, report, accepted)
         if start is not None:
             result["prompt_cache"] = start.to_dict()
         print(json.dumps(result, ensure_ascii=False))
     if not quiet:
-        kept = kept_text(reports[0]) if start is None else start.kept
+        kept = kept_text(report) if start is None else start.kept
         print(closing_line(last, kept, accepted), file=sys.stderr)
+
+
+def _require_unset(**options: object) -> None:
+    """Raises: SnapKVError: an option is given that a saved prompt has settled."""
+    for name, given in options.items():
+        if given is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise SnapKVError(f"{option} can't be combined with --prompt-cache-file: drop it")
 
 
 def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool):
