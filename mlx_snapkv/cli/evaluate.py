@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from .. import __version__
 from ..bench.setting import setting
@@ -27,9 +24,11 @@ from ..evals.run import Contenders, check, contenders, run
 from . import flags
 from .loading import load_model, read_file
 from .options import whole_numbers, with_suffix, writable
-from .progress import AnswerBar
+from .print_table import print_table
+from .progress import StepBars
 
 LEAST = 256  # tokens of a prompt
+LINE_EVERY = 30.0  # seconds
 POOLED = "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
 POOLING = [*(f"{POOLED},pool_kernel={width}" for width in (1, 5, 7)), POOLED]
 
@@ -155,7 +154,7 @@ def _evaluate(
     if as_json:
         print(json.dumps(result | {"records": records}))
     else:
-        _print(summary.table(result["summary"], f"Retrieval: {result['task']}"))
+        print_table(summary.table(result["summary"], f"Retrieval: {result['task']}"))
     if base is not None:
         written = _write(result | {"records": records}, base)
         print("wrote", *written, file=sys.stderr if as_json else sys.stdout)
@@ -164,32 +163,19 @@ def _evaluate(
 def _ask(
     model, tokenizer, task: Task, grid: list[Cell], chosen: Contenders, results: Results, base
 ) -> list[dict[str, Any]]:
-    console = Console(stderr=True)
     done = sum(results.get(name, cell) is not None for cell in grid for name in chosen)
+    bar = StepBars(LINE_EVERY)
     try:
-        with AnswerBar(console, total=len(grid) * len(chosen), done=done) as bar:
+        with bar:
+            bar.start("asking", len(grid) * len(chosen), done)
             return run(model, tokenizer, task, grid, chosen, results, bar.advance)
     except KeyboardInterrupt:
         if base is not None:
-            console.print(
+            bar.console.print(
                 f"What was answered is in {with_suffix(base, '.jsonl')}; the same command goes on from there.",
                 soft_wrap=True,
             )
         raise
-
-
-def _print(made: summary.Table) -> None:
-    console = Console()
-    console.width = max(console.width, 108)
-    table = Table(title=made.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in made.columns:
-        figures = column != "policy"
-        table.add_column(
-            column, justify="right" if figures else "left", no_wrap=figures, overflow="fold"
-        )
-    for row in made.rows:
-        table.add_row(*row)
-    console.print(table, made.remark, sep="\n", markup=False)
 
 
 def _write(result: dict[str, Any], base: Path) -> list[Path]:
