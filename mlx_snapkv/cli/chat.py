@@ -40,7 +40,7 @@ def chat(
     top_p: flags.TopP = 1.0,
     xtc_probability: flags.XtcProbability = 0.0,
     xtc_threshold: flags.XtcThreshold = 0.1,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: flags.Seed = None,
     max_tokens: flags.MaxTokens = 256,
     system_prompt: flags.SystemPrompt = None,
     prefill_step_size: flags.PrefillStepSize = 2048,
