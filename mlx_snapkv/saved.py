@@ -7,7 +7,6 @@ The format is mlx-lm's own, which its `load_prompt_cache` reads too, with more m
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import zlib
@@ -21,7 +20,7 @@ import mlx_lm
 import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from . import __version__, models, saved_header
+from . import __version__, models, saved_checksum, saved_header
 from .errors import SnapKVError
 from .fingerprint import fingerprint
 from .policies import Policy, Stages
@@ -81,12 +80,13 @@ def save(
         "policy": str(policy),
         "tokens": _pack(ids.tobytes()),
         "notes": _pack(json.dumps(notes or {}).encode()),
+        saved_checksum.KEY: saved_checksum.UNKNOWN,
     }
-    metadata["checksum"] = _checksum(metadata)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
     try:
         save_prompt_cache(str(temporary), prompt_cache, metadata)
         saved_header.read(temporary)  # a full disk may go unnoticed until then
+        saved_checksum.seal(temporary)
         os.replace(temporary, path)
     except OSError as error:
         raise SnapKVError(f"{path} can't be written: {error.strerror or error}") from error
@@ -104,7 +104,7 @@ def load(path: str | Path, model) -> SavedPrompt:
     """
     path = _safetensors(path)
     found = saved_header.read(path)
-    ours = not {_MARK, "checksum"}.isdisjoint(found)
+    ours = not {_MARK, saved_checksum.KEY}.isdisjoint(found)
     if ours:
         _require_format(path, found)
     try:
@@ -161,18 +161,14 @@ def _safetensors(path: str | Path) -> Path:
 
 
 def _require_format(path: Path, found: dict[str, str]) -> None:
-    """Raises: SnapKVError: the metadata is not what this version wrote."""
+    """Raises: SnapKVError: the file is not as this version wrote it."""
     number = found.get(_MARK, "")
     if number.isdecimal() and int(number) > FORMAT:
         raise SnapKVError(
             f"{path} has format {number}, this version reads up to {FORMAT}: upgrade mlx-snapkv"
         )
-    if found.get("checksum") != _checksum({k: v for k, v in found.items() if k != "checksum"}):
+    if not saved_checksum.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
-
-
-def _checksum(metadata: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
 def _tokens(found: dict[str, str]) -> list[int]:

@@ -13,7 +13,6 @@ import argparse
 import copy
 import json
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +20,9 @@ import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from results_page import about, mlx_versions, write
 
 from mlx_snapkv import SnapKV, compress_prompt_cache
-from mlx_snapkv.bench.setting import setting
 from mlx_snapkv.capture import recording
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
@@ -161,17 +160,6 @@ def measure(name: str, n_tokens: int, questions: int) -> dict:
     return {"model": name, "tokens": n_tokens, "questions": questions, "full": full, "rows": rows}
 
 
-def about() -> dict:
-    here = setting()
-    return {
-        "command": "python scripts/measure_defaults.py",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": here["commit"],
-        "machine": f"{here['machine']['system']}, {here['machine']['device']}",
-        "versions": {p: here["versions"][p] for p in ("mlx", "mlx-lm")},
-    }
-
-
 def as_markdown(results: list[dict], ways: set[str] | None = None) -> str:
     """A table for each model and length; with `ways`, only those rows."""
     parts = []
@@ -215,17 +203,17 @@ def main() -> None:
         "--readme", action="store_true", help="put the tables into the README as well"
     )
     args = parser.parse_args()
-    measured = [measure(m, n, args.questions) | about() for m in args.models for n in args.lengths]
+    measured = [
+        measure(m, n, args.questions) | about("measure_defaults.py") | {"versions": mlx_versions()}
+        for m in args.models
+        for n in args.lengths
+    ]
     file = args.out.with_suffix(".json")
     # Models and lengths that this run left out keep their results.
     kept = json.loads(file.read_text()) if file.exists() else []
     table = {(r["model"], r["tokens"]): r for r in kept + measured}
     results = [table[key] for key in sorted(table)]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(
-        f"# Measuring SnapKV's defaults\n\n{as_markdown(results)}"
-    )
+    write(args.out, results, f"# Measuring SnapKV's defaults\n\n{as_markdown(results)}")
     print(as_markdown(measured))
     if args.readme:
         update_readme(as_markdown(results, {*WAYS, "sink + window"}))

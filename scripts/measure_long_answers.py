@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
-import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from results_page import about, write, written_by
 
 from mlx_snapkv import SnapKV, generate_step
-from mlx_snapkv.bench.setting import setting
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.documents import Fact, fact_sentence, filler_sentence, make_facts
@@ -98,8 +95,7 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Long answers",
         "",
-        f"Written by `{result['command']}` on {result['date']}, never typed (commit {result['commit']}, "
-        f"{result['machine']}).",
+        written_by(result),
         "",
         f"A prompt of about {result['prompt']:,} tokens, read with SnapKV ({size}), and an answer that comes back to "
         "a fact so many tokens later: one that it said itself, or the one that the prompt asks for. The model is made "
@@ -126,21 +122,17 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=10)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "long-answers")
     args = parser.parse_args()
-    here = setting()
+    here = about("measure_long_answers.py", *sys.argv[1:])
     rows: list[dict[str, Any]] = []
     for name in args.models:
         rows += measure(name, args.distances, args.questions)
     result = {
-        "command": shlex.join(["python", "scripts/measure_long_answers.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": here["commit"],
-        "machine": f"{here['machine']['system']}, {here['machine']['device']}",
+        **here,
         "prompt": PROMPT,
         "size": SIZE,
         "rows": rows,
     }
-    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(result))
+    write(args.out, result, page(result))
     print(page(result))
 
 

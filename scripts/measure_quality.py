@@ -9,16 +9,15 @@ those of `mlx-snapkv eval needle --needles 4`, with fixed seeds.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quality_page import page
+from results_page import about, mlx_versions, write
+
 from mlx_snapkv import __version__
-from mlx_snapkv.bench.setting import setting
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.evals.grid import cells
@@ -29,8 +28,6 @@ from mlx_snapkv.evals.summary import summarise
 from mlx_snapkv.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from scripts.quality_page import page  # noqa: E402
 
 SEED, NEEDLES, DEPTHS = 7_000_000, 4, 5
 SHARES = (4, 8, 16, 32)  # one row in so many is kept
@@ -88,21 +85,6 @@ def measure(
     return [{"model": name, **row} for row in rows]
 
 
-def about(questions: int) -> dict[str, Any]:
-    here = setting()
-    return {
-        "command": shlex.join(["python", "scripts/measure_quality.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": here["commit"],
-        "machine": f"{here['machine']['system']}, {here['machine']['device']}",
-        "versions": {p: here["versions"][p] for p in ("mlx", "mlx-lm")},
-        "block": BLOCK,
-        "depths": DEPTHS,
-        "needles": NEEDLES,
-        "questions": questions,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -121,9 +103,16 @@ def main() -> None:
     for name in args.models:
         for length in args.lengths:
             rows += measure(name, length, args.shares, args.questions, args.folder)
-    result = about(args.questions) | {"rows": rows}
-    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(result))
+    result = {
+        **about("measure_quality.py", *sys.argv[1:]),
+        "versions": mlx_versions(),
+        "block": BLOCK,
+        "depths": DEPTHS,
+        "needles": NEEDLES,
+        "questions": args.questions,
+        "rows": rows,
+    }
+    write(args.out, result, page(result))
     print(page(result))
 
 

@@ -6,17 +6,16 @@ python scripts/measure_turns.py                      # writes docs/turns.json an
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shlex
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from results_page import about, write, written_by
+
 from mlx_snapkv import Conversation
-from mlx_snapkv.bench.setting import setting
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.compress import kv_bytes
 from mlx_snapkv.demo import MODELS
@@ -76,8 +75,7 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Follow-up turns",
         "",
-        f"Written by `{result['command']}` on {result['date']}, never typed (commit {result['commit']}, "
-        f"{result['machine']}).",
+        written_by(result),
         "",
         f"A document of about {result['tokens']:,} tokens hides {result['turns']} facts, asked for one by one in one "
         f"conversation; {result['documents']} documents. Budgets are 1/{result['share']} of the document's rows. "
@@ -107,23 +105,19 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "turns")
     args = parser.parse_args()
-    here = setting()
+    here = about("measure_turns.py", *sys.argv[1:])
     rows: list[dict[str, Any]] = []
     for name in args.models:
         rows += measure(name, args.tokens, args.share, args.documents, args.turns)
     result = {
-        "command": shlex.join(["python", "scripts/measure_turns.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": here["commit"],
-        "machine": f"{here['machine']['system']}, {here['machine']['device']}",
+        **here,
         "tokens": args.tokens,
         "share": args.share,
         "documents": args.documents,
         "turns": args.turns,
         "rows": rows,
     }
-    args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(result))
+    write(args.out, result, page(result))
     print(page(result))
 
 

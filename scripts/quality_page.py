@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from results_page import written_by
+
 PAGE = """# What each policy finds
 
-Written by `{command}` on {date}, never typed (commit {commit}, {machine}, {versions}).
+{written_by}
 
 Facts with values of several tokens are hidden in a document, {needles} in each, and one is asked for at the end, the
 one at a depth of 0 to 100%: {depths} depths, {questions} questions at each. A figure is the share of exact answers,
@@ -23,9 +25,8 @@ of {asked}. The documents are those of `mlx-snapkv eval needle`, the same for al
 
 def page(result: dict[str, Any]) -> str:
     """The page: a table for each model and length."""
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     asked = result["depths"] * result["questions"]
-    text = PAGE.format(**result | {"versions": versions, "asked": asked})
+    text = PAGE.format(**result, written_by=written_by(result), asked=asked)
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         groups.setdefault((row["model"], row["length"]), []).append(row)

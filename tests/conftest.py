@@ -48,6 +48,12 @@ def tokens():
     return mx.array([rng.randrange(64) for _ in range(200)])
 
 
+@pytest.fixture
+def path(tmp_path):
+    """Where a prompt can be saved."""
+    return tmp_path / "book.safetensors"
+
+
 @pytest.fixture(scope="session")
 def ask():
     """ask(tokenizer, n_tokens, seed) -> (prompt ids, fact): one question at the end of a fresh document."""

@@ -1,42 +1,21 @@
 """Prompt caches in files: what was read once goes on as if nothing had happened."""
 
 import json
-import random
 import subprocess
 import sys
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import (
-    CacheList,
-    KVCache,
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_lm.models.cache import CacheList, load_prompt_cache, save_prompt_cache
 from model_configs import make_model
 from request_helpers import assert_same, plain, steps
+from saved_helpers import KEYDIFF, SNAPKV, question, read, saved_file, spec
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import (
-    BlockKVCache,
-    ReselectingSnapKVCache,
-    SnapKVError,
-    prefill,
-    saved,
-)
+from mlx_snapkv import BlockKVCache, SnapKVError, saved
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.fingerprint import fingerprint
 from mlx_snapkv.policies import POLICIES, resolve_policy
-
-OPTIONS = {"snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=2"}
-KEYDIFF = "keydiff:budget=40,block=16"
-SNAPKV = "snapkv:min_ctx=0,n_sink=2,n_window=16,obs_window=8,budget=40"
-
-
-def spec(name, schedule):
-    return f"{name}:{OPTIONS.get(name, 'n_sink=2')},budget=40,block=16,schedule={schedule}"
-
 
 SPECS = [spec(name, schedule) for name in POLICIES for schedule in ("once", "block")]
 SPECS += [
@@ -45,30 +24,6 @@ SPECS += [
     "h2o:budget=pyramid:40,block=16",
     "keydiff:budget=pyramid:40,schedule=once,n_window=8",
 ]
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "book.safetensors"
-
-
-def read(model, tokens, policy):
-    """A prompt's cache, as `prefill` makes it, or mlx-lm without a policy."""
-    if policy is not None:
-        return prefill(model, tokens, policy)[0]
-    cache = make_prompt_cache(model)
-    plain(model, tokens, n=0, prompt_cache=cache)
-    return cache
-
-
-def saved_file(path, model, tokens, policy=KEYDIFF):
-    saved.save(path, model, read(model, tokens, policy), tokens, policy or "none")
-    return path
-
-
-def question(n=9, seed=5):
-    rng = random.Random(seed)
-    return mx.array([rng.randrange(64) for _ in range(n)])
 
 
 @pytest.mark.parametrize("policy", [None, *SPECS])
@@ -219,90 +174,6 @@ def test_a_fingerprint_tells_weights_and_configurations_apart():
     half.set_dtype(mx.bfloat16)
     others = [make_llama(seed=1), trained, half, make_llama(rope_theta=5e5), make_qwen()]
     assert len({mine, *map(fingerprint, others)}) == 6
-
-
-def damaged(path, data, model, tokens):
-    """Every kind of damage, as (file, model to load it for)."""
-    head = 8 + int.from_bytes(data[:8], "little")
-
-    def written(content):
-        path.write_bytes(content)
-        return path, model
-
-    for length in (0, 5, 8, 9, head // 2, head - 1, head, head + 1, len(data) // 2, len(data) - 1):
-        yield written(data[:length])
-    yield written(data + b"\0")
-    rng = random.Random(0)
-    for place in [0, 1, 5, 7, 8, 9, *(rng.randrange(10, head - 8) for _ in range(18))]:
-        yield written(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-    for content in (b"hello", b"\0" * 4096, b"{}", b"PK" * 999, (2).to_bytes(8, "little") + b"{}"):
-        yield written(content)
-    mx.save_safetensors(str(path), {"a": mx.zeros(3)}, {"x": "y"})
-    yield path, model
-    mx.save_safetensors(str(path), {"0.0": mx.zeros(3)}, {"1.0": "KVCache", "2.0": ""})
-    yield path, model
-    for other in (make_llama(seed=1), make_qwen(), make_llama(num_hidden_layers=3)):
-        yield written(data)[0], other
-    for cache in foreign_caches(model, tokens):
-        save_prompt_cache(str(path), cache)
-        yield path, model
-
-
-def foreign_caches(model, tokens):
-    """Caches that mlx-lm would save, and that are not this model's."""
-    good = read(model, tokens, None)
-    yield good[:1]
-    yield [*good, good[0]]
-    yield make_prompt_cache(model)
-    yield [CacheList(good[0]), good[1]]
-    for other in (make_qwen(), make_llama(num_key_value_heads=4), make_llama(head_dim=16)):
-        yield read(other, tokens, None)
-    half = make_llama()
-    half.set_dtype(mx.bfloat16)
-    yield read(half, tokens, None)
-    yield [good[0], read(model, tokens[:50], None)[0]]
-    for state in (
-        (good[0].keys, good[0].values, 10_000),
-        (good[0].keys, good[0].values, 1.5),
-        (good[0].keys, good[0].values[:, :, :100], 200),
-        (good[0].keys, None, 200),
-        ("keys", "values", 200),
-    ):
-        yield [KVCache.from_state(state), good[1]]
-    compressed = read(model, tokens, SNAPKV)
-    wrong = {"_oldest": 999, "n_window": 0, "_trimmable": -1, "_since": -1, "_left": mx.zeros(3)}
-    for name, value in wrong.items():
-        broken = ReselectingSnapKVCache.from_state(compressed[0].state)
-        setattr(broken, name, value)
-        yield [broken, compressed[1]]
-    bounded = read(model, tokens, KEYDIFF)
-    for name, value in (("_n", 10_000), ("block", 0), ("scale", "x"), ("_kept_positions", mx.zeros(3))):  # fmt: skip
-        broken = BlockKVCache.from_state(bounded[0].state)
-        setattr(broken, name, value)
-        yield [broken, bounded[1]]
-
-
-def test_damaged_and_foreign_files_are_refused_in_one_sentence(path, tokens):
-    model = make_llama()
-    data = saved_file(path, model, tokens).read_bytes()
-    refused = 0
-    for file, asked in damaged(path, data, model, tokens):
-        with pytest.raises(SnapKVError) as error:
-            saved.load(file, asked)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
-        refused += 1
-    assert refused >= 50
-    path.write_bytes(data)
-    assert saved.load(path, model).tokens == tokens.tolist()
-
-
-def test_a_newer_format_is_told(path, tokens, monkeypatch):
-    model = make_llama()
-    monkeypatch.setattr(saved, "FORMAT", 2)
-    saved_file(path, model, tokens)
-    monkeypatch.undo()
-    with pytest.raises(SnapKVError, match="has format 2, this version reads up to 1: upgrade"):
-        saved.load(path, model)
 
 
 @pytest.mark.parametrize("name", ["book.bin", "none/book.safetensors", "a\0b.safetensors", "."])

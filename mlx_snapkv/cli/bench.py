@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ..bench import plots, tables
 from ..bench.contenders import snapkv_for
@@ -21,8 +17,11 @@ from ..bench.run import BOUNDED, Plan, run
 from ..bench.setting import setting
 from ..errors import SnapKVError
 from ..policies import SnapKV
+from . import flags
 from .loading import load_model
 from .options import whole_numbers, writable
+from .print_table import print_table
+from .progress import StepBars
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest rows that the default policy can share out
 LONG = BOUNDED.quotas(0, 1)[0].rows + BOUNDED.block  # tokens that fill the buffers of a budget
@@ -57,7 +56,7 @@ def bench(
     needle: Annotated[
         bool, typer.Option("--needle", help="Also ask for facts hidden in documents of -p tokens.")
     ] = False,
-    questions: Annotated[int, typer.Option(min=1, max=32, help="Facts to ask for.")] = 8,
+    questions: flags.Facts = 8,
     output: Annotated[
         str | None, typer.Option(help="Write NAME.json, NAME.md and plots.", metavar="NAME")
     ] = None,
@@ -86,61 +85,27 @@ def bench(
         **setting(),
         "model": model or NAME,
     }
-    with _Bars(about, base) as bars:
+    bars = _SavingBars(about, base)
+    with bars:
         result = about | run(loaded, tokenizer, plan, bars)
-    _print(result)
+    for table in tables.tables(result):
+        print_table(table)
+        print()
     if base is not None:
         print("wrote", *_write(result, base))
 
 
-class _Bars:
-    """A progress bar on stderr for each kind of measurement, lines off a terminal; saves what is done."""
+class _SavingBars(StepBars):
+    """A bar for each kind of measurement; saves what is done."""
 
     def __init__(self, about: dict[str, Any], base: Path | None):
+        super().__init__()
         self._about = about
         self._base = base
-        self._console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-
-    def __enter__(self) -> _Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def start(self, what: str, parts: int) -> None:
-        self._task = self._progress.add_task(what, total=parts)
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
-        if not self._console.is_terminal:
-            task = self._progress.tasks[-1]
-            done = f"{task.completed:.0f}/{task.total:.0f}"
-            self._console.print(f"{task.description} {done}, {task.elapsed or 0:.0f} s")
 
     def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
         if self._base is not None:
             _write_json(self._about | result, self._base)
-
-
-def _print(result: dict[str, Any]) -> None:
-    console = Console()
-    console.width = max(console.width, 108)
-    for made in tables.tables(result):
-        table = Table(title=made.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-        for column in made.columns:
-            table.add_column(column, justify="left" if column == "cache" else "right", no_wrap=True)
-        for row in made.rows:
-            table.add_row(*row)
-        console.print(table, made.remark, "", sep="\n")
 
 
 def _write(result: dict[str, Any], base: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from ..compress import kv_bytes
 from ..policies import Policy, Stages, resolve_policy
 from ..prefill import prefill, read
 from ..report import NO_POLICY, CompressionReport, format_bytes
+from . import flags
 from .loading import load_model, read_prompt
 from .opening import opening_tokens
 from .progress import PrefillBar
@@ -31,31 +32,17 @@ Each answer of generate --prompt-cache-file then starts from there.
 
 
 def cache_prompt(
-    model: Annotated[
-        str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
-    ],
+    model: flags.Model,
     output: Annotated[str, typer.Option("--output", "-o", help="The .safetensors file to write.")],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text, or - for stdin.")
-    ] = None,
-    prompt_file: Annotated[
-        str | None, typer.Option(help="Text file to read; a --prompt is put after it.")
-    ] = None,
-    system_prompt: Annotated[
-        str | None, typer.Option(help="System message of the chat template.")
-    ] = None,
-    prefill_step_size: Annotated[int, typer.Option(min=1, help="Prompt tokens a chunk.")] = 2048,
-    adapter_path: Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow a tokenizer's own code.")
-    ] = False,
-    snapkv: Annotated[
-        str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help='Any policy, such as "keydiff:budget=25%".')
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+    prompt: flags.Prompt = None,
+    prompt_file: flags.PromptFile = None,
+    system_prompt: flags.SystemPrompt = None,
+    prefill_step_size: flags.PrefillStepSize = 2048,
+    adapter_path: flags.AdapterPath = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    snapkv: flags.Snapkv = None,
+    policy: flags.Policy = None,
+    quiet: flags.Quiet = False,
 ) -> None:
     chosen = resolve_policy(snapkv, policy)
     path = saved.require_writable(output)

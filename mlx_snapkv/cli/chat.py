@@ -18,6 +18,7 @@ from ..errors import SnapKVError, UnknownOptionError
 from ..policies import resolve_policy
 from ..policies.base import suggestion
 from ..report import format_bytes
+from . import flags
 from .lines import Lines
 from .loading import load_model, read_file
 from .progress import PrefillBar
@@ -32,27 +33,19 @@ EXAMPLES = """Chat with a model; commands start with a slash, /help lists them.
 
 
 def chat(
-    model: Annotated[
-        str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")
-    ],
-    adapter_path: Annotated[str | None, typer.Option(help="Folder of trained adapters.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Trust the tokenizer's code.")
-    ] = False,
-    temp: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling top-p.")] = 1.0,
-    xtc_probability: Annotated[float, typer.Option(min=0, max=1, help="XTC probability.")] = 0.0,
-    xtc_threshold: Annotated[float, typer.Option(min=0, max=0.5, help="XTC threshold.")] = 0.1,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer, at most.")
-    ] = 256,
-    system_prompt: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    prefill_step_size: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens read at a time, at most.")
-    ] = 2048,
-    snapkv: Annotated[str | None, typer.Option(help="SnapKV with these options.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Any policy; see mlx-snapkv policies.")] = None,
+    model: flags.Model,
+    adapter_path: flags.AdapterPath = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    temp: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_p: flags.TopP = 1.0,
+    xtc_probability: flags.XtcProbability = 0.0,
+    xtc_threshold: flags.XtcThreshold = 0.1,
+    seed: flags.Seed = None,
+    max_tokens: flags.MaxTokens = 256,
+    system_prompt: flags.SystemPrompt = None,
+    prefill_step_size: flags.PrefillStepSize = 2048,
+    snapkv: flags.Snapkv = None,
+    policy: flags.Policy = None,
     memory: Annotated[
         str, typer.Option(help="What later turns vote over: drop (what is left) or recall (all).")
     ] = "drop",

@@ -22,6 +22,7 @@ from ..demo.questions import is_right, make_haystack, question_prompt
 from ..generate import stream_generate
 from ..policies import SnapKV
 from ..report import format_bytes
+from . import flags
 from .loading import load_model
 
 N_SINK, N_WINDOW = 4, 32
@@ -37,12 +38,10 @@ class Answer:
 
 
 def demo(
-    model: Annotated[
-        str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")
-    ] = "demo",
+    model: flags.Model = "demo",
     tokens: Annotated[int, typer.Option(min=1024, help="Length of the document.")] = 2048,
-    questions: Annotated[int, typer.Option(min=1, max=32, help="Facts to hide and ask for.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of the document.")] = 0,
+    questions: flags.Facts = 3,
+    seed: flags.DocumentSeed = 0,
 ) -> None:
     """Hide facts in a long document and ask for them with three caches: full, sink + window, SnapKV."""
     console = Console()

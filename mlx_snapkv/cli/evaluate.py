@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from .. import __version__
 from ..bench.setting import setting
@@ -24,11 +21,14 @@ from ..evals.lines import FACTS, LONGEVAL, Lines
 from ..evals.needle import Needle
 from ..evals.results import Results
 from ..evals.run import Contenders, check, contenders, run
+from . import flags
 from .loading import load_model, read_file
 from .options import whole_numbers, with_suffix, writable
-from .progress import AnswerBar
+from .print_table import print_table
+from .progress import StepBars
 
 LEAST = 256  # tokens of a prompt
+LINE_EVERY = 30.0  # seconds
 POOLED = "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
 POOLING = [*(f"{POOLED},pool_kernel={width}" for width in (1, 5, 7)), POOLED]
 
@@ -41,9 +41,6 @@ def root(context: typer.Context) -> None:
         print(context.get_help())
 
 
-Model = Annotated[
-    str, typer.Option(help="Model folder, Hugging Face repository, or embedded name.")
-]
 Policies = Annotated[
     list[str] | None,
     typer.Option(
@@ -57,7 +54,6 @@ Depths = Annotated[
     int, typer.Option(min=1, max=101, help="Depths to hide at, evenly from start to end.")
 ]
 Questions = Annotated[int, typer.Option(min=1, help="Questions per length and depth.")]
-Seed = Annotated[int, typer.Option(help="Seed of the documents.")]
 Output = Annotated[
     str | None,
     typer.Option(
@@ -66,12 +62,11 @@ Output = Annotated[
         "and a heat map for each policy.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 @app.command("needle")
 def needle(
-    model: Model = "demo",
+    model: flags.Model = "demo",
     policy: Policies = None,
     length: Lengths = "2048,4096",
     depths: Depths = 5,
@@ -79,13 +74,13 @@ def needle(
     needles: Annotated[
         int, typer.Option(min=1, max=1000, help="Facts hidden in a document; one is asked for.")
     ] = 1,
-    seed: Seed = 0,
+    seed: flags.DocumentSeed = 0,
     haystack: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="Text to hide facts in; repeat it for several files."),
     ] = None,
     output: Output = None,
-    as_json: AsJson = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Hide a fact at every depth of prompts of every length, and ask for it at the end.
 
@@ -104,14 +99,14 @@ def needle(
 
 @app.command("lines")
 def lines(
-    model: Model = "demo",
+    model: flags.Model = "demo",
     policy: Policies = None,
     length: Lengths = "2048,4096",
     depths: Depths = 5,
     questions: Questions = 1,
-    seed: Seed = 0,
+    seed: flags.DocumentSeed = 0,
     output: Output = None,
-    as_json: AsJson = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
 
@@ -159,7 +154,7 @@ def _evaluate(
     if as_json:
         print(json.dumps(result | {"records": records}))
     else:
-        _print(summary.table(result["summary"], f"Retrieval: {result['task']}"))
+        print_table(summary.table(result["summary"], f"Retrieval: {result['task']}"))
     if base is not None:
         written = _write(result | {"records": records}, base)
         print("wrote", *written, file=sys.stderr if as_json else sys.stdout)
@@ -168,32 +163,19 @@ def _evaluate(
 def _ask(
     model, tokenizer, task: Task, grid: list[Cell], chosen: Contenders, results: Results, base
 ) -> list[dict[str, Any]]:
-    console = Console(stderr=True)
     done = sum(results.get(name, cell) is not None for cell in grid for name in chosen)
+    bar = StepBars(LINE_EVERY)
     try:
-        with AnswerBar(console, total=len(grid) * len(chosen), done=done) as bar:
+        with bar:
+            bar.start("asking", len(grid) * len(chosen), done)
             return run(model, tokenizer, task, grid, chosen, results, bar.advance)
     except KeyboardInterrupt:
         if base is not None:
-            console.print(
+            bar.console.print(
                 f"What was answered is in {with_suffix(base, '.jsonl')}; the same command goes on from there.",
                 soft_wrap=True,
             )
         raise
-
-
-def _print(made: summary.Table) -> None:
-    console = Console()
-    console.width = max(console.width, 108)
-    table = Table(title=made.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in made.columns:
-        figures = column != "policy"
-        table.add_column(
-            column, justify="right" if figures else "left", no_wrap=figures, overflow="fold"
-        )
-    for row in made.rows:
-        table.add_row(*row)
-    console.print(table, made.remark, sep="\n", markup=False)
 
 
 def _write(result: dict[str, Any], base: Path) -> list[Path]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import mlx.core as mx
-import typer
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
@@ -18,6 +17,7 @@ from ..generate import stream_generate
 from ..policies import resolve_policy
 from ..quantization import BITS
 from ..report import NO_POLICY, CompressionReport, format_bytes
+from . import flags
 from .loading import encode, load_draft_model, load_model, read_prompt
 from .progress import PrefillBar
 from .saved_start import SavedStart
@@ -36,62 +36,30 @@ The answer goes to stdout; progress and figures go to stderr.
 
 
 def generate(
-    model: Annotated[
-        str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
-    ],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text, or - for stdin.")
-    ] = None,
-    prompt_file: Annotated[
-        str | None, typer.Option(help="Text file to read; a --prompt is put after it.")
-    ] = None,
-    system_prompt: Annotated[
-        str | None, typer.Option(help="System message of the chat template.")
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", min=1, help="Answer's length.")
-    ] = 256,
-    temp: Annotated[
-        float, typer.Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling top-p; 1 is off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(min=0, max=1, help="Sampling min-p; 0 is off.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sampling top-k; 0 is off.")] = 0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")
-    ] = None,
-    max_kv_size: Annotated[
-        int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")
-    ] = None,
-    kv_group_size: Annotated[int, typer.Option(help="Values that share a scale.")] = 64,
-    kv_bits: Annotated[
-        int | None, typer.Option(help="mlx-lm's quantised cache: 2, 3, 4, 6 or 8.")
-    ] = None,
-    prefill_step_size: Annotated[int, typer.Option(min=1, help="Prompt tokens a chunk.")] = 2048,
-    ignore_chat_template: Annotated[
-        bool, typer.Option("--ignore-chat-template", help="Give the prompt as raw text.")
-    ] = False,
-    draft_model: Annotated[
-        str | None, typer.Option(help="Small model of the same tokenizer that proposes tokens.")
-    ] = None,
-    num_draft_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that the draft model proposes at a time.")
-    ] = 3,
-    adapter_path: Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow a tokenizer's own code.")
-    ] = False,
-    snapkv: Annotated[
-        str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help='Any policy, such as "snapkv:top_k=1024".')
-    ] = None,
-    prompt_cache_file: Annotated[
-        str | None, typer.Option(help="A prompt saved by cache-prompt, to be continued.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the answer.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    model: flags.Model,
+    prompt: flags.Prompt = None,
+    prompt_file: flags.PromptFile = None,
+    system_prompt: flags.SystemPrompt = None,
+    max_tokens: flags.MaxTokens = 256,
+    temp: flags.Temp = 0.0,
+    top_p: flags.TopP = 1.0,
+    min_p: flags.MinP = 0.0,
+    top_k: flags.TopK = 0,
+    seed: flags.Seed = None,
+    max_kv_size: flags.MaxKVSize = None,
+    kv_group_size: flags.KVGroupSize = 64,
+    kv_bits: flags.KVBits = None,
+    prefill_step_size: flags.PrefillStepSize = 2048,
+    ignore_chat_template: flags.IgnoreChatTemplate = False,
+    draft_model: flags.DraftModel = None,
+    num_draft_tokens: flags.NumDraftTokens = 3,
+    adapter_path: flags.AdapterPath = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    snapkv: flags.Snapkv = None,
+    policy: flags.Policy = None,
+    prompt_cache_file: flags.PromptCacheFile = None,
+    quiet: flags.Quiet = False,
+    json_output: flags.AsJson = False,
 ) -> None:
     chosen = resolve_policy(snapkv, policy)
     if kv_bits is not None and kv_bits not in BITS:
@@ -105,13 +73,9 @@ def generate(
     if prompt_cache_file is None:
         tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
     else:
-        for option, given in (
-            ("--system-prompt", system_prompt),
-            ("--max-kv-size", max_kv_size),
-            ("--draft-model", draft_model),
-        ):
-            if given is not None:
-                raise SnapKVError(f"{option} can't be combined with --prompt-cache-file: drop it")
+        _require_unset(
+            system_prompt=system_prompt, max_kv_size=max_kv_size, draft_model=draft_model
+        )
         start = SavedStart(prompt_cache_file, model, loaded, chosen, kv_bits)
         tokens = start.encode(tokenizer, text, ignore_chat_template)
     if top_k >= len(tokenizer):
@@ -139,15 +103,23 @@ def generate(
     )
     answer, last, n_drafted = _print_answer(responses, bar, show=not json_output)
     accepted = None if draft is None else n_drafted / last.generation_tokens
+    report = reports[0] if start is None else start.report
     if json_output:
-        report = reports[0] if start is None else start.report
         result = _as_json(answer, last, report, accepted)
         if start is not None:
             result["prompt_cache"] = start.to_dict()
         print(json.dumps(result, ensure_ascii=False))
     if not quiet:
-        kept = kept_text(reports[0]) if start is None else start.kept
+        kept = kept_text(report) if start is None else start.kept
         print(closing_line(last, kept, accepted), file=sys.stderr)
+
+
+def _require_unset(**options: object) -> None:
+    """Raises: SnapKVError: an option is given that a saved prompt has settled."""
+    for name, given in options.items():
+        if given is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise SnapKVError(f"{option} can't be combined with --prompt-cache-file: drop it")
 
 
 def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool):

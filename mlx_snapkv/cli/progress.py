@@ -1,4 +1,4 @@
-"""The progress bars, on stderr: of a prefill, and of questions asked."""
+"""The progress bars, on stderr: of a prefill, and of work done in steps."""
 
 from __future__ import annotations
 
@@ -56,36 +56,42 @@ class PrefillBar:
             self._progress.stop()
 
 
-class AnswerBar:
-    """A bar of the questions asked, with time left; off a terminal a line now and then, and at the end."""
+class StepBars:
+    """Bars of whatever is done in steps, with time left; off a terminal a line now and then, and at the end of each.
 
-    LINE_EVERY = 30.0  # seconds
+    Args:
+        line_every: seconds between two lines, at least.
+    """
 
-    def __init__(self, console: Console, total: int, done: int):
-        self._console = console
+    def __init__(self, line_every: float = 0.0):
+        self.console = Console(stderr=True)
+        self._line_every = line_every
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
+            console=self.console,
+            disable=not self.console.is_terminal,
         )
-        self._task = self._progress.add_task("asking", total=total, completed=done)
-        self._printed = time.monotonic()
 
-    def __enter__(self) -> AnswerBar:
+    def __enter__(self) -> StepBars:
         self._progress.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
+    def start(self, what: str, parts: int, done: int = 0) -> None:
+        self._task = self._progress.add_task(what, total=parts, completed=done)
+        self._printed = time.monotonic()
+
     def advance(self) -> None:
         self._progress.advance(self._task)
-        task = self._progress.tasks[0]
-        late = time.monotonic() - self._printed >= self.LINE_EVERY
-        if not self._console.is_terminal and (late or task.finished):
+        task = self._progress.tasks[-1]
+        late = time.monotonic() - self._printed >= self._line_every
+        if not self.console.is_terminal and (late or task.finished):
             self._printed = time.monotonic()
-            self._console.print(f"asked {task.completed:.0f} of {task.total:.0f}", highlight=False)
+            done = f"{task.completed:.0f}/{task.total:.0f}"
+            self.console.print(f"{task.description} {done}, {task.elapsed or 0:.0f} s")

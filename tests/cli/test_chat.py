@@ -101,6 +101,12 @@ def test_a_mistake_in_a_script_ends_it_with_one_line(line, words):
     assert (code, out) == (2, "") and words in err and len(err.strip().splitlines()) == 1
 
 
+def test_a_seed_that_there_is_not_is_one_line():
+    done = subprocess.run([*COMMAND, "--seed", "-1"], input="", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--seed" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
 def test_bytes_that_are_no_text_are_refused(encoding):
     environment = os.environ | {"PYTHONIOENCODING": encoding}

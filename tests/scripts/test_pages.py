@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from scripts import measure_long_answers, measure_turns
+from scripts import measure_long_answers, measure_turns, quality_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize(
-    "name, script", [("turns", measure_turns), ("long-answers", measure_long_answers)]
+    "name, script",
+    [
+        ("turns", measure_turns),
+        ("long-answers", measure_long_answers),
+        ("quality", quality_page),
+    ],
 )
 def test_a_page_is_its_result(name, script):
     result = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))

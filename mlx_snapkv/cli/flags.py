@@ -1,0 +1,62 @@
+"""Options that several commands share or that are mlx-lm's own, each declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
+]
+AdapterPath = Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow a tokenizer's own code.")
+]
+DraftModel = Annotated[
+    str | None, typer.Option(help="Small model of the same tokenizer that proposes tokens.")
+]
+NumDraftTokens = Annotated[
+    int, typer.Option(min=1, help="Tokens that the draft model proposes at a time.")
+]
+
+Prompt = Annotated[str | None, typer.Option("--prompt", "-p", help="Text, or - for stdin.")]
+PromptFile = Annotated[
+    str | None, typer.Option(help="Text file to read; a --prompt is put after it.")
+]
+PromptCacheFile = Annotated[
+    str | None, typer.Option(help="A prompt saved by cache-prompt, to be continued.")
+]
+SystemPrompt = Annotated[str | None, typer.Option(help="System message of the chat template.")]
+IgnoreChatTemplate = Annotated[
+    bool, typer.Option("--ignore-chat-template", help="Give the prompt as raw text.")
+]
+PrefillStepSize = Annotated[int, typer.Option(min=1, help="Prompt tokens read at a time, at most.")]
+
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer, at most.")
+]
+Temp = Annotated[float, typer.Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")]
+TopP = Annotated[float, typer.Option(min=0, max=1, help="Sampling top-p; 1 is off.")]
+MinP = Annotated[float, typer.Option(min=0, max=1, help="Sampling min-p; 0 is off.")]
+TopK = Annotated[int, typer.Option(min=0, help="Sampling top-k; 0 is off.")]
+XtcProbability = Annotated[float, typer.Option(min=0, max=1, help="XTC probability.")]
+XtcThreshold = Annotated[float, typer.Option(min=0, max=0.5, help="XTC threshold.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
+
+MaxKVSize = Annotated[int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")]
+KVGroupSize = Annotated[int, typer.Option(help="Values that share a scale.")]
+KVBits = Annotated[int | None, typer.Option(help="mlx-lm's quantised cache: 2, 3, 4, 6 or 8.")]
+Snapkv = Annotated[
+    str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(help='Any policy, such as "keydiff:budget=25%"; see mlx-snapkv policies.'),
+]
+
+Facts = Annotated[int, typer.Option(min=1, max=32, help="Facts to hide and ask for.")]
+DocumentSeed = Annotated[int, typer.Option(help="Seed of the documents.")]
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]

@@ -1,0 +1,42 @@
+"""What the results of all measurements have in common: how they were made, and where they are written."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+from mlx_snapkv.bench.setting import setting
+
+
+def about(script: str, *arguments: str) -> dict[str, Any]:
+    """Command, date, commit and machine of a measurement, as a JSON object."""
+    here = setting()
+    return {
+        "command": shlex.join(["python", f"scripts/{script}", *arguments]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": here["commit"],
+        "machine": f"{here['machine']['system']}, {here['machine']['device']}",
+    }
+
+
+def mlx_versions() -> dict[str, str]:
+    return {name: setting()["versions"][name] for name in ("mlx", "mlx-lm")}
+
+
+def written_by(result: dict[str, Any]) -> str:
+    """The sentence that a page begins with."""
+    where = [f"commit {result['commit']}", result["machine"]]
+    where += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
+    return (
+        f"Written by `{result['command']}` on {result['date']}, never typed ({', '.join(where)})."
+    )
+
+
+def write(out: Path, result: Any, page: str) -> None:
+    """Write the result to OUT.json and its page to OUT.md."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    out.with_suffix(".md").write_text(page)

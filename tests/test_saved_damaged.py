@@ -1,0 +1,110 @@
+"""Files that can't be used are refused in one sentence: damaged ones, other models', newer ones."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, save_prompt_cache
+from saved_helpers import KEYDIFF, SNAPKV, read, saved_file
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import BlockKVCache, ReselectingSnapKVCache, SnapKVError, saved
+
+
+def damaged(path, data, model, tokens):
+    """Every kind of damage, as (file, model to load it for)."""
+    head = 8 + int.from_bytes(data[:8], "little")
+
+    def written(content):
+        path.write_bytes(content)
+        return path, model
+
+    for length in (0, 5, 8, 9, head // 2, head - 1, head, head + 1, len(data) // 2, len(data) - 1):
+        yield written(data[:length])
+    yield written(data + b"\0")
+    rng = random.Random(0)
+    for place in [0, 1, 5, 7, 8, 9, *(rng.randrange(10, head - 8) for _ in range(18))]:
+        yield written(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    for content in (b"hello", b"\0" * 4096, b"{}", b"PK" * 999, (2).to_bytes(8, "little") + b"{}"):
+        yield written(content)
+    mx.save_safetensors(str(path), {"a": mx.zeros(3)}, {"x": "y"})
+    yield path, model
+    mx.save_safetensors(str(path), {"0.0": mx.zeros(3)}, {"1.0": "KVCache", "2.0": ""})
+    yield path, model
+    for other in (make_llama(seed=1), make_qwen(), make_llama(num_hidden_layers=3)):
+        yield written(data)[0], other
+    for cache in foreign_caches(model, tokens):
+        save_prompt_cache(str(path), cache)
+        yield path, model
+
+
+def foreign_caches(model, tokens):
+    """Caches that mlx-lm would save, and that are not this model's."""
+    good = read(model, tokens, None)
+    yield good[:1]
+    yield [*good, good[0]]
+    yield make_prompt_cache(model)
+    yield [CacheList(good[0]), good[1]]
+    for other in (make_qwen(), make_llama(num_key_value_heads=4), make_llama(head_dim=16)):
+        yield read(other, tokens, None)
+    half = make_llama()
+    half.set_dtype(mx.bfloat16)
+    yield read(half, tokens, None)
+    yield [good[0], read(model, tokens[:50], None)[0]]
+    for state in (
+        (good[0].keys, good[0].values, 10_000),
+        (good[0].keys, good[0].values, 1.5),
+        (good[0].keys, good[0].values[:, :, :100], 200),
+        (good[0].keys, None, 200),
+        ("keys", "values", 200),
+    ):
+        yield [KVCache.from_state(state), good[1]]
+    compressed = read(model, tokens, SNAPKV)
+    wrong = {"_oldest": 999, "n_window": 0, "_trimmable": -1, "_since": -1, "_left": mx.zeros(3)}
+    for name, value in wrong.items():
+        broken = ReselectingSnapKVCache.from_state(compressed[0].state)
+        setattr(broken, name, value)
+        yield [broken, compressed[1]]
+    bounded = read(model, tokens, KEYDIFF)
+    for name, value in (("_n", 10_000), ("block", 0), ("scale", "x"), ("_kept_positions", mx.zeros(3))):  # fmt: skip
+        broken = BlockKVCache.from_state(bounded[0].state)
+        setattr(broken, name, value)
+        yield [broken, bounded[1]]
+
+
+def test_damaged_and_foreign_files_are_refused_in_one_sentence(path, tokens):
+    model = make_llama()
+    data = saved_file(path, model, tokens).read_bytes()
+    refused = 0
+    for file, asked in damaged(path, data, model, tokens):
+        with pytest.raises(SnapKVError) as error:
+            saved.load(file, asked)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+        refused += 1
+    assert refused >= 50
+    path.write_bytes(data)
+    assert saved.load(path, model).tokens == tokens.tolist()
+
+
+@pytest.mark.parametrize("policy", [None, KEYDIFF, SNAPKV])
+def test_a_flipped_bit_among_the_rows_is_told(path, tokens, policy):
+    model = make_llama()
+    data = saved_file(path, model, tokens, policy).read_bytes()
+    head = 8 + int.from_bytes(data[:8], "little")
+    rng = random.Random(1)
+    for place in (head, len(data) - 1, *(rng.randrange(head, len(data)) for _ in range(30))):
+        flipped = data[place] ^ 1 << rng.randrange(8)
+        path.write_bytes(data[:place] + bytes([flipped]) + data[place + 1 :])
+        with pytest.raises(SnapKVError, match="is damaged: its checksum does not fit"):
+            saved.load(path, model)
+    path.write_bytes(data)
+    assert saved.load(path, model).tokens == tokens.tolist()
+
+
+def test_a_newer_format_is_told(path, tokens, monkeypatch):
+    model = make_llama()
+    monkeypatch.setattr(saved, "FORMAT", 2)
+    saved_file(path, model, tokens)
+    monkeypatch.undo()
+    with pytest.raises(SnapKVError, match="has format 2, this version reads up to 1: upgrade"):
+        saved.load(path, model)
