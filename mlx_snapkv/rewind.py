@@ -9,6 +9,7 @@ from mlx_lm.models.cache import KVCache
 from . import models
 from .block_cache import BlockKVCache
 from .cache import SnapKVCache
+from .resting_cache import RestingKVCache
 
 
 class Rewind:
@@ -23,13 +24,15 @@ class Rewind:
         caches = list(models.members(prompt_cache))
         kinds = (KVCache, BlockKVCache)
         self._offsets = [(c, c.offset) for c in caches if isinstance(c, kinds)]
-        self._states = [
-            (c, copy.deepcopy(c)) for c in caches if not isinstance(c, (*kinds, SnapKVCache))
-        ]
+        self._marks = [(c, c.mark()) for c in caches if isinstance(c, RestingKVCache)]
+        others = (*kinds, SnapKVCache, RestingKVCache)
+        self._states = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, others)]
 
     def restore(self) -> None:
         self._list[:] = self._entries
         for cache, offset in self._offsets:
             cache.trim(cache.offset - offset)
+        for resting, mark in self._marks:
+            resting.back_to(mark)
         for cache, before in self._states:
             vars(cache).update(vars(before))

@@ -195,7 +195,7 @@ def test_reset_forgets_everything_but_the_system_prompt(demo_llama):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"memory": "forget"}, "memory must be drop or recall, got 'forget'"),
+        ({"memory": "forget"}, "memory must be drop, recall, recall:8bit, recall:4bit or recall:file, got 'forget'"),
         ({"policy": "keydif"}, "did you mean 'keydiff'"),
         ({"policy": "h2o", "memory": "recall"}, "memory=recall needs a policy that"),
     ],
