@@ -21,7 +21,7 @@ from .policies import Policy, Stages, resolve_policy
 from .prefill import gate, mlx_generate
 from .report import NO_POLICY, CompressionReport
 from .request import RecordedRequest
-from .rewind import Rewind
+from .rewind import Rewind, take_back_beyond
 from .turns import RecalledTurn, Turn, held_tokens
 
 UNCHANGED: Any = object()
@@ -265,6 +265,7 @@ class Conversation:
         """Tell what the cache has read of a turn from what is owed to it: when all rows are recalled, the answer."""
         known = self.read + tokens
         n = len(known)
+        take_back_beyond(n, self.prompt_cache)
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
         self.read, self.owed = known[:n], known[n:]

@@ -34,8 +34,7 @@ class RestingKVCache(Recorder, _BaseCache):
 
     def observe(self, first: int, last: int, capacity: int) -> None:
         """Keep the queries of other positions, `capacity` tokens in all; those kept so far are forgotten."""
-        self.first, self.last = first, last
-        self._queries = []
+        self._start_over(first, last)
         self.fresh.step = max(KVCache.step, capacity - self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

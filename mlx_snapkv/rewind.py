@@ -11,6 +11,8 @@ from .block_cache import BlockKVCache
 from .cache import SnapKVCache
 from .resting_cache import RestingKVCache
 
+_WITH_ROWS = (KVCache, BlockKVCache, SnapKVCache, RestingKVCache)
+
 
 class Rewind:
     """Brings a prompt cache back to where it was: its list, its rows and its linear states.
@@ -25,8 +27,7 @@ class Rewind:
         kinds = (KVCache, BlockKVCache)
         self._offsets = [(c, c.offset) for c in caches if isinstance(c, kinds)]
         self._marks = [(c, c.mark()) for c in caches if isinstance(c, RestingKVCache)]
-        others = (*kinds, SnapKVCache, RestingKVCache)
-        self._states = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, others)]
+        self._states = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, _WITH_ROWS)]
 
     def restore(self) -> None:
         self._list[:] = self._entries
@@ -36,3 +37,13 @@ class Rewind:
             resting.back_to(mark)
         for cache, before in self._states:
             vars(cache).update(vars(before))
+
+
+def take_back_beyond(n_tokens: int, prompt_cache: list) -> None:
+    """Take back the token that some layers have been fed beyond `n_tokens`, when its step was interrupted.
+
+    Linear states can't be taken back: they may then have seen that token.
+    """
+    for cache in models.members(prompt_cache):
+        if isinstance(cache, _WITH_ROWS) and cache.offset > n_tokens:
+            cache.trim(cache.offset - n_tokens)
