@@ -7,11 +7,12 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from . import models
 from .errors import SnapKVError
+from .file_rows import FileRows
 from .models import AttentionLayer
 from .quantization import Quantization, fitting_groups
 from .recorder import RecordingKVCache
 from .resting_cache import RestingKVCache
-from .row_store import FileRows, QuantizedRows
+from .row_store import QuantizedRows
 
 MEMORIES = ("drop", "recall", "recall:8bit", "recall:4bit", "recall:file")
 _BITS = {"recall:8bit": 8, "recall:4bit": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 from mlx_lm.models.cache import KVCache
@@ -9,6 +10,7 @@ from mlx_lm.models.cache import KVCache
 from . import models
 from .block_cache import BlockKVCache
 from .cache import SnapKVCache
+from .errors import TrimError
 from .resting_cache import RestingKVCache
 
 _WITH_ROWS = (KVCache, BlockKVCache, SnapKVCache, RestingKVCache)
@@ -42,8 +44,9 @@ class Rewind:
 def take_back_beyond(n_tokens: int, prompt_cache: list) -> None:
     """Take back the token that some layers have been fed beyond `n_tokens`, when its step was interrupted.
 
-    Linear states can't be taken back: they may then have seen that token.
+    Linear states and attention that is counted already can't be taken back: they have then seen that token.
     """
     for cache in models.members(prompt_cache):
         if isinstance(cache, _WITH_ROWS) and cache.offset > n_tokens:
-            cache.trim(cache.offset - n_tokens)
+            with contextlib.suppress(TrimError):
+                cache.trim(cache.offset - n_tokens)

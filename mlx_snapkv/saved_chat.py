@@ -10,11 +10,12 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from . import models, saved
 from .conversation import Conversation
 from .errors import SnapKVError
+from .file_rows import FileRows
 from .models import AttentionLayer
 from .recorder import RecordingKVCache
 from .report import NO_POLICY
 from .resting_cache import RestingKVCache
-from .row_store import FileRows, QuantizedRows
+from .row_store import QuantizedRows
 
 
 def save(conversation: Conversation, path: str | Path) -> None:

@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_snapkv import SnapKVError
+from mlx_snapkv.file_rows import FileRows
 from mlx_snapkv.quantization import Quantization
-from mlx_snapkv.row_store import FileRows, QuantizedRows
+from mlx_snapkv.row_store import QuantizedRows
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
@@ -49,6 +50,15 @@ def test_a_file_gives_back_the_very_bits(dtype):
         store.append(*part)
     assert store.n_rows == 50 and store.nbytes == 0
     assert store.file_bytes == sum(x.nbytes for x in rows) == 50 * store.row_bytes
+    assert_bits_equal(store.rows(), rows)
+
+
+def test_keys_and_values_may_differ_in_dtype():
+    keys, values = rows_of(9, mx.float32)
+    rows = [keys, values.astype(mx.bfloat16)]
+    store = FileRows()
+    for part in portions(rows, 4):
+        store.append(*part)
     assert_bits_equal(store.rows(), rows)
 
 
