@@ -17,8 +17,9 @@ from .errors import SnapKVError
 from .models import AttentionLayer
 from .policies import Policy, Stages
 from .quantization import Quantization, n_bytes
-from .recorder import RecordingKVCache
+from .recorder import Recorder
 from .report import CompressionReport
+from .resting_cache import RestingKVCache
 from .votes import Rows
 
 
@@ -98,7 +99,7 @@ def kv_bytes(prompt_cache: list) -> int:
     """Bytes of the keys and values in the caches that grow with the prompt: full, compressed or of a fixed budget."""
     total = 0
     for cache in models.members(prompt_cache):
-        if isinstance(cache, (SnapKVCache, BlockKVCache)):
+        if isinstance(cache, (SnapKVCache, BlockKVCache, RestingKVCache)):
             total += cache.nbytes
         elif isinstance(cache, KVCache) and not cache.empty():
             total += sum(map(n_bytes, cache.keys_and_values()))
@@ -107,6 +108,8 @@ def kv_bytes(prompt_cache: list) -> int:
 
 def full_bytes(cache) -> int:
     """Bytes of all the tokens' rows, had none been dropped or quantised."""
+    if isinstance(cache, RestingKVCache):
+        return cache.offset * cache.row_bytes
     rows = rows_held(cache)
     return sum(cache.offset * x[:, :, :1].nbytes for x in (rows.keys, rows.values))
 
@@ -118,6 +121,8 @@ def rows_held(cache) -> Rows:
         return Rows(keys, values, given_positions=positions, quantization=cache.quantization)
     if isinstance(cache, BlockKVCache):
         return cache.rows(0)
+    if isinstance(cache, RestingKVCache):
+        return Rows(*cache.computed())
     return Rows(*cache.keys_and_values())
 
 
@@ -160,7 +165,7 @@ def _rows(layer: AttentionLayer, cache, queries: mx.array | None, n_queries: int
         asked = range(cache.offset - queries.shape[2], cache.offset)
         rows.scale = layer.family.scale_of(layer.attention, keys.shape[3])
         rows.sinks = layer.family.sinks_of(layer.attention)
-    elif isinstance(cache, RecordingKVCache) and cache.n_queries:
+    elif isinstance(cache, Recorder) and cache.n_queries:
         queries, asked = cache.queries, cache.query_positions
         rows.scale, rows.sinks = cache.scale, cache.sinks
     if queries is not None:

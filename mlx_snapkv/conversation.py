@@ -16,15 +16,14 @@ from .cache import SnapKVCache
 from .demo.questions import common_prefix
 from .errors import SnapKVError
 from .generate import MAX_TOKENS, drive, lookahead_of, without_cut
+from .memory import recalling_caches, require_memory
 from .policies import Policy, Stages, resolve_policy
 from .prefill import gate, mlx_generate
-from .recorder import RecordingKVCache
 from .report import NO_POLICY, CompressionReport
 from .request import RecordedRequest
-from .rewind import Rewind
+from .rewind import Rewind, take_back_beyond
 from .turns import RecalledTurn, Turn, held_tokens
 
-MEMORIES = ("drop", "recall")
 UNCHANGED: Any = object()
 
 
@@ -36,7 +35,8 @@ class Conversation:
         policy: a policy object or string; without one the full cache is kept.
         memory: "drop": what a turn does not keep is gone, and every later turn votes over what is left and its
             own rows. "recall": all rows stay in memory beside the small cache, and every turn votes over all of
-            them again; only decoding is small.
+            them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with rows quantised
+            between turns, "recall:file": with rows in a temporary file.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`.
 
@@ -61,8 +61,7 @@ class Conversation:
         system: str | None = None,
         **generation: Any,
     ):
-        if memory not in MEMORIES:
-            raise SnapKVError(f"memory must be {' or '.join(MEMORIES)}, got {memory!r}")
+        require_memory(memory)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         self.model = model
@@ -96,10 +95,13 @@ class Conversation:
         chosen = resolve_policy(policy=policy)
         if chosen is None:
             return None
-        models.attention_layers(self.model, make_prompt_cache(self.model))
-        if memory == "recall" and any(stage.tallies for stage in chosen.stages):
+        if memory == "drop":
+            models.attention_layers(self.model, make_prompt_cache(self.model))
+            return chosen
+        recalling_caches(self.model, memory)
+        if any(stage.tallies for stage in chosen.stages):
             raise SnapKVError(
-                "memory=recall needs a policy that chooses by keys or by the last queries, "
+                f"memory={memory} needs a policy that chooses by keys or by the last queries, "
                 f"and {chosen} counts the attention of all"
             )
         return chosen
@@ -173,12 +175,13 @@ class Conversation:
     def _answers(
         self, messages: list[dict[str, str]], tokens: list[int], options: dict[str, Any]
     ) -> Iterator[GenerationResponse]:
-        before = Rewind(self.prompt_cache)
+        before: Rewind | None = Rewind(self.prompt_cache)
         answered: list[int] = []
         text = ""
         responses = self._served(mx.array(tokens), dict(options))
         try:
             for response in responses:
+                before = None  # what it holds is no longer needed
                 answered.append(response.token)
                 text += response.text
                 yield response
@@ -188,7 +191,7 @@ class Conversation:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
                 self.attached = []
                 self._remember(tokens + answered)
-            else:
+            elif before is not None:
                 before.restore()
 
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
@@ -227,7 +230,7 @@ class Conversation:
 
     def _request(self, n_new: int) -> RecordedRequest:
         assert self.policy is not None
-        kind = RecalledTurn if self.memory == "recall" else Turn
+        kind = Turn if self.memory == "drop" else RecalledTurn
         return kind(self.model, self.policy, n_new, self.prompt_cache, lookahead_of(self.policy))
 
     def _take_report(self, report: CompressionReport) -> None:
@@ -238,11 +241,9 @@ class Conversation:
         return any(isinstance(c, kinds) for c in models.members(self.prompt_cache))
 
     def _empty_cache(self) -> list:
-        cache = make_prompt_cache(self.model)
-        if self.policy is not None and self.memory == "recall":
-            for layer in models.attention_layers(self.model, cache):
-                layer.put(cache, RecordingKVCache(0, 0, RecordingKVCache.step))
-        return cache
+        if self.policy is None or self.memory == "drop":
+            return make_prompt_cache(self.model)
+        return recalling_caches(self.model, self.memory)
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""
@@ -261,9 +262,10 @@ class Conversation:
             raise SnapKVError(f"the chat template refused the conversation: {error}") from error
 
     def _remember(self, tokens: list[int]) -> None:
-        """Tell what the cache has read of a turn from what is owed to it: under "recall", the answer."""
+        """Tell what the cache has read of a turn from what is owed to it: when all rows are recalled, the answer."""
         known = self.read + tokens
         n = len(known)
+        take_back_beyond(n, self.prompt_cache)
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
         self.read, self.owed = known[:n], known[n:]

@@ -95,6 +95,6 @@ def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:
     fitting = [g for g in GROUP_SIZES if all(size % g == 0 for size in sizes)]
     if not fitting:
         raise SnapKVError(
-            f"{option} needs heads of a size that 32 divides, and this model's are {sizes}: drop it"
+            f"{option} needs heads of a size that 32 divides, and this model's are {sizes}: do without it"
         )
     return fitting

@@ -12,7 +12,7 @@ from .quantization import BITS, Quantization, Stored, fitting_groups
 from .reselecting_cache import ReselectingSnapKVCache
 
 
-class QuantizedRows:
+class QuantizedCache:
     """What makes a cache one of quantised rows: mlx-lm chooses its quantised attention by `bits`.
 
     Args:
@@ -46,19 +46,19 @@ class QuantizedRows:
     def state(self, v) -> None:
         *rest, bits, group_size = v
         self.quantization = Quantization(bits, group_size)
-        super(QuantizedRows, type(self)).state.fset(self, rest)  # type: ignore[misc]
+        super(QuantizedCache, type(self)).state.fset(self, rest)  # type: ignore[misc]
         self.keys, self.values = tuple(self.keys), tuple(self.values)
 
 
-class QuantizedSnapKVCache(QuantizedRows, SnapKVCache):
+class QuantizedSnapKVCache(QuantizedCache, SnapKVCache):
     """A `SnapKVCache` of quantised rows: fixed shape, one row written in place per decoded token."""
 
 
-class QuantizedReselectingSnapKVCache(QuantizedRows, ReselectingSnapKVCache):
+class QuantizedReselectingSnapKVCache(QuantizedCache, ReselectingSnapKVCache):
     """A `ReselectingSnapKVCache` of quantised rows, which are moved as they are, never quantised again."""
 
 
-class QuantizedBlockKVCache(QuantizedRows, BlockKVCache):
+class QuantizedBlockKVCache(QuantizedCache, BlockKVCache):
     """A `BlockKVCache` of quantised rows, which are moved as they are, never quantised again."""
 
 

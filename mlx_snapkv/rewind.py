@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 from mlx_lm.models.cache import KVCache
@@ -9,6 +10,10 @@ from mlx_lm.models.cache import KVCache
 from . import models
 from .block_cache import BlockKVCache
 from .cache import SnapKVCache
+from .errors import TrimError
+from .resting_cache import RestingKVCache
+
+_WITH_ROWS = (KVCache, BlockKVCache, SnapKVCache, RestingKVCache)
 
 
 class Rewind:
@@ -23,13 +28,25 @@ class Rewind:
         caches = list(models.members(prompt_cache))
         kinds = (KVCache, BlockKVCache)
         self._offsets = [(c, c.offset) for c in caches if isinstance(c, kinds)]
-        self._states = [
-            (c, copy.deepcopy(c)) for c in caches if not isinstance(c, (*kinds, SnapKVCache))
-        ]
+        self._marks = [(c, c.mark()) for c in caches if isinstance(c, RestingKVCache)]
+        self._states = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, _WITH_ROWS)]
 
     def restore(self) -> None:
         self._list[:] = self._entries
         for cache, offset in self._offsets:
             cache.trim(cache.offset - offset)
+        for resting, mark in self._marks:
+            resting.back_to(mark)
         for cache, before in self._states:
             vars(cache).update(vars(before))
+
+
+def take_back_beyond(n_tokens: int, prompt_cache: list) -> None:
+    """Take back the token that some layers have been fed beyond `n_tokens`, when its step was interrupted.
+
+    Linear states and attention that is counted already can't be taken back: they have then seen that token.
+    """
+    for cache in models.members(prompt_cache):
+        if isinstance(cache, _WITH_ROWS) and cache.offset > n_tokens:
+            with contextlib.suppress(TrimError):
+                cache.trim(cache.offset - n_tokens)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from . import models, saved
 from .conversation import Conversation
 from .errors import SnapKVError
+from .file_rows import FileRows
+from .models import AttentionLayer
 from .recorder import RecordingKVCache
 from .report import NO_POLICY
+from .resting_cache import RestingKVCache
+from .row_store import QuantizedRows
 
 
 def save(conversation: Conversation, path: str | Path) -> None:
@@ -26,7 +30,7 @@ def save(conversation: Conversation, path: str | Path) -> None:
         "system": conversation.system,
     }
     policy = conversation.policy or NO_POLICY
-    caches = _replaced(conversation, RecordingKVCache, _plain)
+    caches = _saved_caches(conversation)
     saved.save(path, conversation.model, caches, conversation.read, policy, notes)
 
 
@@ -48,32 +52,62 @@ def load(path: str | Path, model, tokenizer, **generation: Any) -> Conversation:
     conversation.messages = notes.get("messages", conversation.messages)
     conversation.attached = notes.get("attached", [notes["text"]] if "text" in notes else [])
     conversation.read, conversation.owed = found.tokens, notes.get("owed", [])
-    conversation.prompt_cache = found.prompt_cache
-    if conversation.memory == "recall" and conversation.policy is not None:
-        conversation.prompt_cache = _replaced(conversation, KVCache, _recording)
+    _take(conversation, found.prompt_cache)
     return conversation
 
 
-def _replaced(conversation: Conversation, kind: type, replacement) -> list:
-    """The conversation's caches, those of a kind in the full-attention layers replaced."""
+def _saved_caches(conversation: Conversation) -> list:
+    """The conversation's caches in kinds that mlx-lm knows, or that are saved as they are."""
     caches = list(conversation.prompt_cache)
-    if conversation.policy is None:  # then any model will do
-        return caches
-    for layer in models.attention_layers(conversation.model, conversation.prompt_cache):
-        cache = layer.cache_in(conversation.prompt_cache)
-        if isinstance(cache, kind):
-            layer.put(caches, replacement(cache))
+    for layer in _recalling_layers(conversation):
+        layer.put(caches, _saved_form(layer.cache_in(caches)))
     return caches
 
 
-def _plain(cache: RecordingKVCache) -> KVCache:
-    return _with_rows_of(cache, KVCache())
+def _saved_form(cache: RecordingKVCache | RestingKVCache) -> KVCache | QuantizedKVCache:
+    """A cache with the same rows, quantised ones as they are."""
+    saved_as = KVCache()
+    if isinstance(cache, RecordingKVCache):
+        saved_as.keys, saved_as.values, saved_as.offset = cache.keys, cache.values, cache.offset
+        return saved_as
+    if cache.store.n_rows:
+        cache.rest()
+        if isinstance(cache.store, QuantizedRows):
+            return cache.store.as_cache()
+    saved_as.keys, saved_as.values = cache.keys_and_values()
+    saved_as.offset = cache.offset
+    return saved_as
 
 
-def _recording(cache: KVCache) -> RecordingKVCache:
-    return _with_rows_of(cache, RecordingKVCache(0, 0, KVCache.step))
+def _take(conversation: Conversation, found: list) -> None:
+    """Go on with loaded caches."""
+    caches = list(found)
+    for layer in _recalling_layers(conversation):
+        cache = layer.cache_in(conversation.prompt_cache)
+        _fill(cache, layer.cache_in(found))
+        layer.put(caches, cache)
+    conversation.prompt_cache = caches
 
 
-def _with_rows_of(cache: KVCache, other):
-    other.keys, other.values, other.offset = cache.keys, cache.values, cache.offset
-    return other
+def _fill(cache: RecordingKVCache | RestingKVCache, found) -> None:
+    """Put the rows of a loaded cache into an empty one of a conversation."""
+    quantised = isinstance(found, QuantizedKVCache)
+    if isinstance(cache, RecordingKVCache) and isinstance(found, KVCache):
+        cache.keys, cache.values, cache.offset = found.keys, found.values, found.offset
+    elif isinstance(cache, RestingKVCache) and quantised and isinstance(cache.store, QuantizedRows):
+        cache.store = QuantizedRows.of(found)
+    elif isinstance(cache, RestingKVCache) and isinstance(found, KVCache):
+        cache.fresh = found
+        if isinstance(cache.store, FileRows):
+            cache.rest()
+    else:
+        raise SnapKVError(
+            f"it holds a {type(found).__name__}, with which its memory can't go on: save the conversation again"
+        )
+
+
+def _recalling_layers(conversation: Conversation) -> list[AttentionLayer]:
+    """The layers whose caches keep all rows: without a policy there are none, and any model will do."""
+    if conversation.policy is None or conversation.memory == "drop":
+        return []
+    return models.attention_layers(conversation.model, conversation.prompt_cache)

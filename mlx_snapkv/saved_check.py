@@ -24,7 +24,7 @@ from .quantization import arrays
 from .quantized_cache import (
     QuantizedBlockKVCache,
     QuantizedReselectingSnapKVCache,
-    QuantizedRows,
+    QuantizedCache,
     QuantizedSnapKVCache,
 )
 from .reselecting_cache import ReselectingSnapKVCache
@@ -92,7 +92,7 @@ def _problem(cache, like) -> str | None:
     if not isinstance(cache, INSTEAD):
         return _difference(cache.state, like.state, exact=isinstance(cache, ArraysCache))
     keys = like.keys  # plain, as queries are
-    if isinstance(cache, (QuantizedKVCache, QuantizedRows)):
+    if isinstance(cache, (QuantizedKVCache, QuantizedCache)):
         like = like.to_quantized(cache.group_size, cache.bits)
     difference = _difference((cache.keys, cache.values), (like.keys, like.values))
     if difference is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import time
 
+import mlx.core as mx
+
 from . import models
 from .budgets import Quota
 from .compress import compress_prompt_cache, rows_held
@@ -12,6 +14,7 @@ from .models import AttentionLayer
 from .policies import Policy, Stages
 from .report import CompressionReport
 from .request import RecordedRequest, last_voter
+from .resting_cache import RestingKVCache
 
 
 class _LaterTurn(RecordedRequest):
@@ -64,8 +67,8 @@ class Turn(_LaterTurn):
 class RecalledTurn(_LaterTurn):
     """One more turn on full caches that stay: its queries vote over all rows ever read.
 
-    The caller's caches go on holding all rows, in `RecordingKVCache`s, this turn's among them. The compressed ones,
-    in `caches` after the cut, serve its answer only.
+    The caller's caches go on holding all rows, in `RecordingKVCache`s or `RestingKVCache`s, this turn's among them. The
+    compressed ones, in `caches` after the cut, serve its answer only.
     """
 
     @property
@@ -79,7 +82,11 @@ class RecalledTurn(_LaterTurn):
         return list(self._callers)
 
     def cut(self) -> CompressionReport:
-        """Put compressed caches into `caches`."""
+        """Put compressed caches into `caches`, and the turn's rows to rest.
+
+        Raises:
+            SnapKVError: there is no room for them where they are to rest; some then stay in memory.
+        """
         self.prompt_is_read()
         started = time.perf_counter()
         small = _copies_but_rows(self._callers, self._layers)
@@ -87,6 +94,12 @@ class RecalledTurn(_LaterTurn):
         report.policy, report.prompt_tokens = str(self.policy), self.n_prompt
         report.prefill_seconds = self._prefill_seconds or 0.0
         self.caches[:] = small
+        if report.compressed:
+            for layer in self._layers:
+                cache = layer.cache_in(self._callers)
+                if isinstance(cache, RestingKVCache):
+                    cache.rest()
+            mx.clear_cache()
         self.cut_seconds = time.perf_counter() - started
         return report
 

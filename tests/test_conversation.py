@@ -15,6 +15,7 @@ from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.turns import RecalledTurn, Turn, held_tokens
 
 SMALL = "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0"
+RECALLS = ["recall", "recall:8bit", "recall:4bit", "recall:file"]
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +69,13 @@ def test_recall_answers_every_question_of_a_document_and_drop_does_not(demo_mode
     model, tokenizer = demo_model
     document, facts = haystack
     right = {}
-    for memory in ("recall", "drop"):
+    for memory in (*RECALLS, "drop"):
         conversation = Conversation(model, tokenizer, policy=SMALL, memory=memory, max_tokens=16)
         conversation.attach(document)
         right[memory] = all_right(conversation, facts)
         kept = [n for n in conversation.report.rows_kept if n is not None]
         assert set(kept) == {64} and conversation.report.reason is None
-    assert right["recall"] == [True] * 4
+    assert all(right[memory] == [True] * 4 for memory in RECALLS)
     assert right["drop"][0] and sum(right["drop"]) < 4
 
 
@@ -134,7 +135,7 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(
     assert len(whole) - 2 <= len(conversation.read + conversation.owed) <= len(whole) + 1
 
 
-@pytest.mark.parametrize("memory", ["drop", "recall"])
+@pytest.mark.parametrize("memory", ["drop", "recall", "recall:8bit", "recall:file"])
 @pytest.mark.parametrize("policy", [None, SMALL, "keydiff:budget=64,block=32"])
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
@@ -195,8 +196,12 @@ def test_reset_forgets_everything_but_the_system_prompt(demo_llama):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"memory": "forget"}, "memory must be drop or recall, got 'forget'"),
+        (
+            {"memory": "forget"},
+            "memory must be drop, recall, recall:8bit, recall:4bit or recall:file, got 'forget'",
+        ),
         ({"policy": "keydif"}, "did you mean 'keydiff'"),
+        ({"policy": "h2o", "memory": "recall:4bit"}, "memory=recall:4bit needs a policy that"),
         ({"policy": "h2o", "memory": "recall"}, "memory=recall needs a policy that"),
     ],
 )

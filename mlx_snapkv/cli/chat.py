@@ -15,6 +15,7 @@ from rich.console import Console
 from ..compress import kv_bytes
 from ..conversation import Conversation
 from ..errors import SnapKVError, UnknownOptionError
+from ..memory import MEMORIES, file_bytes
 from ..policies import resolve_policy
 from ..policies.base import suggestion
 from ..report import format_bytes
@@ -47,7 +48,11 @@ def chat(
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: Annotated[
-        str, typer.Option(help="What later turns vote over: drop (what is left) or recall (all).")
+        str,
+        typer.Option(
+            help="What later turns vote over: what is left (drop) or all rows (the others). "
+            f"One of: {', '.join(MEMORIES)}."
+        ),
     ] = "drop",
 ) -> None:
     chosen = resolve_policy(snapkv, policy)
@@ -170,7 +175,10 @@ class Repl:
         layers = [f"{i}: {n}" for i, n in enumerate(report.rows_kept) if n is not None]
         if layers:
             self._say(f"rows by layer: {', '.join(layers)}")
-        held = format_bytes(kv_bytes(self.conversation.prompt_cache))
+        caches = self.conversation.prompt_cache
+        held = format_bytes(kv_bytes(caches))
+        if file_bytes(caches):
+            held += f", {format_bytes(file_bytes(caches))} in files"
         self._say(f"KV memory held between turns: {held}; {self._speed}")
 
     def _save(self, name: str) -> None:

@@ -49,6 +49,19 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(document):
     assert all(f"\n{command} " in err for command in ("/file", "/reset", "/policy", "/quit"))
 
 
+def test_rows_can_rest_in_a_file(document):
+    path, facts = document
+    lines = [f"/file {path}", *(fact.question for fact in facts), "/stats"]
+    code, out, err = script(lines, *POLICY[:-1], "recall:file")
+    assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
+    assert "KV memory held between turns: 0 B, " in err and " in files; prompt" in err
+
+
+def test_an_unknown_memory_is_one_line():
+    code, out, err = script([], *POLICY[:-1], "recall:2bit")
+    assert (code, out) == (2, "") and "or recall:file, got 'recall:2bit'" in err
+
+
 def test_reset_policy_and_system_start_again(document):
     path, facts = document
     lines = [f"/file {path}", facts[0].question, "/reset", "/stats", "/policy none", "/policy"]
