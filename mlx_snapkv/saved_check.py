@@ -23,8 +23,8 @@ from .errors import SnapKVError
 from .quantization import arrays
 from .quantized_cache import (
     QuantizedBlockKVCache,
-    QuantizedReselectingSnapKVCache,
     QuantizedCache,
+    QuantizedReselectingSnapKVCache,
     QuantizedSnapKVCache,
 )
 from .reselecting_cache import ReselectingSnapKVCache

@@ -1,5 +1,6 @@
 """Every supported model type, and quantised and adapted ones, as tiny random models: queries, votes, decoding."""
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -135,7 +136,8 @@ def test_decoding_with_everything_kept_equals_mlx_lm(model):
 
 def test_a_long_turn_equals_its_tokens_one_by_one(model):
     """Past the window's end, so that every layer needs, and is handed, the mask of the compressed cache."""
-    caches = [prefill(model, TOKENS, POLICY)[0] for _ in range(2)]
+    policy = dataclasses.replace(POLICY, on_full="slide")  # a choice is made between turns
+    caches = [prefill(model, TOKENS, policy)[0] for _ in range(2)]
     turn = TOKENS[:14]
     at_once = model(turn[None], cache=caches[0])[0]
     for i in range(turn.size):
@@ -220,7 +222,7 @@ def test_sliding_layers_with_plain_caches_are_left_alone():
     text = config("llama") | {"layer_types": LAYERS}
     model = make_model("pixtral", {"text_config": text})
     cache, report = prefill(model, TOKENS, POLICY)
-    assert [type(c).__name__ for c in cache] == ["KVCache", "SnapKVCache"] * 2
+    assert [type(c).__name__ for c in cache] == ["KVCache", "ReselectingSnapKVCache"] * 2
     assert report.rows_kept == [None, POLICY.budget] * 2
 
 
