@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from . import models
 from .block_cache import BlockKVCache
 from .cache import SnapKVCache
+from .continuation import mlx_lm_suffix
 from .demo.questions import common_prefix
 from .errors import SnapKVError
 from .generate import MAX_TOKENS, drive, lookahead_of, without_cut
@@ -45,6 +46,7 @@ class Conversation:
         report: what the last turn's compression did; None before the first turn.
         prompt_cache: what the next turn goes on from.
         read, owed: tokens of the chat that it has read, and those after them that it has not.
+        n_unknown: the first of those read that a file of mlx-lm's did not tell; they are listed as 0.
         attached: documents to be read with the next message.
 
     Raises:
@@ -114,6 +116,7 @@ class Conversation:
         self.prompt_cache = self._empty_cache()
         self.read: list[int] = []  # tokens that the cache has read
         self.owed: list[int] = []  # tokens after them that it has not
+        self.n_unknown = 0
         self.attached: list[str] = []
 
     def attach(self, text: str) -> int:
@@ -159,18 +162,29 @@ class Conversation:
         saved_chat.save(self, path)
 
     @classmethod
-    def load(cls, path: str | Path, model, tokenizer, **generation: Any) -> Conversation:
-        """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` saved.
+    def load(
+        cls,
+        path: str | Path,
+        model,
+        tokenizer,
+        *,
+        policy: Policy | Stages | str | None = None,
+        memory: str = "drop",
+        **generation: Any,
+    ) -> Conversation:
+        """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
 
         Args:
+            policy, memory: for a full cache, saved without a policy: the next message chooses among its rows.
+                A conversation that was saved with a policy goes on with its own.
             **generation: options of the answers, which are not saved.
 
         Raises:
-            SnapKVError: the file is damaged, another model's, or neither of the two.
+            SnapKVError: the file is damaged, another model's, or can't go on with that policy.
         """
         from . import saved_chat
 
-        return saved_chat.load(path, model, tokenizer, **generation)
+        return saved_chat.load(path, model, tokenizer, policy, memory, **generation)
 
     def _answers(
         self, messages: list[dict[str, str]], tokens: list[int], options: dict[str, Any]
@@ -247,6 +261,8 @@ class Conversation:
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""
+        if self.n_unknown and not self.messages:
+            return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
         whole = self._rendered(messages, add_generation_prompt=True)
         known = self.read + self.owed
         if whole[: len(known)] == known:

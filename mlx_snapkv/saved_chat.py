@@ -8,10 +8,13 @@ from typing import Any
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from . import models, saved
+from .block_cache import BlockKVCache
+from .cache import SnapKVCache
 from .conversation import Conversation
 from .errors import SnapKVError
 from .file_rows import FileRows
 from .models import AttentionLayer
+from .policies import Policy, Stages
 from .recorder import RecordingKVCache
 from .report import NO_POLICY
 from .resting_cache import RestingKVCache
@@ -28,30 +31,40 @@ def save(conversation: Conversation, path: str | Path) -> None:
         "owed": conversation.owed,
         "memory": conversation.memory,
         "system": conversation.system,
+        "n_unknown": conversation.n_unknown,
     }
     policy = conversation.policy or NO_POLICY
     caches = _saved_caches(conversation)
     saved.save(path, conversation.model, caches, conversation.read, policy, notes)
 
 
-def load(path: str | Path, model, tokenizer, **generation: Any) -> Conversation:
+def load(
+    path: str | Path,
+    model,
+    tokenizer,
+    policy: Policy | Stages | str | None,
+    memory: str,
+    **generation: Any,
+) -> Conversation:
     """`Conversation.load`."""
     found = saved.load(path, model)
     notes = found.notes
-    if found.tokens is None or not {"messages", "text"} & set(notes):
+    if found.tokens is not None and not {"messages", "text"} & set(notes):
         raise SnapKVError(f"{path} holds a prompt, but no conversation and no text to ask about")
-    system = notes.get("system", notes.get("system_prompt"))
+    if found.policy != NO_POLICY:
+        policy, memory = found.policy, notes.get("memory", "drop")
+    system = notes.get("system", notes.get("system_prompt")) if found.tokens is not None else None
     conversation = Conversation(
-        model,
-        tokenizer,
-        policy=None if found.policy == NO_POLICY else found.policy,
-        memory=notes.get("memory", "drop"),
-        system=system,
-        **generation,
+        model, tokenizer, policy=policy, memory=memory, system=system, **generation
     )
-    conversation.messages = notes.get("messages", conversation.messages)
-    conversation.attached = notes.get("attached", [notes["text"]] if "text" in notes else [])
-    conversation.read, conversation.owed = found.tokens, notes.get("owed", [])
+    if found.tokens is None:
+        held = max(getattr(c, "offset", 0) for c in models.members(found.prompt_cache))
+        conversation.n_unknown, conversation.read = held, [0] * held
+    else:
+        conversation.messages = notes.get("messages", conversation.messages)
+        conversation.attached = notes.get("attached", [notes["text"]] if "text" in notes else [])
+        conversation.read, conversation.owed = found.tokens, notes.get("owed", [])
+        conversation.n_unknown = notes.get("n_unknown", 0)
     _take(conversation, found.prompt_cache)
     return conversation
 
@@ -80,30 +93,42 @@ def _saved_form(cache: RecordingKVCache | RestingKVCache) -> KVCache | Quantized
 
 
 def _take(conversation: Conversation, found: list) -> None:
-    """Go on with loaded caches."""
+    """Go on with loaded caches, in the kinds that the conversation's policy and memory want."""
     caches = list(found)
-    for layer in _recalling_layers(conversation):
-        cache = layer.cache_in(conversation.prompt_cache)
-        _fill(cache, layer.cache_in(found))
-        layer.put(caches, cache)
+    if conversation.policy is not None:
+        for layer in models.attention_layers(conversation.model, conversation.prompt_cache):
+            empty = layer.cache_in(conversation.prompt_cache)
+            layer.put(caches, _filled(empty, layer.cache_in(found)))
     conversation.prompt_cache = caches
 
 
-def _fill(cache: RecordingKVCache | RestingKVCache, found) -> None:
-    """Put the rows of a loaded cache into an empty one of a conversation."""
-    quantised = isinstance(found, QuantizedKVCache)
-    if isinstance(cache, RecordingKVCache) and isinstance(found, KVCache):
-        cache.keys, cache.values, cache.offset = found.keys, found.values, found.offset
-    elif isinstance(cache, RestingKVCache) and quantised and isinstance(cache.store, QuantizedRows):
-        cache.store = QuantizedRows.of(found)
-    elif isinstance(cache, RestingKVCache) and isinstance(found, KVCache):
-        cache.fresh = found
-        if isinstance(cache.store, FileRows):
-            cache.rest()
-    else:
+def _filled(empty: KVCache | RestingKVCache, found):
+    """A cache of `empty`'s kind with the rows of a loaded one, which is itself given back if it is compressed."""
+    if isinstance(found, (SnapKVCache, BlockKVCache)):
+        return found
+    if isinstance(found, QuantizedKVCache):
+        if isinstance(empty, RestingKVCache) and isinstance(empty.store, QuantizedRows):
+            empty.store = QuantizedRows.of(found)
+            return empty
+        found = _dequantised(found)
+    if not isinstance(found, KVCache):
         raise SnapKVError(
-            f"it holds a {type(found).__name__}, with which its memory can't go on: save the conversation again"
+            f"its {type(found).__name__} has no rows that a policy can choose among: load it without a policy"
         )
+    if isinstance(empty, RestingKVCache):
+        empty.fresh = found
+        if isinstance(empty.store, FileRows):
+            empty.rest()
+    else:
+        empty.keys, empty.values, empty.offset = found.keys, found.values, found.offset
+    return empty
+
+
+def _dequantised(cache: QuantizedKVCache) -> KVCache:
+    plain: Any = KVCache()
+    plain.keys, plain.values = QuantizedRows.of(cache).rows()
+    plain.offset = cache.offset
+    return plain
 
 
 def _recalling_layers(conversation: Conversation) -> list[AttentionLayer]:

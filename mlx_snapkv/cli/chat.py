@@ -188,7 +188,14 @@ class Repl:
     def _load(self, name: str) -> None:
         now = self.conversation
         path = _named("/load", name)
-        self.conversation = Conversation.load(path, now.model, now.tokenizer, **now.generation)
+        self.conversation = Conversation.load(
+            path,
+            now.model,
+            now.tokenizer,
+            policy=now.policy,
+            memory=now.memory,
+            **now.generation,
+        )
         held = len(self.conversation.read)
         self._say(f"{held:,} tokens loaded, policy {self.conversation.policy or 'none'}")
 

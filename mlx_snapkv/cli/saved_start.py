@@ -10,11 +10,12 @@ from .. import models, saved
 from ..block_cache import BlockKVCache
 from ..cache import SnapKVCache
 from ..compress import compress_prompt_cache, kv_bytes
+from ..continuation import mlx_lm_suffix
 from ..demo import MODELS
 from ..errors import SnapKVError
 from ..policies import POLICIES, Policy, Stages
 from ..report import NO_POLICY, CompressionReport, format_bytes
-from .opening import conversation, mlx_lm_suffix
+from .opening import conversation
 
 
 class SavedStart:

@@ -13,7 +13,8 @@ from request_helpers import plain
 
 from mlx_snapkv.cli import app
 from mlx_snapkv.cli.loading import encode, load_model
-from mlx_snapkv.cli.opening import mlx_lm_suffix, opening_tokens
+from mlx_snapkv.cli.opening import opening_tokens
+from mlx_snapkv.continuation import mlx_lm_suffix
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 
