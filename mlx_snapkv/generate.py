@@ -230,7 +230,7 @@ def _tokens_before_cut(policy: Policy | Stages) -> int:
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
-    """mlx-lm's own iterator; on a cache with a budget, in blocks, and with the queries that it asks for."""
+    """mlx-lm's own iterator; on a cache that evicts by itself in blocks, and with the queries that it asks for."""
     cache = options.get("prompt_cache") or []
     block = block_size(cache)
     if block is None:

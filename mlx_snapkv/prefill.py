@@ -17,6 +17,7 @@ from .policies import Policy, Stages, resolve_policy
 from .report import CompressionReport
 from .request import PREFILL_STEP_SIZE, RecordedRequest, is_fresh
 from .rewind import Rewind
+from .self_evicting import SelfEvicting
 
 # mlx_lm re-exports a function under the module's own name.
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -137,14 +138,14 @@ def _look_ahead(model, request: RecordedRequest, following: mx.array, n: int) ->
 
 
 def block_size(prompt_cache: list) -> int | None:
-    """Tokens that a prompt cache with a budget takes at a time; None for any other."""
-    caches = (c for c in models.members(prompt_cache) if isinstance(c, BlockKVCache))
+    """Tokens that a prompt cache that evicts by itself takes at a time; None for any other."""
+    caches = (c for c in models.members(prompt_cache) if isinstance(c, SelfEvicting))
     return min((c.block for c in caches), default=None)
 
 
 def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
-    """Patch the model's attention classes for the block if caches with a budget ask for queries."""
-    caches = [c for c in models.members(prompt_cache) if isinstance(c, BlockKVCache)]
+    """Patch the model's attention classes for the block if caches that evict by themselves ask for queries."""
+    caches = [c for c in models.members(prompt_cache) if isinstance(c, SelfEvicting)]
     if not any(c.policy.observes for c in caches):
         return contextlib.nullcontext()
     return capture.recording(models.attention_classes(models.attention_layers(model, prompt_cache)))

@@ -22,8 +22,8 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
 
     Until the first choice it is a `SnapKVCache`. A choice rearranges the rows and drops none: every token sees
     `n_keep` of them, and a row goes only when a token is written over it. A choice is made between two
-    updates. In an update of more tokens than fit in before the next one, later tokens no longer see the rows that
-    were to go next, and then the oldest; the next choice is among all of them.
+    updates. In an update of more than `room` tokens, which our own loops never make, later tokens no longer see the
+    rows that were to go next, and then the oldest; the next choice is among all of them.
 
     Args:
         keys, values, positions, rest: as for `SnapKVCache`.
@@ -46,6 +46,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         SnapKVCache.__init__(self, keys, values, positions, **rest)
         self.start_recording(newest=policy.obs_window)
         self.policy = policy
+        self.block = _between_choices(self.n_window)
         self.n_sink = n_sink
         self._family = family
         self._since = 0  # tokens since the last choice
@@ -54,11 +55,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
     @property
     def room(self) -> int:
         """Tokens that fit in before the next choice."""
-        return max(self._period - self._since, self.n_window - self._window_rows())
-
-    @property
-    def _period(self) -> int:
-        return max(1, self.n_window // 2)
+        return max(self.block - self._since, self.n_window - self._window_rows())
 
     @property
     def next_row(self) -> int | None:
@@ -71,7 +68,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         return super().update_and_fetch(keys, values)
 
     def _must_evict(self, L: int) -> bool:
-        many = self._window_rows() > self.n_window - self._period
+        many = self._window_rows() > self.n_window - self.block
         return many and self._since > 0 and self.room < L
 
     def _added(self, L: int) -> None:
@@ -80,7 +77,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
 
     def evict(self) -> None:
         """Choose now what the next tokens are written over."""
-        if self._since <= self._period:
+        if self._since <= self.block:
             self._keep_newest(self.n_window)  # as if the tokens had come one by one
         keys, values, positions = self.in_order()
         rows = Rows(keys, values, given_positions=positions, quantization=self.quantization)
@@ -96,7 +93,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         """Which row goes where, by scores `(B, n_kv_heads, T)`: uint32 `(B, n_kv_heads, at most n_keep)`."""
         T = scores.shape[-1]
         n_keep = min(T, self.n_pin + self.n_window)
-        recent = min(self.n_window - self._period, T - self.n_pin)
+        recent = min(self.n_window - self.block, T - self.n_pin)
         n_best = self.n_pin + recent
         sink = min(self.n_sink, self.n_pin)
         best, all_kept = (Quota(n, sink, recent).select(scores) for n in (n_best, n_keep))
@@ -157,8 +154,13 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         for name, value in zip(_STATE, plain, strict=True):
             setattr(self, name, value)
         self.policy, _ = resolve_policy(policy=policy).stages  # type: ignore[union-attr]
+        self.block = _between_choices(self.n_window)
         self.scale = float(scale)
         self._queries = queries or []
+
+
+def _between_choices(n_window: int) -> int:
+    return max(1, n_window // 2)
 
 
 _STATE = ("n_sink", "_since", "_left", "newest", "sinks", "_stop")

@@ -19,9 +19,11 @@ class SelfEvicting(Recorder, ABC):
 
     Attributes:
         policy: who chooses. If it votes, the attention class must be patched while tokens are fed.
+        block: tokens to be fed at a time, at most.
     """
 
     policy: Policy
+    block: int
     _family: AttentionFamily | None = None
     _before: dict[str, Any] | None = None  # the state before an eviction made for now
 

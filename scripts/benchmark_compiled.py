@@ -45,7 +45,9 @@ def compressed_cache(model, rows: int) -> list:
     """A prompt of twice as many random tokens, cut to `rows`."""
     mx.random.seed(0)
     tokens = mx.random.randint(2, 1000, (2 * rows,))
-    return prefill(model, tokens, SnapKV(n_window=64, n_sink=4, top_k=rows - 68, min_ctx=0))[0]
+    return prefill(
+        model, tokens, SnapKV(n_window=64, n_sink=4, top_k=rows - 68, min_ctx=0, on_full="slide")
+    )[0]
 
 
 def step_seconds(model, cache: list) -> tuple[float, float]:

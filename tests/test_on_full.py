@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, assert_unpatched, steps
 
-from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError
+from mlx_snapkv import BlockKVCache, ReselectingSnapKVCache, SnapKV, SnapKVCache, SnapKVError
 from scripts.measure_long_answers import question, recalls
 
 SMALL = {"budget": 56, "n_sink": 4, "n_window": 32, "obs_window": 8, "min_ctx": 0, "lookahead": 0}
@@ -113,3 +113,26 @@ def test_what_an_answer_said_is_found_again_if_its_keys_are_kept(demo_model):
         for on_full in ("slide", "grow", "keydiff")
     }
     assert right == {"slide": False, "grow": True, "keydiff": True}
+
+
+@pytest.mark.parametrize("on_full", ["reselect", "keydiff"])
+def test_a_follow_up_is_read_in_blocks_with_a_choice_between_them(
+    tiny_model, tokens, on_full, monkeypatch
+):
+    cache = make_prompt_cache(tiny_model)
+    steps(tiny_model, tokens, 2, policy=SnapKV(**SMALL, on_full=on_full), prompt_cache=cache)
+    fed, choices = [], []
+    update, evict = ReselectingSnapKVCache.update_and_fetch, ReselectingSnapKVCache.evict
+
+    def watched(self, keys, values):
+        fed.append(keys.shape[2])
+        return update(self, keys, values)
+
+    monkeypatch.setattr(ReselectingSnapKVCache, "update_and_fetch", watched)
+    monkeypatch.setattr(
+        ReselectingSnapKVCache, "evict", lambda self: choices.append(self) or evict(self)
+    )
+    steps(tiny_model, tokens[:130], 4, prompt_cache=cache)
+    assert max(fed) == 16 and len(choices) >= 7 * len(kept(cache))
+    assert all(c.size() == 56 for c in kept(cache))
+    assert_unpatched()

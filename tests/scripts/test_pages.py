@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts import measure_long_answers, measure_turns, quality_page
+from scripts import (
+    benchmark_long_answers,
+    measure_long_answers,
+    measure_turns,
+    quality_page,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -15,6 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
     [
         ("turns", measure_turns),
         ("long-answers", measure_long_answers),
+        ("long-answers-time", benchmark_long_answers),
         ("quality", quality_page),
     ],
 )
