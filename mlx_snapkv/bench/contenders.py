@@ -9,9 +9,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from .. import models
-from ..cache import SnapKVCache
+from ..answer_cache import answer_cache
 from ..compress import kv_bytes
+from ..models import AttentionFamily
 from ..policies import Policy, SnapKV
+from ..votes import Rows
 
 SHARE = 16  # by default one row in so many is kept
 KEEP = 4  # rows that mlx-lm's rotating cache pins at the front
@@ -34,16 +36,17 @@ class Contender:
     rows: int
     options: dict[str, Any] = field(default_factory=dict)
 
-    def cache(self, keys: mx.array, values: mx.array, context: int, n_window: int) -> Any:
+    def cache(self, family: AttentionFamily, keys: mx.array, values: mx.array, context: int) -> Any:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.
 
         Args:
+            family: the layer's attention family.
             keys, values: `(B, n_kv_heads, rows, head_dim)`; for the rotating cache of all `context` rows.
         """
         if self.kind == "snapkv":
-            pinned = mx.arange(self.rows - n_window, dtype=mx.uint32)
-            pinned = mx.broadcast_to(pinned, (*keys.shape[:2], pinned.size))
-            return SnapKVCache(keys, values, pinned, offset=context, n_window=n_window)
+            policy = self.options["policy"]
+            quota = policy.quotas(context, 1)[0]
+            return answer_cache(family, Rows(keys, values), context, policy, quota, uniform=True)
         cache = KVCache() if self.kind != "rotating" else RotatingKVCache(self.rows, keep=KEEP)
         if self.kind == "plain":
             cache.step = self.rows + ROOM
@@ -84,9 +87,7 @@ def bounded_field(context: int, policy: Policy, with_full: bool) -> list[Contend
     return [*full, Contender(str(policy), "bounded", most, {"policy": policy})]
 
 
-def decoding_cache(
-    model, contender: Contender, context: int, batch: int, n_window: int
-) -> list[Any]:
+def decoding_cache(model, contender: Contender, context: int, batch: int) -> list[Any]:
     """A prompt cache as it is after a prompt of `context` tokens, its full layers filled with random rows.
 
     Only shapes matter for speed. The other layers have read a few tokens.
@@ -99,7 +100,7 @@ def decoding_cache(
         rows = [
             mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype) for x in (keys, values)
         ]
-        layer.put(prompt_cache, contender.cache(rows[0], rows[1], context, n_window))
+        layer.put(prompt_cache, contender.cache(layer.family, rows[0], rows[1], context))
     mx.eval([c.state for c in prompt_cache])
     return prompt_cache
 

@@ -22,8 +22,7 @@ def measure_decoding(
     """One record a contender: its median step after a prompt of `context` tokens, and its rows' bytes."""
     found, caches = [], []
     for contender in contenders(context, policy, head_dim(model)):
-        n_window = policy.quotas(context, 1)[0].n_window
-        cache = decoding_cache(model, contender, context, batch, n_window)
+        cache = decoding_cache(model, contender, context, batch)
         if _can_decode(model, cache, batch):
             found.append(contender)
             caches.append(cache)

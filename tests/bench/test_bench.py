@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from model_configs import make_model
 
-from mlx_snapkv import SnapKVCache, models
+from mlx_snapkv import ReselectingSnapKVCache, models
 from mlx_snapkv.bench import plots, tables
 from mlx_snapkv.bench.contenders import contenders, decoding_cache, request_cache, snapkv_for
 from mlx_snapkv.bench.decode import head_dim, measure_decoding, requesters
@@ -18,7 +18,11 @@ from mlx_snapkv.bench.run import Plan, run
 from mlx_snapkv.policies import SnapKV
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-CACHES = {"rotating": RotatingKVCache, "quantized": QuantizedKVCache, "snapkv": SnapKVCache}
+CACHES = {
+    "rotating": RotatingKVCache,
+    "quantized": QuantizedKVCache,
+    "snapkv": ReselectingSnapKVCache,
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def test_below_its_gate_snapkv_is_not_a_contender():
 def test_only_full_attention_layers_are_filled(name):
     model = make_model(name)
     for contender in contenders(1024, snapkv_for(1024), head_dim(model)):
-        cache = decoding_cache(model, contender, 1024, 2, 32)
+        cache = decoding_cache(model, contender, 1024, 2)
         plain = make_prompt_cache(model)
         layers = models.attention_layers(model, plain)
         for layer in layers:
