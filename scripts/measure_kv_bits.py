@@ -60,10 +60,11 @@ def page(result: dict[str, Any]) -> str:
         written_by(result),
         "",
         f"Prompts of {result['length']:,} tokens with {result['needles']} facts, one of them asked for; "
-        f"{result['depths']} depths, {result['questions']} questions at each. `kv_bits` in groups of {result['group_size']}; the full "
-        "cache is mlx-lm's own, quantised from the first chunk. Weights and plain rows are float32, as a CPU computes "
-        "quickest: of a float16 cache the same bits are about twice the share. Rows are those kept per KV head at the "
-        "cut; KV memory is read from the arrays after the answer, with the room for the next block under a block policy.",
+        f"{result['depths']} depths, {result['questions']} questions at each. `kv_bits` in groups of "
+        f"{result['group_size']}; the full cache is mlx-lm's own, quantised from the first chunk. Weights and plain "
+        "rows are float32, as a CPU computes quickest: of a float16 cache the same bits are about twice the share. "
+        "Rows are those kept per KV head at the cut; KV memory is read from the arrays after the answer, with the room "
+        "for the next block under a block policy.",
     ]
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         mine = [r for r in result["rows"] if r["model"] == name]
