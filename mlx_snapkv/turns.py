@@ -74,7 +74,7 @@ class Turn(_LaterTurn):
         return caches
 
     def _quantization_for(self, held: Rows | None) -> Quantization | None:
-        """How the rows are stored while the turn is read: no row is ever quantised twice the same way."""
+        """How the rows are stored while the turn is read: plain if the cut is to quantise them: none is twice."""
         plain = held is None or held.quantization is None
         return None if plain and self.reading.schedule == "once" else self._quantization
 
