@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import measure_long_answers, measure_turns, quality_page
+from scripts import measure_kv_bits, measure_long_answers, measure_turns, quality_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -13,6 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize(
     "name, script",
     [
+        ("kv-bits", measure_kv_bits),
         ("turns", measure_turns),
         ("long-answers", measure_long_answers),
         ("quality", quality_page),
