@@ -41,9 +41,10 @@ bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; wr
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py
 
-eval: $(VENV)/.installed ## answers kept by every way to vote and by every policy, on both embedded models
+eval: $(VENV)/.installed ## answers kept by every way to vote and by every policy, with fewer bits too, on both embedded models
 	$(RUN) scripts/measure_defaults.py
 	$(RUN) scripts/measure_quality.py
+	$(RUN) scripts/measure_kv_bits.py
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ import math
 import time
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from . import models
 from .answer_cache import answer_cache
@@ -75,7 +75,8 @@ def compress_prompt_cache(
     # Nothing can fail from here on: full rows are given up layer by layer.
     for layer, (positions, quota) in zip(layers, chosen):
         cache = layer.cache_in(prompt_cache)
-        kept = rows_held(cache).taken(positions).packed(quantization)
+        kept = rows_held(cache).taken(positions)
+        kept = kept.packed(quantization or kept.quantization)
         small = answer_cache(layer.family, kept, cache.offset, policy, quota, uniform)
         del cache, kept
         layer.put(prompt_cache, small)
@@ -101,7 +102,7 @@ def kv_bytes(prompt_cache: list) -> int:
     for cache in models.members(prompt_cache):
         if isinstance(cache, (SnapKVCache, BlockKVCache, RestingKVCache)):
             total += cache.nbytes
-        elif isinstance(cache, KVCache) and not cache.empty():
+        elif isinstance(cache, (KVCache, QuantizedKVCache)) and not cache.empty():
             total += sum(map(n_bytes, cache.keys_and_values()))
     return total
 

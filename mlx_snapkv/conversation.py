@@ -20,6 +20,8 @@ from .generate import MAX_TOKENS, drive, lookahead_of, without_cut
 from .memory import recalling_caches, require_memory
 from .policies import Policy, Stages, resolve_policy
 from .prefill import gate, mlx_generate
+from .quantization import Quantization, taken_from
+from .quantized_cache import require_quantizable
 from .report import NO_POLICY, CompressionReport
 from .request import RecordedRequest
 from .rewind import Rewind, take_back_beyond
@@ -39,7 +41,9 @@ class Conversation:
             them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with rows quantised
             between turns, "recall:file": with rows in a temporary file.
         system: a system prompt.
-        **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`.
+        **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
+            a policy, `kv_bits` and `kv_group_size` are about the rows that answers are decoded from; those of a turn
+            that is not compressed are quantised with the first that is.
 
     Attributes:
         messages: the chat so far, as the chat template takes it.
@@ -68,12 +72,10 @@ class Conversation:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         self.model = model
         self.tokenizer = tokenizer
+        self.generation = generation
         self.policy = self._usable(policy, memory)
         self.memory = memory
         self.system = system
-        if generation.get("kv_bits") is not None:
-            raise SnapKVError("a conversation can't have quantised rows yet: drop kv_bits")
-        self.generation = generation
         self.reset()
 
     def restart(
@@ -97,8 +99,12 @@ class Conversation:
         chosen = resolve_policy(policy=policy)
         if chosen is None:
             return None
+        fresh = make_prompt_cache(self.model)
+        layers = models.attention_layers(self.model, fresh)
+        quantization, _ = taken_from(self.generation)
+        if quantization is not None:
+            require_quantizable(self.model, layers, fresh, quantization)
         if memory == "drop":
-            models.attention_layers(self.model, make_prompt_cache(self.model))
             return chosen
         recalling_caches(self.model, memory)
         if any(stage.tallies for stage in chosen.stages):
@@ -211,13 +217,16 @@ class Conversation:
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
         max_tokens = options.pop("max_tokens", MAX_TOKENS)
+        quantization = None
+        if self.policy is not None:
+            quantization, options = taken_from(options)
         n_prompt = len(self.read) + tokens.size
         reason = self._reason_for_nothing(n_prompt, max_tokens)
         if reason is not None:
             self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
             options["prompt_cache"] = self.prompt_cache
             return self._start(tokens, max_tokens)(self.model, options)
-        request = self._request(tokens.size)
+        request = self._request(tokens.size, quantization)
         return drive(
             self._start(tokens, max_tokens),
             request,
@@ -242,10 +251,11 @@ class Conversation:
 
         return start
 
-    def _request(self, n_new: int) -> RecordedRequest:
+    def _request(self, n_new: int, quantization: Quantization | None) -> RecordedRequest:
         assert self.policy is not None
         kind = Turn if self.memory == "drop" else RecalledTurn
-        return kind(self.model, self.policy, n_new, self.prompt_cache, lookahead_of(self.policy))
+        lookahead = lookahead_of(self.policy)
+        return kind(self.model, self.policy, n_new, self.prompt_cache, lookahead, quantization)
 
     def _take_report(self, report: CompressionReport) -> None:
         self.report = report

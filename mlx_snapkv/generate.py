@@ -17,8 +17,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .compiled import CompiledDecoder
 from .errors import SnapKVError
 from .policies import Policy, SnapKV, Stages, resolve_policy
-from .prefill import block_size, gate, mlx_generate, observing
-from .quantization import Quantization
+from .prefill import block_size, gate, mlx_generate, observes, observing
+from .quantization import taken_from
 from .report import NO_POLICY, CompressionReport
 from .request import PREFILL_STEP_SIZE, RecordedRequest, last_voter
 from .speculative import DraftedRequest, require_trimmable
@@ -185,11 +185,8 @@ def _served(
     prompt_cache = make_prompt_cache(model) if given is None else given
     last = last_voter(policy, n_prompt, lookahead_of(policy))
     # Ours to do at the cut; mlx-lm would quantise the rows while they are still to be chosen from.
-    mlx_lms = ("kv_bits", "kv_group_size", "quantized_kv_start")
-    bits = options.get("kv_bits")
-    quantization = None if bits is None else Quantization(bits, options.get("kv_group_size", 64))
+    quantization, options = taken_from(options)
     request = RecordedRequest(model, policy, n_prompt, prompt_cache, last, quantization)
-    options = {name: value for name, value in options.items() if name not in mlx_lms}
     return drive(start, request, on_report, options, after_cut, keep=given is not None)
 
 
@@ -230,13 +227,14 @@ def _tokens_before_cut(policy: Policy | Stages) -> int:
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
-    """mlx-lm's own iterator; on a cache that evicts by itself in blocks, and with the queries that it asks for."""
+    """mlx-lm's own iterator; on caches that evict, in their blocks, and with the queries that they ask for."""
     cache = options.get("prompt_cache") or []
     block = block_size(cache)
-    if block is None:
-        return start(model, options)
-    step = options.get("prefill_step_size") or PREFILL_STEP_SIZE
-    return _recorded(start(model, options | {"prefill_step_size": min(step, block)}), model, cache)
+    if block is not None:
+        step = options.get("prefill_step_size") or PREFILL_STEP_SIZE
+        options = options | {"prefill_step_size": min(step, block)}
+    items = start(model, options)
+    return _recorded(items, model, cache) if observes(cache) else items
 
 
 def _recorded(items: Iterator[Any], model, prompt_cache: list) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from .block_cache import BlockKVCache
 from .compress import fits_reason
 from .errors import SnapKVError
 from .policies import Policy, Stages, resolve_policy
+from .quantization import taken_from
 from .report import CompressionReport
 from .request import PREFILL_STEP_SIZE, RecordedRequest, is_fresh
 from .rewind import Rewind
@@ -59,6 +60,8 @@ def prefill(
     prompt_cache: list | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: ProgressCallback | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
 ) -> tuple[list, CompressionReport]:
     """Feed all of `tokens` to the model and compress its prompt cache.
 
@@ -72,12 +75,15 @@ def prefill(
         prompt_cache: an empty cache of the model to fill; by default a new one.
         prefill_step_size: tokens a chunk at most, unless the policy's `prefill_chunk` says otherwise.
         prompt_progress_callback: called with the tokens processed and their total.
+        kv_bits, kv_group_size: of the cache's rows, if they are to be quantised; mlx-lm quantises those of a
+            prompt that is not compressed.
 
     Returns:
         The prompt cache and the report, whose `reason` is set if the cache was not compressed.
 
     Raises:
-        SnapKVError: `tokens` is empty, the policy can't be read, the model is not supported, or its attention gave NaN.
+        SnapKVError: `tokens` is empty, the policy can't be read, the model is not supported, its rows can't be
+            quantised so, or its attention gave NaN.
     """
     chosen = resolve_policy(policy=policy)
     if chosen is None:
@@ -92,12 +98,15 @@ def prefill(
         "prefill_step_size": reading.prefill_chunk or prefill_step_size,
         "prompt_progress_callback": prompt_progress_callback,
     }
+    quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     reason = gate(policy, tokens.size, cache)
     if reason is not None:
-        read(model, tokens, cache, options)
+        read(model, tokens, cache, options | quantised)
         return cache, CompressionReport(str(policy), tokens.size, reason)
     lookahead = answering.lookahead or 0
-    request = RecordedRequest(model, policy, tokens.size, cache, last=tokens.size + lookahead)
+    last = tokens.size + lookahead
+    quantization, _ = taken_from(quantised)
+    request = RecordedRequest(model, policy, tokens.size, cache, last, quantization)
     options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
         following = read(model, tokens, request.caches, options)
@@ -143,9 +152,14 @@ def block_size(prompt_cache: list) -> int | None:
     return min((c.block for c in caches), default=None)
 
 
+def observes(prompt_cache: list) -> bool:
+    """Whether caches evict by themselves and ask for queries."""
+    caches = (c for c in models.members(prompt_cache) if isinstance(c, SelfEvicting))
+    return any(c.policy.observes for c in caches)
+
+
 def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
-    """Patch the model's attention classes for the block if caches that evict by themselves ask for queries."""
-    caches = [c for c in models.members(prompt_cache) if isinstance(c, SelfEvicting)]
-    if not any(c.policy.observes for c in caches):
+    """Patch the model's attention classes for the block if caches that evict ask for queries."""
+    if not observes(prompt_cache):
         return contextlib.nullcontext()
     return capture.recording(models.attention_classes(models.attention_layers(model, prompt_cache)))

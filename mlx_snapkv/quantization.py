@@ -43,6 +43,17 @@ class Quantization:
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
 
+# What mlx-lm calls it, in the options of its functions.
+KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")
+
+
+def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
+    """The quantisation that mlx-lm's keywords ask for, and the other options."""
+    bits = options.get("kv_bits")
+    others = {name: value for name, value in options.items() if name not in KEYWORDS}
+    return None if bits is None else Quantization(bits, options.get("kv_group_size", 64)), others
+
+
 def pack(rows: mx.array, quantization: Quantization | None) -> Stored:
     """Rows as they are to be stored."""
     return rows if quantization is None else quantization.pack(rows)
@@ -55,7 +66,7 @@ def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
 
 def arrays(stored: Stored) -> tuple[mx.array, ...]:
     """The arrays that rows are stored in."""
-    return stored if isinstance(stored, tuple) else (stored,)
+    return tuple(stored) if isinstance(stored, (tuple, list)) else (stored,)
 
 
 def n_rows(stored: Stored) -> int:

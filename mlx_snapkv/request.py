@@ -100,15 +100,17 @@ class RecordedRequest:
         capacity = max(self.n_prompt, self._last) + 1
         for layer, quota in zip(self._layers, quotas):
             if self._in_blocks:
-                layer.put(caches, self._block_cache(layer, quota))
+                layer.put(caches, self._block_cache(layer, quota, self._quantization))
             else:
                 layer.put(caches, RecordingKVCache(self._first, self._last, capacity))
         return caches
 
-    def _block_cache(self, layer: AttentionLayer, quota: Quota) -> BlockKVCache:
+    def _block_cache(
+        self, layer: AttentionLayer, quota: Quota, quantization: Quantization | None
+    ) -> BlockKVCache:
         cache = made(
             BlockKVCache,
-            self._quantization,
+            quantization,
             self.reading,
             quota,
             self.reading.block,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from . import models
 from .block_cache import BlockKVCache
@@ -13,7 +13,7 @@ from .cache import SnapKVCache
 from .errors import TrimError
 from .resting_cache import RestingKVCache
 
-_WITH_ROWS = (KVCache, BlockKVCache, SnapKVCache, RestingKVCache)
+_WITH_ROWS = (KVCache, QuantizedKVCache, BlockKVCache, SnapKVCache, RestingKVCache)
 
 
 class Rewind:
@@ -26,7 +26,7 @@ class Rewind:
     def __init__(self, prompt_cache: list):
         self._list, self._entries = prompt_cache, list(prompt_cache)
         caches = list(models.members(prompt_cache))
-        kinds = (KVCache, BlockKVCache)
+        kinds = (KVCache, QuantizedKVCache, BlockKVCache)
         self._offsets = [(c, c.offset) for c in caches if isinstance(c, kinds)]
         self._marks = [(c, c.mark()) for c in caches if isinstance(c, RestingKVCache)]
         self._states = [(c, copy.deepcopy(c)) for c in caches if not isinstance(c, _WITH_ROWS)]

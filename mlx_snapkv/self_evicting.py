@@ -63,10 +63,16 @@ class SelfEvicting(Recorder, ABC):
             raise
 
     def _ask(self, rows: Rows, n_queries: int) -> None:
-        """Let the last `n_queries` queries, if any were kept, vote for rows that end with the newest."""
-        if n_queries and self.n_queries:
+        """Let the last `n_queries` queries, if any were kept, vote for rows that end with the newest.
+
+        Queries from before the first of those rows were kept by tokens of which many followed unrecorded.
+        """
+        if not n_queries or not self.n_queries:
+            return
+        asked = self.query_positions[-n_queries:]
+        if asked.start >= self.offset - len(rows):
             rows.queries = self._grouped(self.queries[:, :, -n_queries:], rows)
-            rows.query_positions = self._rows_of(self.query_positions[-n_queries:], rows)
+            rows.query_positions = self._rows_of(asked, rows)
             rows.scale, rows.sinks = self.scale, self.sinks
 
     def _rows_of(self, positions: range, rows: Rows) -> mx.array:

@@ -12,9 +12,11 @@ from .budgets import Quota
 from .compress import compress_prompt_cache, rows_held
 from .models import AttentionLayer
 from .policies import Policy, Stages
+from .quantization import Quantization
 from .report import CompressionReport
 from .request import RecordedRequest, last_voter
 from .resting_cache import RestingKVCache
+from .votes import Rows
 
 
 class _LaterTurn(RecordedRequest):
@@ -24,15 +26,22 @@ class _LaterTurn(RecordedRequest):
         n_new: tokens of the turn.
         prompt_cache: a model's caches, all holding the same tokens.
         lookahead: answer tokens that vote too.
+        quantization: how the rows that the answer is decoded from are to be quantised, if at all.
     """
 
     def __init__(
-        self, model, policy: Policy | Stages, n_new: int, prompt_cache: list, lookahead: int
+        self,
+        model,
+        policy: Policy | Stages,
+        n_new: int,
+        prompt_cache: list,
+        lookahead: int,
+        quantization: Quantization | None = None,
     ):
         self._held = held_tokens(model, prompt_cache)
         n_prompt = self._held + n_new
         last = last_voter(policy, n_prompt, lookahead)
-        super().__init__(model, policy, n_prompt, prompt_cache, last)
+        super().__init__(model, policy, n_prompt, prompt_cache, last, quantization)
 
     def _require_fresh(self) -> None:
         """The rows of earlier turns are what this is about."""
@@ -53,15 +62,21 @@ class Turn(_LaterTurn):
         caches = _copies_but_rows(self._callers, self._layers)
         for layer, quota in zip(self._layers, quotas):
             cache = layer.cache_in(self._callers)
+            held = None if cache.empty() else rows_held(cache)
             if self.reading.schedule == "once":
                 new = max(self.n_prompt, self._last) + 1 - self._held
                 quota = Quota(cache.size() + new, quota.n_sink, quota.n_window)
-            block = self._block_cache(layer, quota)
-            if not cache.empty():
+            block = self._block_cache(layer, quota, self._quantization_for(held))
+            if held is not None:
                 block.offset = cache.offset
-                block.hold(rows_held(cache))
+                block.hold(held)
             layer.put(caches, block)
         return caches
+
+    def _quantization_for(self, held: Rows | None) -> Quantization | None:
+        """How the rows are stored while the turn is read: plain if the cut is to quantise them: none is twice."""
+        plain = held is None or held.quantization is None
+        return None if plain and self.reading.schedule == "once" else self._quantization
 
 
 class RecalledTurn(_LaterTurn):
@@ -90,7 +105,9 @@ class RecalledTurn(_LaterTurn):
         self.prompt_is_read()
         started = time.perf_counter()
         small = _copies_but_rows(self._callers, self._layers)
-        report = compress_prompt_cache(self.model, small, self.answering)
+        report = compress_prompt_cache(
+            self.model, small, self.answering, quantization=self._quantization
+        )
         report.policy, report.prompt_tokens = str(self.policy), self.n_prompt
         report.prefill_seconds = self._prefill_seconds or 0.0
         self.caches[:] = small

@@ -11,7 +11,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from .errors import SnapKVError
-from .quantization import Quantization, Stored, arrays, each, n_rows, unpack
+from .quantization import Quantization, Stored, arrays, each, n_rows, pack, unpack
 from .selection import gather_rows
 
 BLOCK_BYTES = 16 << 20  # of float32 logits made at a time
@@ -89,10 +89,10 @@ class Rows:
         )
 
     def packed(self, quantization: Quantization | None) -> Rows:
-        """The same rows, quantised unless they are already."""
-        if quantization is None or self.quantization is not None:
+        """The same rows, stored so; those that are already stay as they are."""
+        if quantization == self.quantization:
             return self
-        keys, values = (quantization.pack(x) for x in (self.keys, self.values))
+        keys, values = (pack(x, quantization) for x in (self.keys, self.values))
         mx.eval(keys, values)
         return dataclasses.replace(
             self, stored_keys=keys, stored_values=values, quantization=quantization

@@ -152,3 +152,12 @@ def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message
 def test_a_policy_may_be_a_string(tokens):
     _, report = prefill(make_llama(), tokens, "snapkv:top_k=20,n_sink=4,n_window=32,min_ctx=0")
     assert report.rows == 56
+
+
+@pytest.mark.parametrize("schedule", ["once", "block"])
+def test_rows_are_quantised_if_asked_for(tokens, schedule):
+    policy = f"keydiff:budget=40,block=16,schedule={schedule}"
+    cache, report = prefill(make_llama(head_dim=32), tokens, policy, kv_bits=4, kv_group_size=32)
+    assert report.compressed and [(c.bits, c.size()) for c in cache] == [(4, 40)] * 2
+    with pytest.raises(SnapKVError, match="kv_bits must be"):
+        prefill(make_llama(), tokens, policy, kv_bits=5)

@@ -129,6 +129,10 @@ def test_small_heads_have_no_group_that_fits(tokens):
         generate_step(tokens, make_llama(), policy=POLICY.replace("128", "64"), kv_bits=8)
 
 
-def test_conversations_and_drafts_say_that_they_cannot(demo_llama):
-    with pytest.raises(SnapKVError, match="a conversation can't have quantised rows yet"):
-        Conversation(*demo_llama, kv_bits=8)
+def test_a_conversation_says_at_once_what_cannot_be(demo_llama):
+    for options, words in (
+        ({"kv_bits": 5}, "got 5"),
+        ({"kv_bits": 8, "kv_group_size": 128}, "128"),
+    ):
+        with pytest.raises(SnapKVError, match=words):
+            Conversation(*demo_llama, policy=POLICY, **options)

@@ -4,7 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from request_helpers import steps
+from tiny_models import make_llama
 
 from mlx_snapkv import (
     KeyDiff,
@@ -12,7 +14,7 @@ from mlx_snapkv import (
     ReselectingSnapKVCache,
     SnapKVCache,
 )
-from mlx_snapkv.errors import TrimError
+from mlx_snapkv.errors import SnapKVError, TrimError
 from mlx_snapkv.quantization import Quantization
 
 B, H, D = 1, 2, 32
@@ -217,3 +219,14 @@ def test_a_window_of_one_row_and_one_without_pinned_rows():
             feed(cache, position, 1)
             held = cache.positions[0, 0].tolist()
             assert cache.size() == n and position in held and len(set(held)) == n
+
+
+def test_a_cache_that_votes_says_so_where_nobody_records_its_queries(tokens):
+    model = make_llama()
+    policy = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=8,min_ctx=0,on_full=reselect"
+    cache = make_prompt_cache(model)
+    steps(model, tokens, 7, policy=policy, prompt_cache=cache)
+    with pytest.raises(SnapKVError, match="queries are missing"):
+        for token in range(60):
+            model(mx.array([[token]]), cache=cache)
+            mx.eval([c.state for c in cache])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import mlx.core as mx
 import typer
@@ -42,6 +42,8 @@ def cache_prompt(
     trust_remote_code: flags.TrustRemoteCode = False,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
+    kv_bits: flags.KVBits = None,
+    kv_group_size: flags.KVGroupSize = 64,
     quiet: flags.Quiet = False,
 ) -> None:
     chosen = resolve_policy(snapkv, policy)
@@ -51,8 +53,14 @@ def cache_prompt(
     now = datetime.now()
     tokens = opening_tokens(tokenizer, text, system_prompt, now)
     bar = PrefillBar(Console(stderr=True, quiet=quiet))
+    options = {
+        "prefill_step_size": prefill_step_size,
+        "prompt_progress_callback": bar.update,
+        "kv_bits": kv_bits,
+        "kv_group_size": kv_group_size,
+    }
     try:
-        cache, report = _read(loaded, tokens, chosen, prefill_step_size, bar)
+        cache, report = _read(loaded, tokens, chosen, options)
     finally:
         bar.close()
     notes = {"text": text, "system_prompt": system_prompt, "time": now.isoformat()}
@@ -63,12 +71,11 @@ def cache_prompt(
 
 
 def _read(
-    model, tokens: list[int], policy: Policy | Stages | None, step_size: int, bar: PrefillBar
+    model, tokens: list[int], policy: Policy | Stages | None, options: dict[str, Any]
 ) -> tuple[list, CompressionReport]:
     """The prompt cache of all tokens, compressed if there is a policy."""
-    options = {"prefill_step_size": step_size, "prompt_progress_callback": bar.update}
     if policy is not None:
-        return prefill(model, tokens, policy, **options)  # type: ignore[arg-type]
+        return prefill(model, tokens, policy, **options)
     cache = make_prompt_cache(model)
     read(model, mx.array(tokens), cache, options)
     return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")

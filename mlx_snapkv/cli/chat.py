@@ -45,6 +45,8 @@ def chat(
     max_tokens: flags.MaxTokens = 256,
     system_prompt: flags.SystemPrompt = None,
     prefill_step_size: flags.PrefillStepSize = 2048,
+    kv_group_size: flags.KVGroupSize = 64,
+    kv_bits: flags.KVBits = None,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: Annotated[
@@ -77,6 +79,8 @@ def chat(
         max_tokens=max_tokens,
         sampler=sampler,
         prefill_step_size=prefill_step_size,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
     )
     Repl(conversation, lines).run()
 

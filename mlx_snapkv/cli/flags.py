@@ -6,6 +6,24 @@ from typing import Annotated
 
 import typer
 
+from ..errors import SnapKVError
+from ..quantization import BITS, GROUP_SIZES
+
+
+def _possible(kv_bits: int | None) -> int | None:
+    """Raises: SnapKVError: rows can't have so many bits."""
+    if kv_bits is not None and kv_bits not in BITS:
+        raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {kv_bits}")
+    return kv_bits
+
+
+def _possible_group(kv_group_size: int) -> int:
+    """Raises: SnapKVError: mlx has no such groups."""
+    if kv_group_size not in GROUP_SIZES:
+        raise SnapKVError(f"--kv-group-size must be 32, 64 or 128, got {kv_group_size}")
+    return kv_group_size
+
+
 Model = Annotated[
     str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
 ]
@@ -45,8 +63,13 @@ XtcThreshold = Annotated[float, typer.Option(min=0, max=0.5, help="XTC threshold
 Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
 
 MaxKVSize = Annotated[int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")]
-KVGroupSize = Annotated[int, typer.Option(help="Values that share a scale.")]
-KVBits = Annotated[int | None, typer.Option(help="mlx-lm's quantised cache: 2, 3, 4, 6 or 8.")]
+KVGroupSize = Annotated[
+    int, typer.Option(callback=_possible_group, help="Values that share a scale: 32, 64 or 128.")
+]
+KVBits = Annotated[
+    int | None,
+    typer.Option(callback=_possible, help="Bits of the KV cache's rows: 2, 3, 4, 6 or 8."),
+]
 Snapkv = Annotated[
     str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
 ]

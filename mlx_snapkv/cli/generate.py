@@ -15,7 +15,7 @@ from rich.console import Console
 from ..errors import SnapKVError
 from ..generate import stream_generate
 from ..policies import resolve_policy
-from ..quantization import BITS
+from ..quantization import Quantization
 from ..report import NO_POLICY, CompressionReport, format_bytes
 from . import flags
 from .loading import encode, load_draft_model, load_model, read_prompt
@@ -62,8 +62,6 @@ def generate(
     json_output: flags.AsJson = False,
 ) -> None:
     chosen = resolve_policy(snapkv, policy)
-    if kv_bits is not None and kv_bits not in BITS:
-        raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {kv_bits}")
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
     draft = None
@@ -76,7 +74,8 @@ def generate(
         _require_unset(
             system_prompt=system_prompt, max_kv_size=max_kv_size, draft_model=draft_model
         )
-        start = SavedStart(prompt_cache_file, model, loaded, chosen, kv_bits)
+        quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
+        start = SavedStart(prompt_cache_file, model, loaded, chosen, quantization)
         tokens = start.encode(tokenizer, text, ignore_chat_template)
     if top_k >= len(tokenizer):
         raise SnapKVError(f"--top-k must be below the vocabulary's {len(tokenizer)}, got {top_k}")

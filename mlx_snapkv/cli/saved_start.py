@@ -6,6 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mlx_lm.models.cache import make_prompt_cache
+
 from .. import models, saved
 from ..block_cache import BlockKVCache
 from ..cache import SnapKVCache
@@ -14,6 +16,8 @@ from ..continuation import mlx_lm_suffix
 from ..demo import MODELS
 from ..errors import SnapKVError
 from ..policies import POLICIES, Policy, Stages
+from ..quantization import Quantization
+from ..quantized_cache import require_quantizable
 from ..report import NO_POLICY, CompressionReport, format_bytes
 from .opening import conversation
 
@@ -26,7 +30,7 @@ class SavedStart:
         name: the model's name, as the user gave it.
         model: the model of that name.
         policy: how to compress a saved full cache.
-        kv_bits: mlx-lm's quantisation, which compressed rows can't have.
+        quantization: of a saved full cache's rows, if it is asked for; without a policy mlx-lm does it.
 
     Attributes:
         prompt_cache: what the answer continues.
@@ -37,19 +41,25 @@ class SavedStart:
     """
 
     def __init__(
-        self, file: str, name: str, model, policy: Policy | Stages | None, kv_bits: int | None
+        self,
+        file: str,
+        name: str,
+        model,
+        policy: Policy | Stages | None,
+        quantization: Quantization | None,
     ):
         self._file = file
         self._saved = saved.load(file, model)
         self.prompt_cache = self._saved.prompt_cache
         if self._saved.tokens is None:
             _require_name(file, name, self._saved.notes.get("model"))
-        if kv_bits is not None and (policy is not None or self._is_compressed()):
-            raise SnapKVError("quantised rows can't be compressed yet: drop --kv-bits")
+        if quantization is not None and (self._is_compressed() or self._is_quantised()):
+            how = "compressed" if self._is_compressed() else "quantised"
+            raise SnapKVError(f"{file} is {how} already, its rows stay as they are: drop --kv-bits")
         self.n_tokens = max(getattr(c, "offset", 0) for c in models.members(self.prompt_cache))
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if policy is not None:
-            self.report = self._compress(model, policy)
+            self.report = self._compress(model, policy, quantization)
 
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Token ids of what follows the saved prompt.
@@ -96,11 +106,21 @@ class SavedStart:
         caches = models.members(self.prompt_cache)
         return any(isinstance(cache, (SnapKVCache, BlockKVCache)) for cache in caches)
 
-    def _compress(self, model, policy: Policy | Stages) -> CompressionReport:
+    def _is_quantised(self) -> bool:
+        return any(hasattr(cache, "bits") for cache in models.members(self.prompt_cache))
+
+    def _compress(
+        self, model, policy: Policy | Stages, quantization: Quantization | None
+    ) -> CompressionReport:
         """Cut the full cache down by a policy that needs no queries."""
         if self._is_compressed():
             raise SnapKVError(
                 f"{self._file} is already compressed, by {self._saved.policy}: drop the policy"
+            )
+        if self._is_quantised():
+            raise SnapKVError(
+                f"{self._file} was saved as a full cache with --kv-bits, which no policy compresses: "
+                "drop the policy, or save the prompt without --kv-bits"
             )
         if isinstance(policy, Stages):
             raise SnapKVError("a saved full cache is compressed by one policy, not by two stages")
@@ -113,7 +133,10 @@ class SavedStart:
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"
             return CompressionReport(str(policy), self.n_tokens, reason)
-        return compress_prompt_cache(model, self.prompt_cache, policy)
+        if quantization is not None:
+            fresh = make_prompt_cache(model)
+            require_quantizable(model, models.attention_layers(model, fresh), fresh, quantization)
+        return compress_prompt_cache(model, self.prompt_cache, policy, quantization=quantization)
 
 
 def _require_name(file: str, name: str, made_with: str | None) -> None:

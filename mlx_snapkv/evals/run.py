@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -58,21 +59,31 @@ def run(
     contenders: Contenders,
     results: Results,
     on_answer: Callable[[], None] = lambda: None,
+    generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Record]:
-    """Ask what `results` does not hold yet; the records of all cells and contenders, in that order."""
+    """Ask what `results` does not hold yet; the records of all cells and contenders, in that order.
+
+    `generation` holds options of `generate` for every answer, the full cache's too.
+    """
     for cell in cells:
         missing = [name for name in contenders if results.get(name, cell) is None]
         if not missing:
             continue
         question = task.ask(cell)
         for name in missing:
-            answered = _answer(model, tokenizer, question, contenders[name])
+            answered = _answer(model, tokenizer, question, contenders[name], generation)
             results.add({"policy": name, **vars(cell), **answered})
             on_answer()
     return [record for cell in cells for name in contenders if (record := results.get(name, cell))]
 
 
-def _answer(model, tokenizer, question: Question, policy: Policy | Stages | None) -> dict[str, Any]:
+def _answer(
+    model,
+    tokenizer,
+    question: Question,
+    policy: Policy | Stages | None,
+    generation: Mapping[str, Any],
+) -> dict[str, Any]:
     reports: list[CompressionReport] = []
     cache = make_prompt_cache(model)
     text = generate(
@@ -83,6 +94,7 @@ def _answer(model, tokenizer, question: Question, policy: Policy | Stages | None
         policy=policy,
         prompt_cache=cache,
         on_report=reports.append,
+        **generation,
     )
     (report,) = reports
     return {

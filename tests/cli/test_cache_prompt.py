@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import sys
 
@@ -17,6 +18,7 @@ from mlx_snapkv.cli.opening import opening_tokens
 from mlx_snapkv.continuation import mlx_lm_suffix
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.prefill import mlx_generate
 
 
 @pytest.fixture
@@ -101,6 +103,50 @@ def test_a_full_cache_is_compressed_on_loading(call, book, cache):
     assert "full cache: the saved prompt's 600 tokens are below min_ctx=9000" in err
 
 
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("schedule", ["schedule=block,block=64", "schedule=once"])
+def test_rows_are_quantised_when_saved_or_when_loaded(call, book, cache, model, schedule):
+    policy = ["--policy", f"keydiff:budget=50%,{schedule}"]
+    bits = ["--kv-bits", "8", "--kv-group-size", "32"]
+    full, said = cache("full.safetensors", model=model)
+    plain, quantised = [], []
+    for options, found in (([], plain), (bits, quantised)):
+        small, told = cache("small.safetensors", *policy, *options, model=model)
+        assert "300 rows kept" in told
+        for file, more in ((small, []), (full, policy + options)):
+            code, answer, err = ask(call, book, file, *more, model=model)
+            assert code == 0 and "saved ones (keydiff:budget=50%" in err and "now 3" in err
+            found.append((answer, kv_memory(err)))
+    for (answer, size), (same, less) in zip(plain, quantised, strict=True):
+        assert answer == same and less < 0.35 * size < 0.35 * kv_memory(said)
+
+
+def kv_memory(told):
+    """Kilobytes of KV memory, of a closing line."""
+    number, unit = re.search(r"KV memory ([\d.]+) (kB|MB)", told).groups()
+    return float(number) * {"kB": 1, "MB": 1000}[unit]
+
+
+def test_a_full_cache_is_quantised_by_mlx_lm(call, book, cache, monkeypatch):
+    monkeypatch.setattr(
+        mlx_generate.generate_step,
+        "__kwdefaults__",
+        {**mlx_generate.generate_step.__kwdefaults__, "quantized_kv_start": 100},
+    )
+    file, err = cache("eight.safetensors", "--kv-bits", "8")
+    code, out, again = ask(call, book, file)
+    assert (code, out.strip()) == (0, book[2]) and 0 < kv_memory(err) < kv_memory(again)
+    for options, message in [
+        (["--kv-bits", "8"], "is quantised already"),
+        (
+            ["--policy", "keydiff"],
+            "was saved as a full cache with --kv-bits, which no policy compresses",
+        ),
+    ]:
+        code, _, err = ask(call, book, file, *options)
+        assert code == 2 and message in err
+
+
 def test_a_prompt_saved_by_mlx_lm_goes_on(call, book, monkeypatch, capsys):
     folder, _, value = book
     model, file = str(MODELS["demo"]), str(folder / "theirs.safetensors")
@@ -127,7 +173,18 @@ def test_mistakes_are_told_in_one_sentence(call, book, cache, tmp_path):
         (full, ["--snapkv", "min_ctx=0"], "keydiff, streaming_llm, key_norm, random"),
         (full, ["--policy", "keydiff then snapkv"], "one policy, not by two stages"),
         (small, ["--policy", "keydiff"], "already compressed, by keydiff:budget=50%"),
-        (small, ["--kv-bits", "4"], "drop --kv-bits"),
+        (
+            small,
+            ["--kv-bits", "4"],
+            "is compressed already, its rows stay as they are: drop --kv-bits",
+        ),
+        (full, ["--kv-bits", "5"], "--kv-bits must be 2, 3, 4, 6 or 8, got 5"),
+        (full, ["--kv-bits", "8", "--kv-group-size", "9"], "--kv-group-size must be 32, 64 or 128"),
+        (
+            full,
+            ["--policy", "keydiff", "--kv-bits", "8", "--kv-group-size", "128"],
+            "one of [32, 64]",
+        ),
         (full, ["--max-kv-size", "99"], "--max-kv-size can't be combined"),
         (full, ["--system-prompt", "x"], "--system-prompt can't be combined"),
         (full, ["--ignore-chat-template"], "--ignore-chat-template is settled"),

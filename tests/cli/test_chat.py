@@ -57,6 +57,16 @@ def test_rows_can_rest_in_a_file(document):
     assert "KV memory held between turns: 0 B, " in err and " in files; prompt" in err
 
 
+def test_answers_are_decoded_from_quantised_rows(document):
+    path, facts = document
+    lines = [f"/file {path}", *(fact.question for fact in facts), "/stats"]
+    code, out, err = script(lines, *POLICY, "--kv-bits", "8", "--kv-group-size", "32")
+    assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
+    assert "100 rows kept" in err
+    code, out, err = script([], *POLICY, "--kv-bits", "8", "--kv-group-size", "128")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "must be one of [32, 64]" in err
+
+
 def test_an_unknown_memory_is_one_line():
     code, out, err = script([], *POLICY[:-1], "recall:2bit")
     assert (code, out) == (2, "") and "or recall:file, got 'recall:2bit'" in err

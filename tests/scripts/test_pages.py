@@ -7,6 +7,7 @@ import pytest
 
 from scripts import (
     benchmark_long_answers,
+    measure_kv_bits,
     measure_long_answers,
     measure_turns,
     quality_page,
@@ -18,6 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize(
     "name, script",
     [
+        ("kv-bits", measure_kv_bits),
         ("turns", measure_turns),
         ("long-answers", measure_long_answers),
         ("long-answers-time", benchmark_long_answers),

@@ -1,0 +1,110 @@
+"""Facts found with rows of 8 and of 4 bits, with the full cache and with policies, on both embedded models.
+
+    python scripts/measure_kv_bits.py                    # writes docs/kv-bits.json and docs/kv-bits.md
+
+Each cell's documents are those of `mlx-snapkv eval needle --needles 4`, with fixed seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from results_page import about, mlx_versions, write, written_by
+
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.evals.grid import cells
+from mlx_snapkv.evals.needle import Needle
+from mlx_snapkv.evals.results import Results
+from mlx_snapkv.evals.run import FULL, contenders, run
+from mlx_snapkv.evals.summary import summarise
+from mlx_snapkv.report import format_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SEED, NEEDLES, DEPTHS = 10_000_000, 4, 5
+GROUP_SIZE = 64
+BITS = (None, 8, 4)
+SNAPKV = "snapkv:budget=6.25%,n_sink=4,n_window=32,obs_window=32,min_ctx=0,lookahead=0"
+KEYDIFF = "keydiff:budget=12.5%,block=256"
+POLICIES = [SNAPKV, KEYDIFF, f"{KEYDIFF} then {SNAPKV}"]
+
+
+def measure(name: str, length: int, questions: int) -> list[dict[str, Any]]:
+    """A JSON object a policy and number of bits, the full cache first."""
+    model, tokenizer = load_model(name)
+    task, grid, chosen = (
+        Needle(tokenizer, SEED, NEEDLES),
+        cells([length], DEPTHS, questions),
+        contenders(POLICIES),
+    )
+    rows = []
+    for bits in BITS:
+        options = {"kv_bits": bits, "kv_group_size": GROUP_SIZE, "quantized_kv_start": 0}
+        records = run(model, tokenizer, task, grid, chosen, Results({}), generation=options)
+        rows += [{"model": name, "bits": bits, **found} for found in summarise(records)]
+        for row in rows[-len(chosen) :]:
+            print(row, flush=True)
+    order = [FULL, *chosen]
+    return sorted(rows, key=lambda row: order.index(row["policy"]))
+
+
+def page(result: dict[str, Any]) -> str:
+    """docs/kv-bits.md, from its result."""
+    lines = [
+        "# Rows with fewer bits",
+        "",
+        written_by(result),
+        "",
+        f"Prompts of {result['length']:,} tokens with {result['needles']} facts, one of them asked for; "
+        f"{result['depths']} depths, {result['questions']} questions at each. `kv_bits` in groups of "
+        f"{result['group_size']}; the full cache is mlx-lm's own, quantised from the first chunk. Weights and plain "
+        "rows are float32, as a CPU computes quickest: of a float16 cache the same bits are about twice the share. "
+        "Rows are those kept per KV head at the cut; KV memory is read from the arrays after the answer, with the room "
+        "for the next block under a block policy.",
+    ]
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        mine = [r for r in result["rows"] if r["model"] == name]
+        whole = mine[0]["kv_bytes"]
+        lines += ["", f"## `{name}`", ""]
+        lines += ["| policy | bits | right | rows | KV memory | share of the full cache |"]
+        lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+        for r in mine:
+            bits = "unquantised" if r["bits"] is None else r["bits"]
+            lines.append(
+                f"| {r['policy']} | {bits} | {r['right']}/{r['asked']} | {r['rows']:,} | "
+                f"{format_bytes(r['kv_bytes'])} | {r['kv_bytes'] / whole:.2%} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--questions", type=int, default=2, help="asked at each depth")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "kv-bits")
+    args = parser.parse_args()
+    result = {
+        **about("measure_kv_bits.py", *sys.argv[1:]),
+        "versions": mlx_versions(),
+        "length": args.length,
+        "depths": DEPTHS,
+        "needles": NEEDLES,
+        "questions": args.questions,
+        "group_size": GROUP_SIZE,
+        "rows": [],
+    }
+    for name in args.models:
+        result["rows"] += measure(name, args.length, args.questions)
+    write(args.out, result, page(result))
+    print(page(result))
+
+
+if __name__ == "__main__":
+    main()
