@@ -62,7 +62,8 @@ def answer_cache(
         cache = made(SnapKVCache, kept.quantization, *rows, **options)
     else:
         chooses = KeyDiff() if policy.on_full == "keydiff" else policy
-        options |= {"policy": chooses, "n_sink": quota.n_sink, "family": family}
+        options |= {"policy": chooses, "block": policy.answer_block, "n_sink": quota.n_sink}
+        options["family"] = family
         cache = made(ReselectingSnapKVCache, kept.quantization, *rows, **options)
     mx.eval(cache.keys, cache.values, pinned)
     return cache

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import _BaseCache
 from .budgets import UNLIMITED, Quota
 from .errors import SnapKVError, TrimError
 from .models import AttentionFamily
-from .policies import Policy, resolve_policy
+from .policies import Policy
 from .quantization import (
     Quantization,
     Stored,
@@ -278,25 +278,19 @@ class BlockKVCache(SelfEvicting, _BaseCache):
         return (
             *(getattr(self, name) for name in _STATE),
             *dataclasses.astuple(self.quota),
-            str(self.policy),
-            repr(self.scale),  # a number would be saved in single precision
-            self._queries or None,  # an empty list would not be saved
             self._uncounted or None,
+            *self._choice_state(),
         )
 
     @state.setter
     def state(self, v) -> None:
-        *plain, rows, n_sink, n_window, policy, scale, queries, uncounted = v
+        *plain, rows, n_sink, n_window, uncounted, policy, scale, queries = v
+        self._take_choice_state(policy, scale, queries)
         for name, value in zip(_STATE, plain, strict=True):
             setattr(self, name, value)
         self.quota = Quota(rows, n_sink, n_window)
-        self.policy, _ = resolve_policy(policy=policy).stages  # type: ignore[union-attr]
-        self.scale = float(scale)
-        self._queries = queries or []
         self._uncounted = uncounted or []
         self.selection_seconds = 0.0
-        self._family = None
-        self._before = None
 
 
 _STATE = (

@@ -54,7 +54,7 @@ def compress_prompt_cache(
     n_tokens = _common_length(caches)
     quotas = policy.quotas(n_tokens, len(layers))
     report = CompressionReport(str(policy), n_tokens)
-    if policy.mass is None and all(c.size() <= q.rows for c, q in zip(caches, quotas)):
+    if policy.mass is None and all(size_of(c) <= q.rows for c, q in zip(caches, quotas)):
         report.reason = fits_reason(n_tokens, policy)
         return report
     if queries is not None and len(queries) != len(prompt_cache):
@@ -107,6 +107,17 @@ def kv_bytes(prompt_cache: list) -> int:
     return total
 
 
+def size_of(cache) -> int:
+    """Rows that a cache holds; mlx-lm's quantised one does not say."""
+    return cache.offset if isinstance(cache, QuantizedKVCache) else cache.size()
+
+
+def is_compressed(prompt_cache: list) -> bool:
+    """Whether any layer's rows were chosen from, or are going to be."""
+    kinds = (SnapKVCache, BlockKVCache)
+    return any(isinstance(cache, kinds) for cache in models.members(prompt_cache))
+
+
 def full_bytes(cache) -> int:
     """Bytes of all the tokens' rows, had none been dropped or quantised."""
     if isinstance(cache, RestingKVCache):
@@ -122,8 +133,10 @@ def rows_held(cache) -> Rows:
         return Rows(keys, values, given_positions=positions, quantization=cache.quantization)
     if isinstance(cache, BlockKVCache):
         return cache.rows(0)
-    if isinstance(cache, RestingKVCache):
-        return Rows(*cache.computed())
+    if isinstance(cache, QuantizedKVCache):
+        how = Quantization(cache.bits, cache.group_size)
+        keys, values = (tuple(parts) for parts in cache.keys_and_values())
+        return Rows(keys, values, quantization=how)
     return Rows(*cache.keys_and_values())
 
 
@@ -159,8 +172,8 @@ def _rows(layer: AttentionLayer, cache, queries: mx.array | None, n_queries: int
     """A layer's rows with the given queries, or those recorded, the last `n_queries` if they are many."""
     if isinstance(cache, BlockKVCache):
         return cache.rows(n_queries)
-    keys, values = cache.keys_and_values()
-    rows = Rows(keys, values)
+    rows = rows_held(cache)
+    keys = rows.keys
     if queries is not None:
         _check_queries(queries, keys)
         asked = range(cache.offset - queries.shape[2], cache.offset)

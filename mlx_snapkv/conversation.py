@@ -11,8 +11,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import models
-from .block_cache import BlockKVCache
-from .cache import SnapKVCache
+from .compress import is_compressed
 from .continuation import mlx_lm_suffix
 from .demo.questions import common_prefix
 from .errors import SnapKVError
@@ -26,8 +25,6 @@ from .report import NO_POLICY, CompressionReport
 from .request import RecordedRequest
 from .rewind import Rewind, take_back_beyond
 from .turns import RecalledTurn, Turn, held_tokens
-
-UNCHANGED: Any = object()
 
 
 class Conversation:
@@ -78,23 +75,6 @@ class Conversation:
         self.system = system
         self.reset()
 
-    def restart(
-        self,
-        *,
-        policy: Policy | Stages | str | None = UNCHANGED,
-        system: str | None = UNCHANGED,
-    ) -> None:
-        """Forget the conversation, and go on with another policy or system prompt.
-
-        Raises:
-            SnapKVError: the policy can't be used; nothing is forgotten then.
-        """
-        if policy is not UNCHANGED:
-            self.policy = self._usable(policy, self.memory)
-        if system is not UNCHANGED:
-            self.system = system
-        self.reset()
-
     def _usable(self, policy: Policy | Stages | str | None, memory: str) -> Policy | Stages | None:
         chosen = resolve_policy(policy=policy)
         if chosen is None:
@@ -135,8 +115,9 @@ class Conversation:
         """
         if not text.strip():
             raise SnapKVError("there is no text to attach")
+        n_tokens = len(self.tokenizer.encode(text, add_special_tokens=False))
         self.attached.append(text)
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
+        return n_tokens
 
     def send(
         self, text: str, prompt_progress_callback: Callable[[int, int], None] | None = None
@@ -239,7 +220,7 @@ class Conversation:
     def _reason_for_nothing(self, n_prompt: int, max_tokens: int) -> str | None:
         if self.policy is None:
             return "no policy was given"
-        if self._is_compressed():
+        if is_compressed(self.prompt_cache):
             return None
         return gate(self.policy, n_prompt, None, max_tokens)
 
@@ -259,10 +240,6 @@ class Conversation:
 
     def _take_report(self, report: CompressionReport) -> None:
         self.report = report
-
-    def _is_compressed(self) -> bool:
-        kinds = (SnapKVCache, BlockKVCache)
-        return any(isinstance(c, kinds) for c in models.members(self.prompt_cache))
 
     def _empty_cache(self) -> list:
         if self.policy is None or self.memory == "drop":

@@ -155,7 +155,7 @@ def block_size(prompt_cache: list) -> int | None:
 def observes(prompt_cache: list) -> bool:
     """Whether caches evict by themselves and ask for queries."""
     caches = (c for c in models.members(prompt_cache) if isinstance(c, SelfEvicting))
-    return any(c.policy.observes for c in caches)
+    return any(c.policy.observes_answer for c in caches)
 
 
 def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:

@@ -70,12 +70,6 @@ class Recorder:
     def n_queries(self) -> int:
         return sum(q.shape[2] for q in self._queries)
 
-    def _start_over(self, first: int, last: int) -> None:
-        """Want other positions from now on, and forget all queries."""
-        self.first, self.last = first, last
-        self._queries = []
-        self._stop = 0
-
     def _forget_from(self, position: int) -> None:
         kept = self.n_queries - max(0, self._stop - position)
         queries = mx.concatenate(self._queries, axis=2)[:, :, : max(0, kept)]
@@ -96,7 +90,7 @@ class RecordingKVCache(Recorder, KVCache):
 
     def observe(self, first: int, last: int, capacity: int) -> None:
         """Go on with other positions, `capacity` tokens in all; the queries kept so far are forgotten."""
-        self._start_over(first, last)
+        self.start_recording(first, last)
         self.step = max(KVCache.step, capacity - self.offset)
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way

@@ -7,7 +7,7 @@ import mlx.core as mx
 from .budgets import Quota
 from .cache import SnapKVCache
 from .models import AttentionFamily
-from .policies import Policy, resolve_policy
+from .policies import Policy
 from .quantization import Stored, each
 from .selection import gather_rows
 from .self_evicting import SelfEvicting
@@ -15,7 +15,7 @@ from .votes import Rows
 
 
 class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
-    """A `SnapKVCache` that chooses, every `n_window // 2` tokens, which rows its window is to give up next.
+    """A `SnapKVCache` that chooses, every `block` tokens, which rows its window is to give up next.
 
         [0 : n_pin)            the best rows of all, the sink among them
         [n_pin : n_keep)       the others, to be overwritten next, then the most recent ones (a ring)
@@ -28,6 +28,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
     Args:
         keys, values, positions, rest: as for `SnapKVCache`.
         policy: whose scores decide. If it votes, the attention class must be patched while tokens are fed.
+        block: tokens between two choices, at most `n_window`; the `n_window - block` most recent rows always stay.
         n_sink: first rows, which always stay.
         family: the layer's attention family, for policies that vote.
     """
@@ -39,6 +40,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         positions: mx.array,
         *,
         policy: Policy,
+        block: int,
         n_sink: int,
         family: AttentionFamily | None = None,
         **rest,
@@ -46,7 +48,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         SnapKVCache.__init__(self, keys, values, positions, **rest)
         self.start_recording(newest=policy.obs_window)
         self.policy = policy
-        self.block = _between_choices(self.n_window)
+        self.block = block
         self.n_sink = n_sink
         self._family = family
         self._since = 0  # tokens since the last choice
@@ -82,12 +84,28 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         keys, values, positions = self.in_order()
         rows = Rows(keys, values, given_positions=positions, quantization=self.quantization)
         self._ask(rows, self.policy.obs_window)
-        kept = rows.taken(self._layout(self.policy.score(rows)))
-        self.keys, self.values = kept.stored_keys, kept.stored_values
-        self._pinned_positions = mx.contiguous(kept.positions[..., : self.n_pin])
-        self._left = mx.contiguous(kept.positions[..., self.n_pin :])
-        mx.eval(self._pinned_positions, self._left)
-        self._oldest = self._since = 0
+        layout = self._layout(self.policy.score(rows))
+        places = mx.take_along_axis(mx.argsort(self.positions, axis=-1), layout, axis=-1)
+        positions = mx.take_along_axis(positions, layout, axis=-1)
+        pinned, left = (
+            mx.contiguous(x) for x in (positions[..., : self.n_pin], positions[..., self.n_pin :])
+        )
+        mx.eval(places, pinned, left)
+        rows.let_go()
+        del keys, values  # sorted copies
+        moved = [
+            each(lambda part: gather_rows(part, places), rows) for rows in (self.keys, self.values)
+        ]
+        mx.eval(moved)
+        # At once, so that nothing that interrupts it leaves one without the other.
+        vars(self).update(
+            keys=moved[0],
+            values=moved[1],
+            _pinned_positions=pinned,
+            _left=left,
+            _oldest=0,
+            _since=0,
+        )
 
     def _layout(self, scores: mx.array) -> mx.array:
         """Which row goes where, by scores `(B, n_kv_heads, T)`: uint32 `(B, n_kv_heads, at most n_keep)`."""
@@ -140,9 +158,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         return (
             *super().state,
             *(getattr(self, name) for name in _STATE),
-            str(self.policy),
-            repr(self.scale),  # a number would be saved in single precision
-            self._queries or None,  # an empty list would not be saved
+            *self._choice_state(),
         )
 
     @state.setter
@@ -153,14 +169,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         self.start_recording()
         for name, value in zip(_STATE, plain, strict=True):
             setattr(self, name, value)
-        self.policy, _ = resolve_policy(policy=policy).stages  # type: ignore[union-attr]
-        self.block = _between_choices(self.n_window)
-        self.scale = float(scale)
-        self._queries = queries or []
+        self._take_choice_state(policy, scale, queries)
 
 
-def _between_choices(n_window: int) -> int:
-    return max(1, n_window // 2)
-
-
-_STATE = ("n_sink", "_since", "_left", "newest", "sinks", "_stop")
+_STATE = ("block", "n_sink", "_since", "_left", "newest", "sinks", "_stop")

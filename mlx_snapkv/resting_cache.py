@@ -34,7 +34,7 @@ class RestingKVCache(Recorder, _BaseCache):
 
     def observe(self, first: int, last: int, capacity: int) -> None:
         """Keep the queries of other positions, `capacity` tokens in all; those kept so far are forgotten."""
-        self._start_over(first, last)
+        self.start_recording(first, last)
         self.fresh.step = max(KVCache.step, capacity - self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -90,7 +90,12 @@ class QuantizedRows:
 
     def truncate(self, n: int) -> None:
         if n < self.n_rows and self.keys is not None and self.values is not None:
-            self.hold(*(each(lambda x: x[:, :, :n], parts) for parts in (self.keys, self.values)))
+            first = [
+                each(lambda x: mx.contiguous(x[:, :, :n]), parts)
+                for parts in (self.keys, self.values)
+            ]
+            mx.eval(first)  # so that the others are not kept alive
+            self.hold(*first)
 
     @property
     def nbytes(self) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from . import models, saved
-from .block_cache import BlockKVCache
-from .cache import SnapKVCache
+from .compress import is_compressed
 from .conversation import Conversation
 from .errors import SnapKVError
 from .file_rows import FileRows
@@ -54,6 +53,11 @@ def load(
     if found.policy != NO_POLICY:
         policy, memory = found.policy, notes.get("memory", "drop")
     system = notes.get("system", notes.get("system_prompt")) if found.tokens is not None else None
+    if is_compressed(found.prompt_cache) and (policy is None or memory != "drop"):
+        need = (
+            "a policy to go on with" if policy is None else "memory=drop, the other rows are gone"
+        )
+        raise SnapKVError(f"{path} holds a compressed prompt, which needs {need}")
     conversation = Conversation(
         model, tokenizer, policy=policy, memory=memory, system=system, **generation
     )
@@ -104,7 +108,7 @@ def _take(conversation: Conversation, found: list) -> None:
 
 def _filled(empty: KVCache | RestingKVCache, found):
     """A cache of `empty`'s kind with the rows of a loaded one, which is itself given back if it is compressed."""
-    if isinstance(found, (SnapKVCache, BlockKVCache)):
+    if is_compressed([found]):
         return found
     if isinstance(found, QuantizedKVCache):
         if isinstance(empty, RestingKVCache) and isinstance(empty.store, QuantizedRows):

@@ -163,6 +163,8 @@ def _choices_agree(cache: ReselectingSnapKVCache, rows: int, keys: mx.array) -> 
     left = cache._left
     return (
         _is_count(cache.n_sink)
+        and _is_count(cache.block, 1)
+        and cache.block <= cache.n_window
         and _is_count(cache._since)
         and _is_count(cache._stop)
         and cache._stop <= cache.offset

@@ -7,9 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from .errors import TrimError
+from .errors import SnapKVError, TrimError
 from .models import AttentionFamily
-from .policies import Policy
+from .policies import Policy, resolve_policy
 from .recorder import Recorder
 from .votes import Rows
 
@@ -50,6 +50,17 @@ class SelfEvicting(Recorder, ABC):
         """Tell a cache that was loaded from a file its layer's attention family."""
         self._family = family
 
+    def _choice_state(self) -> tuple:
+        """The end of a cache's state: how it chooses, and the queries that wait to vote."""
+        # A number would be saved in single precision, and an empty list not at all.
+        return str(self.policy), repr(self.scale), self._queries or None
+
+    def _take_choice_state(self, policy: str, scale: str, queries: list[mx.array] | None) -> None:
+        self.policy, _ = resolve_policy(policy=policy).stages  # type: ignore[union-attr]
+        self.scale = float(scale)
+        self._queries = queries or []
+        self._family = self._before = None
+
     def _trim_behind_eviction(self, n: int) -> int:
         """Take back the eviction made for now with the tokens since then, and of those before it what is missing."""
         assert self._before is not None
@@ -63,17 +74,22 @@ class SelfEvicting(Recorder, ABC):
             raise
 
     def _ask(self, rows: Rows, n_queries: int) -> None:
-        """Let the last `n_queries` queries, if any were kept, vote for rows that end with the newest.
+        """Let the last `n_queries` queries vote for rows that end with the newest.
 
-        Queries from before the first of those rows were kept by tokens of which many followed unrecorded.
+        Raises:
+            SnapKVError: tokens were fed since, and their queries were not recorded.
         """
-        if not n_queries or not self.n_queries:
+        if not n_queries:
             return
         asked = self.query_positions[-n_queries:]
-        if asked.start >= self.offset - len(rows):
-            rows.queries = self._grouped(self.queries[:, :, -n_queries:], rows)
-            rows.query_positions = self._rows_of(asked, rows)
-            rows.scale, rows.sinks = self.scale, self.sinks
+        if not asked or asked.stop < min(self.last, self.offset):
+            raise SnapKVError(
+                f"{self.policy.name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
+                "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
+            )
+        rows.queries = self._grouped(self.queries[:, :, -n_queries:], rows)
+        rows.query_positions = self._rows_of(asked, rows)
+        rows.scale, rows.sinks = self.scale, self.sinks
 
     def _rows_of(self, positions: range, rows: Rows) -> mx.array:
         """The rows of recent tokens; beyond the last row for tokens taken back since."""

@@ -22,7 +22,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from . import models
-from .block_cache import BlockKVCache
 from .errors import SnapKVError
 from .policies import Policy, Stages
 from .prefill import mlx_generate, read
@@ -163,16 +162,17 @@ def require_trimmable(model, prompt_cache: list | None) -> None:
     """Refuse what mlx-lm's speculative loop would refuse, policy or not, but before the prompt is read.
 
     Raises:
-        SnapKVError: a layer can't take tokens back, or the cache is one with a budget.
+        SnapKVError: a layer can't take tokens back, or evicts by itself.
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
     kinds = {type(c).__name__ for c in models.members(caches) if not c.is_trimmable()}
     if kinds:
         raise _cannot_rewind("main", model, kinds)
-    if any(isinstance(c, BlockKVCache) for c in models.members(caches)):
+    if any(isinstance(c, SelfEvicting) for c in models.members(caches)):
         raise SnapKVError(
-            "a prompt cache with a budget can't go on with a draft model: drop draft_model"
+            "a prompt cache that chooses rows by itself can't go on with a draft model: drop draft_model, or "
+            "compress the prompt with snapkv and on_full=slide"
         )
 
 
@@ -204,8 +204,8 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
     if answering.observes_answer:
         way = "schedule=block" if answering.schedule == "block" else f"on_full={answering.on_full}"
         raise SnapKVError(
-            f"{answering.name} with {way} counts the attention of every answer token, which rejected drafts "
-            "can't take back: use schedule=once with on_full=slide, or drop draft_model"
+            f"{answering.name} with {way} lets every answer token vote, which rejected drafts can't take back: "
+            "use schedule=once with another on_full, or drop draft_model"
         )
     if num_draft >= answering.answer_block:
         raise SnapKVError(

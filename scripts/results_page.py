@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_snapkv.bench.setting import setting
+from mlx_snapkv.cli.options import with_suffix
 
 
 def about(script: str, *arguments: str) -> dict[str, Any]:
@@ -38,5 +39,5 @@ def written_by(result: dict[str, Any]) -> str:
 def write(out: Path, result: Any, page: str) -> None:
     """Write the result to OUT.json and its page to OUT.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    out.with_suffix(".md").write_text(page)
+    with_suffix(out, ".json").write_text(json.dumps(result, indent=1) + "\n")
+    with_suffix(out, ".md").write_text(page)

@@ -199,7 +199,7 @@ def test_queries_of_tokens_taken_back_do_not_vote():
 def test_without_the_queries_it_asks_for_a_policy_says_so():
     cache = make_cache(TOVA(), rows=6, block=2)
     cache.update_and_fetch(*rows_of(0, 8))
-    with pytest.raises(SnapKVError, match="queries are missing"):
+    with pytest.raises(SnapKVError, match="were not recorded"):
         cache.update_and_fetch(*rows_of(8, 1))
 
 

@@ -5,9 +5,19 @@ import random
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import assert_same, assert_unpatched, steps
+from request_helpers import assert_same, assert_unpatched, plain, steps
 
-from mlx_snapkv import BlockKVCache, ReselectingSnapKVCache, SnapKV, SnapKVCache, SnapKVError
+from mlx_snapkv import (
+    BlockKVCache,
+    ReselectingSnapKVCache,
+    SnapKV,
+    SnapKVCache,
+    SnapKVError,
+    generate_step,
+    patch_for_snapkv,
+    prefill,
+    unpatch_snapkv,
+)
 from scripts.measure_long_answers import question, recalls
 
 SMALL = {"budget": 56, "n_sink": 4, "n_window": 32, "obs_window": 8, "min_ctx": 0, "lookahead": 0}
@@ -136,3 +146,23 @@ def test_a_follow_up_is_read_in_blocks_with_a_choice_between_them(
     assert max(fed) == 16 and len(choices) >= 7 * len(kept(cache))
     assert all(c.size() == 56 for c in kept(cache))
     assert_unpatched()
+
+
+def test_votes_that_nobody_recorded_are_told(tokens, tiny_model):
+    policy = SnapKV(**SMALL, on_full="reselect")
+    cache, _ = prefill(tiny_model, tokens[:-1], policy)
+    with pytest.raises(SnapKVError, match="were not recorded: use mlx_snapkv's generate_step, or"):
+        plain(tiny_model, tokens[-1:], 60, prompt_cache=cache)
+    cache, _ = prefill(tiny_model, tokens[:-1], policy)
+    patch_for_snapkv(tiny_model)
+    try:
+        assert len(plain(tiny_model, tokens[-1:], 60, prompt_cache=cache)) == 60
+    finally:
+        unpatch_snapkv(tiny_model)
+
+
+def test_a_cache_that_grows_patches_nothing(tokens, tiny_model):
+    cache, _ = prefill(tiny_model, tokens, SnapKV(**SMALL, on_full="grow"))
+    for _ in generate_step(tokens[:5], tiny_model, max_tokens=3, prompt_cache=cache):
+        assert_unpatched()
+    assert all(c.n_queries == 0 for c in kept(cache))

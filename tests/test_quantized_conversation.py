@@ -155,7 +155,5 @@ def test_saved_it_goes_on_with_the_bits_asked_for(
 
 
 def test_what_cannot_be_is_told_at_once(demo_llama):
-    conversation = Conversation(*demo_llama, **BITS | {"kv_group_size": 128})
     with pytest.raises(SnapKVError, match=r"kv_group_size must be one of \[32, 64\]"):
-        conversation.restart(policy=SNAPKV)
-    assert conversation.policy is None
+        Conversation(*demo_llama, policy=SNAPKV, **BITS | {"kv_group_size": 128})

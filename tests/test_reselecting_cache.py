@@ -49,7 +49,7 @@ def make(kind=ReselectingSnapKVCache, **options):
     if how is not None:
         keys, values = how.pack(keys), how.pack(values)
     if kind is not SnapKVCache:
-        options |= {"policy": KeyDiff(), "n_sink": N_SINK}
+        options |= {"policy": KeyDiff(), "block": PERIOD, "n_sink": N_SINK}
     return kind(
         keys, values, mx.array([PINNED], mx.uint32), offset=OFFSET, n_window=N_WINDOW, **options
     )
@@ -213,7 +213,14 @@ def test_a_window_of_one_row_and_one_without_pinned_rows():
         keys, values = stacked([list(range(30, 30 + n))] * H)
         positions = mx.broadcast_to(mx.arange(30, 30 + pinned, dtype=mx.uint32), (B, H, pinned))
         cache = ReselectingSnapKVCache(
-            keys, values, positions, offset=40, n_window=n_window, policy=KeyDiff(), n_sink=0
+            keys,
+            values,
+            positions,
+            offset=40,
+            n_window=n_window,
+            policy=KeyDiff(),
+            block=max(1, n_window // 2),
+            n_sink=0,
         )
         for position in range(40, 60):
             feed(cache, position, 1)
@@ -226,7 +233,7 @@ def test_a_cache_that_votes_says_so_where_nobody_records_its_queries(tokens):
     policy = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=8,min_ctx=0,on_full=reselect"
     cache = make_prompt_cache(model)
     steps(model, tokens, 7, policy=policy, prompt_cache=cache)
-    with pytest.raises(SnapKVError, match="queries are missing"):
+    with pytest.raises(SnapKVError, match="were not recorded"):
         for token in range(60):
             model(mx.array([[token]]), cache=cache)
             mx.eval([c.state for c in cache])

@@ -6,10 +6,10 @@ import sys
 import mlx.core as mx
 import pytest
 from mlx_lm import cache_prompt, load
-from mlx_lm.models.cache import RotatingKVCache, save_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
 from test_saved_chat import SMALL, ask
 
-from mlx_snapkv import Conversation, SnapKVError
+from mlx_snapkv import Conversation, SnapKVError, prefill
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
 
@@ -92,3 +92,33 @@ def test_a_policy_given_is_for_files_that_have_none(loaded_llama, tmp_path):
         assert loaded.policy == chat.policy or first is None
         ask(loaded, facts[1].question)
         assert loaded.report.rows == (96 if first is None else 64)
+
+
+def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, tmp_path):
+    model, tokenizer = loaded_llama
+    path = tmp_path / "small.safetensors"
+    save_prompt_cache(str(path), prefill(model, list(range(5, 205)), SMALL)[0])
+    with pytest.raises(SnapKVError, match="needs a policy to go on with"):
+        Conversation.load(path, model, tokenizer)
+    with pytest.raises(SnapKVError, match="needs memory=drop, the other rows are gone"):
+        Conversation.load(path, model, tokenizer, policy=SMALL, memory="recall")
+    assert ask(Conversation.load(path, model, tokenizer, policy=SMALL, max_tokens=4), "What?")
+
+
+def test_a_template_that_refuses_is_told(loaded_llama, tmp_path):
+    model, tokenizer = loaded_llama
+    path = tmp_path / "full.safetensors"
+    cache = make_prompt_cache(model)
+    model(mx.arange(100)[None], cache=cache)
+    save_prompt_cache(str(path), cache)
+    chat = Conversation.load(path, model, tokenizer)
+
+    class Refusing:
+        has_chat_template = True
+
+        def apply_chat_template(self, messages, **options):
+            raise ValueError("no")
+
+    chat.tokenizer = Refusing()
+    with pytest.raises(SnapKVError, match="the chat template refused the conversation: no"):
+        chat.send("What?")

@@ -14,6 +14,7 @@ from mlx_snapkv import (
     KeyDiff,
     ReselectingSnapKVCache,
     SnapKVError,
+    prefill,
     stream_generate,
 )
 from mlx_snapkv.budgets import Quota
@@ -178,7 +179,7 @@ def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, t
 @pytest.mark.parametrize(
     "keywords, message",
     [
-        ({"policy": "h2o:budget=40"}, "h2o with schedule=block counts the attention"),
+        ({"policy": "h2o:budget=40"}, "h2o with schedule=block lets every answer token vote"),
         ({"policy": "tova:budget=40"}, "tova with schedule=block"),
         ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be below the 16 tokens that"),
         ({"policy": "keydiff:budget=pyramid:50"}, "equally many rows in every layer"),
@@ -221,3 +222,16 @@ def test_an_eviction_for_now_is_taken_back_whole():
     for a, b in zip(cache.keys_and_values(), expected.keys_and_values()):
         assert mx.array_equal(a, b)
     assert mx.array_equal(cache.positions, expected.positions)
+
+
+def test_a_given_cache_that_chooses_by_itself_is_refused(main, draft, tokenizer):
+    """mlx-lm's loop alone would choose too early: not the answer without a draft."""
+    for policy, allowed in ((RING, False), (f"{RING},on_full=slide", True)):
+        cache, _ = prefill(main, PROMPT[:-1], policy)
+        caches = cache + make_prompt_cache(draft)
+        options = {"prompt_cache": caches, "num_draft_tokens": 3}
+        if allowed:
+            assert list(stream_generate(main, tokenizer, PROMPT[-1:], 20, draft, **options))
+            continue
+        with pytest.raises(SnapKVError, match="chooses rows by itself can't go on with a draft"):
+            stream_generate(main, tokenizer, PROMPT[-1:], 20, draft, **options)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from .. import models
 from ..answer_cache import answer_cache
@@ -120,7 +120,5 @@ def request_cache(model, contender: Contender) -> list[Any]:
 
 def rows_bytes(prompt_cache: list[Any]) -> int:
     """Bytes of the keys and values of all caches that hold rows, mlx-lm's quantised and rotating ones too."""
-    others = (QuantizedKVCache, RotatingKVCache)
-    return kv_bytes(prompt_cache) + sum(
-        cache.nbytes for cache in models.members(prompt_cache) if isinstance(cache, others)
-    )
+    rotating = (c for c in models.members(prompt_cache) if isinstance(c, RotatingKVCache))
+    return kv_bytes(prompt_cache) + sum(cache.nbytes for cache in rotating)

@@ -41,6 +41,7 @@ def root(
 
 def main() -> None:
     """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    _require_temporary_folder()
     try:
         status = app(standalone_mode=False)
     except SnapKVError as error:
@@ -58,6 +59,13 @@ def main() -> None:
         fail(error.format_message())
     else:
         sys.exit(status if isinstance(status, int) else 0)
+
+
+def _require_temporary_folder() -> None:
+    """MLX looks for it when it is first used, and takes it amiss."""
+    folder = os.environ.get("TMPDIR")
+    if folder and not os.path.isdir(folder):
+        fail(f"TMPDIR names no folder: {folder}")
 
 
 def fail(message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import mlx.core as mx
 import typer
@@ -37,7 +37,7 @@ def chat(
     model: flags.Model,
     adapter_path: flags.AdapterPath = None,
     trust_remote_code: flags.TrustRemoteCode = False,
-    temp: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
     xtc_probability: flags.XtcProbability = 0.0,
     xtc_threshold: flags.XtcThreshold = 0.1,
@@ -98,6 +98,7 @@ class Repl:
     def __init__(self, conversation: Conversation, lines: Lines):
         self.conversation = conversation
         self._lines = lines
+        self._policy_wanted, self._memory_wanted = conversation.policy, conversation.memory
         self._console = Console(stderr=True, highlight=False)
         self._speed = ""
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
@@ -127,6 +128,10 @@ class Repl:
                 if not self._lines.interactive:
                     raise
                 self._say(str(error))
+            except KeyboardInterrupt:
+                if not self._lines.interactive:
+                    raise
+                self._say(f"stopped; the conversation goes on{self._waiting}")
             except StopIteration:
                 return
 
@@ -144,22 +149,26 @@ class Repl:
 
     def _answer(self, text: str) -> None:
         bar = PrefillBar(self._console)
-        responses = self.conversation.send(text, bar.update)
         last = None
+        responses: Any = self.conversation.send(text, bar.update)
         try:
             for last in responses:
                 print(last.text, end="", flush=True)
-        except KeyboardInterrupt:
-            responses.close()  # type: ignore[attr-defined]
-            self._say("\nstopped; the conversation goes on", end="")
-            if not self._lines.interactive:
-                raise
         finally:
+            responses.close()  # now, and not when it is collected: it may have been interrupted
             bar.close()
             if last is not None:
                 print(flush=True)
-        if last is not None:
-            self._speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
+                self._speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
+
+    @property
+    def _waiting(self) -> str:
+        """What was attached and is still to be read."""
+        n = len(self.conversation.attached)
+        if not n:
+            return ""
+        them = "the document" if n == 1 else f"the {n} documents"
+        return f", and {them} will be read with your next message"
 
     def _file(self, name: str) -> None:
         path = _named("/file", name)
@@ -167,7 +176,7 @@ class Repl:
         self._say(f"{Path(path).name}: {tokens:,} tokens, to be read with your next message")
 
     def _reset(self, _: str) -> None:
-        self.conversation.reset()
+        self._start_again()
         self._say("the conversation is forgotten")
 
     def _stats(self, _: str) -> None:
@@ -192,27 +201,38 @@ class Repl:
     def _load(self, name: str) -> None:
         now = self.conversation
         path = _named("/load", name)
-        self.conversation = Conversation.load(
+        self.conversation = loaded = Conversation.load(
             path,
             now.model,
             now.tokenizer,
-            policy=now.policy,
-            memory=now.memory,
+            policy=self._policy_wanted,
+            memory=self._memory_wanted,
             **now.generation,
         )
-        held = len(self.conversation.read)
-        self._say(f"{held:,} tokens loaded, policy {self.conversation.policy or 'none'}")
+        ways = (loaded.policy, loaded.memory)
+        whose = "" if ways == (self._policy_wanted, self._memory_wanted) else ", as it was saved"
+        how = f"policy {loaded.policy or 'none'}, memory {loaded.memory}{whose}"
+        self._say(f"{len(loaded.read):,} tokens loaded, {how}")
+
+    def _start_again(self, **changes: Any) -> None:
+        """Forget the conversation, and what the file it came from may have brought with it."""
+        now = self.conversation
+        options = {"system": now.system, "policy": self._policy_wanted} | changes
+        self.conversation = Conversation(
+            now.model, now.tokenizer, memory=self._memory_wanted, **options, **now.generation
+        )
+        self._policy_wanted = self.conversation.policy
 
     def _policy(self, text: str) -> None:
         if not text:
             self._say(f"policy: {self.conversation.policy or 'none'}")
             return
-        self.conversation.restart(policy=None if text == "none" else text)
+        self._start_again(policy=None if text == "none" else text)
         self._say(f"a new conversation with policy {self.conversation.policy or 'none'}")
 
     def _system(self, text: str) -> None:
-        self.conversation.restart(system=text or None)
-        self._say("a new conversation with that system prompt")
+        self._start_again(system=text or None)
+        self._say(f"a new conversation {'with that' if text else 'without a'} system prompt")
 
     def _help(self, _: str) -> None:
         for name, (_do, meaning) in self._commands.items():
@@ -221,8 +241,8 @@ class Repl:
     def _quit(self, _: str) -> None:
         raise StopIteration
 
-    def _say(self, text: str, end: str = "\n") -> None:
-        self._console.print(text, markup=False, soft_wrap=True, end=end)
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def _named(command: str, name: str) -> str:

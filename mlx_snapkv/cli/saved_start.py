@@ -9,9 +9,7 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import models, saved
-from ..block_cache import BlockKVCache
-from ..cache import SnapKVCache
-from ..compress import compress_prompt_cache, kv_bytes
+from ..compress import compress_prompt_cache, is_compressed, kv_bytes, size_of
 from ..continuation import mlx_lm_suffix
 from ..demo import MODELS
 from ..errors import SnapKVError
@@ -92,7 +90,7 @@ class SavedStart:
     @property
     def kept(self) -> str:
         """What the answer starts from, for the closing line."""
-        rows = max(c.size() for c in models.members(self.prompt_cache))
+        rows = max(size_of(c) for c in models.members(self.prompt_cache))
         how = "full cache" if self.policy == NO_POLICY else self.policy
         asked = self.report.policy != NO_POLICY and not self.report.compressed
         why = f": {self.report.reason}" if asked else ""
@@ -103,8 +101,7 @@ class SavedStart:
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
 
     def _is_compressed(self) -> bool:
-        caches = models.members(self.prompt_cache)
-        return any(isinstance(cache, (SnapKVCache, BlockKVCache)) for cache in caches)
+        return is_compressed(self.prompt_cache)
 
     def _is_quantised(self) -> bool:
         return any(hasattr(cache, "bits") for cache in models.members(self.prompt_cache))
@@ -116,11 +113,6 @@ class SavedStart:
         if self._is_compressed():
             raise SnapKVError(
                 f"{self._file} is already compressed, by {self._saved.policy}: drop the policy"
-            )
-        if self._is_quantised():
-            raise SnapKVError(
-                f"{self._file} was saved as a full cache with --kv-bits, which no policy compresses: "
-                "drop the policy, or save the prompt without --kv-bits"
             )
         if isinstance(policy, Stages):
             raise SnapKVError("a saved full cache is compressed by one policy, not by two stages")

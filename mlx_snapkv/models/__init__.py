@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from ..cache import SnapKVCache
 from ..errors import UnsupportedModelError
 from ..recorder import Recorder
 from .family import AttentionFamily
 from .table import FAMILIES, REFUSED, SUPPORTED
+
+# Kinds of caches whose rows can be chosen from; a rotating cache has lost some to no policy.
+_WITH_ALL_ROWS = (KVCache, QuantizedKVCache, Recorder, SnapKVCache)
 
 __all__ = [
     "FAMILIES",
@@ -72,7 +75,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     layers = []
     for n, (index, member, cache) in enumerate(slots):
         attention, family = found[n % len(found)]
-        if attention is not None and isinstance(cache, (KVCache, Recorder, SnapKVCache)):
+        if attention is not None and isinstance(cache, _WITH_ALL_ROWS):
             layers.append(AttentionLayer(index, member, attention, family))
     if not layers:
         raise UnsupportedModelError(

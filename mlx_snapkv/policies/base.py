@@ -32,7 +32,7 @@ class Policy(ABC):
         min_ctx: prompts with fewer tokens are left alone.
         schedule: "block" evicts while the prompt is read and while the answer is generated, whenever the next
             tokens would make more than `budget + block` rows; "once" reads the whole prompt first, and
-            while decoding the recent window slides.
+            while decoding the recent window slides, unless `on_full` says otherwise.
         block: tokens read at a time under "block".
 
     Class attributes, for policies that ask for more than keys and values:

@@ -92,6 +92,19 @@ def test_a_conversation_is_saved_and_loaded_in_another_chat(document, tmp_path):
     assert "tokens loaded, policy snapkv" in err and "100 rows kept" in err
 
 
+def test_a_files_own_settings_end_with_it(document, tmp_path):
+    """What the command line asked for is what the next full cache, and a new start, get."""
+    path, facts = document
+    own, full = tmp_path / "own.safetensors", tmp_path / "full.safetensors"
+    script([f"/file {path}", facts[0].question, f"/save {own}"], "--policy", "keydiff:budget=300")
+    script([f"/file {path}", facts[0].question, f"/save {full}"])
+    lines = [f"/load {own}", f"/load {full}", *(fact.question for fact in facts), "/stats"]
+    code, out, err = script([*lines, "/reset", f"/file {path}", facts[1].question], *POLICY)
+    assert (code, out.splitlines()) == (0, [f.value for f in (*facts, facts[1])])
+    assert "policy keydiff:budget=300, memory drop, as it was saved" in err
+    assert "memory recall\n" in err and "100 rows kept" in err
+
+
 def test_a_text_that_cache_prompt_saved_can_be_asked_about(document, tmp_path):
     path, facts = document
     base = str(tmp_path / "notes.safetensors")
