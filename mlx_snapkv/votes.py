@@ -80,7 +80,9 @@ class Rows:
             received = mx.take_along_axis(received, chosen, axis=-1)
             mx.eval(received)
         mx.eval(keys, positions)
-        mx.eval(values)  # after the keys: rows that rest are read for it, which needs less memory one by one
+        mx.eval(
+            values
+        )  # after the keys: rows that rest are read for it, which needs less memory one by one
         return Rows(
             keys,
             values,
