@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from .cache import SnapKVCache
+from .recorder import Recorder
 from .reselecting_cache import ReselectingSnapKVCache
 
 # Steps that a request decodes plainly first. MLX builds a model's fused kernels at their first use and keeps
@@ -22,8 +23,8 @@ class CompiledDecoder(nn.Module):
     """A model for mlx-lm's loop to use in one request: it computes what `model` does, its later steps compiled.
 
     A call is compiled if it adds one token to caches that are all `SnapKVCache`s with a full window and nothing
-    to choose, or `ArraysCache`s, and `wait` such calls came before. The caches then hold what an ordinary step would
-    have left in them. Any other call, and every call of a model that can't be traced, is the model's own.
+    to choose in this step, or `ArraysCache`s, and `wait` such calls came before. The caches then hold what an ordinary
+    step would have left in them. Any other call, and every call of a model that can't be traced, is the model's own.
 
     The weights are those of the first compiled step: changing them afterwards has no effect on the request.
 
@@ -59,9 +60,11 @@ class CompiledDecoder(nn.Module):
             return model(inputs, cache=cache)
         for c, state in zip(cache, states):
             if isinstance(c, SnapKVCache):
-                c.take_step(**state)
+                c.take_step(state["keys"], state["values"])
             else:
                 c.cache = state["cache"]
+            if isinstance(c, Recorder) and "observed" in state:
+                c.record(state["observed"], c.scale, c.sinks)
         return logits
 
 
@@ -79,14 +82,18 @@ def _is_traceable(cache) -> bool:
     if type(cache) is ArraysCache:
         arrays = all(x is not None for x in cache.cache)
         return arrays and cache.lengths is None and cache.left_padding is None
-    chooses = type(cache) is ReselectingSnapKVCache and not cache.policy.observes
-    return chooses or type(cache) is SnapKVCache
+    if type(cache) is ReselectingSnapKVCache:
+        return not cache.policy.observes or cache.n_queries > 0
+    return type(cache) is SnapKVCache
 
 
 def _arrays(cache) -> dict[str, Any]:
-    if isinstance(cache, SnapKVCache):
-        return {"keys": cache.keys, "values": cache.values}
-    return {"cache": list(cache.cache)}
+    if not isinstance(cache, SnapKVCache):
+        return {"cache": list(cache.cache)}
+    arrays = {"keys": cache.keys, "values": cache.values}
+    if isinstance(cache, ReselectingSnapKVCache) and cache.policy.observes:
+        arrays["observed"] = cache.queries[:, :, -1:]
+    return arrays
 
 
 def _step_of(model):
@@ -102,7 +109,8 @@ def _step_of(model):
 
 def _traced_cache(state: dict[str, Any], row: mx.array, offset: mx.array):
     if "keys" in state:
-        return _TracedRows(**state, row=row, offset=offset)
+        kind = _TracedRecorder if "observed" in state else _TracedRows
+        return kind(state["keys"], state["values"], row, offset)
     cache = ArraysCache(len(state["cache"]))
     cache.cache = list(state["cache"])
     return cache
@@ -131,3 +139,10 @@ class _TracedRows:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         if N != 1 or window_size is not None:
             raise ValueError("only the mask of one token in a full-attention layer can be traced")
+
+
+class _TracedRecorder(_TracedRows, Recorder):  # type: ignore[misc]  # an offset that is an array
+    """The same, keeping the queries `(B, n_heads, 1, head_dim)` of the token in `observed`."""
+
+    def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
+        self.observed = queries

@@ -13,10 +13,12 @@ from model_configs import make_model
 from request_helpers import SMALL, assert_same, plain, steps
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import SnapKVCache, generate, generate_step, prefill
+from mlx_snapkv import SnapKVCache, SnapKVError, generate, generate_step, models, prefill
+from mlx_snapkv.capture import recording
 from mlx_snapkv.compiled import WAIT, CompiledDecoder
 from mlx_snapkv.policies import SnapKV
 from mlx_snapkv.prefill import mlx_generate
+from mlx_snapkv.recorder import Recorder
 
 requests = importlib.import_module("mlx_snapkv.generate")  # its name is also a function's
 
@@ -31,7 +33,7 @@ POLICY = SnapKV(
     lookahead=0,
     on_full="slide",
 )
-CHOOSING = dataclasses.replace(POLICY, on_full="keydiff", budget=None, n_window=12)
+CHOOSING = dataclasses.replace(POLICY, on_full="keydiff", budget=None, n_window=16)
 MODELS = {"llama": make_llama, "qwen3_next": make_qwen}
 NO_POLICY = [{}, {"snapkv": None}, {"snapkv": {"min_ctx": 201}}, {"snapkv": {"top_k": 200, "min_ctx": 0}}]  # fmt: skip
 
@@ -57,6 +59,10 @@ def make_caches(model, policy=POLICY):
     return cache, copy.deepcopy(cache)
 
 
+def attention_classes(model):
+    return models.attention_classes(models.attention_layers(model, make_prompt_cache(model)))
+
+
 def assert_equal(a, b):
     """Bit for bit where it was found to be so; fused kernels of a GPU may round differently."""
     assert mx.array_equal(a, b) if mx.default_device() == mx.cpu else mx.allclose(a, b, atol=1e-4)
@@ -71,6 +77,8 @@ def assert_same_caches(caches, others):
             assert mx.array_equal(a.positions, b.positions)
             assert_equal(a.keys, b.keys)
             assert_equal(a.values, b.values)
+            if isinstance(a, Recorder) and a.n_queries:
+                assert_equal(a.queries, b.queries)
         else:
             for x, y in zip(a.cache, b.cache):
                 assert_equal(x, y)
@@ -109,12 +117,27 @@ def test_steps_equal_the_models_own_and_so_does_what_follows(any_model):
     assert_same_caches(*caches)
 
 
-def test_caches_that_choose_again_do_so_in_plain_steps(any_model):
-    caches = make_caches(any_model, CHOOSING)
+@pytest.mark.parametrize("on_full, plain_steps", [("keydiff", 4), ("reselect", 4 + 1)])
+def test_caches_that_choose_again_do_so_in_plain_steps(any_model, on_full, plain_steps):
+    """One choice every 8 tokens; the first step to be observed is plain, too."""
+    caches = make_caches(any_model, dataclasses.replace(CHOOSING, on_full=on_full))
     decoder = Spied(any_model)
-    decode(decoder, any_model, caches, TOKENS[:40])
-    assert decoder.n_compiled == 40 - 6 and decoder._traceable, "a choice every 6 tokens"
+    with recording(attention_classes(any_model)):
+        decode(decoder, any_model, caches, TOKENS[:40])
+    assert decoder.n_compiled == 40 - plain_steps and decoder._traceable
     assert_same_caches(*caches)
+
+
+def test_no_step_is_compiled_whose_queries_nobody_records():
+    model = make_llama()
+    cache, _ = make_caches(model, dataclasses.replace(CHOOSING, on_full="reselect"))
+    decoder = Spied(model)
+    with recording(attention_classes(model)):
+        decoder(TOKENS[None, :1], cache=cache)
+    with pytest.raises(SnapKVError, match="were not recorded"):
+        for i in range(30):
+            decoder(TOKENS[None, i : i + 1], cache=cache)
+    assert not decoder._traceable
 
 
 def is_traced() -> bool:
