@@ -25,8 +25,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: $(VENV)/.installed ## hide facts in a long document and ask for them, with and without compression
 	$(RUN) -m mlx_snapkv demo
 
-test: $(VENV)/.installed-dev ## the tests
-	$(RUN) -m pytest
+test: $(VENV)/.installed-dev ## the tests, one process a core
+	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/ruff check .

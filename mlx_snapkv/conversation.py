@@ -13,10 +13,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from . import models
 from .compress import is_compressed
 from .continuation import mlx_lm_suffix
+from .conversation_memory import recalling_caches, require_memory
 from .demo.questions import common_prefix
 from .errors import SnapKVError
 from .generate import MAX_TOKENS, drive, lookahead_of, without_cut
-from .memory import recalling_caches, require_memory
 from .policies import Policy, Stages, resolve_policy
 from .prefill import gate, mlx_generate
 from .quantization import Quantization, taken_from

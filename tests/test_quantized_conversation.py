@@ -7,8 +7,8 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError
 from mlx_snapkv.compress import rows_held
+from mlx_snapkv.conversation_memory import MEMORIES
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.memory import MEMORIES
 from mlx_snapkv.quantized_cache import QuantizedCache
 from mlx_snapkv.turns import RecalledTurn, Turn
 

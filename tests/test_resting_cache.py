@@ -5,8 +5,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama
 
+from mlx_snapkv.conversation_memory import recalling_caches
 from mlx_snapkv.file_rows import FileRows
-from mlx_snapkv.memory import recalling_caches
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.quantization import Quantization
 from mlx_snapkv.resting_cache import RestingKVCache

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from ..compress import kv_bytes
 from ..conversation import Conversation
+from ..conversation_memory import MEMORIES, file_bytes
 from ..errors import SnapKVError, UnknownOptionError
-from ..memory import MEMORIES, file_bytes
 from ..policies import resolve_policy
 from ..policies.base import suggestion
 from ..report import format_bytes

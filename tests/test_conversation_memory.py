@@ -9,8 +9,8 @@ from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError, models
 from mlx_snapkv.compress import kv_bytes
+from mlx_snapkv.conversation_memory import file_bytes
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.memory import file_bytes
 
 SMALL = "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0"
 RECALLS = ["recall", "recall:8bit", "recall:4bit", "recall:file"]
