@@ -161,6 +161,8 @@ class Conversation:
     ) -> Conversation:
         """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
 
+        The system prompt is the file's. mlx-lm's files don't tell theirs: it is in the rows, and gone after a `reset`.
+
         Args:
             policy, memory: for a full cache, saved without a policy: the next message chooses among its rows.
                 A conversation that was saved with a policy goes on with its own.

@@ -70,6 +70,10 @@ class SavedStart:
         if ignore_chat_template:
             raise SnapKVError("--ignore-chat-template is settled by --prompt-cache-file: drop it")
         notes = self._saved.notes
+        if "messages" in notes:
+            raise SnapKVError(
+                f"{self._file} holds a conversation: go on with it in mlx-snapkv chat, by /load"
+            )
         if "text" not in notes:
             raise SnapKVError(
                 f"{self._file} was saved without its text: only mlx-snapkv cache-prompt's files go on here"

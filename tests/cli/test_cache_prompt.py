@@ -12,6 +12,7 @@ from mlx_lm import cache_prompt
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from request_helpers import plain
 
+from mlx_snapkv import Conversation
 from mlx_snapkv.cli import app
 from mlx_snapkv.cli.loading import encode, load_model
 from mlx_snapkv.cli.opening import opening_tokens
@@ -241,3 +242,13 @@ def test_mlx_lms_file_of_another_name_is_refused(call, book, tmp_path):
     save_prompt_cache(file, cache, {"model": "somebody/else"})
     code, _, err = ask(call, book, file)
     assert code == 2 and "was made with --model somebody/else, not with demo" in err
+
+
+def test_a_saved_conversation_is_for_chat(call, book):
+    model, tokenizer = load_model("demo")
+    chat = Conversation(model, tokenizer, max_tokens=1)
+    list(chat.send("hello"))
+    file = str(book[0] / "chat.safetensors")
+    chat.save(file)
+    code, out, err = ask(call, book, file)
+    assert (code, out) == (2, "") and "go on with it in mlx-snapkv chat, by /load" in err
