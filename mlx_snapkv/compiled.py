@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from .cache import SnapKVCache
 from .recorder import Recorder
 from .reselecting_cache import ReselectingSnapKVCache
+from .wrapped_model import WrappedModel
 
 # Steps that a request decodes plainly first. MLX builds a model's fused kernels at their first use and keeps
 # them on disk. On a CPU it runs the C++ compiler for each: 6 to 14 seconds on a fresh machine, which a
@@ -19,7 +19,7 @@ from .reselecting_cache import ReselectingSnapKVCache
 WAIT = {mx.cpu: 1000, mx.gpu: math.inf}
 
 
-class CompiledDecoder(nn.Module):
+class CompiledDecoder(WrappedModel):
     """A model for mlx-lm's loop to use in one request: it computes what `model` does, its later steps compiled.
 
     A call is compiled if it adds one token to caches that are all `SnapKVCache`s with a full window and nothing
@@ -34,14 +34,10 @@ class CompiledDecoder(nn.Module):
     """
 
     def __init__(self, model, wait: float | None = None):
-        super().__init__()
-        self["wrapped"] = model
+        super().__init__(model)
         self._step = mx.compile(_step_of(model))
         self._wait = WAIT[mx.default_device().type] if wait is None else wait
         self._traceable = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self["wrapped"], name)
 
     def __call__(self, inputs: mx.array, cache: list | None = None, **kwargs: Any) -> mx.array:
         """Logits `(B, L, vocab_size)` of tokens `(B, L)`."""

@@ -17,11 +17,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .compiled import CompiledDecoder
 from .errors import SnapKVError
 from .policies import Policy, SnapKV, Stages, resolve_policy
-from .prefill import block_size, gate, mlx_generate, observes, observing
+from .prefill import gate, mlx_generate, observes, observing
 from .quantization import taken_from
 from .report import NO_POLICY, CompressionReport
-from .request import PREFILL_STEP_SIZE, RecordedRequest, last_voter
+from .request import RecordedRequest, last_voter
 from .speculative import DraftedRequest, require_trimmable
+from .wrapped_model import one_by_one
 
 ReportCallback = Callable[[CompressionReport], None]
 
@@ -227,13 +228,9 @@ def _tokens_before_cut(policy: Policy | Stages) -> int:
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
-    """mlx-lm's own iterator; on caches that evict, in their blocks, and with the queries that they ask for."""
+    """mlx-lm's own iterator; on caches that evict, as if token by token, and with the queries that they ask for."""
     cache = options.get("prompt_cache") or []
-    block = block_size(cache)
-    if block is not None:
-        step = options.get("prefill_step_size") or PREFILL_STEP_SIZE
-        options = options | {"prefill_step_size": min(step, block)}
-    items = start(model, options)
+    items = start(one_by_one(model, cache), options)
     return _recorded(items, model, cache) if observes(cache) else items
 
 

@@ -19,6 +19,7 @@ from .report import CompressionReport
 from .request import PREFILL_STEP_SIZE, RecordedRequest, is_fresh
 from .rewind import Rewind
 from .self_evicting import SelfEvicting
+from .wrapped_model import one_by_one
 
 # mlx_lm re-exports a function under the module's own name.
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -101,7 +102,8 @@ def prefill(
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     reason = gate(policy, tokens.size, cache)
     if reason is not None:
-        read(model, tokens, cache, options | quantised)
+        with observing(model, cache):
+            read(one_by_one(model, cache), tokens, cache, options | quantised)
         return cache, CompressionReport(str(policy), tokens.size, reason)
     lookahead = answering.lookahead or 0
     last = tokens.size + lookahead
@@ -144,12 +146,6 @@ def _look_ahead(model, request: RecordedRequest, following: mx.array, n: int) ->
     ):
         pass
     before.restore()
-
-
-def block_size(prompt_cache: list) -> int | None:
-    """Tokens that a prompt cache that evicts by itself takes at a time; None for any other."""
-    caches = (c for c in models.members(prompt_cache) if isinstance(c, SelfEvicting))
-    return min((c.block for c in caches), default=None)
 
 
 def observes(prompt_cache: list) -> bool:

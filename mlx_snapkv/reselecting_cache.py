@@ -22,8 +22,8 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
 
     Until the first choice it is a `SnapKVCache`. A choice rearranges the rows and drops none: every token sees
     `n_keep` of them, and a row goes only when a token is written over it. A choice is made between two
-    updates. In an update of more than `room` tokens, which our own loops never make, later tokens no longer see the
-    rows that were to go next, and then the oldest; the next choice is among all of them.
+    updates, and sooner before one of more than `room` tokens. Of more than `block`, later ones no longer see the rows
+    that were to go next, and then the oldest; the next choice is among all of them. `OneByOne` makes neither.
 
     Args:
         keys, values, positions, rest: as for `SnapKVCache`.

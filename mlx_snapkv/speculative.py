@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -27,6 +26,7 @@ from .policies import Policy, Stages
 from .prefill import mlx_generate, read
 from .report import CompressionReport
 from .self_evicting import SelfEvicting
+from .wrapped_model import WrappedModel
 
 NUM_DRAFT_TOKENS = 2  # mlx-lm's own default
 
@@ -242,19 +242,12 @@ class OneText(TokenizerWrapper):
         return self._one
 
 
-class ExactChecks(nn.Module):
+class ExactChecks(WrappedModel):
     """A model that checks drafts as if they came token by token, on caches that evict by themselves.
 
     Such a cache evicts when it is full, never sooner. A call that would cross that point is made in two pieces
     with the eviction between them, which the cache takes back if the drafts before it are rejected.
     """
-
-    def __init__(self, model):
-        super().__init__()
-        self["wrapped"] = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self["wrapped"], name)
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
         """Logits `(B, L, vocab_size)` of tokens `(B, L)`."""

@@ -143,7 +143,7 @@ def test_a_follow_up_is_read_in_blocks_with_a_choice_between_them(
         ReselectingSnapKVCache, "evict", lambda self: choices.append(self) or evict(self)
     )
     steps(tiny_model, tokens[:130], 4, prompt_cache=cache)
-    assert max(fed) == 16 and len(choices) >= 7 * len(kept(cache))
+    assert max(fed) == 16 and len(choices) == 8 * len(kept(cache))
     assert all(c.size() == 56 for c in kept(cache))
     assert_unpatched()
 
