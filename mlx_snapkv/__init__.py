@@ -1,22 +1,22 @@
 """KV-cache compression for mlx-lm: long prompts, small caches, the same answers."""
 
-from . import cache
-from .block_cache import BlockKVCache
-from .cache import SnapKVCache
-from .capture import patch_for_snapkv, unpatch_snapkv
-from .compress import compress_prompt_cache
-from .conversation import Conversation
-from .errors import SnapKVError
-from .generate import generate, generate_step, stream_generate
-from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
-from .prefill import prefill
-from .quantized_cache import (
+from .caches import window as cache
+from .caches.block import BlockKVCache
+from .caches.quantized import (
     QuantizedBlockKVCache,
     QuantizedReselectingSnapKVCache,
     QuantizedSnapKVCache,
 )
-from .report import CompressionReport
-from .reselecting_cache import ReselectingSnapKVCache
+from .caches.reselecting import ReselectingSnapKVCache
+from .caches.window import SnapKVCache
+from .chat.conversation import Conversation
+from .engine.compress import compress_prompt_cache
+from .engine.generate import generate, generate_step, stream_generate
+from .engine.prefill import prefill
+from .engine.report import CompressionReport
+from .errors import SnapKVError
+from .models.patch import patch_for_snapkv, unpatch_snapkv
+from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
 
 __version__ = "0.1.0"
 

@@ -1,3 +1,3 @@
-from mlx_snapkv.cli.app import main
+from .cli.app import main
 
 main()

@@ -23,11 +23,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from results_page import about, mlx_versions, write
 
 from mlx_snapkv import SnapKV, compress_prompt_cache
-from mlx_snapkv.capture import recording
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
-from mlx_snapkv.models import attention_layers
-from mlx_snapkv.recorder import RecordingKVCache
+from mlx_snapkv.models.patch import recording
 
 ROOT = Path(__file__).resolve().parent.parent
 

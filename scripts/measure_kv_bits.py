@@ -16,12 +16,12 @@ from results_page import about, mlx_versions, write, written_by
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
+from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.evals.grid import cells
 from mlx_snapkv.evals.needle import Needle
 from mlx_snapkv.evals.results import Results
 from mlx_snapkv.evals.run import FULL, contenders, run
 from mlx_snapkv.evals.summary import summarise
-from mlx_snapkv.report import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 

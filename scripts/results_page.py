@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlx_snapkv.bench.setting import setting
 from mlx_snapkv.cli.options import with_suffix
+from mlx_snapkv.reporting.setting import setting
 
 
 def about(script: str, *arguments: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import mlx.core as mx
 from mlx_lm.models import llama, qwen3_next
 
 from mlx_snapkv import generate_step
-from mlx_snapkv.prefill import mlx_generate
+from mlx_snapkv.engine.prefill import mlx_generate
 
 SMALL = {"top_k": 20, "n_sink": 4, "n_window": 32, "min_ctx": 0}
 CALLS = [(llama.Attention, llama.Attention.__call__)]

@@ -7,6 +7,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import plain
 
 from mlx_snapkv import prefill, saved
+from mlx_snapkv.policies import POLICIES
 
 OPTIONS = {"snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=2"}
 KEYDIFF = "keydiff:budget=40,block=16"
@@ -34,3 +35,31 @@ def saved_file(path, model, tokens, policy=KEYDIFF):
 def question(n=9, seed=5):
     rng = random.Random(seed)
     return mx.array([rng.randrange(64) for _ in range(n)])
+
+
+SPECS = [spec(name, schedule) for name in POLICIES for schedule in ("once", "block")]
+SPECS += [
+    f"{KEYDIFF} then snapkv:min_ctx=0,budget=24,n_sink=2,n_window=8,obs_window=8",
+    f"{spec('h2o', 'block')} then tova:budget=30,block=8",
+    "h2o:budget=pyramid:40,block=16",
+    "keydiff:budget=pyramid:40,schedule=once,n_window=8",
+    f"{SNAPKV},on_full=reselect",
+]
+
+# A program for another process: what follows a saved prompt.
+CONTINUE = """
+import json, sys
+import mlx.core as mx
+from mlx_lm import load
+from mlx_snapkv import generate_step, saved
+from mlx_snapkv.demo import MODELS
+answers = []
+for name, prompt, files in json.loads(sys.argv[1]):
+    model, _ = load(str(MODELS[name]))
+    model.set_dtype(mx.float32)
+    for file in files:
+        cache = saved.load(file, model).prompt_cache
+        steps = generate_step(mx.array(prompt), model, max_tokens=12, prompt_cache=cache)
+        answers.append([token for token, _ in steps])
+print(json.dumps(answers))
+"""

@@ -8,12 +8,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from .. import models
-from ..answer_cache import answer_cache
-from ..compress import kv_bytes
+from ..caches.answer import answer_cache
+from ..caches.layers import attention_layers, members
+from ..engine.compress import kv_bytes
+from ..entries.entries import Rows
 from ..models import AttentionFamily
 from ..policies import Policy, SnapKV
-from ..votes import Rows
 
 SHARE = 16  # by default one row in so many is kept
 KEEP = 4  # rows that mlx-lm's rotating cache pins at the front
@@ -94,7 +94,7 @@ def decoding_cache(model, contender: Contender, context: int, batch: int) -> lis
     """
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((batch, 8), mx.int32), cache=prompt_cache))
-    for layer in models.attention_layers(model, prompt_cache):
+    for layer in attention_layers(model, prompt_cache):
         keys, values = layer.cache_in(prompt_cache).keys_and_values()
         n = {"rotating": context, "plain": contender.rows - 1}.get(contender.kind, contender.rows)
         rows = [
@@ -113,12 +113,12 @@ def request_cache(model, contender: Contender) -> list[Any]:
     """
     prompt_cache = make_prompt_cache(model)
     if contender.kind == "rotating":
-        for layer in models.attention_layers(model, prompt_cache):
+        for layer in attention_layers(model, prompt_cache):
             layer.put(prompt_cache, RotatingKVCache(contender.rows, keep=KEEP))
     return prompt_cache
 
 
 def rows_bytes(prompt_cache: list[Any]) -> int:
     """Bytes of the keys and values of all caches that hold rows, mlx-lm's quantised and rotating ones too."""
-    rotating = (c for c in models.members(prompt_cache) if isinstance(c, RotatingKVCache))
+    rotating = (c for c in members(prompt_cache) if isinstance(c, RotatingKVCache))
     return kv_bytes(prompt_cache) + sum(cache.nbytes for cache in rotating)

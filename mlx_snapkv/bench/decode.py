@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from .. import models
+from ..caches.layers import attention_layers, members
 from ..policies import Policy
 from .contenders import Contender, contenders, decoding_cache, rows_bytes
 
@@ -40,7 +40,7 @@ def head_dim(model) -> int:
     """Head size of the model's keys."""
     prompt_cache = make_prompt_cache(model)
     mx.eval(model(mx.zeros((1, 1), mx.int32), cache=prompt_cache))
-    layer = models.attention_layers(model, prompt_cache)[0]
+    layer = attention_layers(model, prompt_cache)[0]
     return layer.cache_in(prompt_cache).keys.shape[3]
 
 
@@ -76,7 +76,7 @@ def _step_in_turn(model, caches: list[list[Any]], batch: int, steps: int) -> lis
 
 def _take_back(cache: list[Any]) -> None:
     """Undo the growth of mlx-lm's caches, so that every step is one over the same rows."""
-    for member in models.members(cache):
+    for member in members(cache):
         if isinstance(member, (KVCache, QuantizedKVCache)):
             member.trim(1)
 

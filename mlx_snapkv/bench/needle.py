@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..demo.questions import contains, make_haystack, question_prompt
+from ..engine.generate import generate
 from ..errors import SnapKVError
-from ..generate import generate
 from ..policies import Policy
 from .contenders import Contender, request_cache
 from .decode import requesters

@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..generate import generate_step
-from ..report import CompressionReport
+from ..engine.generate import generate_step
+from ..engine.report import CompressionReport
 from .contenders import Contender, request_cache, rows_bytes
 
 ANSWER = 8  # tokens decoded after each prompt

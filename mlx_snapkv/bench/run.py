@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from .. import models
+from ..caches.layers import attention_layers
 from ..policies import KeyDiff, Policy
 from .contenders import bounded_field
 from .decode import measure_decoding, requesters
@@ -63,7 +63,7 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     Raises:
         UnsupportedModelError: the model can't be compressed.
     """
-    models.attention_layers(model, make_prompt_cache(model))
+    attention_layers(model, make_prompt_cache(model))
     result: Result = {
         "decode": [],
         "batch": [],

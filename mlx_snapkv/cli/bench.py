@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..bench import plots, tables
 from ..bench.contenders import snapkv_for
 from ..bench.random_model import NAME, make_random_model
 from ..bench.run import BOUNDED, Plan, run
-from ..bench.setting import setting
 from ..errors import SnapKVError
 from ..policies import SnapKV
+from ..reporting import plots, tables
+from ..reporting.setting import setting
 from . import flags
 from .loading import load_model
 from .options import whole_numbers, writable

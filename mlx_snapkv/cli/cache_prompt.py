@@ -12,10 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
 from .. import saved
-from ..compress import kv_bytes
+from ..engine.compress import kv_bytes
+from ..engine.prefill import prefill, read
+from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..policies import Policy, Stages, resolve_policy
-from ..prefill import prefill, read
-from ..report import NO_POLICY, CompressionReport, format_bytes
 from . import flags
 from .loading import load_model, read_prompt
 from .opening import opening_tokens

@@ -12,13 +12,13 @@ import typer
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
 
-from ..compress import kv_bytes
-from ..conversation import Conversation
-from ..conversation_memory import MEMORIES, file_bytes
+from ..chat.conversation import Conversation
+from ..chat.memory import MEMORIES, file_bytes
+from ..engine.compress import kv_bytes
+from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
 from ..policies import resolve_policy
 from ..policies.base import suggestion
-from ..report import format_bytes
 from . import flags
 from .lines import Lines
 from .loading import load_model, read_file

@@ -12,15 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..bench.setting import setting
 from ..demo import MODELS
 from ..errors import SnapKVError
-from ..evals import heatmap, summary
+from ..evals import summary
 from ..evals.grid import Cell, Task, cells
 from ..evals.lines import FACTS, LONGEVAL, Lines
 from ..evals.needle import Needle
 from ..evals.results import Results
 from ..evals.run import Contenders, check, contenders, run
+from ..reporting import heatmap
+from ..reporting.setting import setting
 from . import flags
 from .loading import load_model, read_file
 from .options import whole_numbers, with_suffix, writable

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ..entries.quantization import BITS, GROUP_SIZES
 from ..errors import SnapKVError
-from ..quantization import BITS, GROUP_SIZES
 
 
 def _possible(kv_bits: int | None) -> int | None:

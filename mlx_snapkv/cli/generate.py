@@ -12,11 +12,11 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
 
+from ..engine.generate import stream_generate
+from ..engine.report import NO_POLICY, CompressionReport, format_bytes
+from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..generate import stream_generate
 from ..policies import resolve_policy
-from ..quantization import Quantization
-from ..report import NO_POLICY, CompressionReport, format_bytes
 from . import flags
 from .loading import encode, load_draft_model, load_model, read_prompt
 from .progress import PrefillBar

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..bench import plots
 from ..errors import SnapKVError
+from ..reporting import plots
 
 
 def whole_numbers(option: str, text: str, least: int) -> list[int]:

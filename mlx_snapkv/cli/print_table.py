@@ -6,7 +6,7 @@ from rich import box
 from rich import table as rich_table
 from rich.console import Console
 
-from ..bench.tables import Table
+from ..reporting.tables import Table
 
 NAMES = ("cache", "policy")  # columns of names; all others hold figures
 LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut

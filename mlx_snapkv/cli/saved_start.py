@@ -8,15 +8,16 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from .. import models, saved
-from ..compress import compress_prompt_cache, is_compressed, kv_bytes, size_of
-from ..continuation import mlx_lm_suffix
+from .. import saved
+from ..caches.layers import attention_layers, members
+from ..caches.quantized import require_quantizable
+from ..chat.continuation import mlx_lm_suffix
 from ..demo import MODELS
+from ..engine.compress import compress_prompt_cache, is_compressed, kv_bytes, size_of
+from ..engine.report import NO_POLICY, CompressionReport, format_bytes
+from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..policies import POLICIES, Policy, Stages
-from ..quantization import Quantization
-from ..quantized_cache import require_quantizable
-from ..report import NO_POLICY, CompressionReport, format_bytes
 from .opening import conversation
 
 
@@ -54,7 +55,7 @@ class SavedStart:
         if quantization is not None and (self._is_compressed() or self._is_quantised()):
             how = "compressed" if self._is_compressed() else "quantised"
             raise SnapKVError(f"{file} is {how} already, its rows stay as they are: drop --kv-bits")
-        self.n_tokens = max(getattr(c, "offset", 0) for c in models.members(self.prompt_cache))
+        self.n_tokens = max(getattr(c, "offset", 0) for c in members(self.prompt_cache))
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if policy is not None:
             self.report = self._compress(model, policy, quantization)
@@ -94,7 +95,7 @@ class SavedStart:
     @property
     def kept(self) -> str:
         """What the answer starts from, for the closing line."""
-        rows = max(size_of(c) for c in models.members(self.prompt_cache))
+        rows = max(size_of(c) for c in members(self.prompt_cache))
         how = "full cache" if self.policy == NO_POLICY else self.policy
         asked = self.report.policy != NO_POLICY and not self.report.compressed
         why = f": {self.report.reason}" if asked else ""
@@ -108,7 +109,7 @@ class SavedStart:
         return is_compressed(self.prompt_cache)
 
     def _is_quantised(self) -> bool:
-        return any(hasattr(cache, "bits") for cache in models.members(self.prompt_cache))
+        return any(hasattr(cache, "bits") for cache in members(self.prompt_cache))
 
     def _compress(
         self, model, policy: Policy | Stages, quantization: Quantization | None
@@ -131,7 +132,7 @@ class SavedStart:
             return CompressionReport(str(policy), self.n_tokens, reason)
         if quantization is not None:
             fresh = make_prompt_cache(model)
-            require_quantizable(model, models.attention_layers(model, fresh), fresh, quantization)
+            require_quantizable(model, attention_layers(model, fresh), fresh, quantization)
         return compress_prompt_cache(model, self.prompt_cache, policy, quantization=quantization)
 
 

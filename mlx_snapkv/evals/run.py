@@ -8,14 +8,14 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from .. import models
-from ..compress import kv_bytes
+from ..caches.layers import attention_layers
 from ..demo.questions import contains
+from ..engine.compress import kv_bytes
+from ..engine.generate import generate
+from ..engine.prefill import gate
+from ..engine.report import CompressionReport
 from ..errors import SnapKVError
-from ..generate import generate
 from ..policies import Policy, Stages, resolve_policy
-from ..prefill import gate
-from ..report import CompressionReport
 from .grid import Cell, Question, Task
 from .results import Record, Results
 
@@ -41,7 +41,7 @@ def check(model, contenders: Contenders, lengths: Sequence[int]) -> None:
     compressing = {name: policy for name, policy in contenders.items() if policy is not None}
     if not compressing:
         return
-    n_layers = len(models.attention_layers(model, make_prompt_cache(model)))
+    n_layers = len(attention_layers(model, make_prompt_cache(model)))
     for name, policy in compressing.items():
         reasons = [gate(policy, length, None, MAX_TOKENS) for length in lengths]
         for length, reason in zip(lengths, reasons):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bench.tables import Table, as_markdown
-from ..report import format_bytes
+from ..engine.report import format_bytes
+from ..reporting.tables import Table, as_markdown
 from .results import Record
 
 REMARK = (

@@ -1,115 +1,37 @@
-"""From an mlx-lm model to the layers whose rows can be compressed."""
+"""Which attention modules a model has, and what is special about their families."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
-
-from ..cache import SnapKVCache
 from ..errors import UnsupportedModelError
-from ..recorder import Recorder
 from .family import AttentionFamily
 from .table import FAMILIES, REFUSED, SUPPORTED
-
-# Kinds of caches whose rows can be chosen from; a rotating cache has lost some to no policy.
-_WITH_ALL_ROWS = (KVCache, QuantizedKVCache, Recorder, SnapKVCache)
 
 __all__ = [
     "FAMILIES",
     "REFUSED",
     "SUPPORTED",
-    "AttentionLayer",
+    "AttentionFamily",
     "attention_classes",
-    "attention_layers",
-    "members",
+    "attentions",
+    "type_of",
 ]
 
 
-@dataclass(frozen=True)
-class AttentionLayer:
-    """Rows that can be compressed, and the attention that reads them.
-
-    Attributes:
-        index: their entry of the prompt cache.
-        member: their place in that entry if it is a `CacheList`, else None.
-        attention: the attention module, of the class that `family` describes.
-    """
-
-    index: int
-    member: int | None
-    attention: Any
-    family: AttentionFamily
-
-    def cache_in(self, prompt_cache: list) -> Any:
-        entry = prompt_cache[self.index]
-        return entry if self.member is None else entry[self.member]
-
-    def put(self, prompt_cache: list, cache: Any) -> None:
-        """Let `cache` take the place of the layer's cache; a `CacheList` around it is made anew."""
-        if self.member is not None:
-            caches = list(prompt_cache[self.index].caches)
-            caches[self.member] = cache
-            cache = CacheList(*caches)
-        prompt_cache[self.index] = cache
-
-
-def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
-    """The full-attention layers of `model`: those with a plain `KVCache` or one of ours.
-
-    Linear, state-space and sliding-window layers keep their caches and are not listed.
+def attention_classes(model) -> list[type]:
+    """The classes of a model's attention modules, each once.
 
     Raises:
-        UnsupportedModelError: there is none, or the model type is not one that can be compressed.
+        UnsupportedModelError: the model type is not one that can be compressed.
     """
-    found = _attentions(model)
-    slots = list(_slots_with_rows(prompt_cache))
-    # More caches than layers: a loop over the layers, each pass with caches of its own.
-    if len(slots) % len(found):
-        raise UnsupportedModelError(
-            f"{len(slots)} caches with rows for {len(found)} attention layers: "
-            "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
-        )
-    layers = []
-    for n, (index, member, cache) in enumerate(slots):
-        attention, family = found[n % len(found)]
-        if attention is not None and isinstance(cache, _WITH_ALL_ROWS):
-            layers.append(AttentionLayer(index, member, attention, family))
-    if not layers:
-        raise UnsupportedModelError(
-            f"model type {_type_of(model)!r} has no full-attention layer with a plain KV cache to compress"
-        )
-    return layers
+    found = (attention for attention, _ in attentions(model) if attention is not None)
+    return list(dict.fromkeys(map(type, found)))
 
 
-def attention_classes(layers: list[AttentionLayer]) -> list[type]:
-    """The classes of the layers' attention modules, each once."""
-    return list(dict.fromkeys(type(layer.attention) for layer in layers))
-
-
-def members(prompt_cache) -> Iterator[Any]:
-    """Every cache of a prompt cache, those inside a `CacheList` one by one."""
-    for cache in prompt_cache:
-        if isinstance(cache, CacheList):
-            yield from members(cache.caches)
-        else:
-            yield cache
-
-
-def _slots_with_rows(prompt_cache: list) -> Iterator[tuple[int, int | None, Any]]:
-    """Entry, place in its `CacheList` if it is one, and cache, for all that hold keys and values."""
-    for index, entry in enumerate(prompt_cache):
-        inner = enumerate(entry.caches) if isinstance(entry, CacheList) else [(None, entry)]
-        for member, cache in inner:
-            if not isinstance(cache, ArraysCache):
-                yield index, member, cache
-
-
-def _attentions(model) -> list[tuple[Any, AttentionFamily]]:
+def attentions(model) -> list[tuple[Any, AttentionFamily]]:
     """The attention modules of the layers that own a cache, in order; None for a layer to leave alone."""
-    name = _type_of(model)
+    name = type_of(model)
     if name in REFUSED:
         raise _refused(name, REFUSED[name])
     if name not in SUPPORTED:
@@ -124,7 +46,7 @@ def _attentions(model) -> list[tuple[Any, AttentionFamily]]:
                 found.append((attention, family))
     if not found:
         # A wrapper around a type that is refused.
-        inner = {_type_of(m) for m in model.layers[0].modules()}
+        inner = {type_of(m) for m in model.layers[0].modules()}
         reason = next((REFUSED[n] for n in inner if n in REFUSED), "its layers are not known")
         raise _refused(name, reason)
     for family in {family for _, family in found}:
@@ -140,6 +62,6 @@ def _refused(name: str, reason: str) -> UnsupportedModelError:
     )
 
 
-def _type_of(module) -> str:
+def type_of(module) -> str:
     """The name of the file in mlx-lm that a module comes from; several `model_type`s may share one."""
     return type(module).__module__.removeprefix("mlx_lm.models.")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..entries.entries import Rows
 from ..errors import SnapKVError, UnknownOptionError
-from ..votes import Rows
 from .base import Policy, suggestion
 from .h2o import H2O
 from .key_norm import KeyNorm

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ..budgets import Quota, is_amount, is_budget, layer_rows, mean_rows, require_room
-from ..budgets import amount as rows_of
+from ..entries.entries import Rows
 from ..errors import SnapKVError, UnknownOptionError
-from ..votes import Rows
+from .budgets import Quota, is_amount, is_budget, layer_rows, mean_rows, require_room
+from .budgets import amount as rows_of
 
 SCHEDULES = ("once", "block")
 

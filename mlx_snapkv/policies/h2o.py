@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from ..entries.entries import Rows
 from ..errors import SnapKVError
-from ..votes import Rows
 from .base import Policy
 
 

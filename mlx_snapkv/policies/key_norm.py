@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..votes import Rows
+from ..entries.entries import Rows
 from .base import Policy
 
 

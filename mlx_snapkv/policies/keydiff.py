@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..votes import BLOCK_BYTES, Rows
+from ..entries.attention import BLOCK_BYTES
+from ..entries.entries import Rows
 from .base import Policy
 
 TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction of zeros

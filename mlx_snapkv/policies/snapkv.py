@@ -10,9 +10,10 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..budgets import Quota, amount, is_amount
-from ..votes import Rows, shared_logits
+from ..entries.attention import shared_logits
+from ..entries.entries import Rows
 from .base import Policy
+from .budgets import Quota, amount, is_amount
 
 ON_FULL = ("slide", "grow", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..budgets import Quota, require_room
 from ..errors import SnapKVError
 from .base import Policy
+from .budgets import Quota, require_room
 
 THEN = " then "
 

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..budgets import Quota, layer_rows
-from ..votes import Rows
+from ..entries.entries import Rows
 from .base import Policy
+from .budgets import Quota, layer_rows
 
 
 @dataclass(frozen=True, kw_only=True)

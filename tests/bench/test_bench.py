@@ -8,14 +8,15 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from model_configs import make_model
 
-from mlx_snapkv import ReselectingSnapKVCache, models
-from mlx_snapkv.bench import plots, tables
+from mlx_snapkv import ReselectingSnapKVCache
 from mlx_snapkv.bench.contenders import contenders, decoding_cache, request_cache, snapkv_for
 from mlx_snapkv.bench.decode import head_dim, measure_decoding, requesters
 from mlx_snapkv.bench.needle import measure_needles
 from mlx_snapkv.bench.requests import measure_requests
 from mlx_snapkv.bench.run import Plan, run
+from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.policies import SnapKV
+from mlx_snapkv.reporting import plots, tables
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 CACHES = {
@@ -56,7 +57,7 @@ def test_only_full_attention_layers_are_filled(name):
     for contender in contenders(1024, snapkv_for(1024), head_dim(model)):
         cache = decoding_cache(model, contender, 1024, 2)
         plain = make_prompt_cache(model)
-        layers = models.attention_layers(model, plain)
+        layers = attention_layers(model, plain)
         for layer in layers:
             filled = layer.cache_in(cache)
             assert type(filled) is CACHES.get(contender.kind, type(layer.cache_in(plain)))

@@ -13,13 +13,13 @@ from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from request_helpers import plain
 
 from mlx_snapkv import Conversation
+from mlx_snapkv.chat.continuation import mlx_lm_suffix
 from mlx_snapkv.cli import app
 from mlx_snapkv.cli.loading import encode, load_model
 from mlx_snapkv.cli.opening import opening_tokens
-from mlx_snapkv.continuation import mlx_lm_suffix
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.prefill import mlx_generate
+from mlx_snapkv.engine.prefill import mlx_generate
 
 
 @pytest.fixture

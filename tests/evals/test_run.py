@@ -3,12 +3,12 @@ from tiny_models import make_llama
 
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals.grid import cells
-from mlx_snapkv.evals.heatmap import accuracies, write_heatmaps
 from mlx_snapkv.evals.lines import FACTS, Lines
 from mlx_snapkv.evals.needle import Needle
 from mlx_snapkv.evals.results import Results
 from mlx_snapkv.evals.run import FULL, check, contenders, run
 from mlx_snapkv.evals.summary import summarise, table
+from mlx_snapkv.reporting.heatmap import accuracies, write_heatmaps
 
 GRID = cells([1024], 2, 1)
 POLICIES = contenders(["random:budget=3%", "snapkv"])

@@ -6,9 +6,9 @@ import pytest
 import reference
 
 from mlx_snapkv import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, StreamingLLM
+from mlx_snapkv.entries.entries import Rows
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.policies import keydiff
-from mlx_snapkv.votes import Rows
 
 
 def make_rows(T=70, n=3, seed=0, dtype=mx.float32):

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKV, SnapKVError
+from mlx_snapkv.entries.entries import Rows
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.snapkv import pool_votes
-from mlx_snapkv.votes import Rows
 
 
 def test_average_pooling_by_hand():

@@ -1,0 +1,1 @@
+"""Conversations: messages, memory between turns, and their files."""

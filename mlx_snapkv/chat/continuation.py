@@ -1,0 +1,31 @@
+"""What is fed after a prompt that mlx-lm saved, whose own tokens its file does not tell."""
+
+from __future__ import annotations
+
+from ..errors import SnapKVError
+
+MARKER = "<query>"
+
+
+def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
+    """What mlx-lm's own `generate` feeds after a prompt saved by `mlx_lm.cache_prompt`.
+
+    Without a chat template there is no second beginning-of-text token, which mlx-lm would put in.
+
+    Raises:
+        SnapKVError: the chat template fails, or leaves the question out.
+    """
+    if not ignore_chat_template and tokenizer.has_chat_template:
+        start = _rendered(tokenizer, MARKER).find(MARKER)
+        if start < 0:
+            raise SnapKVError("this model's chat template leaves the question out")
+        question = _rendered(tokenizer, question)[start:]
+    return tokenizer.encode(question, add_special_tokens=False)
+
+
+def _rendered(tokenizer, question: str) -> str:
+    messages = [{"role": "user", "content": question}]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are code of the model's authors
+        raise SnapKVError(f"the chat template refused the conversation: {error}") from error

@@ -1,0 +1,276 @@
+"""Several turns over one document, each answered from a small cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..caches.layers import attention_layers
+from ..caches.quantized import require_quantizable
+from ..demo.questions import common_prefix
+from ..engine.compress import is_compressed
+from ..engine.generate import MAX_TOKENS, drive, lookahead_of, without_cut
+from ..engine.prefill import gate, mlx_generate
+from ..engine.report import NO_POLICY, CompressionReport
+from ..engine.request import RecordedRequest
+from ..engine.rewind import Rewind, take_back_beyond
+from ..engine.turns import RecalledTurn, Turn, held_tokens
+from ..entries.quantization import Quantization, taken_from
+from ..errors import SnapKVError
+from ..policies import Policy, Stages, resolve_policy
+from .continuation import mlx_lm_suffix
+from .memory import recalling_caches, require_memory
+
+
+class Conversation:
+    """A chat whose cache is kept small by a policy, turn after turn.
+
+    Args:
+        model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
+        policy: a policy object or string; without one the full cache is kept.
+        memory: "drop": what a turn does not keep is gone, and every later turn votes over what is left and its
+            own rows. "recall": all rows stay in memory beside the small cache, and every turn votes over all of
+            them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with rows quantised
+            between turns, "recall:file": with rows in a temporary file.
+        system: a system prompt.
+        **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
+            a policy, `kv_bits` and `kv_group_size` are about the rows that answers are decoded from; those of a turn
+            that is not compressed are quantised with the first that is.
+
+    Attributes:
+        messages: the chat so far, as the chat template takes it.
+        report: what the last turn's compression did; None before the first turn.
+        prompt_cache: what the next turn goes on from.
+        read, owed: tokens of the chat that it has read, and those after them that it has not.
+        n_unknown: the first of those read that a file of mlx-lm's did not tell; they are listed as 0.
+        attached: documents to be read with the next message.
+
+    Raises:
+        SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        policy: Policy | Stages | str | None = None,
+        memory: str = "drop",
+        system: str | None = None,
+        **generation: Any,
+    ):
+        require_memory(memory)
+        if not tokenizer.has_chat_template:
+            raise SnapKVError("a conversation needs a chat template, and this model has none")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.generation = generation
+        self.policy = self._usable(policy, memory)
+        self.memory = memory
+        self.system = system
+        self.reset()
+
+    def _usable(self, policy: Policy | Stages | str | None, memory: str) -> Policy | Stages | None:
+        chosen = resolve_policy(policy=policy)
+        if chosen is None:
+            return None
+        fresh = make_prompt_cache(self.model)
+        layers = attention_layers(self.model, fresh)
+        quantization, _ = taken_from(self.generation)
+        if quantization is not None:
+            require_quantizable(self.model, layers, fresh, quantization)
+        if memory == "drop":
+            return chosen
+        recalling_caches(self.model, memory)
+        if any(stage.tallies for stage in chosen.stages):
+            raise SnapKVError(
+                f"memory={memory} needs a policy that chooses by keys or by the last queries, "
+                f"and {chosen} counts the attention of all"
+            )
+        return chosen
+
+    def reset(self) -> None:
+        """Forget everything but the options and the system prompt."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.messages: list[dict[str, str]] = system
+        self.report: CompressionReport | None = None
+        self.prompt_cache = self._empty_cache()
+        self.read: list[int] = []  # tokens that the cache has read
+        self.owed: list[int] = []  # tokens after them that it has not
+        self.n_unknown = 0
+        self.attached: list[str] = []
+
+    def attach(self, text: str) -> int:
+        """Put a document in front of the next message; the number of its tokens.
+
+        It is read together with that message, whose question can then choose among its rows.
+
+        Raises:
+            SnapKVError: the text is empty.
+        """
+        if not text.strip():
+            raise SnapKVError("there is no text to attach")
+        n_tokens = len(self.tokenizer.encode(text, add_special_tokens=False))
+        self.attached.append(text)
+        return n_tokens
+
+    def send(
+        self, text: str, prompt_progress_callback: Callable[[int, int], None] | None = None
+    ) -> Iterator[GenerationResponse]:
+        """One turn: mlx-lm's responses, as the answer comes.
+
+        Whoever stops reading keeps the conversation with the part of the answer that was read. If reading the
+        message fails or is interrupted, the conversation is as it was before.
+
+        Raises:
+            SnapKVError: the message is empty, or the chat template refuses it.
+        """
+        if not text.strip():
+            raise SnapKVError("the message is empty: give some text")
+        content = "\n\n".join([*self.attached, text])
+        messages = [*self.messages, {"role": "user", "content": content}]
+        tokens = self._unread(messages)
+        options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
+        return self._answers(messages, tokens, options)
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a `.safetensors` file, which is there as a whole or not at all.
+
+        Raises:
+            SnapKVError: the file can't be written, or nothing has been said yet.
+        """
+        from . import saved_chat  # which needs this class
+
+        saved_chat.save(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model,
+        tokenizer,
+        *,
+        policy: Policy | Stages | str | None = None,
+        memory: str = "drop",
+        **generation: Any,
+    ) -> Conversation:
+        """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
+
+        The system prompt is the file's. mlx-lm's files don't tell theirs: it is in the rows, and gone after a `reset`.
+
+        Args:
+            policy, memory: for a full cache, saved without a policy: the next message chooses among its rows.
+                A conversation that was saved with a policy goes on with its own.
+            **generation: options of the answers, which are not saved.
+
+        Raises:
+            SnapKVError: the file is damaged, another model's, or can't go on with that policy.
+        """
+        from . import saved_chat
+
+        return saved_chat.load(path, model, tokenizer, policy, memory, **generation)
+
+    def _answers(
+        self, messages: list[dict[str, str]], tokens: list[int], options: dict[str, Any]
+    ) -> Iterator[GenerationResponse]:
+        before: Rewind | None = Rewind(self.prompt_cache)
+        answered: list[int] = []
+        text = ""
+        responses = self._served(mx.array(tokens), dict(options))
+        try:
+            for response in responses:
+                before = None  # what it holds is no longer needed
+                answered.append(response.token)
+                text += response.text
+                yield response
+        finally:
+            responses.close()  # type: ignore[attr-defined]  # all of these are generators
+            if answered:
+                self.messages = [*messages, {"role": "assistant", "content": text}]
+                self.attached = []
+                self._remember(tokens + answered)
+            elif before is not None:
+                before.restore()
+
+    def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
+        """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
+        max_tokens = options.pop("max_tokens", MAX_TOKENS)
+        quantization = None
+        if self.policy is not None:
+            quantization, options = taken_from(options)
+        n_prompt = len(self.read) + tokens.size
+        reason = self._reason_for_nothing(n_prompt, max_tokens)
+        if reason is not None:
+            self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
+            options["prompt_cache"] = self.prompt_cache
+            return self._start(tokens, max_tokens)(self.model, options)
+        request = self._request(tokens.size, quantization)
+        return drive(
+            self._start(tokens, max_tokens),
+            request,
+            self._take_report,
+            options,
+            without_cut,
+            keep=True,
+        )
+
+    def _reason_for_nothing(self, n_prompt: int, max_tokens: int) -> str | None:
+        if self.policy is None:
+            return "no policy was given"
+        if is_compressed(self.prompt_cache):
+            return None
+        return gate(self.policy, n_prompt, None, max_tokens)
+
+    def _start(self, tokens: mx.array, max_tokens: int):
+        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
+            return mlx_generate.stream_generate(
+                model, self.tokenizer, tokens, max_tokens, **options
+            )
+
+        return start
+
+    def _request(self, n_new: int, quantization: Quantization | None) -> RecordedRequest:
+        assert self.policy is not None
+        kind = Turn if self.memory == "drop" else RecalledTurn
+        lookahead = lookahead_of(self.policy)
+        return kind(self.model, self.policy, n_new, self.prompt_cache, lookahead, quantization)
+
+    def _take_report(self, report: CompressionReport) -> None:
+        self.report = report
+
+    def _empty_cache(self) -> list:
+        if self.policy is None or self.memory == "drop":
+            return make_prompt_cache(self.model)
+        return recalling_caches(self.model, self.memory)
+
+    def _unread(self, messages: list[dict[str, str]]) -> list[int]:
+        """Tokens of the chat that the cache has not read yet."""
+        if self.n_unknown and not self.messages:
+            return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
+        whole = self._rendered(messages, add_generation_prompt=True)
+        known = self.read + self.owed
+        if whole[: len(known)] == known:
+            return whole[len(self.read) :]
+        # The template renders earlier answers differently, or their tokens were not the usual ones for their text.
+        earlier = self._rendered(self.messages, add_generation_prompt=False)
+        return self.owed + whole[common_prefix([earlier, whole]) :]
+
+    def _rendered(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        try:
+            return list(self.tokenizer.apply_chat_template(messages, **options))
+        except Exception as error:  # templates are code of the model's authors
+            raise SnapKVError(f"the chat template refused the conversation: {error}") from error
+
+    def _remember(self, tokens: list[int]) -> None:
+        """Tell what the cache has read of a turn from what is owed to it: when all rows are recalled, the answer."""
+        known = self.read + tokens
+        n = len(known)
+        take_back_beyond(n, self.prompt_cache)
+        if self.policy is not None:
+            n = held_tokens(self.model, self.prompt_cache)
+        self.read, self.owed = known[:n], known[n:]

@@ -1,0 +1,1 @@
+"""One request, from its first chunk to its last token."""

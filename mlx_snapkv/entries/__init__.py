@@ -1,0 +1,1 @@
+"""What a layer holds, and pure functions on it."""

@@ -1,0 +1,111 @@
+"""Rows with fewer bits, in the form that mlx-lm's quantised attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from ..errors import SnapKVError
+
+BITS = (2, 3, 4, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+
+# Packed values, scales and biases, as `mx.quantize` makes them: `(B, n_kv_heads, T, ...)` each.
+Parts = tuple[mx.array, mx.array, mx.array]
+
+# Rows as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or parts.
+Stored = Any
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How rows are quantised.
+
+    Attributes:
+        bits: per value, 2, 3, 4, 6 or 8.
+        group_size: values that share a scale and a bias; it divides the head size.
+    """
+
+    bits: int
+    group_size: int
+
+    def pack(self, rows: mx.array) -> Parts:
+        """Rows `(B, n_kv_heads, T, head_dim)`, quantised."""
+        return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))  # type: ignore[return-value]
+
+    def unpack(self, parts: Any) -> mx.array:
+        """Rows `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
+        packed, scales, biases = parts
+        return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
+
+
+# What mlx-lm calls it, in the options of its functions.
+KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")
+
+
+def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
+    """The quantisation that mlx-lm's keywords ask for, and the other options."""
+    bits = options.get("kv_bits")
+    others = {name: value for name, value in options.items() if name not in KEYWORDS}
+    return None if bits is None else Quantization(bits, options.get("kv_group_size", 64)), others
+
+
+def pack(rows: mx.array, quantization: Quantization | None) -> Stored:
+    """Rows as they are to be stored."""
+    return rows if quantization is None else quantization.pack(rows)
+
+
+def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
+    """Rows `(B, n_kv_heads, T, head_dim)` as the attention sees them."""
+    return stored if quantization is None else quantization.unpack(stored)
+
+
+def arrays(stored: Stored) -> tuple[mx.array, ...]:
+    """The arrays that rows are stored in."""
+    return tuple(stored) if isinstance(stored, (tuple, list)) else (stored,)
+
+
+def n_rows(stored: Stored) -> int:
+    return arrays(stored)[0].shape[2]
+
+
+def n_bytes(stored: Stored) -> int:
+    return sum(array.nbytes for array in arrays(stored))
+
+
+def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
+    """A function of every array that rows are stored in, and of their counterparts in `others`."""
+    return tree_map(function, stored, *others)
+
+
+def write(stored: Stored, start: int, rows: Stored) -> None:
+    """Write rows in place, from row `start` on."""
+    for held, new in zip(arrays(stored), arrays(rows)):
+        held[..., start : start + new.shape[2], :] = new
+
+
+def join(stored: Stored, rows: Stored) -> Stored:
+    """A copy with rows appended."""
+    return each(lambda *pair: mx.concatenate(list(pair), axis=2), stored, rows)
+
+
+def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:
+    """The group sizes that divide all head sizes.
+
+    Args:
+        option: what the user asked for.
+
+    Raises:
+        SnapKVError: there are none.
+    """
+    sizes = sorted(set(head_sizes))
+    fitting = [g for g in GROUP_SIZES if all(size % g == 0 for size in sizes)]
+    if not fitting:
+        raise SnapKVError(
+            f"{option} needs heads of a size that 32 divides, and this model's are {sizes}: do without it"
+        )
+    return fitting

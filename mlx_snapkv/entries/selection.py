@@ -1,0 +1,59 @@
+"""Which rows stay: scores to positions. Pure functions of arrays, no model and no cache."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..errors import SnapKVError
+
+
+def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
+    """Sink | `top_k` best of the middle | recent window, as sorted positions.
+
+    Args:
+        scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is
+            ranked; ties go to the lower position.
+        n_sink, top_k, n_window: rows of each part, in tokens.
+
+    Returns:
+        uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is
+        `n_sink + top_k + n_window`, or `T` if that is smaller (then every row is kept).
+
+    Raises:
+        SnapKVError: a score of the middle is NaN.
+    """
+    B, H, T = scores.shape
+    if n_sink + top_k + n_window >= T:
+        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
+    end = T - n_window
+    parts = [mx.arange(n_sink, dtype=mx.uint32), mx.arange(end, T, dtype=mx.uint32)]
+    sink, window = (mx.broadcast_to(p, (B, H, p.size)) for p in parts)
+    if top_k == 0:
+        return mx.concatenate([sink, window], axis=-1)
+    middle = top_positions(scores[..., n_sink:end], top_k) + n_sink
+    return mx.concatenate([sink, middle.astype(mx.uint32), window], axis=-1)
+
+
+def top_positions(scores: mx.array, k: int) -> mx.array:
+    """The `k` highest of `(..., T)` scores, `0 < k <= T`, as ascending uint32 positions `(..., k)`.
+
+    Exact under ties: everything above the k-th highest score, then its equals from the left.
+    """
+    T = scores.shape[-1]
+    scores = scores.astype(mx.float32)
+    if mx.any(mx.isnan(scores)).item():
+        raise SnapKVError(
+            "the scores of the prompt's rows contain NaN: the model gave NaN attention"
+        )
+    kth = -mx.partition(-scores, k - 1, axis=-1)[..., k - 1 : k]
+    above = scores > kth
+    equal = scores == kth
+    spare = k - above.sum(axis=-1, keepdims=True)
+    chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
+    ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
+    return mx.sort(ranked, axis=-1)[..., :k]
+
+
+def gather_rows(rows: mx.array, positions: mx.array) -> mx.array:
+    """Rows `(B, n_kv_heads, T, D)` at `positions` `(B, n_kv_heads, n)`: `(B, n_kv_heads, n, D)`."""
+    return mx.take_along_axis(rows, positions[..., None], axis=2)

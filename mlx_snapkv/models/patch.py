@@ -1,0 +1,161 @@
+"""Recording the queries that the attention itself used.
+
+Two parts. A `Recorder` (recorder.py) is a KV cache that belongs to one request and says which
+positions' queries it wants. While a family's attention class is patched, a call that is handed a recording
+cache leaves those queries with it; any other call is the original one. The class's `__call__` decides
+whether to record, and the queries are taken where the family's module calls mlx-lm's
+`scaled_dot_product_attention`, so no forward code is copied and they are bit-equal for every family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mlx_lm.models.cache import CacheList
+
+from .. import models
+from ..entries.queries import Recorder
+from ..errors import UnsupportedModelError
+
+_SDPA = "scaled_dot_product_attention"
+_lock = threading.RLock()
+_active = threading.local()
+
+
+def _attend_and_record(attend):
+    """mlx-lm's attention function, leaving its queries with the recording cache of the call around it."""
+
+    @functools.wraps(attend)
+    def scaled_dot_product_attention(queries, keys, values, cache, scale, *args, **kwargs):
+        recorder = getattr(_active, "cache", None)
+        if recorder is not None:
+            recorder.record(queries, scale, kwargs.get("sinks"))
+        return attend(queries, keys, values, cache, scale, *args, **kwargs)
+
+    return scaled_dot_product_attention
+
+
+def _recorder_among(values: Iterable[Any]) -> Recorder | None:
+    """The recording cache handed to a call, on its own or inside a `CacheList`."""
+    for value in values:
+        for cache in value.caches if isinstance(value, CacheList) else (value,):
+            if isinstance(cache, Recorder):
+                return cache
+    return None
+
+
+def _call_and_record(call):
+    """An attention class's `__call__` that records if, and only if, it is handed a recording cache."""
+
+    @functools.wraps(call)
+    def __call__(self, *args, **kwargs):
+        recorder = _recorder_among((*args, *kwargs.values()))
+        if recorder is None:
+            return call(self, *args, **kwargs)
+        outer = getattr(_active, "cache", None)
+        _active.cache = recorder
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            _active.cache = outer
+
+    return __call__
+
+
+class _Replacement:
+    """An attribute wrapped while anyone holds it, and restored when the last holder lets go."""
+
+    def __init__(self, owner, name: str, wrap):
+        self.owner, self.name = owner, name
+        self.original = vars(owner)[name]
+        self.wrapped = wrap(self.original)
+        self.holders = 0
+        setattr(owner, name, self.wrapped)
+
+    def restore(self) -> None:
+        # If someone else has patched over ours, theirs stays; ours below it does nothing by itself.
+        if vars(self.owner)[self.name] is self.wrapped:
+            setattr(self.owner, self.name, self.original)
+
+
+_Key = tuple[Any, str]
+_replacements: dict[_Key, _Replacement] = {}
+_pinned: dict[type, list[_Key]] = {}  # classes held by patch_for_snapkv
+
+
+def _targets(cls: type) -> list[tuple]:
+    """What to wrap for an attention class: its `__call__`, and the attention function of its module."""
+    owner = next(c for c in cls.__mro__ if "__call__" in vars(c))
+    # Wrapped by others or not, the forward code belongs to the module of the innermost function.
+    module = sys.modules[inspect.unwrap(vars(owner)["__call__"]).__module__]
+    if _SDPA not in vars(module):
+        raise UnsupportedModelError(f"{cls.__name__} does not call mlx-lm's {_SDPA}")
+    return [(owner, "__call__", _call_and_record), (module, _SDPA, _attend_and_record)]
+
+
+def _hold(cls: type) -> list[_Key]:
+    """Wrap what a class needs wrapped; the keys to release."""
+    with _lock:
+        keys: list[_Key] = []
+        for owner, name, wrap in _targets(cls):
+            if (owner, name) not in _replacements:
+                _replacements[owner, name] = _Replacement(owner, name, wrap)
+            _replacements[owner, name].holders += 1
+            keys.append((owner, name))
+        return keys
+
+
+def _release(keys: list[_Key]) -> None:
+    with _lock:
+        for key in keys:
+            replacement = _replacements[key]
+            replacement.holders -= 1
+            if replacement.holders == 0:
+                del _replacements[key]
+                replacement.restore()
+
+
+@contextlib.contextmanager
+def recording(classes: Iterable[type]) -> Iterator[None]:
+    """Patch the attention classes for the block; nests, and restores them whatever happens inside."""
+    held: list[_Key] = []
+    try:
+        for cls in classes:
+            held += _hold(cls)
+        yield
+    finally:
+        _release(held)
+
+
+def _classes_to_patch(model) -> list[type]:
+    """The attention classes of a model's full-attention layers, or of every supported family."""
+    if model is None:
+        return [family.attention_class() for family in models.FAMILIES.values()]
+    return models.attention_classes(model)
+
+
+def patch_for_snapkv(model=None) -> None:
+    """Patch a model's attention class (or every supported one) so that recording caches get its queries.
+
+    `generate_step` and `prefill` do this by themselves for as long as they need it; call it to drive
+    recording caches on your own. Patching twice is patching once. Without a recording cache the patched
+    class computes what the original does.
+    """
+    with _lock:
+        for cls in _classes_to_patch(model):
+            if cls not in _pinned:
+                _pinned[cls] = _hold(cls)
+
+
+def unpatch_snapkv(model=None) -> None:
+    """Undo `patch_for_snapkv`; a class that is not patched is left alone."""
+    with _lock:
+        for cls in _classes_to_patch(model):
+            if cls in _pinned:
+                _release(_pinned.pop(cls))

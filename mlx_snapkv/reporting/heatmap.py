@@ -1,0 +1,59 @@
+"""Accuracy by prompt length and depth, one picture a policy."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from pathlib import Path
+
+from ..evals.results import Record
+
+LONGEST = 200  # characters of a policy in a file's name
+
+
+def write_heatmaps(records: list[Record], base: Path) -> list[Path]:
+    """A `base`-<policy>.png for each policy, in order; their paths."""
+    policies = dict.fromkeys(r["policy"] for r in records)
+    paths = []
+    for policy in policies:
+        slug = re.sub(r"[^\w.=]+", "-", policy.replace("%", "pct")).strip("-")[:LONGEST]
+        paths.append(base.with_name(f"{base.name}-{slug}.png"))
+        _plot([r for r in records if r["policy"] == policy], policy, paths[-1])
+    return paths
+
+
+def accuracies(records: list[Record]) -> tuple[list[int], list[float], list[list[float]]]:
+    """Lengths, depths, and the share of right answers by depth, then length, of one policy's records.
+
+    NaN where a prompt was not compressed: the answers there are the full cache's.
+    """
+    lengths = sorted({r["length"] for r in records})
+    depths = sorted({r["depth"] for r in records})
+    right: dict[tuple[float, int], list[float]] = {}
+    for r in records:
+        mark = float(r["right"]) if r["reason"] is None else math.nan
+        right.setdefault((r["depth"], r["length"]), []).append(mark)
+    shares = {cell: sum(marks) / len(marks) for cell, marks in right.items()}
+    return lengths, depths, [[shares[depth, length] for length in lengths] for depth in depths]
+
+
+def _plot(records: list[Record], policy: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    lengths, depths, grid = accuracies(records)
+    size = (max(4.5, 1.5 + 0.8 * len(lengths)), max(2.5, 1.2 + 0.4 * len(depths)))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    for y, row in enumerate(grid):
+        for x, share in enumerate(row):
+            text = "not compressed" if math.isnan(share) else f"{share:.2f}"
+            axes.text(x, y, text, ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set_xlabel("prompt (tokens)")
+    axes.set_ylabel("depth")
+    axes.set_title(textwrap.fill(policy, 60), fontsize=8)
+    figure.colorbar(image, label="right answers")
+    figure.savefig(path, dpi=120, metadata={"Software": None})

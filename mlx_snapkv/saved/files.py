@@ -1,0 +1,195 @@
+"""Prompt caches in files: what a long text cost to read is paid once.
+
+The format is mlx-lm's own, which its `load_prompt_cache` reads too, with more metadata. Files that mlx-lm's
+`save_prompt_cache` made load as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from .. import __version__
+from ..caches.layers import attention_layers, members
+from ..caches.self_evicting import SelfEvicting
+from ..engine.report import NO_POLICY
+from ..errors import SnapKVError
+from ..policies import Policy, Stages
+from . import checksum as saved_checksum
+from . import header as saved_header
+from .check import require_match, require_tokens
+from .fingerprint import fingerprint
+
+FORMAT = 1
+_MARK = "mlx_snapkv_format"
+
+
+@dataclass
+class SavedPrompt:
+    """A prompt read from a file.
+
+    Attributes:
+        prompt_cache: to be continued by mlx-lm's or our own `generate_step`.
+        tokens: the prompt's token ids; None if mlx-lm saved the file, which does not keep them.
+        policy: what compressed it, as its command-line string, or NO_POLICY.
+        notes: what its maker wanted to be kept; mlx-lm's metadata if mlx-lm saved the file.
+    """
+
+    prompt_cache: list
+    tokens: list[int] | None
+    policy: str = NO_POLICY
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    path: str | Path,
+    model,
+    prompt_cache: list,
+    tokens: mx.array | Sequence[int],
+    policy: Policy | Stages | str = NO_POLICY,
+    notes: dict[str, Any] | None = None,
+) -> None:
+    """Write a prompt cache to a file, which is there as a whole or not at all.
+
+    Args:
+        path: of a `.safetensors` file; one that is there already is replaced.
+        model: the mlx-lm model that filled the cache; the file will be good for no other.
+        tokens: the ids of all tokens that were fed.
+        policy: what compressed the cache.
+        notes: anything JSON can hold, to be given back by `load`.
+
+    Raises:
+        SnapKVError: the file can't be written, or the cache does not hold these tokens.
+    """
+    path = require_writable(path)
+    ids = np.asarray(tokens, dtype=np.uint32)
+    require_tokens(prompt_cache, ids.size)
+    metadata = {
+        _MARK: str(FORMAT),
+        "mlx_snapkv": __version__,
+        "mlx_lm": mlx_lm.__version__,
+        "fingerprint": fingerprint(model),
+        "policy": str(policy),
+        "tokens": _pack(ids.tobytes()),
+        "notes": _pack(json.dumps(notes or {}).encode()),
+        saved_checksum.KEY: saved_checksum.UNKNOWN,
+    }
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+    try:
+        save_prompt_cache(str(temporary), prompt_cache, metadata)
+        saved_header.read(temporary)  # a full disk may go unnoticed until then
+        saved_checksum.seal(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise SnapKVError(f"{path} can't be written: {error.strerror or error}") from error
+    except RuntimeError as error:
+        raise SnapKVError(f"{path} can't be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: str | Path, model) -> SavedPrompt:
+    """Read a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
+
+    Raises:
+        SnapKVError: there is no such file, it is damaged or of a newer format, or it is another model's.
+    """
+    path = _safetensors(path)
+    found = saved_header.read(path)
+    ours = not {_MARK, saved_checksum.KEY}.isdisjoint(found)
+    if ours:
+        _require_format(path, found)
+    try:
+        prompt_cache, _ = load_prompt_cache(str(path), return_metadata=True)
+        mx.eval([cache.state for cache in prompt_cache])
+    except Exception as error:  # whatever is in the file
+        raise SnapKVError(
+            f"{path} is not a prompt cache that mlx-snapkv or mlx-lm can read"
+        ) from error
+    if ours and found["fingerprint"] != fingerprint(model):
+        raise SnapKVError(
+            f"{path} was made with another model or other weights (mlx-lm {found['mlx_lm']}): "
+            "give the model it was made with"
+        )
+    tokens = _tokens(found) if ours else None
+    try:
+        require_match(prompt_cache, model)
+        require_tokens(prompt_cache, None if tokens is None else len(tokens))
+    except SnapKVError as error:
+        raise SnapKVError(f"{path} can't be used: {error}") from error
+    _attach_families(prompt_cache, model)
+    if not ours:
+        return SavedPrompt(prompt_cache, tokens, notes=found)
+    notes = json.loads(_unpack(found["notes"]))
+    return SavedPrompt(prompt_cache, tokens, found["policy"], notes)
+
+
+def require_writable(path: str | Path) -> Path:
+    """The path, if a file can be written there.
+
+    Raises:
+        SnapKVError: it can't, or the name does not end in `.safetensors`.
+    """
+    path = _safetensors(path)
+    if path.is_dir():
+        raise SnapKVError(f"{path} is a folder: give a file name")
+    if not path.parent.is_dir():
+        raise SnapKVError(f"{path} can't be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise SnapKVError(f"{path} can't be written: the folder {path.parent} is read-only")
+    return path
+
+
+def _safetensors(path: str | Path) -> Path:
+    try:
+        path = Path(path).expanduser()
+    except RuntimeError as error:
+        raise SnapKVError(f"{path}: no such home folder") from error
+    if path.suffix != ".safetensors" or "\0" in path.name:
+        raise SnapKVError(
+            f"a saved prompt cache's name must end in .safetensors, got {str(path)!r}"
+        )
+    return path
+
+
+def _require_format(path: Path, found: dict[str, str]) -> None:
+    """Raises: SnapKVError: the file is not as this version wrote it."""
+    number = found.get(_MARK, "")
+    if number.isdecimal() and int(number) > FORMAT:
+        raise SnapKVError(
+            f"{path} has format {number}, this version reads up to {FORMAT}: upgrade mlx-snapkv"
+        )
+    if not saved_checksum.is_whole(path):
+        raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
+
+
+def _tokens(found: dict[str, str]) -> list[int]:
+    return np.frombuffer(_unpack(found["tokens"]), np.uint32).tolist()
+
+
+def _pack(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def _unpack(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
+
+
+def _attach_families(prompt_cache: list, model) -> None:
+    """Give the caches with a budget what a file can't hold."""
+    if any(isinstance(cache, SelfEvicting) for cache in members(prompt_cache)):
+        for layer in attention_layers(model, prompt_cache):
+            cache = layer.cache_in(prompt_cache)
+            if isinstance(cache, SelfEvicting):
+                cache.attach(layer.family)

@@ -1,0 +1,234 @@
+"""A fixed shape whose rows are chosen again, against a simulation that holds whole lists of tokens."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from request_helpers import steps
+from tiny_models import make_llama
+
+from mlx_snapkv import KeyDiff, QuantizedReselectingSnapKVCache, ReselectingSnapKVCache, SnapKVCache
+from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.errors import SnapKVError, TrimError
+
+B, H, D = 1, 2, 32
+N_SINK, N_PIN, N_WINDOW, OFFSET = 2, 6, 8, 40
+PERIOD = N_WINDOW // 2
+
+
+def token_rows(position):
+    """Keys and values `(B, H, 1, D)` of the token at a position."""
+    rng = np.random.default_rng(position)
+    return [mx.array(rng.normal(size=(B, H, 1, D)).astype(np.float32)) for _ in range(2)]
+
+
+def stacked(positions_by_head):
+    """Keys and values of the tokens at these positions, which differ by head."""
+    parts = [
+        [token_rows(p)[part][:, h : h + 1] for p in positions]
+        for part in range(2)
+        for h, positions in enumerate(positions_by_head)
+    ]
+    heads = [mx.concatenate(part, axis=2) for part in parts]
+    return [mx.concatenate(heads[part * H : (part + 1) * H], axis=1) for part in range(2)]
+
+
+PINNED = [[0, 1, 5, 9, 11, 20], [0, 1, 3, 8, 17, 30]]
+WINDOW = list(range(OFFSET - N_WINDOW, OFFSET))
+
+
+def make(kind=ReselectingSnapKVCache, **options):
+    keys, values = stacked([pinned + WINDOW for pinned in PINNED])
+    how = options.get("quantization")
+    if how is not None:
+        keys, values = how.pack(keys), how.pack(values)
+    if kind is not SnapKVCache:
+        options |= {"policy": KeyDiff(), "block": PERIOD, "n_sink": N_SINK}
+    return kind(
+        keys, values, mx.array([PINNED], mx.uint32), offset=OFFSET, n_window=N_WINDOW, **options
+    )
+
+
+def feed(cache, start, n):
+    rows = [token_rows(p) for p in range(start, start + n)]
+    keys, values = (mx.concatenate([r[part] for r in rows], axis=2) for part in range(2))
+    return cache.update_and_fetch(keys, values)
+
+
+class Simulation:
+    """One head: the tokens it holds, in the order in which they will go, and KeyDiff's score in float64."""
+
+    def __init__(self, head):
+        self.head = head
+        self.pinned, self.window = list(PINNED[head]), list(WINDOW)
+        self.since = 0
+
+    def step(self, position):
+        if self.since == PERIOD:
+            self.choose()
+        self.window = [*self.window[1:], position]
+        self.since += 1
+
+    def choose(self):
+        held = sorted(self.pinned + self.window)
+        recent = held[len(held) - (N_WINDOW - PERIOD) :]
+        keys = np.array([np.array(token_rows(p)[0])[0, self.head, 0] for p in held], np.float64)
+        keys /= np.linalg.norm(keys, axis=1, keepdims=True)
+        anchor = keys.mean(axis=0)
+        likeness = dict(zip(held, keys @ anchor / np.linalg.norm(anchor)))
+        middle = held[N_SINK : len(held) - len(recent)]
+        best = sorted(middle, key=likeness.__getitem__)[: N_PIN - N_SINK]
+        self.pinned = sorted(held[:N_SINK] + best)
+        self.window = sorted(set(held) - set(self.pinned) - set(recent)) + recent
+        self.since = 0
+
+
+def assert_holds(cache, simulations):
+    expected = [sorted(s.pinned + s.window) for s in simulations]
+    keys, values, positions = cache.in_order()
+    assert positions[0].tolist() == expected
+    for found, wanted in zip((keys, values), stacked(expected)):
+        assert mx.array_equal(found, wanted)
+    assert cache.positions.shape == (B, H, cache.size())
+
+
+def test_it_holds_what_the_simulation_holds():
+    cache, simulations = make(), [Simulation(h) for h in range(H)]
+    for position in range(OFFSET, OFFSET + 60):
+        for simulation in simulations:
+            simulation.step(position)
+        keys, _ = feed(cache, position, 1)
+        assert keys.shape == (B, H, N_PIN + N_WINDOW, D) and cache.offset == position + 1
+        assert_holds(cache, simulations)
+
+
+@pytest.mark.parametrize("updates", [[3, 1, 4, 2, 2, 1, 1, 1, 4, 1], [1, 1, 2, 4, 3, 1, 4]])
+def test_several_tokens_at_once_that_fit_in_are_as_one_by_one(updates):
+    """Attention of every token over what its mask lets it see, and the rows held in the end."""
+    cache, alone = make(), make()
+    position = OFFSET
+    for L in updates:
+        if alone.room < L:
+            with pytest.raises(AssertionError):  # such an update can't be exact, and is not
+                assert cache.room >= L
+            break
+        queries = mx.random.normal((B, 2 * H, L, D), key=mx.random.key(position))
+        mask = cache.make_mask(L)
+        at_once = scaled_dot_product_attention(
+            queries, *feed(cache, position, L), cache, scale=0.2, mask=mask
+        )
+        for i in range(L):
+            one = scaled_dot_product_attention(
+                queries[:, :, i : i + 1], *feed(alone, position + i, 1), alone, scale=0.2, mask=None
+            )
+            assert mx.allclose(one, at_once[:, :, i : i + 1], atol=1e-5)
+        position += L
+
+
+def test_a_long_update_is_as_on_a_window_that_slides_and_then_all_its_rows_compete():
+    cache, sliding = make(), make(SnapKVCache)
+    assert np.array_equal(np.array(cache.make_mask(30)), np.array(sliding.make_mask(30)))
+    for a, b in zip(feed(cache, OFFSET, 30), feed(sliding, OFFSET, 30)):
+        assert mx.array_equal(a, b)
+    feed(cache, OFFSET + 30, 1)
+    positions = set(cache.positions[0, 0].tolist())
+    assert cache.size() == N_PIN + N_WINDOW and {0, 1, OFFSET + 30} <= positions
+    assert positions & set(range(OFFSET, OFFSET + 22)), "early tokens of the update were kept"
+
+
+def test_taking_back_what_came_after_a_choice_leaves_the_choice():
+    cache, simulations = make(), [Simulation(h) for h in range(H)]
+    for position in range(OFFSET, OFFSET + PERIOD):
+        feed(cache, position, 1)
+    feed(cache, OFFSET + PERIOD, 3)  # the choice is made before it
+    cache.trim(2)
+    feed(cache, OFFSET + PERIOD + 1, 1)
+    for position in range(OFFSET, OFFSET + PERIOD + 2):
+        for simulation in simulations:
+            simulation.step(position)
+    assert_holds(cache, simulations)
+
+
+@pytest.mark.parametrize("rejected", range(1, 6))
+def test_a_choice_for_now_is_taken_back_with_the_tokens_before_it(rejected):
+    """As a draft's check does: two tokens up to the choice, three after it, some of the five rejected."""
+    cache, simulations = make(), [Simulation(h) for h in range(H)]
+    for position in range(OFFSET, OFFSET + 2):
+        feed(cache, position, 1)
+    feed(cache, OFFSET + 2, 2)
+    assert cache.room == 0
+    cache.evict_for_now()
+    feed(cache, OFFSET + 4, 3)
+    if rejected == 5:
+        with pytest.raises(TrimError):
+            cache.trim(6)
+    cache.trim(rejected)
+    cache.settle()
+    kept = OFFSET + 7 - rejected
+    assert cache.offset == kept
+    for position in range(kept, kept + 20):
+        feed(cache, position, 1)
+    for position in range(OFFSET, kept + 20):
+        for simulation in simulations:
+            simulation.step(position)
+    assert_holds(cache, simulations)
+
+
+@pytest.mark.parametrize("fed", [0, 3, 4, 9])
+def test_saved_and_loaded_it_goes_on_the_same(tmp_path, fed):
+    cache = make()
+    for position in range(OFFSET, OFFSET + fed):
+        feed(cache, position, 1)
+    save_prompt_cache(str(tmp_path / "c.safetensors"), [cache])
+    (loaded,) = load_prompt_cache(str(tmp_path / "c.safetensors"))
+    assert type(loaded) is ReselectingSnapKVCache and str(loaded.policy) == "keydiff"
+    for position in range(OFFSET + fed, OFFSET + fed + 20):
+        for a, b in zip(feed(cache, position, 1), feed(loaded, position, 1)):
+            assert mx.array_equal(a, b)
+    assert mx.array_equal(cache.positions, loaded.positions)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_rows_are_moved_as_they_are(bits):
+    how = Quantization(bits, 32)
+    cache = make(QuantizedReselectingSnapKVCache, quantization=how)
+    shapes = [part.shape for part in (*cache.keys, *cache.values)]
+    for position in range(OFFSET, OFFSET + 50):
+        feed(cache, position, 1)
+        assert [part.shape for part in (*cache.keys, *cache.values)] == shapes
+    keys, values, positions = cache.in_order()
+    for found, wanted in zip((keys, values), stacked(positions[0].tolist())):
+        assert all(mx.array_equal(a, b) for a, b in zip(found, how.pack(wanted)))
+
+
+def test_a_window_of_one_row_and_one_without_pinned_rows():
+    for pinned, n_window in ((3, 1), (0, 4)):
+        n = pinned + n_window
+        keys, values = stacked([list(range(30, 30 + n))] * H)
+        positions = mx.broadcast_to(mx.arange(30, 30 + pinned, dtype=mx.uint32), (B, H, pinned))
+        cache = ReselectingSnapKVCache(
+            keys,
+            values,
+            positions,
+            offset=40,
+            n_window=n_window,
+            policy=KeyDiff(),
+            block=max(1, n_window // 2),
+            n_sink=0,
+        )
+        for position in range(40, 60):
+            feed(cache, position, 1)
+            held = cache.positions[0, 0].tolist()
+            assert cache.size() == n and position in held and len(set(held)) == n
+
+
+def test_a_cache_that_votes_says_so_where_nobody_records_its_queries(tokens):
+    model = make_llama()
+    policy = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=8,min_ctx=0,on_full=reselect"
+    cache = make_prompt_cache(model)
+    steps(model, tokens, 7, policy=policy, prompt_cache=cache)
+    with pytest.raises(SnapKVError, match="were not recorded"):
+        for token in range(60):
+            model(mx.array([[token]]), cache=cache)
+            mx.eval([c.state for c in cache])

@@ -1,0 +1,285 @@
+"""Requests that evict while they read."""
+
+import itertools
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import assert_same, assert_unpatched, plain, steps
+from tiny_models import make_llama
+
+from mlx_snapkv import BlockKVCache, SnapKVCache, SnapKVError, generate_step, prefill
+from mlx_snapkv.engine.prefill import mlx_generate
+from mlx_snapkv.policies import POLICIES, resolve_policy
+
+SMALL = {
+    "snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=0",
+    "streaming_llm": "n_sink=2",
+    "h2o": "",
+    "tova": "",
+    "keydiff": "",
+    "key_norm": "",
+    "random": "",
+}
+
+
+def spec(name, schedule="block", budget=40, block=16, more=""):
+    parts = [SMALL[name], f"schedule={schedule}", f"budget={budget}", f"block={block}", more]
+    return f"{name}:" + ",".join(p for p in parts if p)
+
+
+@pytest.fixture(params=list(POLICIES))
+def name(request):
+    return request.param
+
+
+def compressed(prompt_cache):
+    return [c for c in prompt_cache if isinstance(c, (BlockKVCache, SnapKVCache))]
+
+
+def test_every_policy_is_covered():
+    assert set(SMALL) == set(POLICIES)
+
+
+def test_rows_in_memory_stay_within_budget_and_block_from_first_chunk_to_last_token(
+    tiny_model, tokens, name, monkeypatch
+):
+    most = [0]
+    original = BlockKVCache.update_and_fetch
+
+    def watched(self, keys, values):
+        out = original(self, keys, values)
+        most[0] = max(most[0], self.keys.shape[2], self.values.shape[2], out[0].shape[2])
+        return out
+
+    monkeypatch.setattr(BlockKVCache, "update_and_fetch", watched)
+    cache, reports = make_prompt_cache(tiny_model), []
+    items = steps(
+        tiny_model, tokens, n=60, policy=spec(name), prompt_cache=cache, on_report=reports.append
+    )
+    assert len(items) == 60 and 40 < most[0] <= 40 + 16
+    caches = compressed(cache)
+    assert caches and all(c.offset == 200 + 60 for c in caches)
+    kept = [n for n in reports[0].rows_kept if n is not None]
+    assert len(kept) == len(caches) and set(kept) == {40} and reports[0].reason is None
+    assert reports[0].kv_bytes_after == sum(c.nbytes for c in caches)
+    assert reports[0].kv_bytes_before == caches[0].nbytes // (40 + 16) * 201 * len(caches)
+    assert_unpatched()
+
+
+LLAMA = make_llama()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.integers(1, 120),
+    step=st.integers(1, 60),
+    block=st.integers(1, 50),
+    budget=st.integers(18, 90),
+    answer=st.integers(1, 20),
+    name=st.sampled_from(sorted(SMALL)),
+)
+def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
+    prompt, step, block, budget, answer, name
+):
+    sizes = []
+    original = BlockKVCache.update_and_fetch
+
+    def watched(self, keys, values):
+        out = original(self, keys, values)
+        sizes.extend(x.shape[2] for x in (self.keys, self.values, *out))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockKVCache, "update_and_fetch", watched)
+        cache = make_prompt_cache(LLAMA)
+        items = steps(
+            LLAMA,
+            mx.arange(prompt) % 60,
+            n=answer,
+            policy=spec(name, budget=budget, block=block),
+            prompt_cache=cache,
+            prefill_step_size=step,
+        )
+    assert len(items) == answer and {c.offset for c in cache} == {prompt + answer}
+    assert max(sizes, default=0) <= budget + block
+    if prompt > budget:
+        assert sizes and all(c.size() <= budget + block for c in cache)
+    if sizes:
+        assert all(p.tolist() == sorted(set(p.tolist())) for c in cache for p in c.positions[0])
+
+
+@pytest.mark.parametrize("budget", [190, 40, 19])
+def test_one_block_equals_once(tiny_model, tokens, name, budget):
+    block, _ = prefill(tiny_model, tokens, spec(name, "block", budget, block=200))
+    once, _ = prefill(tiny_model, tokens, spec(name, "once", budget, block=200))
+    for a, b in zip(compressed(block), compressed(once), strict=True):
+        assert isinstance(a, BlockKVCache) and isinstance(b, SnapKVCache)
+        assert mx.array_equal(a.positions, b.positions)
+        assert mx.array_equal(a.keys_and_values()[0], b.keys)
+
+
+def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(tiny_model, tokens, name):
+    expected = plain(tiny_model, tokens, n=12, prefill_step_size=16)
+    for budget in (212, 205):  # the second one fits the prompt but not the answer
+        cache, reports = make_prompt_cache(tiny_model), []
+        items = steps(
+            tiny_model,
+            tokens,
+            n=12,
+            policy=spec(name, budget=budget),
+            prompt_cache=cache,
+            prefill_step_size=16,
+            on_report=reports.append,
+        )
+        assert_same(items, expected)
+        assert "fit the budget" in reports[0].reason
+        assert bool(compressed(cache)) == (budget == 205)
+    assert_unpatched()
+
+
+def test_an_answer_without_end_is_kept_within_the_budget(tokens):
+    model = make_llama()
+    reasons = []
+    for name in ("keydiff", "snapkv"):
+        cache = make_prompt_cache(model)
+        answer = generate_step(
+            tokens,
+            model,
+            max_tokens=-1,
+            policy=spec(name, "block" if name == "keydiff" else "once", 210),
+            prompt_cache=cache,
+            on_report=lambda report: reasons.append(report.reason),
+        )
+        for _ in range(40):
+            next(answer)
+        answer.close()
+        assert bool(compressed(cache)) == (name == "keydiff")
+    assert all("fit the budget" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("step", [1, 7, 16, 100])
+def test_chunks_never_exceed_a_block(tiny_model, tokens, step):
+    """Smaller chunks are the user's; larger ones would break the budget."""
+    sizes = []
+    steps(
+        tiny_model,
+        tokens,
+        n=1,
+        policy=spec("keydiff"),
+        prefill_step_size=step,
+        prompt_progress_callback=lambda done, total: sizes.append(done),
+    )
+    chunks = [b - a for a, b in itertools.pairwise(sizes)]
+    assert max(chunks) == min(step, 16) and sizes[-1] == 200
+
+
+def test_key_only_policies_touch_no_class(tokens, monkeypatch):
+    model = make_llama()
+    monkeypatch.setattr("mlx_snapkv.models.patch._hold", lambda cls: pytest.fail("patched"))
+    for name in ("keydiff", "key_norm", "streaming_llm", "random"):
+        for schedule in ("block", "once"):
+            steps(model, tokens, policy=spec(name, schedule))
+
+
+def test_what_prefill_returns_can_be_decoded_by_mlx_lm_itself(tiny_model, tokens):
+    cache, report = prefill(tiny_model, tokens[:-1], spec("keydiff"))
+    assert report.rows == 40
+    for _ in mlx_generate.generate_step(tokens[-1:], tiny_model, max_tokens=80, prompt_cache=cache):
+        assert all(c.size() <= 56 for c in compressed(cache))
+
+
+def test_a_follow_up_turn_stays_within_the_budget_and_votes(tiny_model, tokens, name):
+    cache = make_prompt_cache(tiny_model)
+    steps(tiny_model, tokens, policy=spec(name), prompt_cache=cache)
+    for _ in generate_step(tokens, tiny_model, max_tokens=30, prompt_cache=cache):
+        assert all(c.keys.shape[2] <= 56 for c in compressed(cache))
+    assert_unpatched()
+
+
+@pytest.mark.parametrize("then", ["snapkv", "tova", "h2o", "keydiff"])
+@pytest.mark.parametrize("schedule", ["once", "block"])
+def test_two_stages(tiny_model, tokens, then, schedule):
+    cache, reports = make_prompt_cache(tiny_model), []
+    policy = f"{spec('keydiff', budget=60)} then {spec(then, schedule, budget=24, block=8)}"
+    steps(tiny_model, tokens, n=30, policy=policy, prompt_cache=cache, on_report=reports.append)
+    kind = SnapKVCache if schedule == "once" else BlockKVCache
+    assert all(isinstance(c, kind) for c in compressed(cache)) and compressed(cache)
+    assert {n for n in reports[0].rows_kept if n is not None} == {24}
+    assert all(c.keys.shape[2] <= 24 + 8 for c in compressed(cache))
+    assert reports[0].policy == str(resolve_policy(policy=policy))
+    assert_unpatched()
+
+
+def test_two_stages_positions_are_those_of_the_prompt(tokens):
+    model = make_llama()
+    full = make_prompt_cache(model)
+    cache, _ = prefill(
+        model, tokens, f"{spec('keydiff', budget=60)} then {spec('snapkv', 'once', 30)}"
+    )
+    model(tokens[None], cache=full)
+    first, whole = (
+        cache[0],
+        full[0].keys_and_values()[0],
+    )  # the first layer's keys depend on the token alone
+    for head in range(2):
+        positions = first.positions[0, head]
+        assert positions[-16:].tolist() == list(range(184, 200))
+        assert mx.allclose(first.keys[0, head], whole[0, head][positions], atol=1e-5)
+
+
+def test_a_first_stage_keeps_what_the_second_always_wants(tokens):
+    with pytest.raises(SnapKVError, match=r"budget must be at least 18 .*what snapkv always keeps"):
+        prefill(
+            make_llama(), tokens, f"{spec('keydiff', budget=17)} then {spec('snapkv', 'once', 20)}"
+        )
+
+
+def test_a_pyramid_keeps_more_in_low_layers(tiny_model, tokens, name):
+    more = "" if name != "snapkv" else "top_k=0"
+    for schedule in ("block", "once"):
+        cache, reports = make_prompt_cache(tiny_model), []
+        steps(
+            tiny_model,
+            tokens,
+            n=40,
+            policy=spec(name, schedule, budget="pyramid:40", more=more),
+            prompt_cache=cache,
+            on_report=reports.append,
+        )
+        kept = [n for n in reports[0].rows_kept if n is not None]
+        assert (
+            kept == sorted(kept, reverse=True)
+            and kept[0] > kept[-1]
+            and sum(kept) == 40 * len(kept)
+        )
+        list(generate_step(tokens[:50], tiny_model, max_tokens=5, prompt_cache=cache))
+
+
+def test_a_share_of_the_prompt(tokens):
+    _cache, report = prefill(make_llama(), tokens, spec("keydiff", budget="25%"))
+    assert report.rows == 50
+
+
+def test_mass_chooses_rows_by_layer_and_reports_them(tokens):
+    model = make_llama()
+    policy = "snapkv:min_ctx=0,n_sink=2,n_window=16,obs_window=8,mass={},max_budget=100%"
+    rows = []
+    for mass in (0.5, 0.9, 0.99):
+        _, report = prefill(model, tokens, policy.format(mass))
+        assert all(m >= mass - 1e-6 for m in report.mass_kept)
+        rows.append(report.rows_kept)
+    assert all(a < b for few, many in itertools.pairwise(rows) for a, b in zip(few, many))
+    _, report = prefill(model, tokens, policy.format(0.99).replace("100%", "40"))
+    assert report.rows_kept == [40, 40]
+
+
+def test_nan_keys_are_one_sentence_and_leave_the_cache_alone(tokens):
+    model = make_llama()
+    model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    cache = make_prompt_cache(model)
+    with pytest.raises(SnapKVError, match="NaN"):
+        steps(model, tokens, policy=spec("keydiff"), prompt_cache=cache)
+    assert all(c.empty() for c in cache)

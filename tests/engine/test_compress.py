@@ -1,0 +1,168 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from tiny_models import make_llama
+
+from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, compress_prompt_cache
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.models.patch import recording
+
+POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, obs_window=16, pool_kernel=5)
+
+
+def prefilled(model, tokens, record=16):
+    """A full cache filled by the model itself, with the queries of the last tokens."""
+    T = tokens.size
+    caches = [
+        RecordingKVCache(T - record, T, T) if isinstance(c, KVCache) else c
+        for c in make_prompt_cache(model)
+    ]
+    with recording(
+        {type(layer.self_attn) for layer in model.layers if hasattr(layer, "self_attn")}
+    ):
+        model(tokens[None], cache=caches)
+    return caches
+
+
+def test_kept_rows_equal_the_float64_reference(tiny_model, tokens):
+    """Votes, pooling and selection of every layer and head, from the model's own queries and keys."""
+    caches = prefilled(tiny_model, tokens)
+    full = list(caches)
+    compress_prompt_cache(tiny_model, caches, POLICY)
+    for before, after in zip(full, caches):
+        if not isinstance(after, SnapKVCache):
+            continue
+        keys = before.keys_and_values()[0]
+        raw = reference.votes(before.queries, keys, range(184, 200), before.scale)
+        for head in range(2):
+            scores = raw[0, head].copy()
+            scores[4:-32] = reference.pool(scores[4:-32], "avg", 5)
+            kept = reference.select(scores, 4, 20, 32)
+            assert after.positions[0, head].tolist() == kept
+            assert mx.array_equal(after.keys[0, head], keys[0, head][mx.array(kept)])
+
+
+def test_mass_kept_is_the_share_of_votes(tokens):
+    model = make_llama()
+    caches = prefilled(model, tokens)
+    full = list(caches)
+    report = compress_prompt_cache(model, caches, POLICY)
+    for before, after, mass in zip(full, caches, report.mass_kept):
+        raw = reference.votes(
+            before.queries, before.keys_and_values()[0], range(184, 200), before.scale
+        )
+        kept = np.take_along_axis(raw, np.asarray(after.positions).astype(int), axis=-1)
+        assert mass == pytest.approx(kept.sum() / raw.sum(), abs=1e-5)
+
+
+def test_queries_can_be_given(tiny_model, tokens):
+    recorded = prefilled(tiny_model, tokens)
+    queries = [c.queries if isinstance(c, RecordingKVCache) else None for c in recorded]
+    plain = make_prompt_cache(tiny_model)
+    tiny_model(tokens[None], cache=plain)
+    compress_prompt_cache(tiny_model, recorded, POLICY)
+    compress_prompt_cache(tiny_model, plain, POLICY, queries=queries)
+    for a, b in zip(recorded, plain):
+        if isinstance(a, SnapKVCache):
+            assert mx.array_equal(a.positions, b.positions)
+
+
+def test_missing_queries_leave_the_cache_as_it_was(tokens):
+    model = make_llama()
+    caches = make_prompt_cache(model)
+    model(tokens[None], cache=caches)
+    before = list(caches)
+    with pytest.raises(SnapKVError, match="queries are missing"):
+        compress_prompt_cache(model, caches, POLICY)
+    assert all(a is b for a, b in zip(caches, before))
+
+
+@pytest.mark.parametrize(
+    "queries, message",
+    [
+        ([mx.zeros((1, 4, 16, 8))], "one entry for each of 2 layers, got 1"),
+        ([mx.zeros((1, 3, 16, 8))] * 2, "a multiple of 2 heads"),
+        ([mx.zeros((1, 4, 16, 9))] * 2, "head_dim=8"),
+        ([mx.zeros((2, 4, 16, 8))] * 2, "B=1"),
+        ([mx.zeros((1, 4, 0, 8))] * 2, "1 to 200 tokens"),
+        ([mx.zeros((1, 4, 201, 8))] * 2, "1 to 200 tokens"),
+    ],
+)
+def test_queries_that_do_not_fit_are_refused(tokens, queries, message):
+    model = make_llama()
+    caches = make_prompt_cache(model)
+    model(tokens[None], cache=caches)
+    with pytest.raises(SnapKVError, match=message):
+        compress_prompt_cache(model, caches, POLICY, queries=queries)
+    assert all(type(c) is KVCache for c in caches)
+
+
+def test_layers_of_different_lengths_are_refused(tokens):
+    model = make_llama()
+    caches = prefilled(model, tokens)
+    caches[1].trim(10)
+    with pytest.raises(SnapKVError, match="all layers must hold the same tokens"):
+        compress_prompt_cache(model, caches, POLICY)
+
+
+def test_full_rows_are_free_after_the_cut():
+    model = make_llama(head_dim=64, num_key_value_heads=4)
+    caches = prefilled(model, mx.random.randint(0, 64, (6000,)))
+    mx.eval([c.state for c in caches])
+    full = caches[0].nbytes
+    compress_prompt_cache(model, caches, POLICY)
+    assert mx.get_cache_memory() < full / 4
+
+
+def test_a_cache_within_the_budget_is_left_alone(tokens):
+    model = make_llama()
+    caches = prefilled(model, tokens)
+    report = compress_prompt_cache(model, caches, SnapKV())
+    assert "fit the budget" in report.reason and isinstance(caches[0], RecordingKVCache)
+
+
+def test_batches_keep_rows_of_their_own():
+    model = make_llama()
+    mx.random.seed(3)
+    batch = mx.random.randint(0, 64, (2, 200))
+    together = [RecordingKVCache(184, 200, 200) for _ in model.layers]
+    with recording({type(layer.self_attn) for layer in model.layers}):
+        model(batch, cache=together)
+    compress_prompt_cache(model, together, POLICY)
+    for i in range(2):
+        alone = prefilled(model, batch[i])
+        compress_prompt_cache(model, alone, POLICY)
+        for a, b in zip(together, alone):
+            assert mx.array_equal(a.positions[i], b.positions[0])
+
+
+def test_models_without_a_plain_kv_cache_are_refused_by_name(tokens):
+    model = make_llama(layer_types=["full_attention", "sliding_attention"], sliding_window=8)
+    rotating = [RotatingKVCache(8), RotatingKVCache(8)]
+    with pytest.raises(SnapKVError, match="'llama' has no full-attention layer"):
+        compress_prompt_cache(model, rotating, POLICY)
+
+
+def test_unsupported_attention_is_refused_by_name(tokens):
+    from mlx_lm.models import gemma2
+
+    args = gemma2.ModelArgs(model_type="gemma2", hidden_size=32, num_hidden_layers=1, intermediate_size=32,
+                            num_attention_heads=2, head_dim=16, rms_norm_eps=1e-5, vocab_size=64,
+                            num_key_value_heads=1)  # fmt: skip
+    model = gemma2.Model(args)
+    with pytest.raises(
+        SnapKVError, match="model type 'gemma2' can't be compressed: it caps logits"
+    ):
+        compress_prompt_cache(model, make_prompt_cache(model), POLICY)
+
+
+def test_sliding_layers_keep_their_rotating_cache(tokens):
+    from mlx_snapkv import prefill
+
+    model = make_llama(layer_types=["full_attention", "sliding_attention"], sliding_window=8)
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0)
+    caches, report = prefill(model, tokens, policy)
+    assert isinstance(caches[0], SnapKVCache) and isinstance(caches[1], RotatingKVCache)
+    assert report.rows_kept == [56, None]

@@ -1,0 +1,163 @@
+import itertools
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, prefill
+from mlx_snapkv.engine.prefill import mlx_generate
+
+POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0)
+
+
+def plain_decode(model, prompt, cache, n=8):
+    steps = mlx_generate.generate_step(mx.array(prompt), model, prompt_cache=cache, max_tokens=n)
+    return [token for token, _ in steps]
+
+
+def test_all_tokens_are_read_and_the_cache_is_cut(tiny_model, tokens):
+    cache, report = prefill(tiny_model, tokens, POLICY)
+    cut = [c for c in cache if isinstance(c, SnapKVCache)]
+    assert len(cut) == 2 and not any(isinstance(c, KVCache) for c in cache)
+    for c in cut:
+        assert (c.offset, c.size(), c.n_pin) == (200, 56, 24)
+        positions = c.positions
+        assert mx.all(positions[..., 1:] > positions[..., :-1]).item()
+    assert report.compressed and report.prompt_tokens == 200
+    assert [n for n in report.rows_kept if n is not None] == [56, 56]
+    assert all(0 < m <= 1 for m in report.mass_kept if m is not None)
+    assert report.kv_bytes_after == sum(c.nbytes for c in cut) < report.kv_bytes_before
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize("chunk", [1, 7, 31, 32, 33, 2048])
+def test_chunks_do_not_change_what_is_kept(tiny_model, tokens, chunk, lookahead):
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0, lookahead=lookahead)
+    whole, _ = prefill(tiny_model, tokens, policy)
+    cut, _ = prefill(tiny_model, tokens, policy, prefill_step_size=chunk)
+    for a, b in zip(whole, cut):
+        if isinstance(a, SnapKVCache):
+            assert mx.array_equal(a.positions, b.positions)
+            assert mx.allclose(a.keys, b.keys, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 64, 167, 168, 198, 199, 500])
+def test_the_policys_chunk_wins_and_the_window_has_one_of_its_own(tokens, chunk):
+    done = []
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0, prefill_chunk=chunk)
+    prefill(
+        make_llama(),
+        tokens,
+        policy,
+        prompt_progress_callback=lambda n, total: done.append(n),
+    )
+    sizes = [b - a for a, b in itertools.pairwise(done)]
+    assert max(sizes) <= chunk and sum(sizes) == 200
+    if chunk < 199:  # 168 tokens come before the window of 32
+        start = max(n for n in done if n <= 168)
+        assert 168 - start < -(-168 // chunk)
+    else:
+        assert sizes == [199, 1]
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+def test_lookahead_leaves_no_trace_but_its_votes(make, tokens):
+    """The tokens looked ahead at are taken back, from the linear layers' states too."""
+    model = make()
+    plain = make_prompt_cache(model)
+    for _ in mlx_generate.generate_step(tokens, model, max_tokens=0, prompt_cache=plain):
+        pass
+    cache, _ = prefill(
+        model, tokens, SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0, lookahead=5)
+    )
+    for a, b in zip(plain, cache):
+        if isinstance(b, SnapKVCache):
+            assert b.offset == 200
+            head = b.positions[0, 0]
+            assert mx.array_equal(b.keys[0, 0], a.keys[0, 0][head])
+        else:
+            assert all(
+                mx.array_equal(x, y) for x, y in zip(a.state, b.state) if isinstance(x, mx.array)
+            )
+
+
+def test_keeping_the_last_token_for_mlx_lm(tiny_model, tokens):
+    cache, _ = prefill(tiny_model, tokens[:-1], POLICY)
+    assert len(plain_decode(tiny_model, tokens[-1:], cache)) == 8
+    assert next(c for c in cache if isinstance(c, SnapKVCache)).offset == 199 + 1 + 8
+
+
+@pytest.mark.parametrize(
+    "policy, reason",
+    [
+        (
+            SnapKV(min_ctx=201),
+            "the prompt's 200 tokens are below min_ctx=201; set min_ctx=0 to force compression",
+        ),
+        (
+            SnapKV(min_ctx=0),
+            "the prompt's 200 rows fit the budget of 4736 (n_sink + top_k + n_window); lower it to compress",
+        ),
+    ],
+)
+def test_gated_prompts_give_mlx_lms_own_cache(tiny_model, tokens, policy, reason):
+    cache, report = prefill(tiny_model, tokens, policy)
+    assert report.reason == reason and not report.compressed
+    plain = make_prompt_cache(tiny_model)
+    expected = plain_decode(tiny_model, tokens, plain)
+    last = tokens[-1:]
+    cache, _ = prefill(tiny_model, tokens[:-1], policy)
+    assert [type(c) for c in cache] == [type(c) for c in plain]
+    assert plain_decode(tiny_model, last, cache) == expected
+
+
+def test_a_populated_cache_is_continued_as_it_is(tiny_model, tokens):
+    cache = make_prompt_cache(tiny_model)
+    prefill(tiny_model, tokens[:50], SnapKV(), prompt_cache=cache)
+    _, report = prefill(tiny_model, tokens[50:], POLICY, prompt_cache=cache)
+    assert "already holds tokens" in report.reason
+    assert [type(c) for c in cache] == [type(c) for c in make_prompt_cache(tiny_model)]
+
+
+def test_a_compressed_hybrid_is_saved_and_loaded_by_mlx_lm(tiny_model, tokens, tmp_path):
+    cache, _ = prefill(tiny_model, tokens[:-1], POLICY)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
+    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    assert plain_decode(tiny_model, tokens[-1:], loaded) == plain_decode(
+        tiny_model, tokens[-1:], cache
+    )
+
+
+def test_the_callers_list_is_filled(tiny_model, tokens):
+    mine = make_prompt_cache(tiny_model)
+    cache, _ = prefill(tiny_model, tokens, POLICY, prompt_cache=mine)
+    assert cache is mine and any(isinstance(c, SnapKVCache) for c in mine)
+
+
+@pytest.mark.parametrize(
+    "tokens, policy, message",
+    [
+        ([], POLICY, "the prompt is empty"),
+        ([[1, 2], [3, 4]], POLICY, "one sequence of tokens, got shape"),
+        ([1, 2], None, "needs a policy"),
+        ([1, 2], "snapvk", "unknown policy"),
+    ],
+)
+def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message):
+    with pytest.raises(SnapKVError, match=message):
+        prefill(tiny_model, tokens, policy)
+
+
+def test_a_policy_may_be_a_string(tokens):
+    _, report = prefill(make_llama(), tokens, "snapkv:top_k=20,n_sink=4,n_window=32,min_ctx=0")
+    assert report.rows == 56
+
+
+@pytest.mark.parametrize("schedule", ["once", "block"])
+def test_rows_are_quantised_if_asked_for(tokens, schedule):
+    policy = f"keydiff:budget=40,block=16,schedule={schedule}"
+    cache, report = prefill(make_llama(head_dim=32), tokens, policy, kv_bits=4, kv_group_size=32)
+    assert report.compressed and [(c.bits, c.size()) for c in cache] == [(4, 40)] * 2
+    with pytest.raises(SnapKVError, match="kv_bits must be"):
+        prefill(make_llama(), tokens, policy, kv_bits=5)

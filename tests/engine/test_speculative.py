@@ -1,0 +1,237 @@
+"""Draft models on a compressed main cache: the greedy answer without a draft, token for token."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from request_helpers import SMALL, assert_unpatched
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import (
+    BlockKVCache,
+    KeyDiff,
+    ReselectingSnapKVCache,
+    SnapKVError,
+    prefill,
+    stream_generate,
+)
+from mlx_snapkv.engine.prefill import mlx_generate
+from mlx_snapkv.policies.budgets import Quota
+
+RING = "snapkv:top_k=20,n_sink=4,n_window=32,min_ctx=0"
+RING_OF_THE_REST = "snapkv:top_k=2,n_sink=4,n_window=16,obs_window=16,min_ctx=0"
+KEYDIFF = "keydiff:budget=40,block=16"
+PROMPT = [random.Random(0).randrange(300) for _ in range(100)]
+
+
+def wild(vocab_size: int, noise: float = 0.0):
+    """A random model of large weights: its answers don't repeat, and every row it sees matters."""
+    model = make_llama(vocab_size=vocab_size, tie_word_embeddings=False)
+
+    def scaled(w):
+        return 2 * w + noise * mx.random.normal(w.shape) if w.ndim == 2 else w
+
+    model.update(tree_map(scaled, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_llama):
+    """The embedded one, whose end of sequence no answer here reaches."""
+    _, tokenizer = demo_llama
+    eos, tokenizer.eos_token_ids = tokenizer.eos_token_ids, []
+    yield tokenizer
+    tokenizer.eos_token_ids = eos
+
+
+@pytest.fixture(scope="module")
+def main(tokenizer):
+    return wild(len(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def draft(tokenizer):
+    """Sometimes right."""
+    return wild(len(tokenizer), noise=0.01)
+
+
+@pytest.fixture(scope="module")
+def alone(main, tokenizer):
+    """The answer without a draft, by policy."""
+    answers = {}
+
+    def answer(policy, n):
+        if (policy, n) not in answers:
+            answers[policy, n] = list(stream_generate(main, tokenizer, PROMPT, n, policy=policy))
+        return answers[policy, n]
+
+    return answer
+
+
+def assert_equal_answers(mine, expected):
+    assert [r.token for r in mine] == [r.token for r in expected]
+    assert "".join(r.text for r in mine) == "".join(r.text for r in expected)
+    mine_, expected_ = (mx.stack([r.logprobs for r in rs]) for rs in (mine, expected))
+    assert mx.allclose(mine_, expected_, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "policy, k, n",
+    [(RING, 1, 201), (RING, 3, 201), (RING, 8, 201), (KEYDIFF, 2, 201), (KEYDIFF, 5, 201),
+     (f"{RING},last_token=false", 5, 50), (f"{RING},lookahead=0", 2, 50),
+     (f"{RING},on_full=keydiff", 4, 100), (f"{RING},on_full=grow", 4, 45),
+     ("random:budget=40,block=9,n_window=3", 8, 50), ("h2o:budget=40,schedule=once", 3, 50),
+     (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
+)  # fmt: skip
+def test_a_poor_draft_changes_nothing(main, draft, tokenizer, alone, policy, k, n):
+    expected = alone(policy, n)
+    assert len({r.token for r in expected}) > n / 5
+    reports = []
+    mine = list(
+        stream_generate(main, tokenizer, PROMPT, n, draft, num_draft_tokens=k, policy=policy,
+                        on_report=reports.append)
+    )  # fmt: skip
+    assert_equal_answers(mine, expected)
+    assert len(reports) == 1 and reports[0].compressed
+    assert 0.01 < sum(r.from_draft for r in mine) / n < 0.8
+    assert [r.generation_tokens for r in mine] == list(range(1, n + 1))
+    assert {r.prompt_tokens for r in mine} == {100} and len({r.prompt_tps for r in mine}) == 1
+    assert [r.finish_reason for r in mine[-2:]] == [None, "length"]
+    assert_unpatched()
+
+
+@pytest.mark.parametrize("n", [1, 4, 5, 6, 7])
+def test_answers_that_end_where_the_draft_starts(main, draft, tokenizer, alone, n):
+    mine = list(stream_generate(main, tokenizer, PROMPT, n, draft, policy=RING))
+    assert [r.token for r in mine] == [r.token for r in alone(RING, 201)[:n]]
+    assert mine[-1].finish_reason == "length" and mine[-1].generation_tokens == n
+
+
+def test_the_model_as_its_own_draft_on_a_real_question(demo_llama, ask):
+    model, tokenizer = demo_llama
+    prompt, _ = ask(tokenizer, 400, seed=1)
+    expected = list(stream_generate(model, tokenizer, prompt, 24, snapkv=SMALL))
+    mine = list(
+        stream_generate(model, tokenizer, prompt, 24, model, snapkv=SMALL | {"lookahead": 1})
+    )
+    assert "".join(r.text for r in mine) == "".join(r.text for r in expected)
+    assert (mine[-1].finish_reason, mine[-1].token) == (
+        expected[-1].finish_reason,
+        expected[-1].token,
+    )
+    assert sum(r.from_draft for r in mine) > len(mine) / 3
+
+
+def test_text_that_spans_the_hand_over_is_whole(tokenizer, main, draft):
+    """Bytes of one character may be said before and after the cut."""
+    answers = [
+        "".join(r.text for r in stream_generate(main, tokenizer, PROMPT, 12, d, policy=p))
+        for p in (f"{RING},lookahead={n}" for n in (1, 2, 3))
+        for d in (None, draft)
+    ]
+    assert answers[::2] == answers[1::2]
+
+
+def test_processors_see_the_whole_text(main, draft, tokenizer):
+    def never_again(tokens, logits):
+        return mx.where(mx.zeros(logits.shape[-1]).at[tokens].add(1) > 0, -1e9, logits)
+
+    options = {"policy": RING, "logits_processors": [never_again]}
+    expected = list(stream_generate(main, tokenizer, PROMPT, 40, **options))
+    mine = list(stream_generate(main, tokenizer, PROMPT, 40, draft, **options))
+    assert [r.token for r in mine] == [r.token for r in expected]
+    assert not {r.token for r in mine} & set(PROMPT)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"snapkv": {}}, {"policy": "keydiff:budget=400"}])
+def test_without_compression_it_is_mlx_lms_own(main, draft, tokenizer, keywords):
+    theirs = list(mlx_generate.stream_generate(main, tokenizer, PROMPT, 20, draft))
+    mine = list(stream_generate(main, tokenizer, PROMPT, 20, draft, **keywords))
+    assert [(r.token, r.from_draft) for r in mine] == [(r.token, r.from_draft) for r in theirs]
+    assert all(mx.array_equal(a.logprobs, b.logprobs) for a, b in zip(mine, theirs))
+
+
+def test_the_callers_caches_hold_the_answer(main, draft, tokenizer):
+    caches = make_prompt_cache(main) + make_prompt_cache(draft)
+    answer = list(
+        stream_generate(main, tokenizer, PROMPT, 20, draft, policy=RING, prompt_cache=caches)
+    )
+    assert [type(c) for c in caches] == [ReselectingSnapKVCache] * 2 + [KVCache] * 2
+    assert {c.offset for c in caches[:2]} <= {100 + len(answer) - 1, 100 + len(answer)}
+
+
+def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, tokenizer):
+    def fail(done, total):
+        raise RuntimeError("stop")
+
+    caches = make_prompt_cache(main) + make_prompt_cache(draft)
+    before = list(caches)
+    options = {"prompt_cache": caches, "prompt_progress_callback": fail}
+    with pytest.raises(RuntimeError, match="stop"):
+        list(stream_generate(main, tokenizer, PROMPT, 20, draft, policy=RING, **options))
+    assert all(a is b and a.empty() for a, b in zip(caches, before))
+    assert_unpatched()
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"policy": "h2o:budget=40"}, "h2o with schedule=block lets every answer token vote"),
+        ({"policy": "tova:budget=40"}, "tova with schedule=block"),
+        ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be below the 16 tokens that"),
+        ({"policy": "keydiff:budget=pyramid:50"}, "equally many rows in every layer"),
+        ({"policy": RING, "kv_bits": 8}, "kv_bits"),
+        ({"policy": RING, "max_kv_size": 64}, "max_kv_size"),
+        ({"policy": RING, "max_tokens": -1}, "max_tokens must be at least 1"),
+        ({"policy": RING, "prompt_cache": [KVCache(), KVCache()]}, "caches of both models, 2 [+] 2, got 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exact_is_refused_at_the_call(main, draft, tokenizer, keywords, message):
+    with pytest.raises(SnapKVError, match=message):
+        stream_generate(main, tokenizer, PROMPT, draft_model=draft, **keywords)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"policy": RING}])
+def test_a_hybrid_is_refused_at_the_call(tokenizer, keywords):
+    with pytest.raises(
+        SnapKVError, match=r"main model's \(qwen3_next\) can't where they hold ArraysCache"
+    ):
+        stream_generate(make_qwen(), tokenizer, PROMPT, draft_model=make_llama(), **keywords)
+    if keywords:
+        with pytest.raises(SnapKVError, match="the draft model's"):
+            stream_generate(make_llama(), tokenizer, PROMPT, draft_model=make_qwen(), **keywords)
+
+
+def test_an_eviction_for_now_is_taken_back_whole():
+    def filled():
+        mx.random.seed(0)
+        cache = BlockKVCache(KeyDiff(budget=8, block=4), Quota(8, 0, 1), 4)
+        for _ in range(3):
+            cache.update_and_fetch(mx.random.normal((1, 2, 4, 8)), mx.random.normal((1, 2, 4, 8)))
+        return cache
+
+    cache, expected = filled(), filled()
+    more = mx.random.normal((1, 2, 2, 8))
+    cache.evict_for_now()
+    cache.update_and_fetch(more, more)
+    assert cache.trim(5) == 5 and expected.trim(3) == 3
+    assert (cache.offset, cache.size()) == (expected.offset, expected.size()) == (9, 9)
+    for a, b in zip(cache.keys_and_values(), expected.keys_and_values()):
+        assert mx.array_equal(a, b)
+    assert mx.array_equal(cache.positions, expected.positions)
+
+
+def test_a_given_cache_that_chooses_by_itself_is_refused(main, draft, tokenizer):
+    """mlx-lm's loop alone would choose too early: not the answer without a draft."""
+    for policy, allowed in ((RING, False), (f"{RING},on_full=slide", True)):
+        cache, _ = prefill(main, PROMPT[:-1], policy)
+        caches = cache + make_prompt_cache(draft)
+        options = {"prompt_cache": caches, "num_draft_tokens": 3}
+        if allowed:
+            assert list(stream_generate(main, tokenizer, PROMPT[-1:], 20, draft, **options))
+            continue
+        with pytest.raises(SnapKVError, match="chooses rows by itself can't go on with a draft"):
+            stream_generate(main, tokenizer, PROMPT[-1:], 20, draft, **options)

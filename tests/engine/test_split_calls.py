@@ -1,0 +1,112 @@
+"""A follow-up turn of 300 tokens against the same tokens one by one, on every cache that a policy leaves."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from request_helpers import assert_unpatched, steps
+from tiny_models import make_llama
+
+from mlx_snapkv import SnapKV, generate_step, patch_for_snapkv, prefill, unpatch_snapkv
+from mlx_snapkv.caches.layers import members
+from mlx_snapkv.caches.self_evicting import SelfEvicting
+from mlx_snapkv.engine.compress import rows_held
+from mlx_snapkv.engine.split_calls import OneByOne, one_by_one
+from mlx_snapkv.policies import H2O, TOVA, KeyDiff, StreamingLLM
+
+ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16, "min_ctx": 0}
+VOTED = {"top_k": 20, "n_sink": 4, "obs_window": 8, "min_ctx": 0}
+POLICIES = [
+    *(SnapKV(**VOTED, n_window=64, on_full=way) for way in ("slide", "keydiff", "reselect")),
+    SnapKV(**VOTED, n_window=400),
+    SnapKV(budget=24, n_sink=4, n_window=10, block=16, min_ctx=0, schedule="block", obs_window=8),
+    *(kind(**ROWS) for kind in (KeyDiff, H2O, TOVA)),
+    StreamingLLM(budget=24, block=16, min_ctx=0),
+    KeyDiff(**ROWS | {"budget": "pyramid:40"}),
+]
+TURN = mx.array(np.random.default_rng(1).integers(1, 64, 300))
+
+
+def same_rows(caches, others):
+    for a, b in zip(members(caches), members(others)):
+        if hasattr(a, "positions"):
+            ours, theirs = rows_held(a), rows_held(b)
+            assert a.offset == b.offset and mx.array_equal(ours.positions, theirs.positions)
+            assert mx.allclose(ours.keys, theirs.keys, atol=1e-5)
+
+
+def fed_alone(model, cache):
+    """Logits `(300, vocab_size)`."""
+    return mx.concatenate([model(t[None, None], cache=cache)[0] for t in TURN])
+
+
+@pytest.fixture
+def patched(tiny_model):
+    patch_for_snapkv(tiny_model)
+    yield
+    unpatch_snapkv(tiny_model)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("before", [0, 5])
+def test_a_turn_at_once_is_as_one_by_one(tiny_model, tokens, patched, policy, before):
+    """Whether the caches have just chosen or chose some tokens ago."""
+    caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
+    for cache in caches:
+        for token in tokens[:before]:
+            tiny_model(token[None, None], cache=cache)
+    expected = fed_alone(tiny_model, caches[0])
+    at_once = one_by_one(tiny_model, caches[1])(TURN[None], cache=caches[1])[0]
+    assert mx.abs(at_once - expected).max() < 1e-4
+    for cache in caches:  # until then a window holds all tokens of the last call
+        tiny_model(TURN[None, :1], cache=cache)
+    same_rows(*caches)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_generate_step_reads_a_follow_up_so(tiny_model, tokens, policy):
+    caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
+    patch_for_snapkv(tiny_model)
+    logits = fed_alone(tiny_model, caches[0])[-1]
+    token = mx.argmax(logits).item()
+    tiny_model(mx.array([[token]]), cache=caches[0])  # mlx-lm's loop runs one token ahead
+    unpatch_snapkv(tiny_model)
+    [(said, logprobs)] = steps(tiny_model, TURN, 1, prompt_cache=caches[1])
+    assert said == token and mx.abs(logprobs - (logits - mx.logsumexp(logits))).max() < 1e-4
+    same_rows(*caches)
+    assert_unpatched()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_so_does_prefill(tiny_model, tokens, policy):
+    caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
+    patch_for_snapkv(tiny_model)
+    fed_alone(tiny_model, caches[0])
+    unpatch_snapkv(tiny_model)
+    _, report = prefill(tiny_model, TURN, policy, prompt_cache=caches[1])
+    assert "already holds tokens" in report.reason
+    same_rows(*caches)
+
+
+def test_without_the_pieces_the_choices_come_too_soon(tiny_model, tokens):
+    """So that the tests above can fail."""
+    caches = [prefill(tiny_model, tokens, KeyDiff(**ROWS))[0] for _ in range(2)]
+    expected = fed_alone(tiny_model, caches[0])
+    at_once = mx.concatenate(
+        [tiny_model(part[None], cache=caches[1])[0] for part in mx.split(TURN, 30)]
+    )
+    assert mx.abs(at_once - expected).max() > 1e-3
+
+
+def test_embeddings_are_the_models_own_call(tokens):
+    model = make_llama()
+    caches = [prefill(model, tokens, KeyDiff(**ROWS))[0] for _ in range(2)]
+    for called, cache in zip((model, OneByOne(model)), caches):
+        called(TURN[None], cache=cache, input_embeddings=model.model.embed_tokens(TURN[None]))
+    same_rows(*caches)
+
+
+def test_rows_of_a_given_budget_are_never_exceeded(tiny_model, tokens):
+    cache, _ = prefill(tiny_model, tokens, KeyDiff(**ROWS))
+    for _ in generate_step(TURN, tiny_model, max_tokens=40, prompt_cache=cache):
+        evicting = [c for c in members(cache) if isinstance(c, SelfEvicting)]
+        assert evicting and all(c.size() <= 40 for c in evicting)

@@ -1,0 +1,86 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.entries.selection import gather_rows, select_positions, top_positions
+
+
+def positions(scores, **parts):
+    return select_positions(mx.array(scores)[None, None], **parts)[0, 0].tolist()
+
+
+def test_sink_voted_middle_and_window_in_order():
+    # positions:    0  1  2  3  4  5  6  7
+    scores = [9.0, 1, 5, 2, 7, 3, 8, 8]
+    assert positions(scores, n_sink=1, top_k=2, n_window=2) == [0, 2, 4, 6, 7]
+
+
+def test_every_kv_head_and_batch_row_ranks_on_its_own():
+    scores = mx.array([[[0.0, 3, 1, 2, 0], [0, 1, 2, 3, 0]], [[0, 2, 3, 1, 0], [0, 0, 0, 1, 0]]])
+    kept = select_positions(scores, n_sink=1, top_k=1, n_window=1)
+    assert kept[..., 1].tolist() == [[1, 3], [2, 3]]
+    assert kept.dtype == mx.uint32
+
+
+def test_ties_go_to_the_lower_position():
+    assert positions([0.0, 5, 5, 5, 5, 0], n_sink=1, top_k=2, n_window=1) == [0, 1, 2, 5]
+
+
+@pytest.mark.parametrize(
+    "parts, expected",
+    [
+        ({"n_sink": 1, "top_k": 0, "n_window": 2}, [0, 4, 5]),
+        ({"n_sink": 3, "top_k": 4, "n_window": 3}, [0, 1, 2, 3, 4, 5]),
+        ({"n_sink": 2, "top_k": 2, "n_window": 2}, [0, 1, 2, 3, 4, 5]),
+        ({"n_sink": 100, "top_k": 1, "n_window": 100}, [0, 1, 2, 3, 4, 5]),
+        ({"n_sink": 0, "top_k": 1, "n_window": 0}, [5]),
+    ],
+    ids=[
+        "no middle wanted",
+        "more than there is",
+        "exactly all",
+        "parts longer than T",
+        "middle only",
+    ],
+)
+def test_degenerate_cases(parts, expected):
+    assert positions([0.0, 1, 2, 3, 4, 5], **parts) == expected
+
+
+def test_nan_scores_are_refused():
+    with pytest.raises(SnapKVError, match="NaN"):
+        positions([0.0, float("nan"), 1, 0], n_sink=1, top_k=1, n_window=1)
+
+
+@given(
+    scores=st.lists(st.integers(0, 5), min_size=1, max_size=40),
+    n_sink=st.integers(0, 10),
+    top_k=st.integers(0, 20),
+    n_window=st.integers(0, 10),
+)
+def test_equals_a_plain_sort(scores, n_sink, top_k, n_window):
+    kept = positions([float(s) for s in scores], n_sink=n_sink, top_k=top_k, n_window=n_window)
+    assert kept == reference.select(scores, n_sink, top_k, n_window)
+    assert len(kept) == min(len(scores), n_sink + top_k + n_window)
+
+
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=60), st.data())
+def test_the_highest_scores_are_kept(scores, data):
+    k = data.draw(st.integers(1, len(scores)))
+    kept = top_positions(mx.array(scores), k).tolist()
+    assert kept == sorted(set(kept)) and len(kept) == k
+    dropped = [s for i, s in enumerate(scores) if i not in kept]
+    assert not dropped or min(scores[i] for i in kept) >= max(dropped)
+
+
+def test_gather_takes_the_rows_of_each_head():
+    rows = mx.arange(2 * 3 * 4 * 2).reshape(2, 3, 4, 2)
+    kept = mx.array(np.random.default_rng(0).integers(0, 4, (2, 3, 2)), mx.uint32)
+    out = gather_rows(rows, kept)
+    for b in range(2):
+        for h in range(3):
+            assert out[b, h].tolist() == [rows[b, h, int(t)].tolist() for t in kept[b, h].tolist()]

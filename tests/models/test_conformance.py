@@ -1,0 +1,247 @@
+"""Every supported model type, and quantised and adapted ones, as tiny random models: queries, votes, decoding."""
+
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models
+import numpy as np
+import pytest
+from mlx_lm.models import base
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_model
+from request_helpers import plain
+
+from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, SnapKVCache, generate_step, models, prefill
+from mlx_snapkv.caches.layers import attention_classes, attention_layers, members
+from mlx_snapkv.engine.compress import _rows
+from mlx_snapkv.engine.request import RecordedRequest
+from mlx_snapkv.errors import UnsupportedModelError
+from mlx_snapkv.policies import SnapKV
+
+TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
+POLICY = SnapKV(top_k=6, n_sink=2, n_window=8, obs_window=8, pool_kernel=1, min_ctx=0, lookahead=0)
+
+
+def add_adapters(model):
+    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 8.0, "dropout": 0.0})
+    for _, module in model.named_modules():
+        if "lora_b" in module:
+            module.lora_b = mx.random.normal(module.lora_b.shape)
+    model.eval()
+
+
+CHANGES = {
+    "4-bit weights": lambda model: nn.quantize(model, group_size=32, bits=4),
+    "8-bit weights": lambda model: nn.quantize(model, group_size=32, bits=8),
+    "adapters": add_adapters,
+}
+CHANGED = [f"{name}, {change}" for name in ("llama", "qwen3_next", "gpt_oss") for change in CHANGES]
+
+
+@pytest.fixture(scope="module", params=[*models.SUPPORTED, *CHANGED])
+def model(request):
+    name, _, change = request.param.partition(", ")
+    model = make_model(name)
+    if change:
+        before = model(TOKENS[None])
+        CHANGES[change](model)
+        assert not mx.allclose(model(TOKENS[None]), before, atol=1e-4)
+    return model
+
+
+def layers_of(model):
+    return attention_layers(model, make_prompt_cache(model))
+
+
+def softmax_votes(call, n, kv_head_of):
+    """Votes `(n_kv_heads, T)` of the call's last `n` queries, in float64, with each query head's KV head given."""
+    queries, keys = (np.array(call[name].astype(mx.float32), np.float64) for name in ("q", "k"))
+    n_heads, T = queries.shape[1], keys.shape[2]
+    group = n_heads // keys.shape[1]
+    votes = np.zeros((max(kv_head_of) + 1, T))
+    for head in range(n_heads):
+        for i in range(n):
+            seen = T - n + i + 1
+            logits = keys[0, head // group, :seen] @ queries[0, head, -n + i] * call["scale"]
+            sink = -np.inf if call["sinks"] is None else float(call["sinks"][head])
+            top = max(logits.max(), sink)
+            weights = np.exp(logits - top)
+            votes[kv_head_of[head], :seen] += weights / (weights.sum() + np.exp(sink - top))
+    return votes * len(votes) / n_heads
+
+
+def heads_read(call, rows):
+    """The cache's KV head that each query head reads, by looking for the key head's rows in the cache."""
+    group = call["q"].shape[1] // call["k"].shape[1]
+    return [
+        next(
+            h for h in range(rows.shape[1]) if mx.array_equal(rows[:, h], call["k"][:, j // group])
+        )
+        for j in range(call["q"].shape[1])
+    ]
+
+
+def read_and_spy(model, tokens, monkeypatch):
+    """The prompt read in two chunks on recording caches, and the calls that reached MLX's attention last."""
+    calls = []
+    attend = mx.fast.scaled_dot_product_attention
+
+    def spy(queries, keys, values, *, scale, mask=None, sinks=None):
+        calls.append({"q": queries, "k": keys, "scale": scale, "sinks": sinks})
+        return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spy)
+    cache = make_prompt_cache(model)
+    request = RecordedRequest(model, POLICY, tokens.size, cache, last=tokens.size)
+    with request.recording():
+        model(tokens[None, :30], cache=request.caches)
+        calls.clear()
+        model(tokens[None, 30:], cache=request.caches)
+    return request, calls
+
+
+def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
+    """Bit for bit the queries of the real call, and the votes of its softmax with its heads, scale and sinks."""
+    request, calls = read_and_spy(model, TOKENS, monkeypatch)
+    calls = iter(calls)
+    for layer in attention_layers(model, request.caches):
+        cache = layer.cache_in(request.caches)
+        call = next(c for c in calls if mx.array_equal(c["q"][:, :, -8:], cache.queries))
+        rows = _rows(layer, cache, None)
+        expected = softmax_votes(call, 8, heads_read(call, rows.keys))
+        assert np.allclose(rows.votes[0], expected, atol=2e-5)
+        given = _rows(layer, cache, cache.queries)  # for people who hold queries of their own
+        assert given.scale == pytest.approx(call["scale"])
+        assert (given.sinks is None) == (call["sinks"] is None)
+
+
+def test_decoding_with_everything_kept_equals_mlx_lm(model):
+    caches = [make_prompt_cache(model) for _ in range(2)]
+    for cache in caches:
+        model(TOKENS[None], cache=cache)
+        mx.eval([c.state for c in cache])
+    for layer in attention_layers(model, caches[0]):
+        full = layer.cache_in(caches[0])
+        keys, values = full.keys_and_values()
+        pinned = mx.broadcast_to(mx.arange(40, dtype=mx.uint32), (*keys.shape[:2], 40))
+        layer.put(caches[0], SnapKVCache(keys, values, pinned, offset=full.offset, n_window=64))
+    for turn in (TOKENS[:1], TOKENS[1:2], TOKENS[2:9], TOKENS[9:10]):
+        ours, theirs = (model(turn[None], cache=cache) for cache in caches)
+        assert np.allclose(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_a_long_turn_equals_its_tokens_one_by_one(model):
+    """Past the window's end, so that every layer needs, and is handed, the mask of the compressed cache."""
+    policy = dataclasses.replace(POLICY, on_full="slide")  # a choice is made between turns
+    caches = [prefill(model, TOKENS, policy)[0] for _ in range(2)]
+    turn = TOKENS[:14]
+    at_once = model(turn[None], cache=caches[0])[0]
+    for i in range(turn.size):
+        logits = model(turn[None, i : i + 1], cache=caches[1])[0, 0]
+        assert np.allclose(logits, at_once[i], atol=1e-4, rtol=1e-3)
+
+
+def test_a_request_is_compressed_and_left_clean(model):
+    originals = {cls: cls.__call__ for cls in attention_classes(layers_of(model))}
+    reports, cache = [], make_prompt_cache(model)
+    ours = list(
+        generate_step(
+            TOKENS, model, policy=POLICY, max_tokens=6, prompt_cache=cache, on_report=reports.append
+        )
+    )
+    assert len(ours) == 6 and all(mx.all(mx.isfinite(logprobs)) for _, logprobs in ours)
+    layers = attention_layers(model, make_prompt_cache(model))
+    for layer in layers:
+        assert layer.cache_in(cache).size() == POLICY.budget
+    untouched = set(range(len(cache))) - {layer.index for layer in layers}
+    assert all(reports[0].rows_kept[i] is None for i in untouched)
+    # The first token is mlx-lm's own: it was decoded on the full rows.
+    assert ours[0][0] == plain(model, TOKENS, n=1)[0][0]
+    assert all(cls.__call__ is call for cls, call in originals.items())
+    for cls in originals:
+        module = importlib.import_module(cls.__module__)
+        assert module.scaled_dot_product_attention is base.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("policy", [KeyDiff, TOVA])
+def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model, policy):
+    originals = {cls: cls.__call__ for cls in attention_classes(layers_of(model))}
+    cache = make_prompt_cache(model)
+    policy = policy(budget=12, n_window=2, block=10)
+    answer = generate_step(TOKENS, model, policy=policy, max_tokens=30, prompt_cache=cache)
+    n = 0
+    for _, logprobs in answer:
+        n += 1
+        assert mx.all(mx.isfinite(logprobs)) and all(c.size() <= 22 for c in bounded(cache))
+    assert n == 30 and len(bounded(cache)) == len(layers_of(model))
+    assert all(cls.__call__ is call for cls, call in originals.items())
+
+
+def test_a_cache_whose_budget_is_not_reached_equals_mlx_lm(model):
+    """The answer could outgrow the budget, so the budget's cache serves the request; it never evicts here."""
+    cache = make_prompt_cache(model)
+    policy = KeyDiff(budget=50, block=64)
+    ours = list(generate_step(TOKENS, model, policy=policy, max_tokens=5, prompt_cache=cache))
+    assert len(bounded(cache)) == len(layers_of(model))
+    for (a, x), (b, y) in zip(ours, plain(model, TOKENS, n=5), strict=True):
+        assert a == b and np.allclose(x.astype(mx.float32), y.astype(mx.float32), atol=1e-5)
+
+
+def bounded(cache):
+    return [c for c in members(cache) if isinstance(c, BlockKVCache)]
+
+
+def test_every_model_type_of_mlx_lm_is_listed_once():
+    folder = Path(mlx_lm.models.__file__).parent
+    types = {
+        p.stem
+        for p in folder.glob("*.py")
+        if re.search(r"^(class|from .*) Model\b", p.read_text(), re.M)
+    }
+    assert not set(models.SUPPORTED) & set(models.REFUSED)
+    assert types == {*models.SUPPORTED, *models.REFUSED}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_CONFIGS))
+def test_the_others_are_refused_by_name(name):
+    model = make_model(name, REFUSED_CONFIGS[name])
+    cache = make_prompt_cache(model)
+    with pytest.raises(
+        UnsupportedModelError, match=f"model type '{name}' can't be compressed: \\w"
+    ):
+        generate_step(TOKENS, model, policy=POLICY, prompt_cache=cache)
+    assert all(c.empty() for c in cache)
+
+
+def test_sliding_layers_with_plain_caches_are_left_alone():
+    """pixtral gives every layer of its language model a plain cache, whatever its window."""
+    text = config("llama") | {"layer_types": LAYERS}
+    model = make_model("pixtral", {"text_config": text})
+    cache, report = prefill(model, TOKENS, POLICY)
+    assert [type(c).__name__ for c in cache] == ["KVCache", "ReselectingSnapKVCache"] * 2
+    assert report.rows_kept == [None, POLICY.budget] * 2
+
+
+def test_a_wrapper_of_a_refused_type_gives_its_reason():
+    text = config("deepseek_v2") | {"model_type": "mistral4"}
+    text["rope_parameters"] = LLAMA4_ROPE | {"mscale_all_dim": 1.0, "factor": 1.0}
+    model = make_model("mistral3", {"text_config": text})
+    with pytest.raises(
+        UnsupportedModelError, match="'mistral3' can't be compressed: its rows are latents"
+    ):
+        layers_of(model)
+
+
+def test_a_model_of_another_package_is_refused():
+    class Model(type(make_model("llama"))):
+        __module__ = "elsewhere.llama"
+
+    model = make_model("llama")
+    model.__class__ = Model
+    with pytest.raises(UnsupportedModelError, match=r"'elsewhere\.llama' .* does not know it"):
+        layers_of(model)

@@ -1,0 +1,203 @@
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import base, llama, qwen3_next
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import patch_for_snapkv, unpatch_snapkv
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.models.patch import recording
+
+ORIGINALS = {
+    (llama.Attention, "__call__"): llama.Attention.__call__,
+    (qwen3_next.Qwen3NextAttention, "__call__"): qwen3_next.Qwen3NextAttention.__call__,
+    (llama, "scaled_dot_product_attention"): base.scaled_dot_product_attention,
+    (qwen3_next, "scaled_dot_product_attention"): base.scaled_dot_product_attention,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched():
+    yield
+    for (owner, name), original in ORIGINALS.items():
+        assert vars(owner)[name] is original
+
+
+def attention_classes(model):
+    return {type(layer.self_attn) for layer in model.layers if hasattr(layer, "self_attn")}
+
+
+def recording_caches(model, first, last):
+    return [
+        RecordingKVCache(first, last, capacity=last) if isinstance(c, KVCache) else c
+        for c in make_prompt_cache(model)
+    ]
+
+
+def run_in_chunks(model, tokens, caches, chunk):
+    for start in range(0, tokens.size, chunk):
+        model(tokens[None, start : start + chunk], cache=caches)
+        mx.eval([c.state for c in caches])
+
+
+def queries_of(caches):
+    return [c.queries for c in caches if isinstance(c, RecordingKVCache)]
+
+
+def test_queries_are_those_the_attention_used(tiny_model, tokens, monkeypatch):
+    """Bit for bit what reaches MLX's attention kernel, in both families."""
+    spied = []
+    attend = mx.fast.scaled_dot_product_attention
+
+    def spy(queries, *args, **kwargs):
+        spied.append(queries)
+        return attend(queries, *args, **kwargs)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spy)
+    caches = recording_caches(tiny_model, tokens.size - 32, tokens.size)
+    with recording(attention_classes(tiny_model)):
+        run_in_chunks(tiny_model, tokens, caches, tokens.size)
+    recorded = queries_of(caches)
+    assert len(recorded) == len(spied) == 2
+    for mine, theirs in zip(recorded, spied):
+        assert mx.array_equal(mine, theirs[:, :, -32:])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 31, 32, 33, 167, 168, 169])
+def test_chunks_do_not_change_what_is_recorded(tiny_model, tokens, chunk):
+    whole, cut = (recording_caches(tiny_model, 168, 200) for _ in range(2))
+    with recording(attention_classes(tiny_model)):
+        run_in_chunks(tiny_model, tokens, whole, tokens.size)
+        run_in_chunks(tiny_model, tokens, cut, chunk)
+    for a, b in zip(queries_of(whole), queries_of(cut)):
+        assert a.shape == b.shape == (1, 4, 32, a.shape[-1])
+        assert np.allclose(a, b, atol=1e-5)
+
+
+def test_only_the_wanted_positions_are_recorded(tokens):
+    model = make_llama()
+    everything, window = recording_caches(model, 0, 200), recording_caches(model, 50, 60)
+    with recording([llama.Attention]):
+        run_in_chunks(model, tokens, everything, 64)
+        run_in_chunks(model, tokens, window, 64)
+    for a, b in zip(queries_of(everything), queries_of(window)):
+        assert mx.array_equal(a[:, :, 50:60], b)
+
+
+def test_recording_changes_nothing(tiny_model, tokens):
+    plain, recorded = make_prompt_cache(tiny_model), recording_caches(tiny_model, 100, 200)
+    expected = tiny_model(tokens[None], cache=plain)
+    with recording(attention_classes(tiny_model)):
+        out = tiny_model(tokens[None], cache=recorded)
+        inert = tiny_model(tokens[None], cache=make_prompt_cache(tiny_model))
+    assert mx.array_equal(out, expected)
+    assert mx.array_equal(inert, expected)
+
+
+def test_rows_are_allocated_once(tokens):
+    model = make_llama()
+    caches = recording_caches(model, 190, 200)
+    shapes = set()
+    for start in range(0, 200, 50):
+        model(tokens[None, start : start + 50], cache=caches)
+        shapes.add(caches[0].keys.shape[2])
+    assert shapes == {200}
+
+
+def test_interleaved_requests_do_not_mix(tiny_model, tokens):
+    other = tokens[::-1]
+    alone = [recording_caches(tiny_model, 100, 200) for _ in range(2)]
+    mixed = [recording_caches(tiny_model, 100, 200) for _ in range(2)]
+    with recording(attention_classes(tiny_model)):
+        for sequence, caches in zip((tokens, other), alone):
+            run_in_chunks(tiny_model, sequence, caches, 50)
+        for start in range(0, 200, 50):
+            for sequence, caches in zip((tokens, other), mixed):
+                tiny_model(sequence[None, start : start + 50], cache=caches)
+    for a, b in zip(alone, mixed):
+        assert all(mx.array_equal(x, y) for x, y in zip(queries_of(a), queries_of(b)))
+
+
+def test_threads_do_not_mix(tokens):
+    model = make_llama()
+    sequences = [tokens, tokens[::-1]]
+    expected = [recording_caches(model, 100, 200) for _ in sequences]
+    threaded = [recording_caches(model, 100, 200) for _ in sequences]
+    with recording([llama.Attention]):
+        for sequence, caches in zip(sequences, expected):
+            run_in_chunks(model, sequence, caches, 10)
+    mx.eval([queries_of(caches) for caches in expected])
+    barrier = threading.Barrier(2)
+
+    def work(sequence, caches):
+        with mx.stream(mx.new_stream(mx.default_device())), recording([llama.Attention]):
+            barrier.wait()
+            run_in_chunks(model, sequence, caches, 10)
+            mx.eval(queries_of(caches))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(sequences, threaded)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for a, b in zip(expected, threaded):
+        assert all(mx.array_equal(x, y) for x, y in zip(queries_of(a), queries_of(b)))
+
+
+def test_contexts_nest_and_survive_exceptions():
+    with pytest.raises(RuntimeError), recording([llama.Attention]):
+        patched = llama.Attention.__call__
+        with pytest.raises(KeyError), recording([llama.Attention, qwen3_next.Qwen3NextAttention]):
+            raise KeyError
+        assert llama.Attention.__call__ is patched
+        other = qwen3_next.Qwen3NextAttention
+        assert other.__call__ is ORIGINALS[other, "__call__"]
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "make, cls", [(make_llama, llama.Attention), (make_qwen, qwen3_next.Qwen3NextAttention)]
+)
+def test_patch_for_snapkv_is_idempotent_and_undone(make, cls):
+    model = make()
+    original = cls.__call__
+    patch_for_snapkv(model)
+    patched = cls.__call__
+    assert patched is not original
+    patch_for_snapkv(model)
+    with recording([cls]):
+        assert cls.__call__ is patched
+    assert cls.__call__ is patched
+    unpatch_snapkv(model)
+    assert cls.__call__ is original
+    unpatch_snapkv(model)
+
+
+def test_without_a_model_every_family_is_patched():
+    patch_for_snapkv()
+    try:
+        for (owner, name), original in ORIGINALS.items():
+            assert vars(owner)[name] is not original
+    finally:
+        unpatch_snapkv()
+
+
+def test_a_call_wrapped_by_someone_else_is_still_captured(tokens, monkeypatch):
+    model = make_llama()
+    calls = []
+    original = llama.Attention.__call__
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    counted.__wrapped__ = original
+    monkeypatch.setattr(llama.Attention, "__call__", counted)
+    caches = recording_caches(model, 190, 200)
+    with recording([llama.Attention]):
+        run_in_chunks(model, tokens, caches, 200)
+    assert len(calls) == 2 and caches[0].n_queries == 10
+    monkeypatch.undo()

@@ -1,0 +1,86 @@
+"""Agreement with a published implementation: kvpress' presses, recorded by `scripts/record_kvpress.py`."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_snapkv import TOVA, KeyDiff, KeyNorm, SnapKV, StreamingLLM, prefill
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.entries.entries import Rows
+from mlx_snapkv.models.patch import recording
+
+RECORDED = np.load(Path(__file__).parents[1] / "fixtures" / "kvpress.npz")
+CASES = sorted({name.rpartition("/")[0] for name in RECORDED.files if "/" in name})
+TOKENS = RECORDED["tokens"].tolist()
+
+
+def policy_of(case):
+    """The policy that keeps what the press does, with the whole prompt as one block."""
+    *options, kept = RECORDED[f"{case}/settings"].tolist()
+    policy = case.partition("/")[0]
+    if policy == "snapkv":  # kvpress keeps no sink, and its observation window is its recent window
+        window, kernel = options
+        size = {"budget": kept, "n_sink": 0, "n_window": window, "obs_window": window}
+        return SnapKV(pool_kernel=kernel, min_ctx=0, **size)
+    size = {"budget": kept, "block": len(TOKENS)}
+    return {
+        "keydiff": KeyDiff(n_window=0, **size),
+        "key_norm": KeyNorm(n_window=0, **size),
+        "tova": TOVA(**size),
+        "streaming_llm": StreamingLLM(**size),
+    }[policy]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_positions_are_equal_for_every_layer_and_head(demo_llama, case):
+    model, _ = demo_llama
+    cache, _ = prefill(model, TOKENS, policy_of(case))
+    expected = RECORDED[f"{case}/positions"]
+    for layer, (mine, theirs) in enumerate(zip(cache, expected, strict=True)):
+        assert mine.positions.shape[1:] == theirs.shape
+        for head in range(len(theirs)):
+            differing = set(mine.positions[0, head].tolist()) ^ set(theirs[head].tolist())
+            assert not differing or are_ties(case, layer, head, differing)
+
+
+def are_ties(case, layer, head, positions):
+    """Whether rows that only one side kept had the same score to the other: either choice is right."""
+    scores = RECORDED[f"{case}/scores"][layer, head][sorted(positions)]
+    return np.ptp(scores) <= 1e-6 * np.abs(scores).max()
+
+
+@pytest.fixture(scope="module")
+def full_caches(demo_llama):
+    """The whole prompt's rows, with its last 32 queries."""
+    model, _ = demo_llama
+    T = len(TOKENS)
+    caches = [RecordingKVCache(T - 32, T, T) for _ in model.layers]
+    with recording([type(model.layers[0].self_attn)]):
+        model(mx.array(TOKENS)[None], cache=caches)
+    return caches
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_agree_up_to_their_scale(full_caches, case):
+    """What a press gives to the rows that it keeps anyway is left out of the comparison."""
+    policy = policy_of(case)
+    T = len(TOKENS)
+    for cache, expected in zip(full_caches, RECORDED[f"{case}/scores"]):
+        rows = Rows(*cache.keys_and_values())
+        if policy.obs_window:
+            rows.queries = cache.queries[:, :, -policy.obs_window :]
+            rows.query_positions = mx.arange(T - policy.obs_window, T)
+            rows.scale = cache.scale
+        scores = np.asarray(policy.score(rows))[0]
+        if policy.name == "snapkv":
+            # kvpress averages the votes over the window, we sum them as the paper does.
+            scores, expected = scores / policy.obs_window, expected[:, : -policy.obs_window]
+        elif policy.name == "tova":
+            expected = expected[:, :-1]
+        elif policy.name == "key_norm":
+            scores = -np.sqrt(-scores)
+        elif policy.name == "streaming_llm":
+            continue  # ones and zeros there, recency here: the positions say all
+        assert np.allclose(scores[:, : expected.shape[1]], expected, atol=3e-6)

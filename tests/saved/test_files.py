@@ -1,0 +1,185 @@
+"""Prompt caches in files: what was read once goes on as if nothing had happened."""
+
+import json
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import CacheList, load_prompt_cache, save_prompt_cache
+from model_configs import make_model
+from request_helpers import assert_same, plain, steps
+from saved_helpers import CONTINUE, KEYDIFF, SNAPKV, SPECS, question, read, saved_file, spec
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import BlockKVCache, SnapKVError, saved
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.saved.fingerprint import fingerprint
+
+
+@pytest.mark.parametrize("policy", [None, *SPECS])
+def test_a_loaded_prompt_goes_on_as_the_one_saved(path, tokens, policy):
+    model = make_llama()
+    cache = read(model, tokens, policy)
+    saved.save(path, model, cache, tokens, policy or "none", {"text": "ünï"})
+    loaded = saved.load(path, model)
+    assert loaded.tokens == tokens.tolist()
+    assert loaded.policy == (policy or "none") and loaded.notes == {"text": "ünï"}
+    assert_same(
+        steps(model, question(), n=24, prompt_cache=loaded.prompt_cache),
+        steps(model, question(), n=24, prompt_cache=cache),
+    )
+
+
+@pytest.mark.parametrize("policy", [None, KEYDIFF, SNAPKV, spec("h2o", "block")])
+def test_a_hybrid_model_goes_on_too(path, tokens, policy):
+    model = make_qwen()
+    cache = read(model, tokens, policy)
+    saved.save(path, model, cache, tokens, policy or "none")
+    loaded = saved.load(path, model).prompt_cache
+    assert_same(
+        steps(model, question(), n=20, prompt_cache=loaded),
+        steps(model, question(), n=20, prompt_cache=cache),
+    )
+    again = saved.load(path, model).prompt_cache  # answering did not change the file
+    assert again[1].offset == len(tokens)
+
+
+@pytest.mark.parametrize("policy", SPECS)
+def test_a_prompt_saved_again_in_the_middle_of_its_answer(path, tokens, policy):
+    """Queries that wait to be counted or to vote, and a ring that has turned, survive."""
+    model = make_llama()
+    cache = read(model, tokens, policy)
+    fed = len(steps(model, question(), n=7, prompt_cache=cache)) + 9
+    saved.save(path, model, cache, [0] * (len(tokens) + fed))
+    loaded = saved.load(path, model).prompt_cache
+    for one, other in zip(loaded, cache):
+        assert mx.array_equal(one.positions, other.positions)
+    assert_same(
+        steps(model, question(3), n=20, prompt_cache=loaded),
+        steps(model, question(3), n=20, prompt_cache=cache),
+    )
+
+
+def test_a_new_process_gives_the_same_answers(tmp_path, demo_llama, demo_qwen, ask):
+    work, answers = [], []
+    for name, (model, tokenizer) in zip(MODELS, (demo_llama, demo_qwen), strict=True):
+        prompt, _ = ask(tokenizer, 120, 0)
+        document, rest, files = mx.array(prompt[:-20]), prompt[-20:], []
+        for n, policy in enumerate([None, KEYDIFF, spec("h2o", "block"), SNAPKV]):
+            cache = read(model, document, policy)
+            files.append(str(tmp_path / f"{name}{n}.safetensors"))
+            saved.save(files[-1], model, cache, document)
+            answers.append([t for t, _ in steps(model, mx.array(rest), prompt_cache=cache)])
+        work.append([name, rest, files])
+    done = subprocess.run(
+        [sys.executable, "-c", CONTINUE, json.dumps(work)], capture_output=True, text=True
+    )
+    assert json.loads(done.stdout) == answers, done.stderr
+
+
+def test_a_block_cache_survives_mlx_lms_own_functions(path, tokens):
+    model = make_llama()
+    cache = read(model, tokens, spec("tova", "block"))
+    save_prompt_cache(str(path), [CacheList(*cache)])
+    (loaded,) = load_prompt_cache(str(path))
+    for one, other in zip(loaded.caches, cache):
+        assert isinstance(one, BlockKVCache)
+        assert (one.policy, one.quota, one.last) == (other.policy, other.quota, float("inf"))
+        assert mx.array_equal(one.queries, other.queries) and one.scale == other.scale
+        assert mx.array_equal(one.positions, other.positions)
+
+
+def test_a_loaded_cache_knows_how_its_models_heads_are_grouped(path, tokens):
+    model = make_model("plamo")  # query heads are tiled over KV heads
+    cache = read(model, tokens, spec("tova", "block"))
+    saved.save(path, model, cache, tokens)
+    loaded = saved.load(path, model).prompt_cache
+    for going_on in (loaded, cache):
+        steps(model, question(), n=40, prompt_cache=going_on)
+    for one, other in zip(loaded, cache):
+        assert one.evict() is None and other.evict() is None
+        assert mx.array_equal(one.positions, other.positions)
+        assert mx.array_equal(one.keys, other.keys)
+
+
+def test_an_attention_family_is_told_to_loaded_caches(path, tokens):
+    model = make_llama()
+    loaded = saved.load(saved_file(path, model, tokens, spec("tova", "block")), model)
+    assert all(c._family.class_name == "Attention" for c in loaded.prompt_cache)
+
+
+def test_a_policys_string_names_the_same_policy():
+    for text in SPECS:
+        assert resolve_policy(policy=str(resolve_policy(policy=text))) == resolve_policy(
+            policy=text
+        )
+
+
+def test_mlx_lms_files_load(path, tokens):
+    model = make_llama()
+    cache = read(model, tokens, None)
+    save_prompt_cache(str(path), cache, {"model": "mine"})
+    loaded = saved.load(path, model)
+    assert (loaded.tokens, loaded.policy, loaded.notes) == (None, "none", {"model": "mine"})
+    assert_same(
+        plain(model, question(), prompt_cache=loaded.prompt_cache),
+        plain(model, question(), prompt_cache=cache),
+    )
+
+
+def test_mlx_lms_quantised_files_load(path, tokens):
+    model = make_llama(hidden_size=128)
+    cache = [c.to_quantized(group_size=32, bits=8) for c in read(model, tokens, None)]
+    save_prompt_cache(str(path), cache)
+    loaded = saved.load(path, model).prompt_cache
+    assert_same(
+        plain(model, question(), prompt_cache=loaded), plain(model, question(), prompt_cache=cache)
+    )
+
+
+def test_a_fingerprint_tells_weights_and_configurations_apart():
+    mine = fingerprint(make_llama())
+    assert fingerprint(make_llama()) == mine
+    trained = make_llama()
+    trained.model.norm.weight = trained.model.norm.weight * 1.001
+    half = make_llama()
+    half.set_dtype(mx.bfloat16)
+    others = [make_llama(seed=1), trained, half, make_llama(rope_theta=5e5), make_qwen()]
+    assert len({mine, *map(fingerprint, others)}) == 6
+
+
+@pytest.mark.parametrize("name", ["book.bin", "none/book.safetensors", "a\0b.safetensors", "."])
+def test_a_place_that_can_not_be_written_is_told(tmp_path, name):
+    with pytest.raises(SnapKVError):
+        saved.require_writable(tmp_path / name)
+
+
+def test_a_failure_leaves_the_old_file_and_no_other(path, tokens, monkeypatch):
+    model = make_llama()
+    before = saved_file(path, model, tokens).read_bytes()
+    cache = read(model, tokens, KEYDIFF)
+    with pytest.raises(SnapKVError, match="hold 200 tokens, the prompt has 3"):
+        saved.save(path, model, cache, [1, 2, 3])
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saved.os, "replace", full)
+    with pytest.raises(SnapKVError, match="No space left on device"):
+        saved.save(path, model, cache, tokens)
+    cache[1]._received = object()  # can't be written
+    with pytest.raises(ValueError):
+        saved.save(path, model, cache, tokens)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+
+
+def test_tokens_can_be_taken_back_from_a_loaded_cache_with_a_budget(path, tokens):
+    model = make_llama()
+    cache = saved.load(saved_file(path, model, tokens), model).prompt_cache
+    before = [c.positions.tolist() for c in cache]
+    model(tokens[None, :3], cache=cache)
+    assert [c.trim(3) for c in cache] == [3] * len(cache)
+    assert [c.positions.tolist() for c in cache] == before
