@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import math
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import _BaseCache
 
 from ..entries.attention import attention_votes
-from ..entries.entries import Rows
-from ..entries.quantization import (
-    Quantization,
-    Stored,
-    arrays,
-    each,
-    join,
-    n_bytes,
-    n_rows,
-    pack,
-    write,
-)
-from ..errors import SnapKVError, TrimError
-from ..models import AttentionFamily
+from ..entries.entries import Entries
+from ..entries.quantization import Quantization, Stored, each, join, n_rows, pack, write
+from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
-from .self_evicting import SelfEvicting
+from . import validation
+from .evicting import N_DECISION, EvictingCache
 
 
-class BlockKVCache(SelfEvicting, _BaseCache):
-    """A KV cache that never holds more than `quota.rows + block` rows per KV head, however many tokens it is fed.
+class BlockKVCache(EvictingCache):
+    """A KV cache that never holds more than `quota.rows + block` entries per KV head, however many tokens it is fed.
 
-        [0 : n_kept)        rows that an eviction left, in order of position, different ones in every head
+        [0 : n_kept)        entries that an eviction left, in order of position, different ones in every head
         [n_kept : size())   the tokens since then
 
-    Before an update that would not fit, the policy's best `quota.rows` rows are moved to the front, so every token
-    attends to all rows held when it came. All rows precede the new tokens, so the mask is the ordinary causal
+    Before an update that would not fit, the policy's best `quota.rows` entries are moved to the front, so every token
+    attends to all entries held when it came. All of them precede the new tokens, so the mask is the ordinary causal
     one, aligned with the last row. Keys keep the rotation of their original position; `offset` is the
     logical position of the next token.
 
@@ -47,14 +36,15 @@ class BlockKVCache(SelfEvicting, _BaseCache):
         policy: who chooses. If it votes, the attention class must be patched while tokens are fed.
         quota: what an eviction leaves.
         block: tokens that fit in besides.
-        family: the layer's attention family, for policies that vote.
-        last: position behind the last query that votes.
+        layer: the layer of the model, for what the policy asks.
+        first, last: positions whose queries may vote.
         newest: how many of the last queries are kept for the votes.
-        expected: tokens that will be fed at least; a smaller number than `quota.rows + block` saves memory.
+        expected: entries that will be held at least; a smaller number than `quota.rows + block` saves memory.
+        until, reach: the first token at position `until` finds room for `reach` tokens, whatever is evicted for them.
         uniform: all layers of the model have the same quota.
+        quantization: how entries are stored.
+        accumulates: count the attention that every entry receives; by default if the policy asks for it.
     """
-
-    quantization: Quantization | None = None
 
     def __init__(
         self,
@@ -62,132 +52,117 @@ class BlockKVCache(SelfEvicting, _BaseCache):
         quota: Quota,
         block: int,
         *,
-        family: AttentionFamily | None = None,
-        last: float = float("inf"),
+        layer: Any = None,
+        first: int = 0,
+        last: float = math.inf,
         newest: int | None = None,
         expected: int = 0,
         uniform: bool = True,
+        quantization: Quantization | None = None,
+        accumulates: bool | None = None,
+        until: int = -1,
+        reach: int = 1,
     ):
-        super().__init__(last=last, newest=policy.obs_window if newest is None else newest)
-        self.keys: Any = None
-        self.values: Any = None
+        super().__init__(first, last, newest=policy.obs_window if newest is None else newest)
+        self.keys = self.values = None
         self.offset = 0
         self.policy = policy
         self.quota = quota
         self.block = block
-        self.tallies = policy.tallies
-        self.selection_seconds = 0.0
-        self._family = family
+        self.layer = layer
+        self.quantization = quantization
+        self.accumulates = policy.accumulates_attention if accumulates is None else accumulates
         self._expected = expected
         self._uniform = uniform
+        self._until, self._reach = until, reach
         self._n = 0
-        self._kept_positions: mx.array | None = None  # of the rows that the last eviction left
-        self._received: mx.array | None = None  # attention counted so far, by row
+        self._kept_positions: mx.array | None = None  # of the entries that the last eviction left
+        self._received: mx.array | None = None  # attention counted so far, by entry
         self._uncounted: list[mx.array] = []  # queries of single tokens, still to be counted
 
     @property
     def capacity(self) -> int:
-        """Rows that fit in."""
+        """Entries that fit in."""
         return self.quota.rows + self.block
 
     @property
-    def room(self) -> int:
-        return self.capacity - self._n
+    def room(self) -> float:
+        return math.inf if self.quota.rows >= UNLIMITED else self.capacity - self._n
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the rows the attention is to see."""
-        L = keys.shape[2]
+        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the entries the attention is to see."""
+        self.append(pack(keys, self.quantization), pack(values, self.quantization))
+        return self.keys_and_values()
+
+    def append(self, keys: Stored, values: Stored) -> None:
+        L = n_rows(keys)
         if self._must_evict(L):
             self.evict()
         start, self._n = self._n, self._n + L
-        self._write(start, pack(keys, self.quantization), pack(values, self.quantization))
+        self._write(start, keys, values)
         self.offset += L
-        return self.keys_and_values()
 
-    def evict(self) -> None:
-        """Leave no more than the quota's rows."""
+    def _evict(self) -> None:
         if self._n <= self.quota.rows:
             return
-        started = time.perf_counter()
-        rows = self.rows(self.policy.obs_window)
-        self.keep(self.quota.select(self.policy.score(rows)), rows)
-        self.selection_seconds += time.perf_counter() - started
-
-    def keep(self, chosen: mx.array, rows: Rows) -> None:
-        """Move the chosen of `rows()`, uint32 `(B, n_kv_heads, n)`, ascending, to the front; the others are gone."""
-        kept = rows.taken(chosen)
+        assert self.policy is not None
+        entries = self.held(self.policy.obs_window)
+        kept = entries.taken(self.quota.select(self.policy.score(entries)))
         # A buffer that is referred to elsewhere would be copied.
-        rows.let_go()
+        entries.release()
         if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.hold(kept)
 
-    def hold(self, rows: Rows) -> None:
-        """Hold `rows`, the best of all tokens up to `offset`, and nothing else."""
-        rows = rows.packed(self.quantization)
-        self._n = len(rows)
-        self._write(0, rows.stored_keys, rows.stored_values)
-        mx.eval(self.keys, self.values)
-        self._kept_positions = rows.positions
-        self._received = rows.received
+    def hold(self, entries: Entries) -> None:
+        """Hold `entries`, the best of all tokens up to `offset`, and nothing else."""
+        entries = entries.packed(self.quantization)
+        self._n = len(entries)
+        self._write(0, entries.stored_keys, entries.stored_values)
+        self._kept_positions = entries.positions
+        self._received = entries.received
 
-    def rows(self, n_queries: int) -> Rows:
-        """What the cache holds, for a policy to score by the last `n_queries` queries."""
+    def held(self, n_queries: int = 0) -> Entries:
         keys, values = self.keys_and_values()
         self._count()
-        rows = Rows(
+        return Entries(
             keys,
             values,
+            observed=self._observed(n_queries, self._n),
             given_positions=self.positions,
             received=self._received,
             quantization=self.quantization,
+            layer=self.layer,
+            statistics=self.statistics,
         )
-        self._ask(rows, n_queries)
-        return rows
-
-    def make_room(self, n: int) -> None:
-        """Evict now, if `n` tokens would not fit in; they can then be taken back.
-
-        Raises:
-            SnapKVError: they are more than a block.
-        """
-        if n > self.block:
-            raise SnapKVError(f"block must be at least lookahead={n}, got {self.block}")
-        if self._must_evict(n):
-            self.evict()
 
     def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         super().record(queries, scale, sinks)
         n = min(self.last, self.offset) - (self.offset - queries.shape[2])
-        if self.tallies and n > 0:
+        if self.accumulates and n > 0:
             self._uncounted.append(mx.contiguous(queries[:, :, : int(n)]))
             if n > 1 or len(self._uncounted) >= self.block:
                 self._count()
 
     def _count(self) -> None:
         """Add the attention of the queries not counted yet."""
-        if not self.tallies:
+        if not self.accumulates:
             return
         received = mx.zeros((*self._heads, 0)) if self._received is None else self._received
         received = mx.pad(received, [(0, 0), (0, 0), (0, self._n - received.shape[2])])
         if self._uncounted:
             queries = mx.concatenate(self._uncounted, axis=2)
-            rows = Rows(*self.keys_and_values(), quantization=self.quantization)
             stop = int(min(self.last, self.offset))
-            rows.query_positions = self._rows_of(range(stop - queries.shape[2], stop), rows)
-            rows.queries = self._grouped(queries, rows)
-            rows.scale, rows.sinks = self.scale, self.sinks
-            received = received + attention_votes(rows)
-            mx.eval(received)
+            asked = range(stop - queries.shape[2], stop)
+            observed = self._queries_of(queries, asked, self._n)
+            keys, values = self.keys_and_values()
+            voting = Entries(keys, values, observed=observed, quantization=self.quantization)
+            received = received + attention_votes(voting)
         self._received = received
         self._uncounted = []
 
-    @property
-    def _heads(self) -> tuple[int, ...]:
-        """`(B, n_kv_heads)`."""
-        return arrays(self.keys)[0].shape[:2]
-
     def _must_evict(self, L: int) -> bool:
+        L = max(L, self._reach) if self.offset == self._until else L
         return self._n + L > self.capacity and self._n > self.quota.rows
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
@@ -208,7 +183,7 @@ class BlockKVCache(SelfEvicting, _BaseCache):
         """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.
 
         Raises:
-            SnapKVError: the model wants one array for all layers, whose rows differ in number.
+            SnapKVError: the model wants one array for all layers, whose entries differ in number.
         """
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't have a budget")
@@ -227,7 +202,7 @@ class BlockKVCache(SelfEvicting, _BaseCache):
 
     @property
     def positions(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, size())`: the original position of every row."""
+        """uint32 `(B, n_kv_heads, size())`: the original position of every entry."""
         kept = self._kept_positions
         n_kept = 0 if kept is None else kept.shape[2]
         since = mx.arange(self.offset - (self._n - n_kept), self.offset, dtype=mx.uint32)
@@ -239,39 +214,22 @@ class BlockKVCache(SelfEvicting, _BaseCache):
         return keys, values
 
     def size(self) -> int:
-        """Rows held."""
+        """Entries held."""
         return self._n
 
-    def empty(self) -> bool:
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values, with the room for the next block."""
-        return 0 if self.keys is None else n_bytes(self.keys) + n_bytes(self.values)
-
-    def is_trimmable(self) -> bool:
-        """True: every `trim` that returns is an exact rewind, any other raises."""
-        return True
-
-    def trim(self, n: int) -> int:
-        """Take back the newest `n` tokens, exactly.
-
-        Raises:
-            TrimError: some of them were there at the last eviction, or their attention is counted already.
-        """
+    def _free(self) -> int:
+        """Those since the last eviction whose attention is not counted yet."""
         n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
-        free = len(self._uncounted) if self.tallies else self._n - n_kept
-        if self._before is not None and n > free:
-            return self._trim_behind_eviction(n)
-        if not 0 <= n <= free:
-            raise TrimError(
-                f"this cache can take back 0 to {free} tokens, those since its last eviction, not {n}"
-            )
+        if not self.accumulates:
+            return self._n - n_kept
+        uncounted = len(self._uncounted) + max(0, self.offset - self.last)
+        return int(min(self._n - n_kept, uncounted))
+
+    def _take_back(self, n: int) -> None:
+        beyond = int(max(0, self.offset - self.last))  # these are not to be counted
         self._n -= n
         self.offset -= n
-        del self._uncounted[len(self._uncounted) - n :]
-        return n
+        del self._uncounted[len(self._uncounted) - max(0, n - beyond) :]
 
     @property
     def state(self) -> tuple:
@@ -280,23 +238,59 @@ class BlockKVCache(SelfEvicting, _BaseCache):
             *(getattr(self, name) for name in _STATE),
             *dataclasses.astuple(self.quota),
             self._uncounted or None,
-            *self._choice_state(),
+            *self._decision_state(),
         )
 
     @state.setter
-    def state(self, v) -> None:
-        *plain, rows, n_sink, n_window, uncounted, policy, scale, queries = v
-        self._take_choice_state(policy, scale, queries)
-        for name, value in zip(_STATE, plain, strict=True):
+    def state(self, v: tuple) -> None:
+        *own, rows, n_sink, n_window, uncounted = v[:-N_DECISION]
+        for name, value in zip(_STATE, own, strict=True):
             setattr(self, name, value)
+        first, last = self.first, self.last
+        self._take_decision_state(v[-N_DECISION:])
+        self.first, self.last = first, last
         self.quota = Quota(rows, n_sink, n_window)
         self._uncounted = uncounted or []
-        self.selection_seconds = 0.0
+
+    def problem(self, like: Any) -> str | None:
+        found = validation.entries_problem(self.keys, self.values, like, self.quantization)
+        return found or validation.unless(self._is_sound(like.keys))
+
+    def _is_sound(self, keys: mx.array) -> bool:
+        heads, quota, count = self._heads, self.quota, validation.is_count
+        return (
+            all(
+                map(
+                    count,
+                    (
+                        quota.rows,
+                        quota.n_sink,
+                        quota.n_window,
+                        self._expected,
+                        self._stop,
+                        self._reach,
+                    ),
+                )
+            )
+            and count(self._until, -1)
+            and quota.n_sink + quota.n_window <= quota.rows
+            and count(self.block, 1)
+            and count(self.offset, 1)
+            and count(self._n)
+            and self._n <= min(n_rows(self.keys), self.offset)
+            and (self.newest is None or count(self.newest))
+            and self._stop <= self.offset + self.block
+            and all(isinstance(x, (int, float)) for x in (self.first, self.last))
+            and all(isinstance(x, bool) for x in (self.accumulates, self._uniform))
+            and validation.is_per_entry(self._kept_positions, heads, self._n, mx.uint32)
+            and validation.is_per_entry(self._received, heads, self._n, mx.float32)
+            and all(validation.are_queries(q, keys) for q in (*self._queries, *self._uncounted))
+        )
 
 
 _STATE = (
-    "keys", "values", "offset", "_n", "block", "first", "last", "newest", "sinks", "_stop", "tallies",
-    "_kept_positions", "_received", "_expected", "_uniform",
+    "keys", "values", "offset", "_n", "first", "last", "accumulates", "_kept_positions", "_received", "_expected",
+    "_uniform", "_until", "_reach",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A layer's rows in a file."""
+"""A layer's entries in a file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ import numpy as np
 from ..errors import SnapKVError
 
 
-class FileRows:
-    """Rows in a file that is read through a memory map.
+class FileStore:
+    """Entries in a file that is read through a memory map.
 
     The file has no name, so that its space is free again as soon as the store or the process is gone, however that
-    ends. Token after token it holds `(B, n_kv_heads, head_dim)` keys and then values: new rows go to its end.
+    ends. Token after token it holds `(B, n_kv_heads, head_dim)` keys and then values: new entries go to its end.
     """
 
+    eager = True
+
     def __init__(self) -> None:
-        self.n_rows = 0
+        self.n_entries = 0
         self._file: Any = None
         self._kinds: list[_Kind] = []  # of keys and values
 
@@ -32,13 +34,13 @@ class FileRows:
         parts = [kind.to_bytes(rows) for kind, rows in zip(self._kinds, (keys, values))]
         data = np.asarray(mx.concatenate(parts, axis=1)).data.cast("B")
         try:
-            self._write(data, self.file_bytes)
+            self._write(data, self.file_nbytes)
         except OSError as error:
             raise SnapKVError(
-                f"a conversation's rows can't be kept in a file in {tempfile.tempdir or 'a temporary folder'}: "
+                f"a conversation's entries can't be kept in a file in {tempfile.tempdir or 'a temporary folder'}: "
                 f"{error.strerror or error}; set TMPDIR to a folder with room, or use another memory"
             ) from error
-        self.n_rows += keys.shape[2]
+        self.n_entries += keys.shape[2]
 
     def _write(self, data: memoryview, at: int) -> None:
         """Put all of `data` into the file, or leave it as it was."""
@@ -53,28 +55,28 @@ class FileRows:
             os.ftruncate(self._file.fileno(), at)
             raise
 
-    def rows(self) -> tuple[mx.array, mx.array]:
-        tokens = np.memmap(self._file, np.uint8, "r", shape=(self.n_rows, self.row_bytes))
+    def entries(self) -> tuple[mx.array, mx.array]:
+        tokens = np.memmap(self._file, np.uint8, "r", shape=(self.n_entries, self.entry_bytes))
         of_keys, of_values = self._kinds
-        keys = of_keys.from_bytes(tokens[:, : of_keys.row_bytes])
-        return keys, of_values.from_bytes(tokens[:, of_keys.row_bytes :])
+        keys = of_keys.from_bytes(tokens[:, : of_keys.entry_bytes])
+        return keys, of_values.from_bytes(tokens[:, of_keys.entry_bytes :])
 
     def truncate(self, n: int) -> None:
-        if n < self.n_rows:
-            self.n_rows = n
-            os.ftruncate(self._file.fileno(), self.file_bytes)
+        if n < self.n_entries:
+            self.n_entries = n
+            os.ftruncate(self._file.fileno(), self.file_nbytes)
 
     @property
     def nbytes(self) -> int:
         return 0
 
     @property
-    def file_bytes(self) -> int:
-        return self.n_rows * self.row_bytes
+    def file_nbytes(self) -> int:
+        return self.n_entries * self.entry_bytes
 
     @property
-    def row_bytes(self) -> int:
-        return sum(kind.row_bytes for kind in self._kinds)
+    def entry_bytes(self) -> int:
+        return sum(kind.entry_bytes for kind in self._kinds)
 
 
 @dataclass(frozen=True)
@@ -90,17 +92,17 @@ class _Kind:
         return cls((B, H, D), rows.dtype)
 
     def to_bytes(self, rows: mx.array) -> mx.array:
-        """uint8 `(n, row_bytes)` of rows `(B, n_kv_heads, n, head_dim)`."""
+        """uint8 `(n, entry_bytes)` of rows `(B, n_kv_heads, n, head_dim)`."""
         by_token = rows.transpose(2, 0, 1, 3).reshape(rows.shape[2], -1)
         return mx.contiguous(by_token).view(mx.uint8)
 
     def from_bytes(self, tokens: np.ndarray) -> mx.array:
-        """The rows of uint8 `(n, row_bytes)`."""
+        """The rows of uint8 `(n, entry_bytes)`."""
         bits = np.uint16 if self.dtype.size == 2 else np.uint32  # NumPy has no bfloat16
         by_token = tokens.view(bits).reshape(len(tokens), *self.heads)
         rows = mx.array(np.ascontiguousarray(by_token.transpose(1, 2, 0, 3)))
         return rows.view(self.dtype)
 
     @property
-    def row_bytes(self) -> int:
+    def entry_bytes(self) -> int:
         return math.prod(self.heads) * self.dtype.size

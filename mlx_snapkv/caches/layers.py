@@ -6,35 +6,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ..entries.queries import Recorder
 from ..errors import UnsupportedModelError
 from ..models import AttentionFamily, attentions, type_of
-from .window import SnapKVCache
+from ..models.rope import undo_rope
+from .adapter import has_all_entries, layer_cache
+from .contract import LayerCache
 
-# Kinds of caches whose rows can be chosen from; a rotating cache has lost some to no policy.
-_WITH_ALL_ROWS = (KVCache, QuantizedKVCache, Recorder, SnapKVCache)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """Rows that can be compressed, and the attention that reads them.
+    """A layer whose entries can be compressed, as policies see it too.
 
     Attributes:
-        index: their entry of the prompt cache.
-        member: their place in that entry if it is a `CacheList`, else None.
+        index: its entry of the prompt cache.
+        member: its place in that entry if it is a `CacheList`, else None.
         attention: the attention module, of the class that `family` describes.
+        number, n_layers: it is this one, from 0, of so many full-attention layers.
     """
 
     index: int
     member: int | None
     attention: Any
     family: AttentionFamily
+    number: int = 0
+    n_layers: int = 1
 
     def cache_in(self, prompt_cache: list) -> Any:
         entry = prompt_cache[self.index]
         return entry if self.member is None else entry[self.member]
+
+    def entries_in(self, prompt_cache: list) -> LayerCache:
+        """The layer's cache as the contract has it."""
+        return layer_cache(self.cache_in(prompt_cache))
 
     def put(self, prompt_cache: list, cache: Any) -> None:
         """Let `cache` take the place of the layer's cache; a `CacheList` around it is made anew."""
@@ -43,6 +49,18 @@ class AttentionLayer:
             caches[self.member] = cache
             cache = CacheList(*caches)
         prompt_cache[self.index] = cache
+
+    @property
+    def rope(self) -> Any | None:
+        """The module that rotates queries and keys; None if the family has none."""
+        return self.family.rope_of(self.attention)
+
+    def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
+        """Queries `(B, n_heads, n, head_dim)` of positions from `offset` on, as they were before the RoPE, float32."""
+        return undo_rope(self.rope, queries, offset)
+
+    def __deepcopy__(self, memo: dict) -> AttentionLayer:
+        return self  # a copied cache serves the same model
 
 
 def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
@@ -54,28 +72,23 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
         UnsupportedModelError: there is none, or the model type is not one that can be compressed.
     """
     found = attentions(model)
-    slots = list(_slots_with_rows(prompt_cache))
+    slots = list(_slots(prompt_cache))
     # More caches than layers: a loop over the layers, each pass with caches of its own.
     if len(slots) % len(found):
         raise UnsupportedModelError(
             f"{len(slots)} caches with rows for {len(found)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
-    layers = []
-    for n, (index, member, cache) in enumerate(slots):
-        attention, family = found[n % len(found)]
-        if attention is not None and isinstance(cache, _WITH_ALL_ROWS):
-            layers.append(AttentionLayer(index, member, attention, family))
-    if not layers:
+    full = [
+        (index, member, *found[n % len(found)])
+        for n, (index, member, cache) in enumerate(slots)
+        if found[n % len(found)][0] is not None and has_all_entries(cache)
+    ]
+    if not full:
         raise UnsupportedModelError(
             f"model type {type_of(model)!r} has no full-attention layer with a plain KV cache to compress"
         )
-    return layers
-
-
-def attention_classes(layers: list[AttentionLayer]) -> list[type]:
-    """The classes of the layers' attention modules, each once."""
-    return list(dict.fromkeys(type(layer.attention) for layer in layers))
+    return [AttentionLayer(*layer, number, len(full)) for number, layer in enumerate(full)]
 
 
 def members(prompt_cache) -> Iterator[Any]:
@@ -87,7 +100,32 @@ def members(prompt_cache) -> Iterator[Any]:
             yield cache
 
 
-def _slots_with_rows(prompt_cache: list) -> Iterator[tuple[int, int | None, Any]]:
+def layer_caches(prompt_cache: list) -> list[LayerCache]:
+    """Every cache of a prompt cache as the contract has it."""
+    return [layer_cache(cache) for cache in members(prompt_cache)]
+
+
+def kv_bytes(prompt_cache: list) -> int:
+    """Bytes of the keys and values in the caches that grow with the prompt: full, compressed or of a fixed budget."""
+    return sum(cache.kv_nbytes for cache in layer_caches(prompt_cache))
+
+
+def file_bytes(prompt_cache: list) -> int:
+    """Bytes of the entries that are kept in files."""
+    return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
+
+
+def is_compressed(prompt_cache: list) -> bool:
+    """Whether any layer's entries were chosen from, or are going to be."""
+    return any(cache.is_compressed for cache in layer_caches(prompt_cache))
+
+
+def is_fresh(prompt_cache: list) -> bool:
+    # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
+    return all(cache.empty() for cache in members(prompt_cache))
+
+
+def _slots(prompt_cache: list) -> Iterator[tuple[int, int | None, Any]]:
     """Entry, place in its `CacheList` if it is one, and cache, for all that hold keys and values."""
     for index, entry in enumerate(prompt_cache):
         inner = enumerate(entry.caches) if isinstance(entry, CacheList) else [(None, entry)]

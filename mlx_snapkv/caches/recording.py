@@ -2,28 +2,92 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from mlx_lm.models.cache import KVCache
 
-from ..entries.queries import Recorder
+from ..entries.entries import Entries
+from ..entries.queries import Queries, Recorder
+from .adapter import FullCache
+from .contract import LayerCache
 
 
-class RecordingKVCache(Recorder, KVCache):
+class FullRecorder(Recorder, LayerCache):
+    """What the caches have in common that hold all entries, and keep queries for a policy to come.
+
+    Attributes:
+        layer: the layer of the model, for what the policy asks.
+    """
+
+    layer: Any = None
+
+    def observe(
+        self, first: int, last: int, capacity: int, statistics_from: int | None = None
+    ) -> None:
+        """Keep the queries of `[first, last)`, `capacity` tokens in all; those kept so far are forgotten."""
+        self.start_recording(first, last, statistics_from=statistics_from)
+        self._expect(capacity)
+
+    def _expect(self, capacity: int) -> None:
+        """Have room for `capacity` tokens at the next allocation."""
+        raise NotImplementedError
+
+    def offload(self) -> None:
+        """Put the entries to where they are kept between turns.
+
+        Raises:
+            SnapKVError: there is no room for them; they stay in memory then.
+        """
+
+    def _with_queries(self, entries: Entries) -> Entries:
+        """The entries, with the queries recorded to vote for them."""
+        entries = dataclasses.replace(entries, layer=self.layer, statistics=self.statistics)
+        if self.n_queries:
+            heads = self.queries
+            if self.layer is not None:
+                heads = self.layer.family.grouped(heads, entries.positions.shape[1])
+            asked = self.query_positions
+            entries.observed = Queries(heads, asked, self.scale, self.sinks, asked.start)
+        return entries
+
+
+class RecordingKVCache(FullRecorder, KVCache):
     """A `KVCache` that also keeps the post-RoPE queries of the positions `[first, last)`.
 
     Args:
-        capacity: rows to allocate at once, so that prefill never regrows the buffers.
+        capacity: entries to allocate at once, so that prefill never regrows the buffers.
+        layer: the layer of the model.
     """
 
-    def __init__(self, first: int, last: int, capacity: int):
+    offset: int
+
+    def __init__(self, first: int, last: int, capacity: int, layer: Any = None):
         super().__init__(first, last)
         self.step = capacity
+        self.layer = layer
 
-    def observe(self, first: int, last: int, capacity: int) -> None:
-        """Go on with other positions, `capacity` tokens in all; the queries kept so far are forgotten."""
-        self.start_recording(first, last)
+    def _expect(self, capacity: int) -> None:
         self.step = max(KVCache.step, capacity - self.offset)
+
+    @property
+    def n_entries(self) -> int:
+        return self.offset
+
+    def held(self, n_queries: int = 0) -> Entries:
+        return self._with_queries(FullCache(self).held())
+
+    @property
+    def kv_nbytes(self) -> int:
+        return FullCache(self).kv_nbytes
+
+    def mark(self) -> None:
+        """Any number of tokens can always be taken back."""
+
+    def rollback(self, n: int) -> None:
+        FullCache(self).rollback(n)
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self):
         # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        return self.keys, self.values, self.offset, self._queries
+        return self.keys, self.values, self.offset, self._queries, self._sums

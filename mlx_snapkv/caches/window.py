@@ -1,41 +1,64 @@
-"""The decoding cache of a compressed prompt."""
+"""The decoding cache of a compressed prompt: a fixed shape."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import mlx.core as mx
-from mlx_lm.models import cache as mlx_cache
 
-from ..entries.quantization import Quantization, Stored, each, join, n_bytes, n_rows, pack, write
-from ..errors import SnapKVError, TrimError
+from ..entries.entries import Entries
+from ..entries.quantization import Quantization, Stored, each, join, n_rows, pack, write
+from ..errors import SnapKVError
+from ..policies import Policy
+from ..policies.budgets import Quota
+from . import validation
+from .evicting import N_DECISION, EvictingCache
+
+SLACK = 16  # rows behind the window, once several tokens have come at a time
 
 
-class SnapKVCache(mlx_cache._BaseCache):
-    """A KV cache of fixed shape: rows that stay for good, and a recent window that slides.
+class SnapKVCache(EvictingCache):
+    """A KV cache of fixed shape: pinned entries and a recent window that slides.
 
-        [0 : n_pin)            pinned: sink and voted middle, never evicted
+        [0 : n_pin)            pinned: sink and voted middle
         [n_pin : n_keep)       recent window; a decoded token overwrites the oldest row (a ring)
+        [n_keep : )            pending: tokens that came several at a time, until the next update
 
-    Keys keep the rotation of their original position; `offset` is the logical position of the next
-    token, whatever the number of rows. Decoding one token writes one row in place. An update of `L > 1`
-    tokens (a follow-up turn, a speculative check) is exactly `L` updates of one: the rows are laid out in
-    order, `[pinned | newest n_window - 1 | L new]`, and `make_mask` hides from each token what would have
-    been evicted by then. Rows over the window are dropped at the start of the next update, so the tokens
-    of the last one can be trimmed again exactly.
+    Keys keep the rotation of their original position; `offset` is the logical position of the next token, whatever
+    the number of rows. Decoding one token writes one row in place. An update of `L > 1` tokens is exactly `L`
+    updates of one: they are written behind the window, and `make_mask` hides from each token what would have given
+    way by then. The next update moves them into the window. So taking them back moves a counter.
+
+    With a `policy`, which entries the window is to give up next is chosen anew every `block` tokens: a choice
+    rearranges the rows,
+
+        [0 : n_pin)            the best of all, the sink and the reserved ones among them
+        [n_pin : n_keep)       the others, to be overwritten next, then the most recent ones
+
+    and drops none: every token sees `n_keep` of them, and an entry goes only when a token is written over it. A choice
+    is made between two updates, and sooner before one of more than `room` tokens. Of more than `block`, later
+    tokens no longer see the entries that were to go next, and then the oldest; the next choice is among all of them.
 
     Args:
-        keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` rows in order of position, with `n <= n_window`,
+        keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` entries in order of position, with `n <= n_window`,
             or their quantised parts.
-        positions: uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned rows.
-        offset: position of the next token; the window's rows are the `n` tokens before it.
-        n_window: rows the window may hold, at least 1.
-        uniform: all layers of the model hold equally many rows. mlx-lm makes one mask for all of them, so if
+        positions: uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries.
+        offset: position of the next token; the window's entries are the `n` tokens before it.
+        n_window: entries the window may hold, at least 1.
+        uniform: all layers of the model hold equally many entries. mlx-lm makes one mask for all of them, so if
             they don't, the tokens of one update all see the window as it was before it.
+        quantization: how the entries given are quantised, and those to come will be.
+        policy: whose scores decide what gives way; None is the oldest. If it votes, the attention class must be
+            patched while tokens are fed.
+        block: tokens between two choices, at most `n_window`; the `n_window - block` most recent always stay.
+        n_sink: first entries, which always stay.
+        reserved: bool `(B, n_kv_heads, n_pin)`, the pinned entries that no choice gives up.
+        layer: the layer of the model, for what the policy asks.
 
     Raises:
         SnapKVError: the shapes disagree, or `n_window < 1`.
     """
-
-    quantization: Quantization | None = None
 
     def __init__(
         self,
@@ -46,6 +69,12 @@ class SnapKVCache(mlx_cache._BaseCache):
         offset: int,
         n_window: int,
         uniform: bool = True,
+        quantization: Quantization | None = None,
+        policy: Policy | None = None,
+        block: int = 1,
+        n_sink: int = 0,
+        reserved: mx.array | None = None,
+        layer: Any = None,
     ):
         n_pin, rows = positions.shape[-1], n_rows(keys)
         if n_window < 1:
@@ -57,172 +86,289 @@ class SnapKVCache(mlx_cache._BaseCache):
             )
         if offset < rows:
             raise SnapKVError(f"offset must be at least the {rows} rows kept, got {offset}")
-        self.keys = keys
-        self.values = values
-        self._pinned_positions = positions.astype(mx.uint32)
+        super().__init__(newest=policy.obs_window if policy else 0)
+        self.keys, self.values = keys, values
+        self.quantization = quantization
+        self.policy, self.block, self.n_sink, self.layer = policy, block, n_sink, layer
         self.offset = offset
         self.n_pin = n_pin
         self.n_window = n_window
-        self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest token
-        self._trimmable = 0  # tokens of the last update that can still be taken back
+        self._pinned_positions = positions.astype(mx.uint32)
+        self._reserved = reserved
+        self._left: mx.array | None = None  # positions of the window's entries at the last choice
+        self._since = 0  # tokens since the last choice
+        self._n = rows
+        self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
+        self._newest = 0  # tokens that can be taken back: of the last update, or since the mark
         self._uniform = uniform
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the rows the attention is to see."""
-        L = keys.shape[2]
-        row = self.next_row
-        keys, values = pack(keys, self.quantization), pack(values, self.quantization)
-        if L == 1 and row is not None:
-            write(self.keys, row, keys)
-            write(self.values, row, values)
-            self.take_step(self.keys, self.values)
+        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the entries the attention is to see."""
+        self.append(pack(keys, self.quantization), pack(values, self.quantization))
+        return self.keys_and_values()
+
+    def append(self, keys: Stored, values: Stored) -> None:
+        L = n_rows(keys)
+        if self._must_evict(L):
+            self.evict()
+        elif not self._marked:
+            self._settle()
+            self._shrink(L)
+        if L == 1 and self._n == self.n_keep and not self._marked:
+            row = self.n_pin + self._oldest
+            self._oldest = (self._oldest + 1) % self.n_window
         else:
-            self._keep_newest(self.n_window - 1)
-            self.keys, self.values = join(self.keys, keys), join(self.values, values)
-            self._added(L)
-        return self.keys, self.values
+            row = self._n
+            self._n += L
+            self._grow(max(self._n, self.n_keep))
+        write(self.keys, row, keys)
+        write(self.values, row, values)
+        self.offset += L
+        self._since += L
+        self._newest = self._newest + L if self._marked else L
 
     @property
-    def next_row(self) -> int | None:
-        """The row that one more token overwrites; None unless the window is exactly full."""
-        return self.n_pin + self._oldest if self._window_rows() == self.n_window else None
+    def n_keep(self) -> int:
+        """Entries held when the window is full."""
+        return self.n_pin + self.n_window
 
-    def take_step(self, keys: Stored, values: Stored) -> None:
-        """Go on with rows in which one more token was written over `next_row`."""
-        self.keys = keys
-        self.values = values
-        self._oldest = (self._oldest + 1) % self.n_window
-        self._added(1)
+    def _grow(self, n: int) -> None:
+        """Have room for `n` rows, and if they are more than the window's for some of slack."""
+        more = max(n, self.n_keep + SLACK if n > self.n_keep else 0) - n_rows(self.keys)
+        if more > 0:
+            self.keys, self.values = (
+                join(
+                    rows, each(lambda x: mx.zeros((*x.shape[:2], more, x.shape[3]), x.dtype), rows)
+                )
+                for rows in (self.keys, self.values)
+            )
 
-    def _added(self, L: int) -> None:
-        self.offset += L
-        self._trimmable = L
+    def _shrink(self, L: int) -> None:
+        """Give up the room of a longer update than the next one, of `L` tokens."""
+        if n_rows(self.keys) > self.n_keep + max(SLACK, L):
+            self.keys, self.values = (
+                each(lambda x: mx.contiguous(x[..., : self.n_keep, :]), rows)
+                for rows in (self.keys, self.values)
+            )
+
+    def _settle(self) -> None:
+        """Move the pending tokens into the window, over its oldest entries."""
+        pending = self._n - self.n_keep
+        if pending > 0:
+            for rows, row, n in _pieces(pending, self.n_window, self._oldest):
+                source = self.n_keep + rows
+                for stored in (self.keys, self.values):
+                    moved = each(lambda x: x[..., source : source + n, :], stored)  # noqa: B023
+                    write(stored, self.n_pin + row, moved)
+            self._oldest = (self._oldest + pending) % self.n_window
+            self._n = self.n_keep
+            self._newest = 0
+
+    def mark(self) -> None:
+        if self._must_evict(1):
+            self.evict()
+        super().mark()
+        self._settle()
+        self._newest = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.
 
-        With `p` pinned rows, a window of `w` and `m` rows kept in it, token `i` sees the rows `r < p` and
-        `p + m + i - w < r <= p + m + i`.
+        With `p` pinned rows, a window of `w` and `m` entries kept behind the pinned ones, oldest first, token `i` sees
+        the pinned ones and of the others, its own and later ones among them, those from `m + i - w + 1` to `m + i`.
         """
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
-        if N == 1:
-            return None
         p, w = self.n_pin, self.n_window
-        m = min(self._window_rows(), w - 1)
+        m, oldest = self._n - p, self._oldest
+        if self._must_evict(N):
+            m, oldest = min(m, w), 0
+        elif not self._marked:
+            m, oldest = min(m, w), (oldest + max(0, m - w)) % w
+        if N == 1 and (not self._marked or m < w):
+            return None
         if (m + N <= w or not self._uniform) and not return_array:
-            return "causal"
-        newest = p + m + mx.arange(N)[:, None]
-        rows = mx.arange(p + m + N)[None]
-        return (rows < p) | ((newest - w < rows) & (rows <= newest))
+            return "causal" if N > 1 else None
+        newest = m + mx.arange(N)[:, None]
+        rows = mx.arange(p + m + N)
+        age = mx.where(rows < p + min(m, w), (rows - p - oldest) % min(max(m, 1), w), rows - p)[
+            None
+        ]
+        return (rows[None] < p) | ((newest - w < age) & (age <= newest))
 
-    def _window_rows(self) -> int:
-        return self.size() - self.n_pin
+    @property
+    def room(self) -> float:
+        """Tokens that fit in before the next choice."""
+        if self.policy is None:
+            return math.inf
+        return max(self.block - self._since, self.n_keep - self._n)
 
-    def _keep_newest(self, n: int, *, before: int = 0) -> None:
-        """Lay the rows out in order: the pinned ones, then the newest `n` that precede the last `before`."""
-        have = self._window_rows()
-        stop = have - before
-        start = max(0, stop - n)
-        if self._oldest == 0 and start == 0 and before == 0:
-            return
-        pieces = _ring_slices(start, stop, self._oldest, have)
-        self.keys = _take(self.keys, self.n_pin, pieces)
-        self.values = _take(self.values, self.n_pin, pieces)
+    def _must_evict(self, L: int) -> bool:
+        many = self._n - self.n_pin > self.n_window - self.block
+        return self.policy is not None and many and self._since > 0 and self.room < L
+
+    def _evict(self) -> None:
+        """Choose what the next tokens are written over."""
+        assert self.policy is not None
+        if self._since <= self.block:
+            self._settle()  # as if the tokens had come one by one
+        rows = self._rows()
+        order = mx.argsort(rows.positions, axis=-1)
+        entries = rows.taken(order)
+        entries.observed = self._observed(self.policy.obs_window, self._n)
+        scores = self.policy.score(entries)
+        reserved = self._reserved
+        if reserved is not None:
+            reserved = mx.pad(reserved, [(0, 0), (0, 0), (0, self._n - self.n_pin)])
+            reserved = mx.take_along_axis(reserved, order, axis=-1)
+            scores = mx.where(reserved, mx.inf, scores)
+        layout = self._layout(scores)
+        moved = rows.taken(mx.take_along_axis(order, layout, axis=-1))
+        if reserved is not None:
+            best = layout[..., : self.n_pin]
+            self._reserved = mx.take_along_axis(reserved, best, axis=-1)
+        self.keys, self.values = moved.stored_keys, moved.stored_values
+        self._pinned_positions = mx.contiguous(moved.positions[..., : self.n_pin])
+        self._left = mx.contiguous(moved.positions[..., self.n_pin :])
+        self._n, self._oldest, self._since, self._newest = layout.shape[-1], 0, 0, 0
+
+    def _layout(self, scores: mx.array) -> mx.array:
+        """Which entry goes where, by scores `(B, n_kv_heads, T)`: uint32 `(B, n_kv_heads, at most n_keep)`."""
+        T = scores.shape[-1]
+        n_keep = min(T, self.n_keep)
+        recent = min(self.n_window - self.block, T - self.n_pin)
+        n_best = self.n_pin + recent
+        sink = min(self.n_sink, self.n_pin)
+        best, all_kept = (Quota(n, sink, recent).select(scores) for n in (n_best, n_keep))
+        row = mx.arange(T, dtype=mx.uint32)
+        chance = mx.full(scores.shape, T, mx.uint32)
+        chance = mx.put_along_axis(chance, all_kept, mx.take(row, all_kept), axis=-1)
+        chance = mx.put_along_axis(chance, best, mx.array(T, mx.uint32), axis=-1)
+        others = mx.sort(chance, axis=-1)[..., : n_keep - n_best]
+        return mx.concatenate([best[..., : self.n_pin], others, best[..., self.n_pin :]], axis=-1)
+
+    def _free(self) -> int:
+        return self._newest
+
+    def _take_back(self, n: int) -> None:
+        pending = self._n - self.n_keep
+        if n > max(0, pending) and self._oldest:
+            self._lay_out()  # the last token, alone, has overwritten the oldest
+        self._n -= n
+        self.offset -= n
+        self._since -= n
+        self._newest -= n
+
+    def _lay_out(self) -> None:
+        """Turn the ring so that its oldest entry comes first."""
+        turned = mx.arange(self.n_window) + self._oldest
+        rows = mx.concatenate([mx.arange(self.n_pin), self.n_pin + turned % self.n_window])
+        self.keys, self.values = (
+            each(lambda x: mx.take(x, rows, axis=2), stored) for stored in (self.keys, self.values)
+        )
         self._oldest = 0
 
     @property
     def positions(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, n_keep)`: the original position of every physical row."""
-        n = self._window_rows()
-        age = (mx.arange(n) - self._oldest) % max(n, 1)
-        window = mx.take(self._window_positions(), age, axis=-1)
+        """uint32 `(B, n_kv_heads, size())`: the original position of every physical row."""
+        n = self._n - self.n_pin
+        m = min(n, self.n_window)
+        age = mx.concatenate([(mx.arange(m) - self._oldest) % max(m, 1), mx.arange(m, n)])
+        window = mx.take(self._window_positions(n), age, axis=-1)
         return mx.concatenate([self._pinned_positions, window], axis=-1)
 
-    def _window_positions(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, n)`: the original positions of the window's rows, the next to go first."""
-        n = self._window_rows()
-        positions = mx.arange(self.offset - n, self.offset, dtype=mx.uint32)
-        return mx.broadcast_to(positions, (*self._pinned_positions.shape[:2], n))
+    def _window_positions(self, n: int) -> mx.array:
+        """uint32 `(B, n_kv_heads, n)`: positions of the entries behind the pinned ones, the next to go first."""
+        new = n if self._left is None else min(n, self._since)
+        newest = mx.arange(self.offset - new, self.offset, dtype=mx.uint32)
+        newest = mx.broadcast_to(newest, (*self._pinned_positions.shape[:2], new))
+        if self._left is None:
+            return newest
+        left = self._left[..., self._left.shape[-1] - (n - new) :]
+        return mx.concatenate([left, newest], axis=-1)
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
-        return self.keys, self.values
+        if n_rows(self.keys) == self._n:
+            return self.keys, self.values
+        keys, values = (each(lambda x: x[..., : self._n, :], y) for y in (self.keys, self.values))
+        return keys, values
+
+    def held(self, n_queries: int = 0) -> Entries:
+        rows = self._rows()
+        entries = rows.taken(mx.argsort(rows.positions, axis=-1))
+        entries.observed = self._observed(n_queries, self._n)
+        return entries
 
     def in_order(self) -> tuple[Stored, Stored, mx.array]:
-        """Keys, values and positions of all rows, in order of position; the cache stays as it is."""
-        n = self._window_rows()
-        pieces = _ring_slices(0, n, self._oldest, n)
-        keys, values = (_take(rows, self.n_pin, pieces) for rows in (self.keys, self.values))
-        return keys, values, mx.sort(self.positions, axis=-1)
+        """Keys, values and positions of all entries, in order of position; the cache stays as it is."""
+        entries = self.held()
+        return entries.stored_keys, entries.stored_values, entries.positions
+
+    def _rows(self) -> Entries:
+        """The entries as they lie in the buffers."""
+        keys, values = self.keys_and_values()
+        return Entries(
+            keys,
+            values,
+            given_positions=self.positions,
+            quantization=self.quantization,
+            layer=self.layer,
+        )
 
     def size(self) -> int:
         """Rows held."""
-        return n_rows(self.keys)
-
-    def empty(self) -> bool:
-        return self.keys is None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values."""
-        return n_bytes(self.keys) + n_bytes(self.values)
-
-    def is_trimmable(self) -> bool:
-        """True: every `trim` that returns is an exact rewind, any other raises."""
-        return True
-
-    def trim(self, n: int) -> int:
-        """Take back the newest `n` tokens, exactly.
-
-        Raises:
-            TrimError: `n` is more than the last update added, so evicted rows would be missing.
-        """
-        if not 0 <= n <= self._trimmable:
-            raise TrimError(
-                f"a compressed cache can take back 0 to {self._trimmable} tokens, "
-                f"those of its last update, not {n}"
-            )
-        if n > 0:
-            self._keep_newest(self._window_rows(), before=n)
-            self.offset -= n
-            self._trimmable -= n
-        return n
+        return self._n
 
     @property
     def state(self) -> tuple:
-        """Arrays and whole numbers only, as `save_prompt_cache` wants it."""
-        return tuple(getattr(self, name) for name in _STATE)
+        """Arrays, numbers, strings and None only, as `save_prompt_cache` wants it, the queries among them."""
+        own = (getattr(self, name) for name in _STATE)
+        return (*self.keys_and_values(), *own, *self._decision_state())
 
     @state.setter
-    def state(self, v) -> None:
-        for name, value in zip(_STATE, v, strict=True):
+    def state(self, v: tuple) -> None:
+        self.keys, self.values, *own = v
+        for name, value in zip(_STATE, own[:-N_DECISION], strict=True):
             setattr(self, name, value)
+        self._take_decision_state(own[-N_DECISION:])
         self.n_pin = self._pinned_positions.shape[-1]
+        self._n = n_rows(self.keys)
+
+    def problem(self, like: Any) -> str | None:
+        found = validation.entries_problem(self.keys, self.values, like, self.quantization)
+        return found or validation.unless(self._is_sound(like.keys))
+
+    def _is_sound(self, keys: mx.array) -> bool:
+        heads, left, count = self._heads, self._left, validation.is_count
+        pinned = self._pinned_positions
+        return (
+            pinned.shape == (*heads, self.n_pin)
+            and pinned.dtype == mx.uint32
+            and validation.is_per_entry(self._reserved, heads, self.n_pin, mx.bool_)
+            and count(self.offset, 1)
+            and count(self.n_window, 1)
+            and count(self.block, 1)
+            and self.block <= self.n_window
+            and all(map(count, (self._oldest, self._newest, self._since, self.n_sink, self._stop)))
+            and isinstance(self._uniform, bool)
+            and self.n_pin <= self._n <= self.offset
+            and self._oldest < max(1, min(self._n - self.n_pin, self.n_window))
+            and max(self._newest, self._stop) <= self.offset
+            and (self.newest is None or count(self.newest))
+            and validation.is_per_entry(left, heads, self.offset, mx.uint32)
+            and (left is None or left.shape[2] + self._since >= self._n - self.n_pin)
+            and all(validation.are_queries(q, keys) for q in self._queries)
+        )
 
 
 _STATE = (
-    "keys", "values", "_pinned_positions", "offset", "n_window", "_oldest", "_trimmable", "_uniform",
+    "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest", "_newest", "_uniform",
 )  # fmt: skip
 
 
-def _ring_slices(start: int, stop: int, oldest: int, size: int) -> list[tuple[int, int]]:
-    """Logical window rows `[start, stop)` of a ring of `size` as physical slices, oldest first."""
-    first, last = start + oldest, stop + oldest
-    if last <= size:
-        return [(first, last)]
-    if first >= size:
-        return [(first - size, last - size)]
-    return [(first, size), (0, last - size)]
-
-
-def _take(rows: Stored, n_pin: int, pieces: list[tuple[int, int]]) -> Stored:
-    def taken(array: mx.array) -> mx.array:
-        window = [array[..., n_pin + a : n_pin + b, :] for a, b in pieces]
-        return mx.concatenate([array[..., :n_pin, :], *window], axis=2)
-
-    return each(taken, rows)
-
-
-def register(cls: type) -> None:
-    """Make a class of ours known to mlx-lm's `load_prompt_cache`, which looks them up by name."""
-    setattr(mlx_cache, cls.__name__, cls)
+def _pieces(pending: int, n_window: int, oldest: int) -> list[tuple[int, int, int]]:
+    """How the newest of the pending rows go into a ring: (pending row, row of the ring, how many)."""
+    n = min(pending, n_window)
+    first, row = pending - n, (oldest + pending - n) % n_window
+    head = min(n, n_window - row)
+    return [(first, row, head)] + ([(first + head, 0, n - head)] if head < n else [])

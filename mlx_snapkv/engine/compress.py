@@ -1,31 +1,33 @@
-"""Cutting a prefilled prompt cache down to a policy's rows."""
+"""Replacing the full caches of a prompt by what a policy keeps of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from ..caches.answer import answer_cache
-from ..caches.block import BlockKVCache
-from ..caches.layers import AttentionLayer, attention_layers, members
-from ..caches.offloaded import RestingKVCache
-from ..caches.window import SnapKVCache
-from ..entries.entries import Rows
-from ..entries.quantization import Quantization, n_bytes
-from ..entries.queries import Recorder
+from ..caches.contract import LayerCache
+from ..caches.decode import decode_cache
+from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes
+from ..entries.entries import Entries
+from ..entries.quantization import Quantization, Stored, each, n_rows
+from ..entries.queries import Queries
+from ..entries.selection import has_nan, nan_scores
 from ..errors import SnapKVError
-from ..policies import Policy, Stages
+from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota, smallest_for_mass
+from .decision import fits_reason
 from .report import CompressionReport
 
 
 def compress_prompt_cache(
     model,
     prompt_cache: list,
-    policy: Policy,
+    policy: Policy | Stages | str,
     queries: list[mx.array | None] | None = None,
     quantization: Quantization | None = None,
 ) -> CompressionReport:
@@ -34,163 +36,212 @@ def compress_prompt_cache(
     Args:
         model: the mlx-lm model that filled the cache.
         prompt_cache: one cache a layer; entries of linear and sliding-window layers stay as they are.
-        policy: what to keep.
+        policy: what to keep: a policy object, or a string such as "keydiff:budget=8192"; of two stages, the second
+            chooses from what the first keeps.
         queries: by layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n`
-            tokens, for policies that vote; not needed for caches that recorded them.
-        quantization: how the rows kept are to be quantised, if at all.
+            tokens, for policies that vote, of which the last `obs_window` do; not needed for caches that recorded them.
+        quantization: how the entries kept are to be quantised, if at all.
 
     Returns:
         The report; its `reason` says why if nothing was dropped.
 
     Raises:
-        SnapKVError: a layer's queries are missing, or its scores are NaN; the cache is then as it was.
+        SnapKVError: the cache is compressed already, a layer's queries are missing, or its scores are NaN; the cache
+            is then as it was.
     """
-    started = time.perf_counter()
+    chosen = resolve_policy(policy=policy)
+    if chosen is None:
+        raise SnapKVError("compress_prompt_cache needs a policy, such as SnapKV(top_k=4096)")
     layers = attention_layers(model, prompt_cache)
-    caches = [layer.cache_in(prompt_cache) for layer in layers]
-    if any(isinstance(cache, SnapKVCache) for cache in caches):
+    if is_compressed([layer.cache_in(prompt_cache) for layer in layers]):
         raise SnapKVError("this prompt cache is compressed already: give one that holds all rows")
-    n_tokens = _common_length(caches)
-    quotas = policy.quotas(n_tokens, len(layers))
-    report = CompressionReport(str(policy), n_tokens)
-    if policy.mass is None and all(size_of(c) <= q.rows for c, q in zip(caches, quotas)):
-        report.reason = fits_reason(n_tokens, policy)
-        return report
     if queries is not None and len(queries) != len(prompt_cache):
         raise SnapKVError(
             f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
         )
-    report.kv_bytes_before = sum(full_bytes(cache) for cache in caches)
-    report.rows_kept = [None] * len(prompt_cache)
-    report.mass_kept = [None] * len(prompt_cache)
-    chosen = []
-    for layer, cache, quota in zip(layers, caches, quotas):
-        given = queries[layer.index] if queries is not None else None
-        rows = _rows(layer, cache, given, policy.obs_window)
-        positions, quota, report.mass_kept[layer.index] = _choose(rows, policy, quota)
-        chosen.append((positions, quota))
-    uniform = len({positions.shape[-1] for positions, _ in chosen}) == 1
-    del caches, cache, rows
-    # Nothing can fail from here on: full rows are given up layer by layer.
-    for layer, (positions, quota) in zip(layers, chosen):
-        cache = layer.cache_in(prompt_cache)
-        kept = rows_held(cache).taken(positions)
-        kept = kept.packed(quantization or kept.quantization)
-        small = answer_cache(layer.family, kept, cache.offset, policy, quota, uniform)
-        del cache, kept
-        layer.put(prompt_cache, small)
-        report.rows_kept[layer.index] = small.size()
-    mx.clear_cache()
-    report.kv_bytes_after = kv_bytes(prompt_cache)
-    report.selection_seconds = time.perf_counter() - started
-    return report
+    caches = [layer.entries_in(prompt_cache) for layer in layers]
+    n_tokens = _common_length(caches)
+    stages = dict.fromkeys(chosen.stages)
+    quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, len(layers))]
+    if all(stage.mass is None for stage in stages) and all(n_tokens <= q.rows for q in quotas):
+        return CompressionReport(str(chosen), n_tokens, fits_reason(n_tokens, chosen))
+    return Compression(
+        layers,
+        prompt_cache,
+        chosen,
+        at=n_tokens,
+        n_tokens=n_tokens,
+        queries=queries,
+        quantization=quantization,
+    ).run()
 
 
-def fits_reason(n_rows: int, policy: Policy | Stages) -> str:
-    reading, _ = policy.stages
-    parts = " (n_sink + top_k + n_window)" if reading.name == "snapkv" else ""
-    return (
-        f"the prompt's {n_rows} rows fit the budget of {reading.budget}{parts}; "
-        "lower it to compress"
-    )
+@dataclass
+class _Choice:
+    """What is to be kept of a layer: positions and scores `(B, n_kv_heads, n)`, and the share of the attention."""
+
+    kept: mx.array
+    scores: mx.array
+    quota: Quota
+    share: float | None
 
 
-def kv_bytes(prompt_cache: list) -> int:
-    """Bytes of the keys and values in the caches that grow with the prompt: full, compressed or of a fixed budget."""
-    total = 0
-    for cache in members(prompt_cache):
-        if isinstance(cache, (SnapKVCache, BlockKVCache, RestingKVCache)):
-            total += cache.nbytes
-        elif isinstance(cache, (KVCache, QuantizedKVCache)) and not cache.empty():
-            total += sum(map(n_bytes, cache.keys_and_values()))
-    return total
+@dataclass
+class Compression:
+    """One replacement of a prompt cache's full entries.
+
+    Nothing is changed before every layer has chosen; then the layers are compressed one at a time, and the full
+    entries of each are given up at once.
+
+    Attributes:
+        layers: whose caches are to be replaced, in `prompt_cache`.
+        policy: what to keep; of two stages, the second chooses from what the first keeps.
+        at: the entries of the tokens before this position compete; later ones are added as if they came afterwards.
+        n_tokens: the prompt's length, which shares of it refer to.
+        n_voters: queries that vote, if the caches recorded them.
+        queries: given ones, by cache.
+        quantization: how the entries kept are to be stored, if not as they are.
+    """
+
+    layers: list[AttentionLayer]
+    prompt_cache: list
+    policy: Policy | Stages
+    at: int
+    n_tokens: int
+    n_voters: int = 0
+    queries: list[mx.array | None] | None = None
+    quantization: Quantization | None = None
+
+    def run(self) -> CompressionReport:
+        """Compress; what it did.
+
+        Raises:
+            SnapKVError: a layer's queries are missing, or its scores are NaN; nothing is changed then.
+        """
+        started = time.perf_counter()
+        report = CompressionReport.of(self.policy, self.n_tokens, len(self.prompt_cache))
+        choices = []
+        for layer, *quotas in zip(self.layers, *self._quotas()):
+            cache = layer.entries_in(self.prompt_cache)
+            report.kv_bytes_before += cache.full_nbytes
+            choices.append(self._choose(layer, cache, quotas))
+            report.mass_kept[layer.index] = choices[-1].share
+        uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
+        for layer, choice in zip(self.layers, choices):
+            report.rows_kept[layer.index] = choice.kept.shape[-1]
+            self._replace(layer, choice, uniform)
+        mx.clear_cache()
+        report.kv_bytes_after = kv_bytes(self.prompt_cache)
+        report.selection_seconds = time.perf_counter() - started
+        return report
+
+    def _quotas(self) -> list[list[Quota]]:
+        stages = dict.fromkeys(self.policy.stages)
+        return [stage.quotas(self.n_tokens, len(self.layers)) for stage in stages]
+
+    def _choose(self, layer: AttentionLayer, cache: LayerCache, quotas: list[Quota]) -> _Choice:
+        entries, _ = self._competing(layer, cache)
+        stages = list(dict.fromkeys(self.policy.stages))
+        *earlier, last = zip(stages, quotas)
+        places = None
+        for stage, quota in earlier:
+            places = _choice(entries, stage, quota).kept
+            entries = _among(entries, places)
+        choice = _choice(entries, *last)
+        if places is not None:
+            choice.kept = mx.take_along_axis(places, choice.kept, axis=-1)
+        entries.release()
+        return choice
+
+    def _competing(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Entries, Entries]:
+        """The entries to choose from, with their voters, and those of later tokens."""
+        entries = cache.held(self.n_voters)
+        given = None if self.queries is None else self.queries[layer.index]
+        if given is not None:
+            entries.observed = self._given(layer, given, entries, cache.offset)
+        entries.layer = layer
+        n = len(entries) - (cache.offset - self.at)
+        return entries.between(0, n), entries.between(n, len(entries))
+
+    def _given(
+        self, layer: AttentionLayer, given: mx.array, entries: Entries, stop: int
+    ) -> Queries:
+        B, H, T, D = entries.keys.shape
+        q = given.shape
+        if len(q) != 4 or q[0] != B or q[1] % H or q[3] != D or not 1 <= q[2] <= T:
+            raise SnapKVError(
+                f"queries must be (B={B}, a multiple of {H} heads, 1 to {T} tokens, head_dim={D}), got {q}"
+            )
+        _, decode_policy = self.policy.stages
+        n = min(q[2], decode_policy.obs_window or q[2])
+        return Queries(
+            layer.family.grouped(given[:, :, -n:], H),
+            range(len(entries) - n, len(entries)),
+            layer.family.scale_of(layer.attention, D),
+            layer.family.sinks_of(layer.attention),
+            start=stop - n,
+        )
+
+    def _replace(self, layer: AttentionLayer, choice: _Choice, uniform: bool) -> None:
+        cache = layer.entries_in(self.prompt_cache)
+        entries, later = self._competing(layer, cache)
+        kept, later = (
+            x.packed(self.quantization or x.quantization)
+            for x in (entries.taken(choice.kept), later)
+        )
+        mx.eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
+        mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
+        entries.release()
+        _, decode_policy = self.policy.stages
+        small = decode_cache(
+            layer, kept, choice.scores, self.at, decode_policy, choice.quota, uniform
+        )
+        del cache, entries, kept
+        for keys, values in _one_by_one(later.stored_keys, later.stored_values):
+            small.append(keys, values)
+        mx.eval(small.state)
+        layer.put(self.prompt_cache, small)
 
 
-def size_of(cache) -> int:
-    """Rows that a cache holds; mlx-lm's quantised one does not say."""
-    return cache.offset if isinstance(cache, QuantizedKVCache) else cache.size()
+def _choice(entries: Entries, policy: Policy, quota: Quota) -> _Choice:
+    """What a policy keeps of a layer's entries."""
+    scores = policy.score(entries)
+    votes = entries.received if policy.accumulates_attention else None
+    if policy.obs_window and not policy.accumulates_attention:
+        votes = entries.votes
+    if policy.mass is not None and votes is not None:
+        quota = smallest_for_mass(scores, votes, quota, policy.mass)
+    kept = quota.select(scores)
+    share = None
+    if votes is not None:
+        share = mx.take_along_axis(votes, kept, axis=-1).sum() / votes.sum()
+    of_kept = mx.take_along_axis(scores, kept, axis=-1)
+    nan = has_nan(scores)
+    mx.eval(kept, of_kept, share, nan)
+    if nan.item() or (share is not None and math.isnan(share.item())):
+        raise nan_scores()
+    return _Choice(kept, of_kept, quota, None if share is None else share.item())
 
 
-def is_compressed(prompt_cache: list) -> bool:
-    """Whether any layer's rows were chosen from, or are going to be."""
-    kinds = (SnapKVCache, BlockKVCache)
-    return any(isinstance(cache, kinds) for cache in members(prompt_cache))
+def _among(entries: Entries, places: mx.array) -> Entries:
+    """The entries chosen, with the same voters, whose own entries are the newest of them."""
+    chosen = entries.taken(places)
+    if entries.observed is not None:
+        asked, dropped = entries.observed.places, len(entries) - len(chosen)
+        now = range(asked.start - dropped, asked.stop - dropped)
+        chosen.observed = dataclasses.replace(entries.observed, places=now)
+    return chosen
 
 
-def full_bytes(cache) -> int:
-    """Bytes of all the tokens' rows, had none been dropped or quantised."""
-    if isinstance(cache, RestingKVCache):
-        return cache.offset * cache.row_bytes
-    rows = rows_held(cache)
-    return sum(cache.offset * x[:, :, :1].nbytes for x in (rows.keys, rows.values))
+def _one_by_one(keys: Stored, values: Stored) -> Iterator[tuple[Stored, Stored]]:
+    """Keys and values, token by token."""
+    for i in range(n_rows(keys)):
+        one = [each(lambda x: x[:, :, i : i + 1], part) for part in (keys, values)]  # noqa: B023
+        yield one[0], one[1]
 
 
-def rows_held(cache) -> Rows:
-    """A full-attention layer's rows, in order of position, without queries."""
-    if isinstance(cache, SnapKVCache):
-        keys, values, positions = cache.in_order()
-        return Rows(keys, values, given_positions=positions, quantization=cache.quantization)
-    if isinstance(cache, BlockKVCache):
-        return cache.rows(0)
-    if isinstance(cache, QuantizedKVCache):
-        how = Quantization(cache.bits, cache.group_size)
-        keys, values = (tuple(parts) for parts in cache.keys_and_values())
-        return Rows(keys, values, quantization=how)
-    return Rows(*cache.keys_and_values())
-
-
-def _common_length(caches: list) -> int:
-    lengths = {c.offset for c in caches}
+def _common_length(caches: list[LayerCache]) -> int:
+    lengths = {cache.offset for cache in caches}
     if len(lengths) != 1:
         raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} rows")
     return lengths.pop()
-
-
-def _choose(rows: Rows, policy: Policy, quota: Quota) -> tuple[mx.array, Quota, float | None]:
-    """Which rows to keep `(B, n_kv_heads, n)`, of what quota, and the share of the votes they received, if any."""
-    scores = policy.score(rows)
-    votes = rows.received if policy.tallies else rows.votes if policy.obs_window else None
-    if votes is None:
-        chosen = quota.select(scores)
-        mx.eval(chosen)
-        return chosen, quota, None
-    if policy.mass is not None:
-        quota = smallest_for_mass(scores, votes, quota, policy.mass)
-    chosen = quota.select(scores)
-    kept = mx.take_along_axis(votes, chosen, axis=-1).sum() / votes.sum()
-    mx.eval(chosen, kept)
-    mass = float(kept.item())  # type: ignore[arg-type]
-    if math.isnan(mass):
-        raise SnapKVError(
-            "the votes for the prompt's rows contain NaN: the model gave NaN attention"
-        )
-    return chosen, quota, mass
-
-
-def _rows(layer: AttentionLayer, cache, queries: mx.array | None, n_queries: int = 0) -> Rows:
-    """A layer's rows with the given queries, or those recorded, the last `n_queries` if they are many."""
-    if isinstance(cache, BlockKVCache):
-        return cache.rows(n_queries)
-    rows = rows_held(cache)
-    keys = rows.keys
-    if queries is not None:
-        _check_queries(queries, keys)
-        asked = range(cache.offset - queries.shape[2], cache.offset)
-        rows.scale = layer.family.scale_of(layer.attention, keys.shape[3])
-        rows.sinks = layer.family.sinks_of(layer.attention)
-    elif isinstance(cache, Recorder) and cache.n_queries:
-        queries, asked = cache.queries, cache.query_positions
-        rows.scale, rows.sinks = cache.scale, cache.sinks
-    if queries is not None:
-        rows.queries = layer.family.grouped(queries, keys.shape[1])
-        rows.query_positions = mx.arange(asked.start, asked.stop)
-    return rows
-
-
-def _check_queries(queries: mx.array, keys: mx.array) -> None:
-    B, H, T, D = keys.shape
-    q = queries.shape
-    if len(q) != 4 or q[0] != B or q[1] % H or q[3] != D or not 1 <= q[2] <= T:
-        raise SnapKVError(
-            f"queries must be (B={B}, a multiple of {H} heads, 1 to {T} tokens, head_dim={D}), got {q}"
-        )

@@ -14,18 +14,19 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..caches.layers import is_compressed
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .prefill import gate, mlx_generate, observes, observing
+from .decision import gate
+from .prefill import mlx_generate, observes, observing
 from .report import NO_POLICY, CompressionReport
-from .request import RecordedRequest, last_voter
-from .speculative import DraftedRequest, require_trimmable
-from .split_calls import one_by_one
+from .request import Request
+from .speculative import DraftedRequest, require_rewindable
+from .split_calls import gives_way, one_by_one, rewinding
 
 ReportCallback = Callable[[CompressionReport], None]
 
-DEFAULT_LOOKAHEAD = 4
 MAX_TOKENS = 256  # mlx-lm's own default
 
 # Options of mlx-lm that also decide what becomes of the rows.
@@ -37,7 +38,8 @@ _CONFLICTS = {
 def generate_step(
     prompt: mx.array,
     model,
-    *args: Any,
+    stream: Any = None,
+    *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
     on_report: ReportCallback | None = None,
@@ -51,7 +53,7 @@ def generate_step(
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
-        *args, **kwargs: mlx-lm's, untouched.
+        stream, **kwargs: mlx-lm's, untouched.
 
     Yields:
         Tokens and their log-probabilities `(vocab_size,)`, as mlx-lm does.
@@ -60,11 +62,17 @@ def generate_step(
         SnapKVError: at the call, for options or models that can't be served.
     """
     chosen = resolve_policy(snapkv, policy)
+    if isinstance(stream, int):
+        raise SnapKVError(
+            f"generate_step's third argument is mlx-lm's stream: give max_tokens={stream}"
+        )
+    if stream is not None:
+        kwargs["stream"] = stream
 
     def start(model, options: dict[str, Any]) -> Iterator[tuple[int, mx.array]]:
-        return mlx_generate.generate_step(prompt, model, *args, **options)
+        return mlx_generate.generate_step(prompt, model, **options)
 
-    max_tokens = args[0] if args else kwargs.get("max_tokens", MAX_TOKENS)
+    max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
     return _served(start, model, len(prompt), max_tokens, chosen, on_report, kwargs)
 
 
@@ -97,16 +105,16 @@ def stream_generate(
             return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
 
         n = len(tokens)
-        return _served(start, model, n, max_tokens, chosen, on_report, options, without_cut)
+        return _served(start, model, n, max_tokens, chosen, on_report, options, without_compression)
 
     options = {"draft_model": draft_model, **kwargs}
     if draft_model is None:
         return serve(tokenizer, options, on_report)
-    require_trimmable(model, options.get("prompt_cache"))
+    require_rewindable(model, options.get("prompt_cache"))
     if chosen is None or _reason_for_nothing(chosen, len(tokens), max_tokens, options):
         return serve(tokenizer, options, on_report)
     request = DraftedRequest(model, draft_model, tokenizer, tokens, max_tokens, chosen, kwargs)
-    return request.responses(serve, _tokens_before_cut(chosen), on_report)
+    return request.responses(serve, on_report)
 
 
 def generate(
@@ -153,10 +161,10 @@ def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:
     return prompt if isinstance(prompt, mx.array) else mx.array(prompt)
 
 
-def without_cut(response: GenerationResponse, cut_seconds: float) -> GenerationResponse:
-    """A response from after the cut, its speed without the seconds that the cut took."""
-    seconds = response.generation_tokens / response.generation_tps - cut_seconds
-    return dataclasses.replace(response, generation_tps=response.generation_tokens / seconds)
+def without_compression(response: GenerationResponse, seconds: float) -> GenerationResponse:
+    """A response from after the compression, its speed without the seconds that it took."""
+    decoding = response.generation_tokens / response.generation_tps - seconds
+    return dataclasses.replace(response, generation_tps=response.generation_tokens / decoding)
 
 
 def _served(
@@ -167,11 +175,11 @@ def _served(
     policy: Policy | Stages | None,
     on_report: ReportCallback | None,
     options: dict[str, Any],
-    after_cut: Callable[[Any, float], Any] = lambda item, seconds: item,
+    after: Callable[[Any, float], Any] = lambda item, seconds: item,
 ) -> Iterator[Any]:
-    """mlx-lm's own iterator, `start(model, options)`, if need be with a cut made between two of its steps.
+    """mlx-lm's own iterator, `start(model, options)`, if need be with a compression between two of its steps.
 
-    `after_cut` amends the items that come after it, given the seconds it took.
+    `after` amends the items that come after it, given the seconds it took.
     """
     on_report = on_report or (lambda report: None)
     reason = _reason_for_nothing(policy, n_prompt, max_tokens, options)
@@ -183,54 +191,56 @@ def _served(
             raise SnapKVError(message)
     given = options.get("prompt_cache")
     prompt_cache = make_prompt_cache(model) if given is None else given
-    last = last_voter(policy, n_prompt, lookahead_of(policy))
-    # Ours to do at the cut; mlx-lm would quantise the rows while they are still to be chosen from.
+    # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
     quantization, options = taken_from(options)
-    request = RecordedRequest(model, policy, n_prompt, prompt_cache, last, quantization)
-    return drive(start, request, on_report, options, after_cut, keep=given is not None)
+    request = Request(model, policy, n_prompt, prompt_cache, quantization)
+    return drive(start, request, on_report, options, after, keep=given is not None)
 
 
 def drive(
     start: Callable[[Any, dict[str, Any]], Iterator[Any]],
-    request: RecordedRequest,
+    request: Request,
     on_report: ReportCallback,
     options: dict[str, Any],
-    after_cut: Callable[[Any, float], Any],
+    after: Callable[[Any, float], Any],
     *,
     keep: bool,
 ) -> Iterator[Any]:
-    """mlx-lm's iterator over a request's caches, with the request's cut made between two of its steps.
+    """mlx-lm's iterator over a request's caches, with its compression between two of its steps.
 
-    `keep`: the caller will see the cache even if it stops reading before the cut.
+    `keep`: the caller will see the cache, also if the answer ends, or nobody reads on, before it is compressed.
     """
     options = options | {
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(options.get("prefill_step_size")),
     }
     begin = functools.partial(start, request.model)
-    if not request.answering.last_token:
-        return _cut_before_last_token(begin, request, on_report, options)
-    n = _tokens_before_cut(request.policy)
-    return _cut_at_token(begin(options), request, n, on_report, after_cut, keep)
-
-
-def lookahead_of(policy: Policy | Stages) -> int:
-    """Answer tokens that vote."""
-    _, answering = policy.stages
-    return DEFAULT_LOOKAHEAD if answering.lookahead is None else answering.lookahead
-
-
-def _tokens_before_cut(policy: Policy | Stages) -> int:
-    """Answer tokens that are decoded on the full rows and held by the cache when it is cut."""
-    _, answering = policy.stages
-    return max(1, lookahead_of(policy)) if answering.last_token else 0
+    if not request.decode_policy.last_token:
+        return _compressed_before_last_token(begin, request, on_report, options)
+    return _compressed_at_token(begin(options), request, on_report, after, keep)
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
-    """mlx-lm's own iterator; on caches that evict, as if token by token, and with the queries that they ask for."""
+    """mlx-lm's own iterator; on caches whose entries give way, as if token by token, with the queries they ask for.
+
+    Raises:
+        SnapKVError: the tokens come as embeddings, which can't be split.
+    """
     cache = options.get("prompt_cache") or []
+    if options.get("input_embeddings") is not None and gives_way(cache):
+        raise SnapKVError(
+            "input_embeddings can't go on from a prompt cache whose entries give way: give token ids, or compress "
+            "the prompt with snapkv and on_full=slide"
+        )
+    if options.get("draft_model") is not None and is_compressed(cache):
+        return _rewound(start, model, options)
     items = start(one_by_one(model, cache), options)
     return _recorded(items, model, cache) if observes(cache) else items
+
+
+def _rewound(start, model, options: dict[str, Any]) -> Iterator[Any]:
+    with rewinding(model, options["prompt_cache"]) as rewindable:
+        yield from start(rewindable, options)
 
 
 def _recorded(items: Iterator[Any], model, prompt_cache: list) -> Iterator[Any]:
@@ -248,30 +258,34 @@ def _reason_for_nothing(
     return gate(policy, n_prompt, options.get("prompt_cache"), max_tokens)
 
 
-def _cut_at_token(
-    items: Iterator[Any], request: RecordedRequest, n: int, on_report, after_cut, keep: bool
+def _compressed_at_token(
+    items: Iterator[Any], request: Request, on_report, after, keep: bool
 ) -> Iterator[Any]:
-    """Cut when the `n`-th token is about to be yielded: mlx-lm has fed it by then, so its query is there."""
+    """Compress when the last token that votes is about to be yielded: mlx-lm has fed it by then."""
     try:
         with request.recording():
-            for item in itertools.islice(items, n - 1):
+            for item in itertools.islice(items, request.decision.n_ahead - 1):
                 request.prompt_is_read()
                 yield item
             item = next(items, None)
     except GeneratorExit:
         if keep:
-            on_report(request.cut())
+            on_report(request.compress())
         raise
-    on_report(request.cut())
+    if item is None and not keep:
+        why = "the answer ended before its prompt was compressed"
+        on_report(CompressionReport(str(request.policy), request.decision.n_prompt, why))
+        return
+    on_report(request.compress())
     if item is not None:
         with request.decoding():
             yield item
             for item in items:
-                yield after_cut(item, request.cut_seconds)
+                yield after(item, request.compress_seconds)
 
 
-def _cut_before_last_token(start, request: RecordedRequest, on_report, options) -> Iterator[Any]:
-    """Cut when mlx-lm reports that all of the prompt but its last token is processed."""
+def _compressed_before_last_token(start, request: Request, on_report, options) -> Iterator[Any]:
+    """Compress when mlx-lm reports that all of the prompt but its last token is processed."""
     progress = options.get("prompt_progress_callback") or (lambda done, total: None)
     with contextlib.ExitStack() as patched:
         patched.enter_context(request.recording())
@@ -279,7 +293,7 @@ def _cut_before_last_token(start, request: RecordedRequest, on_report, options) 
         def callback(done: int, total: int) -> None:
             progress(done, total)
             if done == total - 1:
-                on_report(request.cut())
+                on_report(request.compress())
                 patched.close()
                 patched.enter_context(request.decoding())
 

@@ -1,59 +1,52 @@
-"""One request from its first chunk to its cut.
+"""One request from its first chunk to its compression.
 
 mlx-lm's own `generate_step` drives: it is handed a list of recording caches, and reads that list at every
-step, so the cut is a replacement of the list's entries between two of its steps.
+step, so the compression is a replacement of the list's entries between two of its steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 from collections.abc import Iterator
 
-import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
-
-from ..caches.answer import made
 from ..caches.block import BlockKVCache
-from ..caches.layers import AttentionLayer, attention_classes, attention_layers, members
-from ..caches.quantized import require_quantizable
+from ..caches.contract import LayerCache
+from ..caches.layers import AttentionLayer, attention_layers
+from ..caches.quantizable import require_quantizable
 from ..caches.recording import RecordingKVCache
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..models import patch as capture
+from ..models.patch import recording
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
-from .compress import compress_prompt_cache, fits_reason, full_bytes, kv_bytes
+from .compress import Compression
+from .decision import chunk_size, decide, fits_reason
 from .report import CompressionReport
 
-PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
 
-# A chunk's attention also computes what the causal mask hides, and holds its logits: on a CPU a prompt is read
-# faster, and in a third of the memory, in smaller chunks (docs/benchmarks.md). Not measured on a GPU.
-LARGEST_CHUNK = {mx.cpu: 512, mx.gpu: PREFILL_STEP_SIZE}
+class Request:
+    """One request from its first chunk to its compression.
 
-
-class RecordedRequest:
-    """One request from its first chunk to its cut.
+    The caller's list is not touched before that, and neither are its caches: if anything raises on the way, they are as
+    they were. They may hold earlier turns, in full or compressed: then the queries of the new tokens vote over the
+    entries held and their own. What was dropped before is gone.
 
     Args:
         model: an mlx-lm model.
         policy: what to keep.
-        n_prompt: tokens of the prompt.
-        prompt_cache: the caller's empty cache list. It is not touched before the cut, and then holds the
-            compressed caches: if anything raises on the way, it is as it was.
-        last: position behind the last query that votes; the window starts `obs_window` prompt tokens
-            before the prompt's own last voter.
-        quantization: how the rows kept are to be quantised, if at all.
+        n_new: tokens to read.
+        prompt_cache: the caller's cache list.
+        quantization: how the entries kept are to be quantised, if at all.
 
     Attributes:
         caches: the list to hand to mlx-lm.
-        cut_seconds: what the cut itself took.
+        decision: who votes, and where the cut falls.
+        compress_seconds: what the compression itself took.
 
     Raises:
-        SnapKVError: the model is not supported, its rows can't be quantised so, or the budget has no room for
+        SnapKVError: the model is not supported, its entries can't be quantised so, or the budget has no room for
             what is always kept.
     """
 
@@ -61,96 +54,109 @@ class RecordedRequest:
         self,
         model,
         policy: Policy | Stages,
-        n_prompt: int,
+        n_new: int,
         prompt_cache: list,
-        last: int,
         quantization: Quantization | None = None,
     ):
         self.model = model
         self.policy = policy
-        self.reading, self.answering = policy.stages
-        self.n_prompt = n_prompt
+        self.prefill_policy, self.decode_policy = policy.stages
         self._callers = prompt_cache
         self._layers = attention_layers(model, prompt_cache)
-        self._observed = attention_classes(self._layers) if self._observes() else []
-        self._first = max(0, min(last, n_prompt) - self.answering.obs_window)
-        self._last = last
+        self._held = held_tokens(model, prompt_cache)
+        self._n_new = n_new
+        self.decision = decide(policy, self._held + n_new)
+        self._observed = list({type(layer.attention): 0 for layer in self._layers})
         self._quantization = quantization
         if quantization is not None:
-            fresh = make_prompt_cache(model)
-            require_quantizable(model, self._layers, fresh, quantization)
-        quotas = policy.reading_quotas(n_prompt, len(self._layers))
-        self._uniform = len(set(quotas)) == 1
-        self.caches = self._reading_caches(quotas)
-        self.cut_seconds = 0.0
+            require_quantizable(model, self._layers, quantization)
+        self.caches = self._prefill_caches()
+        self.compress_seconds = 0.0
         self._started = 0.0
         self._prefill_seconds: float | None = None
 
     @property
-    def _in_blocks(self) -> bool:
-        """Whether block caches read the prompt: they evict, or they count what all queries attend to."""
-        return self.reading.schedule == "block" or self.reading.tallies
+    def _stages(self) -> tuple[Policy, Policy]:
+        return self.prefill_policy, self.decode_policy
 
+    @property
     def _observes(self) -> bool:
-        return self.reading.observes or self.answering.observes
+        return any(stage.observes for stage in self._stages)
 
-    def _reading_caches(self, quotas: list[Quota]) -> list:
-        """Empty caches to read the prompt with."""
-        caches = [copy.deepcopy(c) for c in self._callers]
-        capacity = max(self.n_prompt, self._last) + 1
+    @property
+    def _statistics_from(self) -> int | None:
+        wanted = [s.query_statistics for s in self._stages if s.query_statistics is not None]
+        return min(wanted, default=None)
+
+    def _prefill_caches(self) -> list:
+        """Caches to read the prompt with."""
+        caches = copies_but_entries(self._callers, self._layers)
+        quotas = self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
+        uniform = len(set(quotas)) == 1
         for layer, quota in zip(self._layers, quotas):
-            if self._in_blocks:
-                layer.put(caches, self._block_cache(layer, quota, self._quantization))
-            else:
-                layer.put(caches, RecordingKVCache(self._first, self._last, capacity))
+            layer.put(caches, self._prefill_cache(layer, quota, uniform))
         return caches
 
-    def _block_cache(
-        self, layer: AttentionLayer, quota: Quota, quantization: Quantization | None
-    ) -> BlockKVCache:
-        cache = made(
-            BlockKVCache,
-            quantization,
-            self.reading,
+    def _prefill_cache(self, layer: AttentionLayer, quota: Quota, uniform: bool) -> LayerCache:
+        """A cache that records, or one that evicts or counts what all queries attend to, or goes on from an earlier turn."""
+        held, decision = layer.entries_in(self._callers), self.decision
+        expected = decision.at + decision.n_ahead + 1 - self._held
+        accumulates = any(stage.accumulates_attention for stage in self._stages)
+        once = not self._evicts
+        if once and not accumulates and not self._held:
+            cache = RecordingKVCache(decision.first, decision.last, expected, layer)
+            cache.statistics_from = self._statistics_from
+            return cache
+        entries = held.held() if self._held else None
+        if entries is not None:
+            expected += len(entries)
+            quota = Quota(expected, quota.n_sink, quota.n_window) if once else quota
+        plain = entries is None or entries.quantization is None
+        block = BlockKVCache(
+            self.prefill_policy,
             quota,
-            self.reading.block,
-            family=layer.family,
-            last=self._last,
-            newest=max(self.reading.obs_window, self.answering.obs_window),
-            expected=max(self.n_prompt, self._last) + 1,
-            uniform=self._uniform,
+            self.prefill_policy.block,
+            layer=layer,
+            last=decision.last,
+            newest=max(self.prefill_policy.obs_window, decision.n_voters),
+            expected=expected,
+            uniform=uniform,
+            # What is plain is quantised when it has been chosen, and never twice.
+            quantization=None if once and plain else self._quantization,
+            accumulates=accumulates,
+            until=decision.at,
+            reach=decision.n_ahead,
         )
-        cache.tallies = self.reading.tallies or self.answering.tallies
-        return cache
+        block.statistics_from = self._statistics_from
+        if entries is not None:
+            block.offset = self._held
+            block.hold(entries)
+        return block
+
+    @property
+    def _evicts(self) -> bool:
+        """Whether entries are evicted while the prompt is read."""
+        return self.prefill_policy.schedule == "block"
 
     def step_size(self, limit: int | None) -> int:
-        """The chunk size to read the prompt with, at most `limit`.
-
-        Under "once" it is the one nearest below that leaves the observation window to a short last chunk. The
-        queries of a whole chunk then never wait, in the middle of its attention, for a few of them to be
-        copied: at most the memory of mlx-lm's own prefill is needed. A prompt of one chunk stays one.
-        """
-        largest = LARGEST_CHUNK[mx.default_device().type]
-        limit = self.reading.prefill_chunk or min(limit or largest, largest)
-        if self._in_blocks:
-            return min(limit, self.reading.block)
-        if self.n_prompt - 1 <= limit or self._first == 0 or not self._observes():
-            return limit
-        chunks = -(-self._first // limit)
-        return self._first // chunks
+        """Tokens to read at a time: a block where entries are evicted, else as `chunk_size` has it."""
+        if self._evicts:
+            return self.prefill_policy.block
+        n_before = self.decision.first - self._held if self._observes else self._n_new
+        return chunk_size(self.prefill_policy, limit, self._n_new, n_before)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes for the block, from the first chunk to the last voter."""
-        self._require_fresh()
+        self._require_unchanged()
         self._started = time.perf_counter()
-        with capture.recording(self._observed):
+        with recording(self._observed if self._observes else []):
             yield
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """The same for the tokens after the cut, whose queries vote only if rows are still to be evicted."""
-        with capture.recording(self._observed if self.answering.observes_answer else []):
+        """The same for the tokens after it is compressed, whose queries vote only if entries still give way by them."""
+        with recording(self._observed if self.decode_policy.observes_answer else []):
             yield
 
     def prompt_is_read(self) -> None:
@@ -158,66 +164,87 @@ class RecordedRequest:
         if self._prefill_seconds is None:
             self._prefill_seconds = time.perf_counter() - self._started
 
-    def cut(self) -> CompressionReport:
+    def compress(self) -> CompressionReport:
         """Compress the caches and hand them to the caller's list."""
         self.prompt_is_read()
         started = time.perf_counter()
-        self._require_fresh()
-        reading = self._block_caches()
-        seconds = sum(cache.selection_seconds for cache in reading)
-        if self.answering is self.reading and self.reading.schedule == "block":
-            report = self._evict()
-        else:
-            report = compress_prompt_cache(
-                self.model, self.caches, self.answering, quantization=self._quantization
-            )
-            if report.reason is not None and reading:
-                report = self._evict()
-        report.policy = str(self.policy)
-        report.prompt_tokens = self.n_prompt
-        report.selection_seconds += seconds
-        report.prefill_seconds = (self._prefill_seconds or 0.0) - seconds
+        self._require_unchanged()
+        report = self._compressed(self.caches)
         self._callers[:] = self.caches
-        self.cut_seconds = time.perf_counter() - started
+        self.compress_seconds = time.perf_counter() - started
         return report
 
-    def _block_caches(self) -> list[BlockKVCache]:
-        caches = (layer.cache_in(self.caches) for layer in self._layers)
-        return [cache for cache in caches if isinstance(cache, BlockKVCache)]
-
-    def _evict(self) -> CompressionReport:
-        """Bring the block caches, which go on, down to their quotas."""
-        started = time.perf_counter()
-        report = CompressionReport(str(self.policy), self.n_prompt)
-        report.rows_kept = [None] * len(self.caches)
-        report.mass_kept = [None] * len(self.caches)
-        for layer in self._layers:
-            cache = layer.cache_in(self.caches)
-            cache.evict()
-            cache.last = math.inf
-            report.rows_kept[layer.index] = cache.size()
-            report.kv_bytes_before += full_bytes(cache)
-        if all(cache.size() == cache.offset for cache in self._block_caches()):
-            report.reason = (
-                fits_reason(self.n_prompt, self.policy) + "; the answer is kept within it"
-            )
-        report.kv_bytes_after = kv_bytes(self.caches)
-        report.selection_seconds = time.perf_counter() - started
+    def _compressed(self, caches: list) -> CompressionReport:
+        decision, policy = self.decision, self.decode_policy
+        report = Compression(
+            self._layers,
+            caches,
+            policy,
+            at=decision.at,
+            n_tokens=decision.n_prompt,
+            n_voters=decision.n_voters if policy.obs_window else 0,
+            quantization=self._quantization,
+        ).run()
+        report.policy = str(self.policy)
+        report.prefill_seconds = self._prefill_seconds or 0.0
+        if policy.schedule == "block" and report.rows >= decision.at:
+            report.reason = fits_reason(decision.at, self.policy) + "; the answer is kept within it"
         return report
 
-    def _require_fresh(self) -> None:
-        if not is_fresh(self._callers):
+    def _require_unchanged(self) -> None:
+        if any(layer.entries_in(self._callers).offset != self._held for layer in self._layers):
             raise SnapKVError(
                 "another request has filled this prompt cache meanwhile: give each its own"
             )
 
 
-def is_fresh(prompt_cache: list) -> bool:
-    # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
-    return all(c.empty() for c in members(prompt_cache))
+class RecallingRequest(Request):
+    """One more turn on full caches that stay: its queries vote over all entries ever read.
+
+    The caller's caches go on holding all entries, this turn's among them. The compressed ones, in `caches` after the
+    compression, serve its answer only.
+    """
+
+    def _prefill_caches(self) -> list:
+        capacity = self.decision.at + self.decision.n_ahead + 1
+        self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
+        for layer in self._layers:
+            cache = layer.cache_in(self._callers)
+            cache.observe(self.decision.first, self.decision.last, capacity, self._statistics_from)
+            cache.layer = layer
+        return list(self._callers)
+
+    @property
+    def _evicts(self) -> bool:
+        return False
+
+    def compress(self) -> CompressionReport:
+        """Put compressed caches into `caches`, and the turn's entries to where they are kept.
+
+        Raises:
+            SnapKVError: there is no room for them there; some then stay in memory.
+        """
+        self.prompt_is_read()
+        started = time.perf_counter()
+        small = copies_but_entries(self._callers, self._layers)
+        report = self._compressed(small)
+        self.caches[:] = small
+        if report.compressed:
+            for layer in self._layers:
+                layer.cache_in(self._callers).offload()
+        self.compress_seconds = time.perf_counter() - started
+        return report
+
+    def _require_unchanged(self) -> None:
+        """The caller's caches are those that are read with."""
 
 
-def last_voter(policy: Policy | Stages, n_prompt: int, lookahead: int) -> int:
-    """The position behind the last query that votes."""
-    _, answering = policy.stages
-    return n_prompt + lookahead if answering.last_token else n_prompt - 1
+def held_tokens(model, prompt_cache: list) -> int:
+    """Tokens that a prompt cache has read."""
+    return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
+
+
+def copies_but_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
+    """The same list with copies of all caches but those of the full-attention layers."""
+    memo = {id(cache): cache for cache in (layer.cache_in(prompt_cache) for layer in layers)}
+    return [copy.deepcopy(cache, memo) for cache in prompt_cache]

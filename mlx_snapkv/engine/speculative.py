@@ -1,7 +1,7 @@
 """Draft models: mlx-lm's speculative decoding, on a main cache that was compressed.
 
-mlx-lm's speculative loop copies the list of caches that it is handed, so the cut can't be made inside it. The main
-model therefore reads the prompt and says its first tokens alone, as without a draft, until its cache is cut, and
+mlx-lm's speculative loop copies the list of caches that it is handed, so they can't be compressed inside it. The main
+model therefore reads the prompt and says its first tokens alone, as without a draft, until its cache is compressed, and
 mlx-lm's speculative loop goes on from there: the greedy answer is the one without a draft, token for token.
 """
 
@@ -17,16 +17,16 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.layers import attention_layers, members
-from ..caches.self_evicting import SelfEvicting
+from ..caches.layers import attention_layers, layer_caches, members
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
+from .decision import decide
 from .prefill import mlx_generate, read
 from .report import CompressionReport
-from .split_calls import WrappedModel
+from .split_calls import gives_way, rewinding
 
 NUM_DRAFT_TOKENS = 2  # mlx-lm's own default
 
@@ -61,6 +61,8 @@ class DraftedRequest:
         if max_tokens < 0:
             raise SnapKVError(f"max_tokens must be at least 1 with a draft model, got {max_tokens}")
         self._model = model
+        decision = decide(policy, len(prompt))
+        self._n_alone = decision.n_ahead + 1 if decision.at == len(prompt) else 1
         self._draft_model = draft_model
         self._tokenizer = OneText(tokenizer)
         self._prompt = prompt
@@ -68,23 +70,22 @@ class DraftedRequest:
         self._options = options
         self._given = options.get("prompt_cache")
         self._main, self._draft = _split(self._given, model, draft_model)
-        _require_rewindable("main", model, self._main)
-        _require_rewindable("draft", draft_model, self._draft)
+        _require_plain("main", model, self._main)
+        _require_plain("draft", draft_model, self._draft)
         n_layers = sum(1 for _ in attention_layers(model, self._main))
         num_draft = options.get("num_draft_tokens", NUM_DRAFT_TOKENS)
         _require_exact(policy, len(prompt), n_layers, num_draft)
 
     def responses(
-        self, serve: Serve, n_alone: int, on_report: Callable[[CompressionReport], None] | None
+        self, serve: Serve, on_report: Callable[[CompressionReport], None] | None
     ) -> Iterator[GenerationResponse]:
         """The whole answer.
 
         Args:
             serve: `serve(tokenizer, options, on_report)` is the same request without a draft.
-            n_alone: tokens of the answer that the cache holds when it is cut.
         """
 
-        def cut(report: CompressionReport) -> None:
+        def compressed(report: CompressionReport) -> None:
             if self._given is not None:
                 self._given[:] = self._main + self._draft
             if on_report is not None:
@@ -92,17 +93,15 @@ class DraftedRequest:
 
         options = {k: v for k, v in self._options.items() if k != "num_draft_tokens"}
         options["prompt_cache"] = self._main
-        return self._in_turn(serve(self._tokenizer, options, cut), n_alone + 1)
+        return self._in_turn(serve(self._tokenizer, options, compressed))
 
-    def _in_turn(
-        self, alone: Iterator[GenerationResponse], n_alone: int
-    ) -> Iterator[GenerationResponse]:
+    def _in_turn(self, alone: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
         started = time.perf_counter()
         self._draft_reads(self._prompt)
         draft_seconds = time.perf_counter() - started
         said: list[GenerationResponse] = []
         with contextlib.closing(alone):  # type: ignore[type-var]
-            for response in itertools.islice(alone, n_alone):
+            for response in itertools.islice(alone, self._n_alone):
                 seconds = draft_seconds + response.prompt_tokens / response.prompt_tps
                 prompt_tps = response.prompt_tokens / seconds
                 said.append(dataclasses.replace(response, prompt_tps=prompt_tps))
@@ -113,31 +112,33 @@ class DraftedRequest:
     def _together(self, said: list[GenerationResponse]) -> Iterator[GenerationResponse]:
         """mlx-lm's speculative loop from the last token said, with the figures of the whole answer."""
         tokens = [response.token for response in said]
-        trim_prompt_cache(self._main, 1)  # mlx-lm's loop had run one step ahead
+        for cache in layer_caches(self._main):
+            cache.rollback(1)  # mlx-lm's loop had run one step ahead
         started = time.perf_counter()
         if len(tokens) > 1:
             self._draft_reads(mx.array(tokens[:-1]))
-        rest = mlx_generate.stream_generate(
-            ExactChecks(self._model),
-            self._tokenizer,
-            mx.array(tokens[-1:]),
-            self._max_tokens - len(tokens),
-            self._draft_model,
-            **self._options | {
-                "prompt_cache": self._main + self._draft,
-                "logits_processors": self._processors(tokens[:-1]),
-            },
-        )  # fmt: skip
         before = said[-1].generation_tokens / said[-1].generation_tps
-        for response in rest:
-            n = len(tokens) + response.generation_tokens
-            yield dataclasses.replace(
-                response,
-                prompt_tokens=said[-1].prompt_tokens,
-                prompt_tps=said[-1].prompt_tps,
-                generation_tokens=n,
-                generation_tps=n / (before + time.perf_counter() - started),
-            )
+        with rewinding(self._model, self._main) as model:
+            for response in self._rest(model, tokens):
+                n = len(tokens) + response.generation_tokens
+                yield dataclasses.replace(
+                    response,
+                    prompt_tokens=said[-1].prompt_tokens,
+                    prompt_tps=said[-1].prompt_tps,
+                    generation_tokens=n,
+                    generation_tps=n / (before + time.perf_counter() - started),
+                )
+
+    def _rest(self, model, tokens: list[int]) -> Iterator[GenerationResponse]:
+        """mlx-lm's responses after `tokens`."""
+        options = self._options | {
+            "prompt_cache": self._main + self._draft,
+            "logits_processors": self._processors(tokens[:-1]),
+        }
+        last, n_more = mx.array(tokens[-1:]), self._max_tokens - len(tokens)
+        return mlx_generate.stream_generate(
+            model, self._tokenizer, last, n_more, self._draft_model, **options
+        )
 
     def _draft_reads(self, tokens: mx.array) -> None:
         step = self._options.get("prefill_step_size")
@@ -158,25 +159,26 @@ class DraftedRequest:
         return [of_all(p) for p in self._options.get("logits_processors") or []] or None
 
 
-def require_trimmable(model, prompt_cache: list | None) -> None:
+def require_rewindable(model, prompt_cache: list | None) -> None:
     """Refuse what mlx-lm's speculative loop would refuse, policy or not, but before the prompt is read.
 
     Raises:
-        SnapKVError: a layer can't take tokens back, or evicts by itself.
+        SnapKVError: a layer can't take tokens back, or its entries give way by a choice.
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
-    kinds = {type(c).__name__ for c in members(caches) if not c.is_trimmable()}
+    pairs = list(zip(members(caches), layer_caches(caches)))
+    kinds = {type(c).__name__ for c, ours in pairs if not (c.is_trimmable() or ours.is_compressed)}
     if kinds:
         raise _cannot_rewind("main", model, kinds)
-    if any(isinstance(c, SelfEvicting) for c in members(caches)):
+    if gives_way(caches):
         raise SnapKVError(
             "a prompt cache that chooses rows by itself can't go on with a draft model: drop draft_model, or "
             "compress the prompt with snapkv and on_full=slide"
         )
 
 
-def _require_rewindable(role: str, model, prompt_cache: list) -> None:
+def _require_plain(role: str, model, prompt_cache: list) -> None:
     kinds = {type(c).__name__ for c in members(prompt_cache) if type(c) is not KVCache}
     if kinds:
         raise _cannot_rewind(role, model, kinds)
@@ -192,24 +194,28 @@ def _cannot_rewind(role: str, model, kinds: set[str]) -> SnapKVError:
 
 def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_draft: int) -> None:
     """Refuse policies whose rows would not be those of decoding token by token."""
-    _, answering = policy.stages
-    quotas = answering.quotas(n_prompt, n_layers)
-    if answering.mass is not None or len({quota.rows for quota in quotas}) > 1:
+    _, decode_policy = policy.stages
+    quotas = decode_policy.quotas(n_prompt, n_layers)
+    if decode_policy.mass is not None or len({quota.rows for quota in quotas}) > 1:
         raise SnapKVError(
             "a draft model needs a policy that keeps equally many rows in every layer: "
             "give a number or a share, or drop draft_model"
         )
-    if answering.schedule == "once" and answering.on_full in ("slide", "grow"):
+    if decode_policy.schedule == "once" and decode_policy.on_full in ("slide", "grow"):
         return
-    if answering.observes_answer:
-        way = "schedule=block" if answering.schedule == "block" else f"on_full={answering.on_full}"
+    if decode_policy.observes_answer:
+        way = (
+            "schedule=block"
+            if decode_policy.schedule == "block"
+            else f"on_full={decode_policy.on_full}"
+        )
         raise SnapKVError(
-            f"{answering.name} with {way} lets every answer token vote, which rejected drafts can't take back: "
+            f"{decode_policy.name} with {way} lets every answer token vote, which rejected drafts can't take back: "
             "use schedule=once with another on_full, or drop draft_model"
         )
-    if num_draft >= answering.answer_block:
+    if num_draft >= decode_policy.answer_block:
         raise SnapKVError(
-            f"num_draft_tokens must be below the {answering.answer_block} tokens that the policy takes in "
+            f"num_draft_tokens must be below the {decode_policy.answer_block} tokens that the policy takes in "
             f"between two evictions, got {num_draft}"
         )
 
@@ -240,26 +246,3 @@ class OneText(TokenizerWrapper):
     @property
     def detokenizer(self):
         return self._one
-
-
-class ExactChecks(WrappedModel):
-    """A model that checks drafts as if they came token by token, on caches that evict by themselves.
-
-    Such a cache evicts when it is full, never sooner. A call that would cross that point is made in two pieces
-    with the eviction between them, which the cache takes back if the drafts before it are rejected.
-    """
-
-    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        """Logits `(B, L, vocab_size)` of tokens `(B, L)`."""
-        model = self["wrapped"]
-        caches = [c for c in members(cache) if isinstance(c, SelfEvicting)]
-        for c in caches:
-            c.settle()
-        room = min((c.room for c in caches), default=0)
-        if not 0 < room < inputs.shape[1]:
-            return model(inputs, cache=cache, **kwargs)
-        before = model(inputs[:, :room], cache=cache, **kwargs)
-        for c in caches:
-            c.evict_for_now()
-        after = model(inputs[:, room:], cache=cache, **kwargs)
-        return mx.concatenate([before, after], axis=1)

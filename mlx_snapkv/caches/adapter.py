@@ -1,0 +1,117 @@
+"""mlx-lm's own caches behind the contract."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+
+from ..entries.entries import Entries
+from ..entries.quantization import Quantization, n_bytes
+from ..errors import TrimError
+from . import validation
+from .contract import LayerCache
+
+
+def layer_cache(cache: Any) -> LayerCache:
+    """A layer's cache as the contract has it: itself if it is one of ours."""
+    if isinstance(cache, LayerCache):
+        return cache
+    return FullCache(cache) if _is_full(cache) else StateCache(cache)
+
+
+def has_all_entries(cache: Any) -> bool:
+    """Whether a policy can choose from a cache; a rotating one, for example, has lost some to no policy."""
+    return isinstance(cache, LayerCache) or _is_full(cache)
+
+
+def _is_full(cache: Any) -> bool:
+    return isinstance(cache, (KVCache, QuantizedKVCache))
+
+
+class FullCache(LayerCache):
+    """A `KVCache` or `QuantizedKVCache`: all entries, none of them chosen."""
+
+    def __init__(self, cache: KVCache | QuantizedKVCache):
+        self.cache = cache
+        if isinstance(cache, QuantizedKVCache):
+            self.quantization = Quantization(cache.bits, cache.group_size)
+
+    @property
+    def offset(self) -> int:  # type: ignore[override]
+        return self.cache.offset
+
+    @property
+    def n_entries(self) -> int:
+        return self.cache.offset
+
+    def held(self, n_queries: int = 0) -> Entries:
+        keys, values = self.cache.keys_and_values()
+        if self.quantization is not None:
+            keys, values = tuple(keys), tuple(values)
+        return Entries(keys, values, quantization=self.quantization)
+
+    @property
+    def kv_nbytes(self) -> int:
+        return 0 if self.cache.empty() else sum(map(n_bytes, self.cache.keys_and_values()))
+
+    def mark(self) -> None:
+        """Any number of tokens can always be taken back."""
+
+    def rollback(self, n: int) -> None:
+        if n > self.cache.offset:
+            raise TrimError(f"this cache holds {self.cache.offset} tokens, {n} can't be taken back")
+        self.cache.trim(n)
+
+    def problem(self, like: KVCache) -> str | None:
+        cache = self.cache
+        if cache.empty():
+            return None
+        return validation.entries_problem(
+            cache.keys, cache.values, like, self.quantization
+        ) or validation.unless(
+            validation.is_count(cache.offset, 1) and cache.offset <= validation.n_stored(cache.keys)
+        )
+
+
+class StateCache(LayerCache):
+    """Any other cache of mlx-lm's, whose entries no policy touches: linear states, sliding windows.
+
+    It is brought back to a mark as a whole.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self._before: dict[str, Any] = {}
+
+    @property
+    def offset(self) -> int:  # type: ignore[override]
+        return getattr(self.cache, "offset", 0)
+
+    @property
+    def n_entries(self) -> int:
+        return self.cache.size()
+
+    def held(self, n_queries: int = 0) -> Entries:
+        raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")
+
+    @property
+    def kv_nbytes(self) -> int:
+        return 0
+
+    def mark(self) -> None:
+        self._before = vars(copy.deepcopy(self.cache))
+
+    def rollback(self, n: int) -> None:
+        """To the mark, whatever `n` is; without a mark nothing can be taken back."""
+        if not self._before:
+            raise TrimError("a linear state or sliding window goes back to a mark only")
+        vars(self.cache).update(self._before)
+
+    def problem(self, like: Any) -> str | None:
+        if isinstance(self.cache, RotatingKVCache):
+            return validation.rotating_problem(self.cache, like)
+        return validation.difference(
+            self.cache.state, like.state, exact=hasattr(self.cache, "cache")
+        )

@@ -1,0 +1,70 @@
+"""The caches that an answer is decoded from, once its prompt has been compressed."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..entries.entries import Entries
+from ..entries.selection import top_positions
+from ..policies import KeyDiff, Policy
+from ..policies.budgets import UNLIMITED, Quota
+from .block import BlockKVCache
+from .evicting import EvictingCache
+from .layers import AttentionLayer
+from .window import SnapKVCache
+
+
+def decode_cache(
+    layer: AttentionLayer,
+    kept: Entries,
+    scores: mx.array,
+    offset: int,
+    policy: Policy,
+    quota: Quota,
+    uniform: bool,
+) -> EvictingCache:
+    """A layer's cache for what follows the prompt.
+
+    Args:
+        kept: the entries to hold; if they are quantised, those to come will be too.
+        scores: `(B, n_kv_heads, n)`, what the policy scored them.
+        offset: position of the next token.
+        policy: what the prompt was compressed by.
+        quota: what it left the layer.
+        uniform: all layers hold equally many entries.
+    """
+    how = kept.quantization
+    if not policy.keeps_shape:
+        most = Quota(UNLIMITED, 0, 0) if policy.on_full == "grow" else quota
+        block = BlockKVCache(
+            policy, most, policy.answer_block, layer=layer, uniform=uniform, quantization=how
+        )
+        block.offset = offset
+        block.hold(kept)
+        return block
+    n_window = min(quota.n_window, len(kept))
+    n_pin = len(kept) - n_window
+    slides = policy.on_full == "slide"
+    return SnapKVCache(
+        kept.stored_keys,
+        kept.stored_values,
+        mx.contiguous(kept.positions[..., :n_pin]),
+        offset=offset,
+        n_window=quota.n_window,
+        uniform=uniform,
+        quantization=how,
+        policy=None if slides else KeyDiff() if policy.on_full == "keydiff" else policy,
+        block=1 if slides else policy.answer_block,
+        n_sink=quota.n_sink,
+        reserved=None if slides else _reserved(scores[..., :n_pin], policy, quota.n_sink),
+        layer=layer,
+    )
+
+
+def _reserved(scores: mx.array, policy: Policy, n_sink: int) -> mx.array | None:
+    """Bool `(B, n_kv_heads, n_pin)`: the best of the voted entries, which the answer never takes the place of."""
+    n = policy.reserved(scores.shape[-1] - n_sink)
+    if n <= 0:
+        return None
+    best = top_positions(scores[..., n_sink:], n) + n_sink
+    return mx.put_along_axis(mx.zeros(scores.shape, mx.bool_), best, mx.array(True), axis=-1)

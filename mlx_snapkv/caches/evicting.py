@@ -1,0 +1,204 @@
+"""What the caches have in common that give entries way: who decides, and how that is taken back."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import _BaseCache
+
+from ..entries.quantization import Quantization, Stored, arrays, n_bytes
+from ..entries.queries import Queries, Recorder
+from ..errors import SnapKVError, TrimError
+from ..policies import Policy, resolve_policy
+from .contract import LayerCache
+
+
+class EvictingCache(Recorder, LayerCache, _BaseCache):
+    """A cache whose entries give way when it is full.
+
+    Attributes:
+        keys, values: the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts.
+        quantization: how entries are stored, those to come too.
+        policy: who gives way: what it scores lowest; None is the oldest.
+        block: tokens between two evictions.
+        layer: the layer of the model, for what the policy asks; None if it asks for keys and values only.
+    """
+
+    keys: Any
+    values: Any
+    policy: Policy | None
+    is_compressed = True
+    _marked = False
+    _before: dict[str, Any] | None = None  # the state before an eviction since the mark
+
+    @abstractmethod
+    def append(self, keys: Stored, values: Stored) -> None:
+        """Add tokens' keys and values as they are to be stored."""
+
+    @abstractmethod
+    def _evict(self) -> None:
+        """Let entries give way now."""
+
+    @abstractmethod
+    def _free(self) -> int:
+        """Tokens that can be taken back without undoing an eviction."""
+
+    @abstractmethod
+    def _take_back(self, n: int) -> None:
+        """Take back the newest `n` tokens, at most `_free()`."""
+
+    def evict(self) -> None:
+        """Let entries give way now; since a mark, so that it can be taken back."""
+        before = None
+        if self._marked and self._before is None:
+            before = {name: _kept(value) for name, value in vars(self).items()}
+        self._evict()
+        if before is not None:
+            self._before = before
+
+    def mark(self) -> None:
+        self.commit()
+        self._marked = True
+
+    def commit(self) -> None:
+        self._marked, self._before = False, None
+
+    def rollback(self, n: int) -> None:
+        """Take back the newest `n` tokens, exactly: those since `mark`, or since it was last fed or evicted.
+
+        Raises:
+            TrimError: some of them are older; the cache is then as it was.
+        """
+        free = self._free()
+        if self._before is not None and n > free:
+            now, before = dict(vars(self)), self._before
+            n -= self.offset - before["offset"]
+            # Queries stay: they vote although their tokens are taken back, until others come in their place.
+            vars(self).update(before, _queries=self._queries, _stop=self._stop)
+            try:
+                self.rollback(n)
+            except TrimError:
+                vars(self).update(now)
+                raise
+        elif 0 <= n <= free:
+            if n:
+                self._take_back(n)
+        else:
+            raise TrimError(f"this cache can take back 0 to {free} tokens, not {n}")
+
+    def is_trimmable(self) -> bool:
+        """Only since a mark: mlx-lm takes true for "any number of tokens"."""
+        return self._marked
+
+    def trim(self, n: int) -> int:
+        """`rollback`, for mlx-lm's loops; how many tokens it took back."""
+        self.rollback(n)
+        return n
+
+    @property
+    def observes(self) -> bool:  # type: ignore[override]
+        return self.policy is not None and self.policy.observes_answer
+
+    @property
+    def bits(self) -> int:
+        """mlx-lm chooses its quantised attention by whether a cache has this."""
+        return self._how().bits
+
+    @property
+    def group_size(self) -> int:
+        return self._how().group_size
+
+    def _how(self) -> Quantization:
+        if self.quantization is None:
+            raise AttributeError("these entries are not quantised")
+        return self.quantization
+
+    def adopt(self, layer: Any) -> None:
+        self.layer = layer
+
+    @property
+    def n_entries(self) -> int:
+        return self.size()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values, with the room for more."""
+        return 0 if self.keys is None else n_bytes(self.keys) + n_bytes(self.values)
+
+    @property
+    def kv_nbytes(self) -> int:
+        return self.nbytes
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def _heads(self) -> tuple[int, ...]:
+        """`(B, n_kv_heads)`."""
+        return arrays(self.keys)[0].shape[:2]
+
+    def _observed(self, n: int, n_entries: int) -> Queries | None:
+        """The last `n` queries recorded, to vote for `n_entries` that end with the newest.
+
+        Raises:
+            SnapKVError: tokens were fed since, and their queries were not recorded.
+        """
+        if not n:
+            return None
+        asked = self.query_positions[-n:]
+        if not asked or asked.stop < min(self.last, self.offset):
+            name = self.policy.name if self.policy else "a policy"
+            raise SnapKVError(
+                f"{name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
+                "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
+            )
+        return self._queries_of(self.queries[:, :, -n:], asked, n_entries)
+
+    def _queries_of(self, heads: mx.array, asked: range, n_entries: int) -> Queries:
+        """Queries at logical positions, in the places their tokens have among the newest `n_entries`."""
+        first = self.offset - n_entries
+        places = range(asked.start - first, asked.stop - first)
+        if self.layer is not None:
+            heads = self.layer.family.grouped(heads, self._heads[1])
+        return Queries(heads, places, self.scale, self.sinks, asked.start)
+
+    def _decision_state(self) -> tuple:
+        """The end of a cache's state: how it is stored and evicts, and the queries that wait to vote."""
+        how = self.quantization
+        # A number would be saved in single precision, and an empty list not at all.
+        return (
+            None if self.policy is None else str(self.policy),
+            self.block,
+            repr(self.scale),
+            self.sinks,
+            self.newest,
+            self._stop,
+            self._queries or None,
+            None if how is None else how.bits,
+            None if how is None else how.group_size,
+        )
+
+    def _take_decision_state(self, state: tuple) -> None:
+        policy, self.block, scale, sinks, newest, stop, queries, bits, group_size = state
+        self.policy = None if policy is None else resolve_policy(policy=policy)  # type: ignore[assignment]
+        self.quantization = None if bits is None else Quantization(bits, group_size)
+        if self.quantization is not None:
+            self.keys, self.values = tuple(self.keys), tuple(self.values)
+        self.start_recording(newest=newest)
+        self.scale, self.sinks = float(scale), sinks
+        self._stop, self._queries = stop, queries or []
+        self.layer = None
+
+
+N_DECISION = 9  # items of `_decision_state`
+
+
+def _kept(value: Any) -> Any:
+    """A value that later writes into the original leave alone; it is copied only if there are such."""
+    if isinstance(value, mx.array):
+        return mx.stop_gradient(value)
+    if isinstance(value, tuple) and all(isinstance(part, mx.array) for part in value):
+        return tuple(map(mx.stop_gradient, value))
+    return list(value) if isinstance(value, list) else value

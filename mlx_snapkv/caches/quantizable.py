@@ -1,0 +1,39 @@
+"""Whether a model's entries can be quantised so."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..entries.quantization import BITS, Quantization, fitting_groups
+from ..errors import SnapKVError, UnsupportedModelError
+from .layers import AttentionLayer
+
+
+def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
+    """Head sizes of the keys and values of a model's full-attention layers."""
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)  # for the shapes: nothing is computed
+    return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}
+
+
+def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
+    """Find out before the prompt is read.
+
+    Raises:
+        SnapKVError: the number of bits or the group size is not possible.
+        UnsupportedModelError: mlx-lm's quantised attention does not serve the model.
+    """
+    if quantization.bits not in BITS:
+        raise SnapKVError(f"kv_bits must be {', '.join(map(str, BITS))}, got {quantization.bits}")
+    if any(layer.family.sinks for layer in layers):
+        raise UnsupportedModelError(
+            "mlx-lm's quantised attention has no attention sinks, which this model needs: drop kv_bits"
+        )
+    sizes = head_sizes(model, layers)
+    fitting = fitting_groups(sizes, "kv_bits")
+    if quantization.group_size not in fitting:
+        raise SnapKVError(
+            f"kv_group_size must be one of {fitting} for heads of size {sorted(sizes)}, "
+            f"got {quantization.group_size}"
+        )

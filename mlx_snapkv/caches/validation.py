@@ -1,0 +1,91 @@
+"""Whether caches that came from a file are those of a model: told by what one token leaves in fresh ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..entries.quantization import Quantization, Stored, arrays
+
+CONTRADICTION = "has numbers that contradict each other"
+
+
+def unless(sound: bool) -> str | None:
+    return None if sound else CONTRADICTION
+
+
+def n_stored(stored: Stored) -> int:
+    return arrays(stored)[0].shape[2]
+
+
+def entries_problem(
+    keys: Stored, values: Stored, like: Any, quantization: Quantization | None
+) -> str | None:
+    """What is wrong with a cache's keys and values, compared with those of mlx-lm's plain cache of one token."""
+    if quantization is not None:
+        like = like.to_quantized(quantization.group_size, quantization.bits)
+    found = difference((keys, values), (like.keys, like.values))
+    if found is not None:
+        return found
+    numbers = {array.shape[2] for array in _arrays((keys, values)).values()}
+    return None if len(numbers) == 1 else f"has {sorted(numbers)} rows of keys and values"
+
+
+def rotating_problem(cache: Any, like: Any) -> str | None:
+    """The same for mlx-lm's rotating cache, which may stand where the model has a plain one."""
+    counts = (cache.keep, cache._idx, cache.max_size)
+    return entries_problem(cache.keys, cache.values, like, None) or unless(
+        is_count(cache.offset, 1)
+        and all(map(is_count, counts))
+        and cache.keep <= cache.max_size
+        and cache._idx <= n_stored(cache.keys)
+    )
+
+
+def difference(found: Any, wanted: Any, exact: bool = False) -> str | None:
+    """Arrays that differ in place, dtype or shape; unless `exact`, the number of rows may."""
+    have, want = _arrays(found), _arrays(wanted)
+    if have.keys() != want.keys():
+        return "holds other arrays than the model's"
+    for name, array in have.items():
+        other = want[name]
+        if array.dtype != other.dtype:
+            return f"holds {array.dtype}, the model {other.dtype}".replace("mlx.core.", "")
+        if array.ndim != other.ndim:
+            return f"holds an array of shape {array.shape}, the model {other.shape}"
+        for axis, (n, m) in enumerate(zip(array.shape, other.shape)):
+            if n != m and (exact or axis != array.ndim - 2):
+                return f"holds an array of shape {array.shape}, the model {other.shape}"
+    return None
+
+
+def _arrays(tree: Any) -> dict[str, mx.array]:
+    """The arrays of a state by their place in it."""
+    leaves = dict(tree_flatten(tree))
+    return {name: leaf for name, leaf in leaves.items() if isinstance(leaf, mx.array)}
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_per_entry(array: Any, heads: Sequence[int], most: int, dtype: mx.Dtype) -> bool:
+    """None, or an array `(B, n_kv_heads, at most `most`)` of that dtype."""
+    if array is None:
+        return True
+    shaped = array.ndim == 3 and array.shape[:2] == tuple(heads) and array.shape[2] <= most
+    return shaped and array.dtype == dtype
+
+
+def are_queries(queries: mx.array, keys: mx.array) -> bool:
+    """Whether queries `(B, n_heads, n, head_dim)` go with keys."""
+    B, n_heads, _, D = queries.shape
+    return (
+        keys.shape[0] == B
+        and n_heads % keys.shape[1] == 0
+        and keys.shape[3] == D
+        and queries.dtype == keys.dtype
+    )

@@ -1,0 +1,110 @@
+"""What is decided before a prompt is read: whether to compress it, who votes, where the cut falls, in which chunks.
+
+Every way in asks here, so that the same prompt and policy keep the same entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..caches.layers import is_fresh
+from ..errors import SnapKVError
+from ..policies import Policy, Stages
+
+PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
+
+# A chunk's attention also computes what the causal mask hides, and holds its logits: on a CPU a prompt is read
+# faster, and in a third of the memory, in smaller chunks (docs/benchmarks.md). Not measured on a GPU.
+LARGEST_CHUNK = {mx.cpu: 512, mx.gpu: PREFILL_STEP_SIZE}
+
+# Chunks are multiples of this where they may be: quantised mixture models are reported to go wrong at other lengths.
+MULTIPLE = 32
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The positions that matter in a prompt.
+
+    Attributes:
+        n_prompt: its tokens, those of earlier turns included.
+        at: the entries before this position compete; later ones are answer, whenever they come.
+        first, last: the queries of `[first, last)` vote.
+    """
+
+    n_prompt: int
+    at: int
+    first: int
+    last: int
+
+    @property
+    def n_voters(self) -> int:
+        return self.last - self.first
+
+    @property
+    def n_ahead(self) -> int:
+        """Answer tokens that are fed on the full entries before they are compressed."""
+        return max(1, self.last - self.at)
+
+
+def decide(policy: Policy | Stages, n_prompt: int) -> Decision:
+    """Who votes on a prompt, and where the cut falls."""
+    _, decode_policy = policy.stages
+    at = n_prompt if decode_policy.last_token else n_prompt - 1
+    first = max(0, at - decode_policy.obs_window)
+    return Decision(n_prompt, at, first, at + decode_policy.n_lookahead)
+
+
+def gate(
+    policy: Policy | Stages, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
+) -> str | None:
+    """Why a request is left to mlx-lm as it is, or None if it is to be compressed.
+
+    Args:
+        max_tokens: tokens that will be generated, which a block policy keeps within the budget too; -1 is no end.
+
+    Raises:
+        SnapKVError: the prompt is empty.
+    """
+    if n_prompt == 0:
+        raise SnapKVError("the prompt is empty: give at least one token")
+    if prompt_cache is not None and not is_fresh(prompt_cache):
+        return "the prompt cache already holds tokens; only a fresh one is compressed"
+    if n_prompt < policy.min_ctx:
+        return (
+            f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "
+            "set min_ctx=0 to force compression"
+        )
+    _, decode_policy = policy.stages
+    n = decide(policy, n_prompt).at
+    stays = decode_policy.schedule == "once" or (max_tokens >= 0 and policy.fits(n + max_tokens))
+    return fits_reason(n, policy) if policy.fits(n) and stays else None
+
+
+def fits_reason(n: int, policy: Policy | Stages) -> str:
+    prefill_policy, _ = policy.stages
+    parts = " (n_sink + top_k + n_window)" if prefill_policy.name == "snapkv" else ""
+    return f"the prompt's {n} rows fit the budget of {prefill_policy.budget}{parts}; lower it to compress"
+
+
+def chunk_size(policy: Policy, limit: int | None, n_new: int, n_before: int) -> int:
+    """Tokens to read at a time under "once": at most `limit`, or the policy's `prefill_chunk`.
+
+    It is a size that leaves the voters to a short last chunk. The queries of a whole chunk then never
+    wait, in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own
+    prefill is needed. A prompt of one chunk stays one.
+
+    Args:
+        limit: `prefill_step_size`, if it was given.
+        n_new: tokens to read.
+        n_before: those of them before the first voter; `n_new` if nobody votes.
+    """
+    largest = LARGEST_CHUNK[mx.default_device().type]
+    size = policy.prefill_chunk or min(limit or largest, largest)
+    if n_new - 1 <= size or not 0 < n_before < n_new:
+        return size
+    if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
+        fitting = range(size, size // 2 - 1, -MULTIPLE)
+        return min(fitting, key=lambda n: n_before % n)
+    return n_before // -(-n_before // size)
