@@ -20,7 +20,7 @@ import mlx_lm
 import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from .. import __version__
+from .._version import __version__
 from ..caches.layers import attention_layers, members
 from ..caches.self_evicting import SelfEvicting
 from ..engine.report import NO_POLICY
