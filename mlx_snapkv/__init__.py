@@ -1,6 +1,6 @@
 """KV-cache compression for mlx-lm: long prompts, small caches, the same answers."""
 
-from ._version import __version__
+from ._version import __version__ as __version__
 from .caches import window as cache
 from .caches.block import BlockKVCache
 from .caches.quantized import (
@@ -37,7 +37,6 @@ __all__ = [
     "SnapKVError",
     "Stages",
     "StreamingLLM",
-    "__version__",
     "compress_prompt_cache",
     "generate",
     "generate_step",
