@@ -12,7 +12,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
 from ..caches.quantized import require_quantizable
-from ..demo.questions import common_prefix
 from ..engine.compress import is_compressed
 from ..engine.generate import MAX_TOKENS, drive, lookahead_of, without_cut
 from ..engine.prefill import gate, mlx_generate
@@ -23,6 +22,7 @@ from ..engine.turns import RecalledTurn, Turn, held_tokens
 from ..entries.quantization import Quantization, taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
+from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix
 from .memory import recalling_caches, require_memory
 
