@@ -28,10 +28,11 @@ demo: $(VENV)/.installed ## hide facts in a long document and ask for them, with
 test: $(VENV)/.installed-dev ## the tests, one process a core
 	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto
 
-lint: $(VENV)/.installed-dev ## ruff and mypy
+lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks*
 	$(RUN) -m mlx_snapkv bench --output docs/benchmarks
@@ -47,4 +48,4 @@ eval: $(VENV)/.installed ## answers kept by every way to vote and by every polic
 	$(RUN) scripts/measure_kv_bits.py
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,5 +1,6 @@
 """KV-cache compression for mlx-lm: long prompts, small caches, the same answers."""
 
+from ._version import __version__ as __version__
 from .caches import window as cache
 from .caches.block import BlockKVCache
 from .caches.quantized import (
@@ -17,8 +18,6 @@ from .engine.report import CompressionReport
 from .errors import SnapKVError
 from .models.patch import patch_for_snapkv, unpatch_snapkv
 from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
-
-__version__ = "0.1.0"
 
 __all__ = [
     "H2O",

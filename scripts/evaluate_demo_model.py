@@ -20,8 +20,9 @@ from mlx_lm import load
 from mlx_lm.generate import generate, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_snapkv.chat.common_prefix import common_prefix
 from mlx_snapkv.demo.documents import Fact
-from mlx_snapkv.demo.questions import common_prefix, is_right, make_haystack, question_prompt
+from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
 
 FIRST_SEED = 1_000_000
 

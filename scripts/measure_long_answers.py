@@ -20,10 +20,11 @@ import mlx.core as mx
 from results_page import about, write, written_by
 
 from mlx_snapkv import SnapKV, generate_step
+from mlx_snapkv.chat.common_prefix import common_prefix
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.documents import Fact, fact_sentence, filler_sentence, make_facts
-from mlx_snapkv.demo.questions import common_prefix, is_right, make_haystack, token_counter
+from mlx_snapkv.demo.questions import is_right, make_haystack, token_counter
 from mlx_snapkv.policies.snapkv import ON_FULL
 
 ROOT = Path(__file__).resolve().parent.parent

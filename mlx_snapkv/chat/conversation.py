@@ -12,7 +12,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
 from ..caches.quantized import require_quantizable
-from ..demo.questions import common_prefix
 from ..engine.compress import is_compressed
 from ..engine.generate import MAX_TOKENS, drive, lookahead_of, without_cut
 from ..engine.prefill import gate, mlx_generate
@@ -23,8 +22,11 @@ from ..engine.turns import RecalledTurn, Turn, held_tokens
 from ..entries.quantization import Quantization, taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
+from . import saved_chat
+from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix
-from .memory import recalling_caches, require_memory
+from .memory import empty_caches, recalling_caches, require_memory
+from .state import ChatState, first_messages
 
 
 class Conversation:
@@ -46,7 +48,7 @@ class Conversation:
         messages: the chat so far, as the chat template takes it.
         report: what the last turn's compression did; None before the first turn.
         prompt_cache: what the next turn goes on from.
-        read, owed: tokens of the chat that it has read, and those after them that it has not.
+        read, pending_tokens: tokens of the chat that the cache has read, and those after them that it has not.
         n_unknown: the first of those read that a file of mlx-lm's did not tell; they are listed as 0.
         attached: documents to be read with the next message.
 
@@ -96,12 +98,11 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.messages: list[dict[str, str]] = system
+        self.messages = first_messages(self.system)
         self.report: CompressionReport | None = None
-        self.prompt_cache = self._empty_cache()
+        self.prompt_cache = empty_caches(self.model, self.policy, self.memory)
         self.read: list[int] = []  # tokens that the cache has read
-        self.owed: list[int] = []  # tokens after them that it has not
+        self.pending_tokens: list[int] = []  # tokens after them that it has not
         self.n_unknown = 0
         self.attached: list[str] = []
 
@@ -144,9 +145,18 @@ class Conversation:
         Raises:
             SnapKVError: the file can't be written, or nothing has been said yet.
         """
-        from . import saved_chat  # which needs this class
-
-        saved_chat.save(self, path)
+        state = ChatState(
+            prompt_cache=self.prompt_cache,
+            policy=self.policy,
+            memory=self.memory,
+            system=self.system,
+            messages=self.messages,
+            attached=self.attached,
+            read=self.read,
+            pending_tokens=self.pending_tokens,
+            n_unknown=self.n_unknown,
+        )
+        saved_chat.save(path, self.model, state)
 
     @classmethod
     def load(
@@ -171,9 +181,16 @@ class Conversation:
         Raises:
             SnapKVError: the file is damaged, another model's, or can't go on with that policy.
         """
-        from . import saved_chat
-
-        return saved_chat.load(path, model, tokenizer, policy, memory, **generation)
+        state = saved_chat.load(path, model, policy, memory)
+        generation |= {"memory": state.memory, "system": state.system}
+        conversation = cls(model, tokenizer, policy=state.policy, **generation)
+        conversation.prompt_cache = state.prompt_cache
+        conversation.messages = state.messages
+        conversation.attached = state.attached
+        conversation.read = state.read
+        conversation.pending_tokens = state.pending_tokens
+        conversation.n_unknown = state.n_unknown
+        return conversation
 
     def _answers(
         self, messages: list[dict[str, str]], tokens: list[int], options: dict[str, Any]
@@ -243,22 +260,17 @@ class Conversation:
     def _take_report(self, report: CompressionReport) -> None:
         self.report = report
 
-    def _empty_cache(self) -> list:
-        if self.policy is None or self.memory == "drop":
-            return make_prompt_cache(self.model)
-        return recalling_caches(self.model, self.memory)
-
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""
         if self.n_unknown and not self.messages:
             return mlx_lm_suffix(self.tokenizer, messages[-1]["content"])
         whole = self._rendered(messages, add_generation_prompt=True)
-        known = self.read + self.owed
+        known = self.read + self.pending_tokens
         if whole[: len(known)] == known:
             return whole[len(self.read) :]
         # The template renders earlier answers differently, or their tokens were not the usual ones for their text.
         earlier = self._rendered(self.messages, add_generation_prompt=False)
-        return self.owed + whole[common_prefix([earlier, whole]) :]
+        return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
     def _rendered(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         try:
@@ -267,10 +279,10 @@ class Conversation:
             raise SnapKVError(f"the chat template refused the conversation: {error}") from error
 
     def _remember(self, tokens: list[int]) -> None:
-        """Tell what the cache has read of a turn from what is owed to it: when all rows are recalled, the answer."""
+        """Tell what the cache has read of a turn from what it has not: when all rows are recalled, the answer."""
         known = self.read + tokens
         n = len(known)
         take_back_beyond(n, self.prompt_cache)
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
-        self.read, self.owed = known[:n], known[n:]
+        self.read, self.pending_tokens = known[:n], known[n:]

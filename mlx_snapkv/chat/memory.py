@@ -12,6 +12,7 @@ from ..caches.recording import RecordingKVCache
 from ..caches.stores import QuantizedRows
 from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
+from ..policies import Policy, Stages
 
 MEMORIES = ("drop", "recall", "recall:8bit", "recall:4bit", "recall:file")
 _BITS = {"recall:8bit": 8, "recall:4bit": 4}
@@ -37,6 +38,17 @@ def recalling_caches(model, memory: str) -> list:
     for layer in layers:
         layer.put(caches, _empty_cache(memory, quantization))
     return caches
+
+
+def empty_caches(model, policy: Policy | Stages | None, memory: str) -> list:
+    """A model's caches, of the kinds that a conversation with this policy and memory begins with.
+
+    Raises:
+        SnapKVError: the model's rows can't be kept that way.
+    """
+    if policy is None or memory == "drop":
+        return make_prompt_cache(model)
+    return recalling_caches(model, memory)
 
 
 def file_bytes(prompt_cache: list) -> int:

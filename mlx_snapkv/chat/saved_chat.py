@@ -9,75 +9,89 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from .. import saved
 from ..caches.file_store import FileRows
-from ..caches.layers import AttentionLayer, attention_layers, members
+from ..caches.layers import attention_layers, members
 from ..caches.offloaded import RestingKVCache
 from ..caches.recording import RecordingKVCache
 from ..caches.stores import QuantizedRows
 from ..engine.compress import is_compressed
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
-from ..policies import Policy, Stages
-from .conversation import Conversation
+from ..policies import Policy, Stages, resolve_policy
+from .memory import empty_caches, require_memory
+from .state import ChatState, first_messages
 
 
-def save(conversation: Conversation, path: str | Path) -> None:
-    """`Conversation.save`."""
-    if not conversation.read:
+def save(path: str | Path, model, state: ChatState) -> None:
+    """Write a conversation with a model to a file.
+
+    Raises:
+        SnapKVError: the file can't be written, or nothing has been said yet.
+    """
+    if not state.read:
         raise SnapKVError("nothing has been said yet, so there is nothing to save")
     notes = {
-        "messages": conversation.messages,
-        "attached": conversation.attached,
-        "owed": conversation.owed,
-        "memory": conversation.memory,
-        "system": conversation.system,
-        "n_unknown": conversation.n_unknown,
+        "messages": state.messages,
+        "attached": state.attached,
+        "pending_tokens": state.pending_tokens,
+        "memory": state.memory,
+        "system": state.system,
+        "n_unknown": state.n_unknown,
     }
-    policy = conversation.policy or NO_POLICY
-    caches = _saved_caches(conversation)
-    saved.save(path, conversation.model, caches, conversation.read, policy, notes)
+    saved.save(
+        path, model, _saved_caches(model, state), state.read, state.policy or NO_POLICY, notes
+    )
 
 
 def load(
-    path: str | Path,
-    model,
-    tokenizer,
-    policy: Policy | Stages | str | None,
-    memory: str,
-    **generation: Any,
-) -> Conversation:
-    """`Conversation.load`."""
+    path: str | Path, model, policy: Policy | Stages | str | None = None, memory: str = "drop"
+) -> ChatState:
+    """Read a conversation, or a text that waits for its first question.
+
+    Args:
+        policy, memory: for a full cache that was saved without a policy. A conversation that was saved with one
+            goes on with its own.
+
+    Raises:
+        SnapKVError: the file is damaged, another model's, or can't go on with that policy.
+    """
     found = saved.load(path, model)
-    notes = found.notes
+    notes = {} if found.tokens is None else found.notes  # mlx-lm's are about other things
     if found.tokens is not None and not {"messages", "text"} & set(notes):
         raise SnapKVError(f"{path} holds a prompt, but no conversation and no text to ask about")
     if found.policy != NO_POLICY:
         policy, memory = found.policy, notes.get("memory", "drop")
-    system = notes.get("system", notes.get("system_prompt")) if found.tokens is not None else None
     if is_compressed(found.prompt_cache) and (policy is None or memory != "drop"):
         need = (
             "a policy to go on with" if policy is None else "memory=drop, the other rows are gone"
         )
         raise SnapKVError(f"{path} holds a compressed prompt, which needs {need}")
-    conversation = Conversation(
-        model, tokenizer, policy=policy, memory=memory, system=system, **generation
-    )
+    require_memory(memory)
+    policy = resolve_policy(policy=policy)
+    state = ChatState(_loaded_caches(model, policy, memory, found.prompt_cache), policy, memory)
     if found.tokens is None:
-        held = max(getattr(c, "offset", 0) for c in members(found.prompt_cache))
-        conversation.n_unknown, conversation.read = held, [0] * held
+        state.n_unknown = max(getattr(c, "offset", 0) for c in members(found.prompt_cache))
+        state.read = [0] * state.n_unknown
     else:
-        conversation.messages = notes.get("messages", conversation.messages)
-        conversation.attached = notes.get("attached", [notes["text"]] if "text" in notes else [])
-        conversation.read, conversation.owed = found.tokens, notes.get("owed", [])
-        conversation.n_unknown = notes.get("n_unknown", 0)
-    _take(conversation, found.prompt_cache)
-    return conversation
+        _take_notes(state, notes)
+        state.read = found.tokens
+    return state
 
 
-def _saved_caches(conversation: Conversation) -> list:
+def _take_notes(state: ChatState, notes: dict[str, Any]) -> None:
+    """What `save` has noted of a conversation, or `mlx-snapkv cache-prompt` of a text."""
+    state.system = notes.get("system", notes.get("system_prompt"))
+    state.messages = notes.get("messages", first_messages(state.system))
+    state.attached = notes.get("attached", [notes["text"]] if "text" in notes else [])
+    state.pending_tokens = notes.get("pending_tokens", notes.get("owed", []))  # its earlier name
+    state.n_unknown = notes.get("n_unknown", 0)
+
+
+def _saved_caches(model, state: ChatState) -> list:
     """The conversation's caches in kinds that mlx-lm knows, or that are saved as they are."""
-    caches = list(conversation.prompt_cache)
-    for layer in _recalling_layers(conversation):
-        layer.put(caches, _saved_form(layer.cache_in(caches)))
+    caches = list(state.prompt_cache)
+    if state.policy is not None and state.memory != "drop":  # else any model will do
+        for layer in attention_layers(model, caches):
+            layer.put(caches, _saved_form(layer.cache_in(caches)))
     return caches
 
 
@@ -96,14 +110,14 @@ def _saved_form(cache: RecordingKVCache | RestingKVCache) -> KVCache | Quantized
     return saved_as
 
 
-def _take(conversation: Conversation, found: list) -> None:
-    """Go on with loaded caches, in the kinds that the conversation's policy and memory want."""
+def _loaded_caches(model, policy: Policy | Stages | None, memory: str, found: list) -> list:
+    """Loaded caches, in the kinds that the conversation's policy and memory want."""
     caches = list(found)
-    if conversation.policy is not None:
-        for layer in attention_layers(conversation.model, conversation.prompt_cache):
-            empty = layer.cache_in(conversation.prompt_cache)
-            layer.put(caches, _filled(empty, layer.cache_in(found)))
-    conversation.prompt_cache = caches
+    if policy is not None:
+        empty = empty_caches(model, policy, memory)
+        for layer in attention_layers(model, empty):
+            layer.put(caches, _filled(layer.cache_in(empty), layer.cache_in(found)))
+    return caches
 
 
 def _filled(empty: KVCache | RestingKVCache, found):
@@ -133,10 +147,3 @@ def _dequantised(cache: QuantizedKVCache) -> KVCache:
     plain.keys, plain.values = QuantizedRows.of(cache).rows()
     plain.offset = cache.offset
     return plain
-
-
-def _recalling_layers(conversation: Conversation) -> list[AttentionLayer]:
-    """The layers whose caches keep all rows: without a policy there are none, and any model will do."""
-    if conversation.policy is None or conversation.memory == "drop":
-        return []
-    return attention_layers(conversation.model, conversation.prompt_cache)

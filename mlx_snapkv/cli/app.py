@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .. import __version__
+from .._version import __version__
 from ..errors import SnapKVError
 from . import bench, cache_prompt, chat, demo, evaluate, generate, models, policies
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import __version__
+from .._version import __version__
 from ..demo import MODELS
 from ..errors import SnapKVError
 from ..evals import summary

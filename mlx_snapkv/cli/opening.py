@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from ..demo.questions import common_prefix
+from ..chat.common_prefix import common_prefix
 from ..errors import SnapKVError
 from .loading import encode
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from .documents import Fact, make_document, make_facts
 
@@ -27,15 +27,6 @@ def question_prompt(tokenizer, document: str, question: str) -> list[int]:
     messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, enable_thinking=False
-    )
-
-
-def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts share from the start."""
-    shortest = min(prompts, key=len)
-    return next(
-        (i for i, token in enumerate(shortest) if any(p[i] != token for p in prompts)),
-        len(shortest),
     )
 
 

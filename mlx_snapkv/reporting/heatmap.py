@@ -6,14 +6,13 @@ import math
 import re
 import textwrap
 from pathlib import Path
-
-from ..evals.results import Record
+from typing import Any
 
 LONGEST = 200  # characters of a policy in a file's name
 
 
-def write_heatmaps(records: list[Record], base: Path) -> list[Path]:
-    """A `base`-<policy>.png for each policy, in order; their paths."""
+def write_heatmaps(records: list[dict[str, Any]], base: Path) -> list[Path]:
+    """A `base`-<policy>.png for each policy of an evaluation's records, in order; their paths."""
     policies = dict.fromkeys(r["policy"] for r in records)
     paths = []
     for policy in policies:
@@ -23,7 +22,7 @@ def write_heatmaps(records: list[Record], base: Path) -> list[Path]:
     return paths
 
 
-def accuracies(records: list[Record]) -> tuple[list[int], list[float], list[list[float]]]:
+def accuracies(records: list[dict[str, Any]]) -> tuple[list[int], list[float], list[list[float]]]:
     """Lengths, depths, and the share of right answers by depth, then length, of one policy's records.
 
     NaN where a prompt was not compressed: the answers there are the full cache's.
@@ -38,7 +37,7 @@ def accuracies(records: list[Record]) -> tuple[list[int], list[float], list[list
     return lengths, depths, [[shares[depth, length] for length in lengths] for depth in depths]
 
 
-def _plot(records: list[Record], policy: str, path: Path) -> None:
+def _plot(records: list[dict[str, Any]], policy: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     lengths, depths, grid = accuracies(records)

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .. import __version__
+from .._version import __version__
 
 
 def setting() -> dict[str, Any]:

@@ -20,7 +20,7 @@ import mlx_lm
 import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
-from .. import __version__
+from .._version import __version__
 from ..caches.layers import attention_layers, members
 from ..caches.self_evicting import SelfEvicting
 from ..engine.report import NO_POLICY
@@ -85,18 +85,7 @@ def save(
         "notes": _pack(json.dumps(notes or {}).encode()),
         saved_checksum.KEY: saved_checksum.UNKNOWN,
     }
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
-    try:
-        save_prompt_cache(str(temporary), prompt_cache, metadata)
-        saved_header.read(temporary)  # a full disk may go unnoticed until then
-        saved_checksum.seal(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise SnapKVError(f"{path} can't be written: {error.strerror or error}") from error
-    except RuntimeError as error:
-        raise SnapKVError(f"{path} can't be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    _write(path, prompt_cache, metadata)
 
 
 def load(path: str | Path, model) -> SavedPrompt:
@@ -149,6 +138,27 @@ def require_writable(path: str | Path) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise SnapKVError(f"{path} can't be written: the folder {path.parent} is read-only")
     return path
+
+
+def _write(path: Path, prompt_cache: list, metadata: dict[str, str]) -> None:
+    """Write beside the file, and put the whole in its place.
+
+    Raises:
+        SnapKVError: the file can't be written.
+    """
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+    try:
+        with temporary.open("wb") as file:
+            writer = saved_checksum.SealedWriter(file)
+            save_prompt_cache(writer, prompt_cache, metadata)  # type: ignore[arg-type]
+            writer.seal()
+        os.replace(temporary, path)
+    except OSError as error:
+        raise SnapKVError(f"{path} can't be written: {error.strerror or error}") from error
+    except RuntimeError as error:
+        raise SnapKVError(f"{path} can't be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _safetensors(path: str | Path) -> Path:

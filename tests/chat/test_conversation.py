@@ -134,7 +134,7 @@ def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(
     assert conversation.messages[-1] == {"role": "assistant", "content": text}
     assert ask(conversation, facts[0].question)
     whole = tokenizer.apply_chat_template(conversation.messages, add_generation_prompt=False)
-    assert len(whole) - 2 <= len(conversation.read + conversation.owed) <= len(whole) + 1
+    assert len(whole) - 2 <= len(conversation.read + conversation.pending_tokens) <= len(whole) + 1
 
 
 @pytest.mark.parametrize("memory", ["drop", "recall", "recall:8bit", "recall:file"])

@@ -103,7 +103,7 @@ def test_a_flipped_bit_among_the_rows_is_told(path, tokens, policy):
 
 def test_a_newer_format_is_told(path, tokens, monkeypatch):
     model = make_llama()
-    monkeypatch.setattr(saved, "FORMAT", 2)
+    monkeypatch.setattr(saved.files, "FORMAT", 2)
     saved_file(path, model, tokens)
     monkeypatch.undo()
     with pytest.raises(SnapKVError, match="has format 2, this version reads up to 1: upgrade"):

@@ -166,7 +166,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(path, tokens, monkeypatch):
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saved.os, "replace", full)
+    monkeypatch.setattr(saved.files.os, "replace", full)
     with pytest.raises(SnapKVError, match="No space left on device"):
         saved.save(path, model, cache, tokens)
     cache[1]._received = object()  # can't be written

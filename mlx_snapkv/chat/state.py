@@ -1,0 +1,31 @@
+"""A conversation as a file can hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..policies import Policy, Stages
+
+
+@dataclass
+class ChatState:
+    """What a conversation goes on from, but for the model and the options of its answers.
+
+    All attributes are named as the conversation's own, which see. `prompt_cache` is of the kinds that `policy`
+    and `memory` ask for.
+    """
+
+    prompt_cache: list
+    policy: Policy | Stages | None = None
+    memory: str = "drop"
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    pending_tokens: list[int] = field(default_factory=list)
+    n_unknown: int = 0
+
+
+def first_messages(system: str | None) -> list[dict[str, str]]:
+    """The messages of a conversation in which nothing has been said."""
+    return [] if system is None else [{"role": "system", "content": system}]

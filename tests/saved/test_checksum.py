@@ -1,0 +1,123 @@
+"""A file's checksum is counted while it is written, and a write that fails leaves nothing behind."""
+
+import contextlib
+import errno
+import io
+import resource
+import sys
+import zlib
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import load_prompt_cache
+from saved_helpers import KEYDIFF, read, saved_file
+from tiny_models import make_llama
+
+from mlx_snapkv import SnapKVError, saved
+from mlx_snapkv.saved import checksum
+
+HEAD = b'{"__metadata__":{"0.checksum":"00000000","0.notes":"x"}}'
+CONTENT = len(HEAD).to_bytes(8, "little") + HEAD + bytes(range(256)) * 20_000
+PLACE = 8 + HEAD.index(b"00000000")
+
+
+class WriteOnly(io.BytesIO):
+    def read(self, *size):
+        raise AssertionError("what was written is read again")
+
+
+def written(content, sizes):
+    """A sealed file's bytes, written in pieces of these sizes and the rest at once."""
+    file = WriteOnly()
+    writer = checksum.SealedWriter(file)
+    start = 0
+    for size in sizes:
+        assert writer.write(memoryview(content)[start : start + size]) == size
+        start += size
+    writer.write(content[start:])
+    writer.seal()
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("sizes", [(), (8,), (8, len(HEAD)), (3, 4, 10, 40), [1] * 90, (70, 900)])
+def test_it_is_that_of_all_bytes_but_its_digits(tmp_path, sizes):
+    data = written(CONTENT, sizes)
+    right = zlib.crc32(CONTENT[:PLACE] + CONTENT[PLACE + 8 :])
+    assert data == CONTENT[:PLACE] + b"%08x" % right + CONTENT[PLACE + 8 :]
+    path = tmp_path / "whole"
+    path.write_bytes(data)
+    assert checksum.is_whole(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"123", (2).to_bytes(8, "little") + b"{}", b"\xff" * 99])
+def test_a_file_without_a_place_for_it_is_not_whole(tmp_path, content):
+    with pytest.raises(ValueError):
+        written(content, ())
+    (tmp_path / "other").write_bytes(content)
+    assert not checksum.is_whole(tmp_path / "other")
+    assert not checksum.is_whole(tmp_path / "none")
+
+
+def test_writing_out_of_order_is_refused():
+    with pytest.raises(io.UnsupportedOperation):
+        checksum.SealedWriter(io.BytesIO()).seek(0)
+
+
+OPENED: list[tuple] | None = None  # files, while a test looks
+
+
+def _note(event, args):
+    if event == "open" and OPENED is not None:
+        OPENED.append(args)
+
+
+def test_a_save_opens_its_file_once_to_write_it(path, tokens, monkeypatch):
+    model = make_llama()
+    cache = read(model, tokens, KEYDIFF)
+    sys.addaudithook(_note)
+    monkeypatch.setattr(sys.modules[__name__], "OPENED", [])
+    saved.save(path, model, cache, tokens)
+    here = [mode[0] for name, mode, _ in OPENED if str(name).startswith(str(path.parent))]
+    monkeypatch.undo()
+    assert here == ["w"]
+    assert checksum.is_whole(path)
+    assert mx.array_equal(load_prompt_cache(str(path))[0].keys, cache[0].keys)
+
+
+@contextlib.contextmanager
+def at_most(n_bytes):
+    """Files can't grow beyond that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.5, 0.9, 1])
+def test_a_write_that_fails_midway_is_told_with_its_reason(path, tokens, share):
+    model = make_llama()
+    before = saved_file(path, model, tokens).read_bytes()
+    limit = min(int(share * len(before)), len(before) - 1)
+    with at_most(limit), pytest.raises(SnapKVError) as error:
+        saved_file(path, model, tokens)
+    assert str(error.value) == f"{path} can't be written: File too large"
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 9])
+def test_a_full_disk_is_told(path, tokens, monkeypatch, call):
+    write, calls = checksum.SealedWriter.write, [0]
+
+    def full(self, data):
+        calls[0] += 1
+        if calls[0] == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(checksum.SealedWriter, "write", full)
+    with pytest.raises(SnapKVError, match="can't be written: No space left on device"):
+        saved_file(path, make_llama(), tokens)
+    assert calls == [call] and not list(path.parent.iterdir())
