@@ -1,15 +1,7 @@
 """KV-cache compression for mlx-lm: long prompts, small caches, the same answers."""
 
 from ._version import __version__ as __version__
-from .caches import window as cache
-from .caches.block import BlockKVCache
-from .caches.quantized import (
-    QuantizedBlockKVCache,
-    QuantizedReselectingSnapKVCache,
-    QuantizedSnapKVCache,
-)
-from .caches.reselecting import ReselectingSnapKVCache
-from .caches.window import SnapKVCache
+from .caches import BlockKVCache, SnapKVCache
 from .chat.conversation import Conversation
 from .engine.compress import compress_prompt_cache
 from .engine.generate import generate, generate_step, stream_generate
@@ -46,9 +38,6 @@ __all__ = [
     "unpatch_snapkv",
 ]
 
-cache.register(SnapKVCache)
-cache.register(ReselectingSnapKVCache)
-cache.register(BlockKVCache)
-cache.register(QuantizedSnapKVCache)
-cache.register(QuantizedReselectingSnapKVCache)
-cache.register(QuantizedBlockKVCache)
+# How entries are stored and who gives way are fields of these two classes; they were classes of their own.
+QuantizedSnapKVCache = ReselectingSnapKVCache = QuantizedReselectingSnapKVCache = SnapKVCache
+QuantizedBlockKVCache = BlockKVCache

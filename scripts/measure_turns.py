@@ -18,11 +18,11 @@ from mlx.utils import tree_reduce
 from results_page import about, write, written_by
 
 from mlx_snapkv import Conversation
-from mlx_snapkv.chat.memory import MEMORIES, file_bytes
+from mlx_snapkv.caches.layers import file_bytes, kv_bytes
+from mlx_snapkv.caches.memories import MEMORIES
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine.compress import kv_bytes
 from mlx_snapkv.engine.report import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

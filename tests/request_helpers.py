@@ -28,3 +28,8 @@ def plain(model, prompt, n=12, **keywords):
 def assert_same(a, b):
     assert [t for t, _ in a] == [t for t, _ in b]
     assert all(mx.array_equal(x, y) for (_, x), (_, y) in zip(a, b))
+
+
+def is_quantised(cache):
+    """Whether a cache of ours stores its entries with fewer bits."""
+    return getattr(cache, "quantization", None) is not None

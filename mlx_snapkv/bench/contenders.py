@@ -8,11 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from ..caches.answer import answer_cache
-from ..caches.layers import attention_layers, members
-from ..engine.compress import kv_bytes
-from ..entries.entries import Rows
-from ..models import AttentionFamily
+from ..caches.decode import decode_cache
+from ..caches.layers import AttentionLayer, attention_layers, layer_caches, members
+from ..entries.entries import Entries
 from ..policies import Policy, SnapKV
 
 SHARE = 16  # by default one row in so many is kept
@@ -36,17 +34,25 @@ class Contender:
     rows: int
     options: dict[str, Any] = field(default_factory=dict)
 
-    def cache(self, family: AttentionFamily, keys: mx.array, values: mx.array, context: int) -> Any:
+    def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.
 
         Args:
-            family: the layer's attention family.
+            layer: the model's layer.
             keys, values: `(B, n_kv_heads, rows, head_dim)`; for the rotating cache of all `context` rows.
         """
         if self.kind == "snapkv":
             policy = self.options["policy"]
             quota = policy.quotas(context, 1)[0]
-            return answer_cache(family, Rows(keys, values), context, policy, quota, uniform=True)
+            return decode_cache(
+                layer,
+                Entries(keys, values),
+                mx.zeros(keys.shape[:3]),
+                context,
+                policy,
+                quota,
+                uniform=True,
+            )
         cache = KVCache() if self.kind != "rotating" else RotatingKVCache(self.rows, keep=KEEP)
         if self.kind == "plain":
             cache.step = self.rows + ROOM
@@ -100,7 +106,7 @@ def decoding_cache(model, contender: Contender, context: int, batch: int) -> lis
         rows = [
             mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype) for x in (keys, values)
         ]
-        layer.put(prompt_cache, contender.cache(layer.family, rows[0], rows[1], context))
+        layer.put(prompt_cache, contender.cache(layer, rows[0], rows[1], context))
     mx.eval([c.state for c in prompt_cache])
     return prompt_cache
 
@@ -119,6 +125,6 @@ def request_cache(model, contender: Contender) -> list[Any]:
 
 
 def rows_bytes(prompt_cache: list[Any]) -> int:
-    """Bytes of the keys and values of all caches that hold rows, mlx-lm's quantised and rotating ones too."""
-    rotating = (c for c in members(prompt_cache) if isinstance(c, RotatingKVCache))
-    return kv_bytes(prompt_cache) + sum(cache.nbytes for cache in rotating)
+    """Bytes of the keys and values of all caches, the rotating ones that stand for full ones too."""
+    caches = zip(members(prompt_cache), layer_caches(prompt_cache))
+    return sum(ours.kv_nbytes or (c.nbytes if hasattr(c, "max_size") else 0) for c, ours in caches)

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, members
 from ..policies import Policy
@@ -77,7 +77,7 @@ def _step_in_turn(model, caches: list[list[Any]], batch: int, steps: int) -> lis
 def _take_back(cache: list[Any]) -> None:
     """Undo the growth of mlx-lm's caches, so that every step is one over the same rows."""
     for member in members(cache):
-        if isinstance(member, (KVCache, QuantizedKVCache)):
+        if member.is_trimmable() and not hasattr(member, "max_size"):
             member.trim(1)
 
 

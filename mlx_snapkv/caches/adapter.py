@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from ..entries.entries import Entries
@@ -24,6 +25,13 @@ def layer_cache(cache: Any) -> LayerCache:
 def has_all_entries(cache: Any) -> bool:
     """Whether a policy can choose from a cache; a rotating one, for example, has lost some to no policy."""
     return isinstance(cache, LayerCache) or _is_full(cache)
+
+
+def plain_cache(keys: mx.array, values: mx.array) -> KVCache:
+    """A `KVCache` of these keys and values, `(B, n_kv_heads, T, head_dim)`."""
+    cache = KVCache()
+    cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
+    return cache
 
 
 def _is_full(cache: Any) -> bool:

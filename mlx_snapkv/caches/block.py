@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from ..entries.attention import attention_votes
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, each, join, n_rows, pack, write
 from ..errors import SnapKVError
@@ -157,7 +156,7 @@ class BlockKVCache(EvictingCache):
             observed = self._queries_of(queries, asked, self._n)
             keys, values = self.keys_and_values()
             voting = Entries(keys, values, observed=observed, quantization=self.quantization)
-            received = received + attention_votes(voting)
+            received = received + voting.votes
         self._received = received
         self._uncounted = []
 

@@ -73,7 +73,7 @@ class LayerCache(ABC):
             TrimError: `n` is more than can be taken back exactly; the cache is then as it was.
         """
 
-    def commit(self) -> None:
+    def commit(self) -> None:  # noqa: B027
         """End what `mark` began: the tokens since then stay."""
 
     def problem(self, like: Any) -> str | None:
@@ -84,5 +84,5 @@ class LayerCache(ABC):
         """
         return None
 
-    def adopt(self, layer: Any) -> None:
+    def adopt(self, layer: Any) -> None:  # noqa: B027
         """Tell a cache that came from a file which layer of the model it serves."""

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..entries.entries import Entries
 from ..errors import SnapKVError
 
 
@@ -21,8 +22,6 @@ class FileStore:
     The file has no name, so that its space is free again as soon as the store or the process is gone, however that
     ends. Token after token it holds `(B, n_kv_heads, head_dim)` keys and then values: new entries go to its end.
     """
-
-    eager = True
 
     def __init__(self) -> None:
         self.n_entries = 0
@@ -60,6 +59,13 @@ class FileStore:
         of_keys, of_values = self._kinds
         keys = of_keys.from_bytes(tokens[:, : of_keys.entry_bytes])
         return keys, of_values.from_bytes(tokens[:, of_keys.entry_bytes :])
+
+    def as_cache(self) -> None:
+        return None
+
+    def take(self, entries: Entries) -> bool:
+        self.append(entries.keys, entries.values)
+        return True
 
     def truncate(self, n: int) -> None:
         if n < self.n_entries:

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..entries.entries import Entries
+from .adapter import plain_cache
 from .recording import FullRecorder
 from .stores import Store
 
@@ -41,10 +42,18 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; all there are."""
-        if self.store.n_entries and self.store.eager:
+        if self.store.n_entries:
             mx.eval(keys, values)  # and with them the layer before, whose entries can then go
         self.fresh.update_and_fetch(keys, values)
-        return self.keys_and_values()
+        return self._computed()
+
+    def _computed(self) -> tuple[mx.array, mx.array]:
+        """`keys_and_values`; what the store gives is computed one after the other, for less memory."""
+        keys, values = self.keys_and_values()
+        if self.store.n_entries:
+            mx.eval(keys)
+            mx.eval(values)
+        return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All keys and values, `(B, n_kv_heads, offset, head_dim)` each."""
@@ -58,12 +67,21 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         return keys, values
 
     def held(self, n_queries: int = 0) -> Entries:
-        return self._with_queries(Entries(*self.keys_and_values()))
+        return self._with_queries(Entries(*self._computed()))
 
     def offload(self) -> None:
         if self.fresh.offset:
             self.store.append(*self.fresh.keys_and_values())
             self.fresh = KVCache()
+
+    def saved_form(self) -> Any:
+        if self.store.n_entries:
+            self.offload()
+        return self.store.as_cache() or super().saved_form()
+
+    def fill(self, entries: Entries) -> None:
+        if not self.store.take(entries):
+            self.fresh = plain_cache(entries.keys, entries.values)
 
     def mark(self) -> None:
         fresh = copy.copy(self.fresh) if self.fresh.offset else KVCache()

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..entries.entries import Entries
 from ..entries.queries import Queries, Recorder
-from .adapter import FullCache
+from .adapter import FullCache, plain_cache
 from .contract import LayerCache
 
 
@@ -40,6 +40,14 @@ class FullRecorder(Recorder, LayerCache):
             SnapKVError: there is no room for them; they stay in memory then.
         """
 
+    def saved_form(self) -> Any:
+        """A cache of mlx-lm's with the same entries, quantised ones as they are."""
+        return plain_cache(*self.keys_and_values())  # type: ignore[attr-defined]  # every cache of ours has it
+
+    def fill(self, entries: Entries) -> None:
+        """Hold these entries, all there are, in place of none."""
+        raise NotImplementedError
+
     def _with_queries(self, entries: Entries) -> Entries:
         """The entries, with the queries recorded to vote for them."""
         entries = dataclasses.replace(entries, layer=self.layer, statistics=self.statistics)
@@ -69,6 +77,9 @@ class RecordingKVCache(FullRecorder, KVCache):
 
     def _expect(self, capacity: int) -> None:
         self.step = max(KVCache.step, capacity - self.offset)
+
+    def fill(self, entries: Entries) -> None:
+        self.keys, self.values, self.offset = entries.keys, entries.values, len(entries)
 
     @property
     def n_entries(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
+from ..entries.entries import Entries
 from ..entries.quantization import Parts, Quantization, each, join, n_bytes, n_rows
 
 
@@ -17,11 +18,9 @@ class Store(Protocol):
         n_entries: entries held.
         nbytes, file_nbytes: what they take in memory, and in a file.
         entry_bytes: what one token's keys and values take when they are read; 0 before the first.
-        eager: `entries` reads at once, not when what it gives is computed.
     """
 
     n_entries: int
-    eager: bool
 
     @property
     def nbytes(self) -> int: ...
@@ -42,6 +41,12 @@ class Store(Protocol):
     def entries(self) -> tuple[mx.array, mx.array]:
         """All keys and values, `(B, n_kv_heads, n_entries, head_dim)`, of the dtype in which they came."""
 
+    def as_cache(self) -> QuantizedKVCache | None:
+        """mlx-lm's cache of the same entries, stored the same, if it has such and there are any."""
+
+    def take(self, entries: Entries) -> bool:
+        """Hold these entries, in place of none, unless they would not stay as they are; whether it does."""
+
     def truncate(self, n: int) -> None:
         """Hold the first `n` entries only."""
 
@@ -54,8 +59,6 @@ class QuantizedStore:
     Attributes:
         keys, values: their parts, `(B, n_kv_heads, n_entries, ...)` each; None before the first.
     """
-
-    eager = False
 
     def __init__(self, quantization: Quantization):
         self.quantization = quantization
@@ -76,18 +79,19 @@ class QuantizedStore:
         self.keys, self.values = keys, values
         self.n_entries = n_rows(keys)
 
-    @classmethod
-    def of(cls, cache: QuantizedKVCache) -> QuantizedStore:
-        """A store of a quantised cache's entries, with its bits and groups."""
-        store = cls(Quantization(cache.bits, cache.group_size))
-        store.hold(*(tuple(parts) for parts in cache.keys_and_values()))  # type: ignore[misc]
-        return store
-
-    def as_cache(self) -> QuantizedKVCache:
-        """mlx-lm's cache of the same entries."""
+    def as_cache(self) -> QuantizedKVCache | None:
+        if not self.n_entries:
+            return None
         cache: Any = QuantizedKVCache(self.quantization.group_size, self.quantization.bits)
         cache.keys, cache.values, cache.offset = self.keys, self.values, self.n_entries
         return cache
+
+    def take(self, entries: Entries) -> bool:
+        if entries.quantization is None:
+            return False
+        self.quantization = entries.quantization
+        self.hold(entries.stored_keys, entries.stored_values)
+        return True
 
     def entries(self) -> tuple[mx.array, mx.array]:
         return self.quantization.unpack(self.keys), self.quantization.unpack(self.values)

@@ -330,7 +330,7 @@ class SnapKVCache(EvictingCache):
         self.keys, self.values, *own = v
         for name, value in zip(_STATE, own[:-N_DECISION], strict=True):
             setattr(self, name, value)
-        self._take_decision_state(own[-N_DECISION:])
+        self._take_decision_state(tuple(own[-N_DECISION:]))
         self.n_pin = self._pinned_positions.shape[-1]
         self._n = n_rows(self.keys)
 
@@ -362,7 +362,8 @@ class SnapKVCache(EvictingCache):
 
 
 _STATE = (
-    "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest", "_newest", "_uniform",
+    "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest", "_newest",
+    "_uniform",
 )  # fmt: skip
 
 

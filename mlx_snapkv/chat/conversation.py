@@ -8,24 +8,22 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
-from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers
-from ..caches.quantized import require_quantizable
-from ..engine.compress import is_compressed
-from ..engine.generate import MAX_TOKENS, drive, lookahead_of, without_cut
-from ..engine.prefill import gate, mlx_generate
+from ..caches.layers import attention_layers, is_compressed
+from ..caches.memories import make_caches, require_memory
+from ..caches.quantizable import require_quantizable
+from ..engine.decision import gate
+from ..engine.generate import MAX_TOKENS, drive, without_compression
+from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import RecordedRequest
+from ..engine.request import RecallingRequest, Request, held_tokens
 from ..engine.rewind import Rewind, take_back_beyond
-from ..engine.turns import RecalledTurn, Turn, held_tokens
 from ..entries.quantization import Quantization, taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from . import saved_chat
 from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix
-from .memory import empty_caches, recalling_caches, require_memory
 from .state import ChatState, first_messages
 
 
@@ -81,15 +79,11 @@ class Conversation:
         chosen = resolve_policy(policy=policy)
         if chosen is None:
             return None
-        fresh = make_prompt_cache(self.model)
-        layers = attention_layers(self.model, fresh)
+        layers = attention_layers(self.model, make_caches(self.model, memory))
         quantization, _ = taken_from(self.generation)
         if quantization is not None:
-            require_quantizable(self.model, layers, fresh, quantization)
-        if memory == "drop":
-            return chosen
-        recalling_caches(self.model, memory)
-        if any(stage.tallies for stage in chosen.stages):
+            require_quantizable(self.model, layers, quantization)
+        if memory != "drop" and any(stage.accumulates_attention for stage in chosen.stages):
             raise SnapKVError(
                 f"memory={memory} needs a policy that chooses by keys or by the last queries, "
                 f"and {chosen} counts the attention of all"
@@ -100,7 +94,7 @@ class Conversation:
         """Forget everything but the options and the system prompt."""
         self.messages = first_messages(self.system)
         self.report: CompressionReport | None = None
-        self.prompt_cache = empty_caches(self.model, self.policy, self.memory)
+        self.prompt_cache = make_caches(self.model, self.memory if self.policy else "drop")
         self.read: list[int] = []  # tokens that the cache has read
         self.pending_tokens: list[int] = []  # tokens after them that it has not
         self.n_unknown = 0
@@ -201,6 +195,8 @@ class Conversation:
         responses = self._served(mx.array(tokens), dict(options))
         try:
             for response in responses:
+                if before is not None:
+                    before.release()
                 before = None  # what it holds is no longer needed
                 answered.append(response.token)
                 text += response.text
@@ -232,7 +228,7 @@ class Conversation:
             request,
             self._take_report,
             options,
-            without_cut,
+            without_compression,
             keep=True,
         )
 
@@ -251,11 +247,10 @@ class Conversation:
 
         return start
 
-    def _request(self, n_new: int, quantization: Quantization | None) -> RecordedRequest:
+    def _request(self, n_new: int, quantization: Quantization | None) -> Request:
         assert self.policy is not None
-        kind = Turn if self.memory == "drop" else RecalledTurn
-        lookahead = lookahead_of(self.policy)
-        return kind(self.model, self.policy, n_new, self.prompt_cache, lookahead, quantization)
+        kind = Request if self.memory == "drop" else RecallingRequest
+        return kind(self.model, self.policy, n_new, self.prompt_cache, quantization)
 
     def _take_report(self, report: CompressionReport) -> None:
         self.report = report

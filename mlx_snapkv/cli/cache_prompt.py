@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
 
 from .. import saved
-from ..engine.compress import kv_bytes
+from ..caches.layers import kv_bytes
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..policies import Policy, Stages, resolve_policy

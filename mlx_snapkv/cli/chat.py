@@ -12,9 +12,9 @@ import typer
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
 
+from ..caches.layers import file_bytes, kv_bytes
+from ..caches.memories import MEMORIES
 from ..chat.conversation import Conversation
-from ..chat.memory import MEMORIES, file_bytes
-from ..engine.compress import kv_bytes
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
 from ..policies import resolve_policy

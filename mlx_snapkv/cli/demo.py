@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from ..caches.layers import kv_bytes
 from ..demo.documents import Fact
 from ..demo.questions import is_right, make_haystack, question_prompt
-from ..engine.compress import kv_bytes
 from ..engine.generate import stream_generate
 from ..engine.report import format_bytes
 from ..policies import SnapKV

@@ -9,11 +9,12 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
-from ..caches.layers import attention_layers, members
-from ..caches.quantized import require_quantizable
+from ..caches.layers import attention_layers, is_compressed, kv_bytes, layer_caches
+from ..caches.matching import n_tokens
+from ..caches.quantizable import require_quantizable
 from ..chat.continuation import mlx_lm_suffix
 from ..demo import MODELS
-from ..engine.compress import compress_prompt_cache, is_compressed, kv_bytes, size_of
+from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
@@ -55,7 +56,7 @@ class SavedStart:
         if quantization is not None and (self._is_compressed() or self._is_quantised()):
             how = "compressed" if self._is_compressed() else "quantised"
             raise SnapKVError(f"{file} is {how} already, its rows stay as they are: drop --kv-bits")
-        self.n_tokens = max(getattr(c, "offset", 0) for c in members(self.prompt_cache))
+        self.n_tokens = n_tokens(self.prompt_cache)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if policy is not None:
             self.report = self._compress(model, policy, quantization)
@@ -95,7 +96,7 @@ class SavedStart:
     @property
     def kept(self) -> str:
         """What the answer starts from, for the closing line."""
-        rows = max(size_of(c) for c in members(self.prompt_cache))
+        rows = max(cache.n_entries for cache in layer_caches(self.prompt_cache))
         how = "full cache" if self.policy == NO_POLICY else self.policy
         asked = self.report.policy != NO_POLICY and not self.report.compressed
         why = f": {self.report.reason}" if asked else ""
@@ -109,7 +110,7 @@ class SavedStart:
         return is_compressed(self.prompt_cache)
 
     def _is_quantised(self) -> bool:
-        return any(hasattr(cache, "bits") for cache in members(self.prompt_cache))
+        return any(cache.quantization for cache in layer_caches(self.prompt_cache))
 
     def _compress(
         self, model, policy: Policy | Stages, quantization: Quantization | None
@@ -132,7 +133,7 @@ class SavedStart:
             return CompressionReport(str(policy), self.n_tokens, reason)
         if quantization is not None:
             fresh = make_prompt_cache(model)
-            require_quantizable(model, attention_layers(model, fresh), fresh, quantization)
+            require_quantizable(model, attention_layers(model, fresh), quantization)
         return compress_prompt_cache(model, self.prompt_cache, policy, quantization=quantization)
 
 

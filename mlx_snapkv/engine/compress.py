@@ -218,9 +218,10 @@ def _choice(entries: Entries, policy: Policy, quota: Quota) -> _Choice:
     of_kept = mx.take_along_axis(scores, kept, axis=-1)
     nan = has_nan(scores)
     mx.eval(kept, of_kept, share, nan)
-    if nan.item() or (share is not None and math.isnan(share.item())):
+    kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
+    if nan.item() or (kept_share is not None and math.isnan(kept_share)):
         raise nan_scores()
-    return _Choice(kept, of_kept, quota, None if share is None else share.item())
+    return _Choice(kept, of_kept, quota, kept_share)
 
 
 def _among(entries: Entries, places: mx.array) -> Entries:

@@ -98,7 +98,7 @@ class Request:
         return caches
 
     def _prefill_cache(self, layer: AttentionLayer, quota: Quota, uniform: bool) -> LayerCache:
-        """A cache that records, or one that evicts or counts what all queries attend to, or goes on from an earlier turn."""
+        """A cache that records; one that evicts if entries give way, are counted, or go on from an earlier turn."""
         held, decision = layer.entries_in(self._callers), self.decision
         expected = decision.at + decision.n_ahead + 1 - self._held
         accumulates = any(stage.accumulates_attention for stage in self._stages)

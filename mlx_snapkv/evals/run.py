@@ -8,11 +8,10 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers
+from ..caches.layers import attention_layers, kv_bytes
 from ..demo.questions import contains
-from ..engine.compress import kv_bytes
+from ..engine.decision import gate
 from ..engine.generate import generate
-from ..engine.prefill import gate
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
@@ -46,7 +45,7 @@ def check(model, contenders: Contenders, lengths: Sequence[int]) -> None:
         reasons = [gate(policy, length, None, MAX_TOKENS) for length in lengths]
         for length, reason in zip(lengths, reasons):
             if reason is None:
-                policy.reading_quotas(length, n_layers)
+                policy.prefill_quotas(length, n_layers)
         if all(reasons):
             raise SnapKVError(f"{name} would compress nothing here: {reasons[-1]}")
 

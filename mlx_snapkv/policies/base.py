@@ -116,6 +116,10 @@ class Policy(ABC):
         """Answer tokens that vote, before the prompt is cut down, whatever the way in."""
         return self.lookahead or 0
 
+    def reserved(self, n_voted: int) -> int:
+        """How many of the entries kept for their scores an answer never takes the place of."""
+        return 0
+
     @property
     def keeps_shape(self) -> bool:
         """Whether the answer is decoded with as many entries from its first token to its last."""

@@ -21,14 +21,12 @@ import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from .._version import __version__
-from ..caches.layers import attention_layers, members
-from ..caches.self_evicting import SelfEvicting
+from ..caches.matching import adopt, require_match, require_tokens
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from . import checksum as saved_checksum
 from . import header as saved_header
-from .check import require_match, require_tokens
 from .fingerprint import fingerprint
 
 FORMAT = 1
@@ -117,7 +115,7 @@ def load(path: str | Path, model) -> SavedPrompt:
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
     except SnapKVError as error:
         raise SnapKVError(f"{path} can't be used: {error}") from error
-    _attach_families(prompt_cache, model)
+    adopt(prompt_cache, model)
     if not ours:
         return SavedPrompt(prompt_cache, tokens, notes=found)
     notes = json.loads(_unpack(found["notes"]))
@@ -194,12 +192,3 @@ def _pack(data: bytes) -> str:
 
 def _unpack(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
-
-
-def _attach_families(prompt_cache: list, model) -> None:
-    """Give the caches with a budget what a file can't hold."""
-    if any(isinstance(cache, SelfEvicting) for cache in members(prompt_cache)):
-        for layer in attention_layers(model, prompt_cache):
-            cache = layer.cache_in(prompt_cache)
-            if isinstance(cache, SelfEvicting):
-                cache.attach(layer.family)

@@ -1,22 +1,24 @@
 """A cache whose rows rest gives what a plain one gives, and never has more than a layer's rows in memory."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama
 
-from mlx_snapkv.caches.file_store import FileRows
-from mlx_snapkv.caches.offloaded import RestingKVCache
-from mlx_snapkv.caches.stores import QuantizedRows
-from mlx_snapkv.chat.memory import recalling_caches
-from mlx_snapkv.engine.turns import RecalledTurn
+from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.memories import make_caches
+from mlx_snapkv.caches.offloaded import OffloadedKVCache
+from mlx_snapkv.caches.stores import QuantizedStore
+from mlx_snapkv.engine.request import RecallingRequest
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.policies import resolve_policy
 
 STORES = [
-    FileRows,
-    lambda: QuantizedRows(Quantization(8, 32)),
-    lambda: QuantizedRows(Quantization(4, 64)),
+    FileStore,
+    lambda: QuantizedStore(Quantization(8, 32)),
+    lambda: QuantizedStore(Quantization(4, 64)),
 ]
 
 
@@ -36,23 +38,23 @@ def same_mask(mine, plain):
 
 @pytest.mark.parametrize("store", STORES)
 def test_before_the_first_rest_it_is_a_plain_cache(store):
-    mine, plain = RestingKVCache(store()), KVCache()
-    assert mine.empty() and mine.nbytes == mine.row_bytes == 0
+    mine, plain = OffloadedKVCache(store()), KVCache()
+    assert mine.empty() and mine.nbytes == mine.entry_bytes == 0
     for n in (5, 1, 300):
         assert same(mine.update_and_fetch(*rows_of(n, n)), plain.update_and_fetch(*rows_of(n, n)))
         assert mine.offset == mine.size() == plain.offset
-    assert mine.nbytes == 306 * mine.row_bytes == 306 * 2 * 2 * 64 * 4
+    assert mine.nbytes == 306 * mine.entry_bytes == 306 * 2 * 2 * 64 * 4
     assert mine.make_mask(3) == "causal" and mine.make_mask(1) is None
     assert same_mask(mine, plain)
 
 
 def test_turn_after_turn_a_file_gives_what_memory_gives():
-    mine, plain = RestingKVCache(FileRows()), KVCache()
+    mine, plain = OffloadedKVCache(FileStore()), KVCache()
     for turn in range(4):
         for n in (7, 1, 1):
             rows = rows_of(n, 10 * turn + n)
             assert same(mine.update_and_fetch(*rows), plain.update_and_fetch(*rows))
-        mine.rest()
+        mine.offload()
         assert mine.nbytes == 0 and mine.offset == plain.offset
         assert same(mine.keys_and_values(), plain.keys_and_values())
         assert same_mask(mine, plain)
@@ -61,9 +63,9 @@ def test_turn_after_turn_a_file_gives_what_memory_gives():
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("n", [0, 2, 3, 8, 13, 99])
 def test_trim_goes_back_into_the_store(store, n):
-    cache = RestingKVCache(store())
+    cache = OffloadedKVCache(store())
     cache.update_and_fetch(*rows_of(10))
-    cache.rest()
+    cache.offload()
     cache.update_and_fetch(*rows_of(3, 1))
     before = cache.keys_and_values()
     kept = max(0, 13 - n)
@@ -77,29 +79,30 @@ def test_trim_goes_back_into_the_store(store, n):
 @pytest.mark.parametrize("fresh", [0, 5])
 @pytest.mark.parametrize("rests", [False, True])
 def test_a_mark_is_come_back_to_whether_rows_rest_since_or_not(store, fresh, rests):
-    cache = RestingKVCache(store())
+    cache = OffloadedKVCache(store())
     cache.update_and_fetch(*rows_of(10))
-    cache.rest()
+    cache.offload()
     if fresh:
         cache.update_and_fetch(*rows_of(fresh, 1))
     before = [mx.array(x) for x in cache.keys_and_values()]
-    nbytes, mark = cache.nbytes, cache.mark()
+    nbytes = cache.nbytes
+    cache.mark()
     cache.update_and_fetch(*rows_of(300, 2))
     if rests:
-        cache.rest()
-    cache.back_to(mark)
+        cache.offload()
+    cache.rollback(300)
     assert cache.offset == 10 + fresh and cache.nbytes == nbytes
     assert same(cache.keys_and_values(), before)
 
 
 def test_a_model_reads_the_same_from_a_file(tiny_model, tokens):
-    mine, plain = recalling_caches(tiny_model, "recall:file"), make_prompt_cache(tiny_model)
+    mine, plain = make_caches(tiny_model, "recall:file"), make_prompt_cache(tiny_model)
     for chunk in (tokens[:100], tokens[100:180], tokens[180:181]):
         found, wanted = (tiny_model(chunk[None], cache=cache) for cache in (mine, plain))
         assert mx.array_equal(found, wanted)
         for cache in mine:
-            if isinstance(cache, RestingKVCache):
-                cache.rest()
+            if isinstance(cache, OffloadedKVCache):
+                cache.offload()
 
 
 N_LAYERS, N_ROWS = 12, 6000
@@ -110,20 +113,20 @@ SMALL = resolve_policy(policy="snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0")
 def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
     """Of the chunk, of a token before the cut, and of the cut: 12 layers at once would be 12 times a layer's rows."""
     model = make_llama(num_hidden_layers=N_LAYERS, hidden_size=256)  # heads of 64
-    caches = [RestingKVCache(store()) for _ in range(N_LAYERS)]
+    caches = [OffloadedKVCache(store()) for _ in range(N_LAYERS)]
     for cache in caches:
         cache.update_and_fetch(*rows_of(N_ROWS))
-        cache.rest()
+        cache.offload()
     mx.clear_cache()
-    turn = RecalledTurn(model, SMALL, 41, caches, 1)
+    turn = RecallingRequest(model, replace(SMALL, lookahead=1), 41, caches)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with turn.recording():
         for n in (40, 1, 1):
             mx.eval(model(mx.zeros((1, n), mx.int32), cache=turn.caches))
-    report = turn.cut()
-    layer = N_ROWS * caches[0].row_bytes
+    report = turn.compress()
+    layer = N_ROWS * caches[0].entry_bytes
     assert mx.get_peak_memory() - before < 3 * layer
     assert report.rows_kept == [64] * N_LAYERS
-    assert report.kv_bytes_before == N_LAYERS * caches[0].row_bytes * (N_ROWS + 42)
+    assert report.kv_bytes_before == N_LAYERS * caches[0].entry_bytes * (N_ROWS + 42)
     assert all(c.fresh.empty() and c.offset == N_ROWS + 42 for c in caches)

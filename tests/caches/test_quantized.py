@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import is_quantised
 from tiny_models import make_llama
 
 from mlx_snapkv import (
@@ -14,7 +15,6 @@ from mlx_snapkv import (
     generate_step,
     saved,
 )
-from mlx_snapkv.caches.quantized import QuantizedCache
 from mlx_snapkv.demo.questions import is_right
 from mlx_snapkv.entries.quantization import Quantization
 
@@ -82,7 +82,7 @@ def test_a_request_keeps_quantised_rows_and_its_answer(demo_model, ask, bits, sh
         model, tokenizer, prompt, prompt_cache=cache, on_report=reports.append, **options
     )
     assert is_right(fact, text)
-    quantized = [c for c in cache if isinstance(c, QuantizedCache)]
+    quantized = [c for c in cache if is_quantised(c)]
     assert quantized and all(c.size() == 128 and c.bits == bits for c in quantized)
     full = reports[0].kv_bytes_before * 128 / (len(prompt) + 4)
     assert reports[0].kv_bytes_after == sum(c.nbytes for c in quantized) < share * full
@@ -97,7 +97,7 @@ def test_saved_and_loaded_it_goes_on_the_same(demo_llama, ask, tmp_path):
     saved.save(tmp_path / "q.safetensors", model, cache, prompt + said)
     loaded = saved.load(tmp_path / "q.safetensors", model).prompt_cache
     for c in (cache, loaded):
-        assert any(isinstance(x, QuantizedCache) for x in c)
+        assert any(is_quantised(x) for x in c)
     a, b = (
         [t for t, _ in generate_step(mx.array([5]), model, prompt_cache=c, max_tokens=40)]
         for c in (cache, loaded)

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from request_helpers import steps
 from tiny_models import make_llama
 
-from mlx_snapkv import KeyDiff, QuantizedReselectingSnapKVCache, ReselectingSnapKVCache, SnapKVCache
+from mlx_snapkv import KeyDiff, SnapKVCache
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.errors import SnapKVError, TrimError
 
@@ -38,14 +38,14 @@ PINNED = [[0, 1, 5, 9, 11, 20], [0, 1, 3, 8, 17, 30]]
 WINDOW = list(range(OFFSET - N_WINDOW, OFFSET))
 
 
-def make(kind=ReselectingSnapKVCache, **options):
+def make(chooses=True, **options):
     keys, values = stacked([pinned + WINDOW for pinned in PINNED])
     how = options.get("quantization")
     if how is not None:
         keys, values = how.pack(keys), how.pack(values)
-    if kind is not SnapKVCache:
+    if chooses:
         options |= {"policy": KeyDiff(), "block": PERIOD, "n_sink": N_SINK}
-    return kind(
+    return SnapKVCache(
         keys, values, mx.array([PINNED], mx.uint32), offset=OFFSET, n_window=N_WINDOW, **options
     )
 
@@ -127,7 +127,7 @@ def test_several_tokens_at_once_that_fit_in_are_as_one_by_one(updates):
 
 
 def test_a_long_update_is_as_on_a_window_that_slides_and_then_all_its_rows_compete():
-    cache, sliding = make(), make(SnapKVCache)
+    cache, sliding = make(), make(chooses=False)
     assert np.array_equal(np.array(cache.make_mask(30)), np.array(sliding.make_mask(30)))
     for a, b in zip(feed(cache, OFFSET, 30), feed(sliding, OFFSET, 30)):
         assert mx.array_equal(a, b)
@@ -156,15 +156,15 @@ def test_a_choice_for_now_is_taken_back_with_the_tokens_before_it(rejected):
     cache, simulations = make(), [Simulation(h) for h in range(H)]
     for position in range(OFFSET, OFFSET + 2):
         feed(cache, position, 1)
+    cache.mark()
     feed(cache, OFFSET + 2, 2)
     assert cache.room == 0
-    cache.evict_for_now()
     feed(cache, OFFSET + 4, 3)
     if rejected == 5:
         with pytest.raises(TrimError):
             cache.trim(6)
     cache.trim(rejected)
-    cache.settle()
+    cache.commit()
     kept = OFFSET + 7 - rejected
     assert cache.offset == kept
     for position in range(kept, kept + 20):
@@ -182,7 +182,7 @@ def test_saved_and_loaded_it_goes_on_the_same(tmp_path, fed):
         feed(cache, position, 1)
     save_prompt_cache(str(tmp_path / "c.safetensors"), [cache])
     (loaded,) = load_prompt_cache(str(tmp_path / "c.safetensors"))
-    assert type(loaded) is ReselectingSnapKVCache and str(loaded.policy) == "keydiff"
+    assert type(loaded) is SnapKVCache and str(loaded.policy) == "keydiff"
     for position in range(OFFSET + fed, OFFSET + fed + 20):
         for a, b in zip(feed(cache, position, 1), feed(loaded, position, 1)):
             assert mx.array_equal(a, b)
@@ -192,7 +192,7 @@ def test_saved_and_loaded_it_goes_on_the_same(tmp_path, fed):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_rows_are_moved_as_they_are(bits):
     how = Quantization(bits, 32)
-    cache = make(QuantizedReselectingSnapKVCache, quantization=how)
+    cache = make(quantization=how)
     shapes = [part.shape for part in (*cache.keys, *cache.values)]
     for position in range(OFFSET, OFFSET + 50):
         feed(cache, position, 1)
@@ -207,7 +207,7 @@ def test_a_window_of_one_row_and_one_without_pinned_rows():
         n = pinned + n_window
         keys, values = stacked([list(range(30, 30 + n))] * H)
         positions = mx.broadcast_to(mx.arange(30, 30 + pinned, dtype=mx.uint32), (B, H, pinned))
-        cache = ReselectingSnapKVCache(
+        cache = SnapKVCache(
             keys,
             values,
             positions,

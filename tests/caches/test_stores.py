@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.caches.file_store import FileRows
-from mlx_snapkv.caches.stores import QuantizedRows
+from mlx_snapkv.caches.adapter import layer_cache
+from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.stores import QuantizedStore
 from mlx_snapkv.entries.quantization import Quantization
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -45,60 +46,61 @@ def quantised(rows, bits, group_size=64):
 def test_a_file_gives_back_the_very_bits(dtype):
     rows = rows_of(50, dtype)
     rows[0][0, 0, 0, :3] = mx.array([mx.nan, -mx.inf, -0.0])
-    store = FileRows()
+    store = FileStore()
     for part in portions(rows, 1, 20):
         store.append(*part)
-    assert store.n_rows == 50 and store.nbytes == 0
-    assert store.file_bytes == sum(x.nbytes for x in rows) == 50 * store.row_bytes
-    assert_bits_equal(store.rows(), rows)
+    assert store.n_entries == 50 and store.nbytes == 0
+    assert store.file_nbytes == sum(x.nbytes for x in rows) == 50 * store.entry_bytes
+    assert_bits_equal(store.entries(), rows)
 
 
 def test_keys_and_values_may_differ_in_dtype():
     keys, values = rows_of(9, mx.float32)
     rows = [keys, values.astype(mx.bfloat16)]
-    store = FileRows()
+    store = FileStore()
     for part in portions(rows, 4):
         store.append(*part)
-    assert_bits_equal(store.rows(), rows)
+    assert_bits_equal(store.entries(), rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_rows_do_not_depend_on_the_portions(dtype, bits):
     rows = rows_of(50, dtype)
-    store = QuantizedRows(Quantization(bits, 64))
+    store = QuantizedStore(Quantization(bits, 64))
     for part in portions(rows, 1, 20):
         store.append(*part)
-    assert_bits_equal(store.rows(), quantised(rows, bits))
-    assert store.n_rows == 50 and store.file_bytes == 0
+    assert_bits_equal(store.entries(), quantised(rows, bits))
+    assert store.n_entries == 50 and store.file_nbytes == 0
     plain = sum(x.nbytes for x in rows)
-    assert 50 * store.row_bytes == plain
+    assert 50 * store.entry_bytes == plain
     # A scale and a bias for each group of 64.
     assert store.nbytes == plain * (bits + 2 * 8 * dtype.size / 64) / (8 * dtype.size)
 
 
-@pytest.mark.parametrize("make", [FileRows, lambda: QuantizedRows(Quantization(8, 64))])
+@pytest.mark.parametrize("make", [FileStore, lambda: QuantizedStore(Quantization(8, 64))])
 @pytest.mark.parametrize("n", [0, 7, 20])
 def test_rows_taken_back_are_as_if_they_had_never_come(make, n):
     rows, others = rows_of(20, mx.float32), rows_of(5, mx.float32, seed=1)
     store, plain = make(), make()
     store.append(*rows)
     store.truncate(n)
-    assert store.n_rows == n
+    assert store.n_entries == n
     store.append(*others)
     for part in portions(rows, n)[:1] if n else []:
         plain.append(*part)
     plain.append(*others)
-    assert_bits_equal(store.rows(), plain.rows())
-    assert (store.nbytes, store.file_bytes) == (plain.nbytes, plain.file_bytes)
+    assert_bits_equal(store.entries(), plain.entries())
+    assert (store.nbytes, store.file_nbytes) == (plain.nbytes, plain.file_nbytes)
 
 
 def test_a_quantised_store_and_mlx_lms_cache_are_the_same_rows():
-    store = QuantizedRows(Quantization(4, 32))
+    store = QuantizedStore(Quantization(4, 32))
     store.append(*rows_of(9, mx.float16))
-    again = QuantizedRows.of(store.as_cache())
-    assert again.n_rows == 9 and again.quantization == store.quantization
-    assert_bits_equal(again.rows(), store.rows())
+    again = QuantizedStore(Quantization(8, 64))
+    assert again.take(layer_cache(store.as_cache()).held())
+    assert again.n_entries == 9 and again.quantization == store.quantization
+    assert_bits_equal(again.entries(), store.entries())
 
 
 def open_files():
@@ -108,10 +110,10 @@ def open_files():
 def test_the_file_has_no_name_and_goes_with_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = open_files()
-    store = FileRows()
+    store = FileStore()
     store.append(*rows_of(9, mx.float32))
     assert open_files() == before + 1 and not list(tmp_path.iterdir())
-    rows = store.rows()
+    rows = store.entries()
     del store
     assert open_files() == before
     assert_bits_equal(rows, rows_of(9, mx.float32))
@@ -127,18 +129,18 @@ def full_disk():
 
 
 def test_a_file_without_room_is_left_as_it_was(full_disk):
-    store, rows = FileRows(), rows_of(20, mx.float32)
+    store, rows = FileStore(), rows_of(20, mx.float32)
     store.append(*rows)
     with pytest.raises(SnapKVError, match=r"can't be kept in a file in .*: .*; set TMPDIR"):
         store.append(*rows_of(20, mx.float32, seed=1))
-    assert store.n_rows == 20
-    assert os.fstat(store._file.fileno()).st_size == store.file_bytes
-    assert_bits_equal(store.rows(), rows)
+    assert store.n_entries == 20
+    assert os.fstat(store._file.fileno()).st_size == store.file_nbytes
+    assert_bits_equal(store.entries(), rows)
 
 
 def test_a_temporary_folder_that_is_not_there_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    store = FileRows()
+    store = FileStore()
     with pytest.raises(SnapKVError, match="nowhere: No such file or directory"):
         store.append(*rows_of(2, mx.float32))
-    assert store.n_rows == 0
+    assert store.n_entries == 0

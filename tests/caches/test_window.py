@@ -6,7 +6,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_snapkv import SnapKVCache, SnapKVError
 
@@ -150,7 +150,7 @@ def test_the_last_update_can_be_taken_back(L):
     cache, untouched = make_cache(), make_cache()
     feed(cache, 1), feed(untouched, 1)
     feed(cache, L)
-    assert trim_prompt_cache([cache], L) == L
+    cache.rollback(L)
     assert cache.offset == untouched.offset
     assert np.allclose(feed(cache, 3), feed(untouched, 3), atol=1e-6)
 
@@ -195,7 +195,7 @@ def test_a_copy_is_independent():
 def test_bookkeeping_mlx_lm_relies_on():
     cache = make_cache()
     assert not cache.empty()
-    assert cache.is_trimmable()
+    assert not cache.is_trimmable()  # mlx-lm takes true for any number of tokens
     assert cache.nbytes == 2 * 1 * H * 7 * D * 4
     assert cache.keys_and_values() == (cache.keys, cache.values)
     assert not hasattr(cache, "bits") and not hasattr(cache, "to_quantized")

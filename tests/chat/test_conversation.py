@@ -12,7 +12,7 @@ from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.chat.conversation import Conversation
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine.turns import RecalledTurn, Turn, held_tokens
+from mlx_snapkv.engine.request import RecallingRequest, Request, held_tokens
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.policies import resolve_policy
 
@@ -178,7 +178,7 @@ def test_a_turn_before_its_cut_touches_nothing(demo_qwen, haystack):
     before = [
         [mx.array(x) for x in c.state if isinstance(x, mx.array)] for c in conversation.prompt_cache
     ]
-    turn = Turn(model, resolve_policy(policy=SMALL), 5, conversation.prompt_cache, 0)
+    turn = Request(model, resolve_policy(policy=SMALL), 5, conversation.prompt_cache)
     model(mx.array([[5, 6, 7, 8, 9]]), cache=turn.caches)
     mx.eval([c.state for c in turn.caches])
     for c, arrays in zip(conversation.prompt_cache, before, strict=True):
@@ -227,5 +227,5 @@ def test_recalled_turns_need_no_second_copy_of_the_rows(demo_llama, haystack):
     conversation.attach(document)
     ask(conversation, facts[0].question)
     layer = attention_layers(model, conversation.prompt_cache)[0]
-    turn = RecalledTurn(model, resolve_policy(policy=SMALL), 3, conversation.prompt_cache, 0)
+    turn = RecallingRequest(model, resolve_policy(policy=SMALL), 3, conversation.prompt_cache, 0)
     assert layer.cache_in(turn.caches) is layer.cache_in(conversation.prompt_cache)

@@ -8,10 +8,8 @@ import pytest
 from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError
-from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.chat.memory import file_bytes
+from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine.compress import kv_bytes
 
 SMALL = "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0"
 RECALLS = ["recall", "recall:8bit", "recall:4bit", "recall:file"]

@@ -4,13 +4,13 @@ import random
 
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
+from request_helpers import is_quantised
 
 from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError
-from mlx_snapkv.caches.quantized import QuantizedCache
-from mlx_snapkv.chat.memory import MEMORIES
+from mlx_snapkv.caches.adapter import layer_cache
+from mlx_snapkv.caches.memories import MEMORIES
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine.compress import rows_held
-from mlx_snapkv.engine.turns import RecalledTurn, Turn
+from mlx_snapkv.engine.request import RecallingRequest, Request
 
 SNAPKV = "snapkv:budget=96,n_sink=4,n_window=32,min_ctx=0"
 KEYDIFF = "keydiff:budget=128,block=64"
@@ -46,14 +46,14 @@ def bits_of(caches):
 def decoded_from(monkeypatch):
     """The bits of every turn's caches after its cut."""
     bits = []
-    for kind in (Turn, RecalledTurn):
+    for kind in (Request, RecallingRequest):
 
-        def cut(self, original=kind.cut):
+        def compress(self, original=kind.compress):
             report = original(self)
             bits.append(bits_of(self.caches))
             return report
 
-        monkeypatch.setattr(kind, "cut", cut)
+        monkeypatch.setattr(kind, "compress", compress)
     return bits
 
 
@@ -76,7 +76,7 @@ def test_recalling_turns_are_decoded_from_quantised_rows(
     answers = [answer, *(ask(conversation, fact) for fact in facts[1:])]
     assert all(map(is_right, facts, answers))
     assert decoded_from == [{8}] * 3
-    assert not any(isinstance(c, QuantizedCache) for c in conversation.prompt_cache)
+    assert not any(is_quantised(c) for c in conversation.prompt_cache)
 
 
 @pytest.mark.parametrize("policy", [SNAPKV, KEYDIFF])
@@ -92,7 +92,7 @@ def test_no_row_is_quantised_twice(demo_llama, haystack, policy):
 
 def packed_keys(conversation):
     """By position, the packed keys of a head's rows."""
-    rows = rows_held(conversation.prompt_cache[0])
+    rows = layer_cache(conversation.prompt_cache[0]).held()
     return dict(zip(rows.positions[0, 0].tolist(), rows.stored_keys[0][0, 0].tolist()))
 
 

@@ -215,7 +215,8 @@ def test_an_eviction_for_now_is_taken_back_whole():
 
     cache, expected = filled(), filled()
     more = mx.random.normal((1, 2, 2, 8))
-    cache.evict_for_now()
+    cache.mark()
+    cache.evict()
     cache.update_and_fetch(more, more)
     assert cache.trim(5) == 5 and expected.trim(3) == 3
     assert (cache.offset, cache.size()) == (expected.offset, expected.size()) == (9, 9)

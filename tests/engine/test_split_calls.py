@@ -1,5 +1,7 @@
 """A follow-up turn of 300 tokens against the same tokens one by one, on every cache that a policy leaves."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,10 +9,9 @@ from request_helpers import assert_unpatched, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKV, generate_step, patch_for_snapkv, prefill, unpatch_snapkv
+from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import members
-from mlx_snapkv.caches.self_evicting import SelfEvicting
-from mlx_snapkv.engine.compress import rows_held
-from mlx_snapkv.engine.split_calls import OneByOne, one_by_one
+from mlx_snapkv.engine.split_calls import SplitCalls, one_by_one
 from mlx_snapkv.policies import H2O, TOVA, KeyDiff, StreamingLLM
 
 ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16, "min_ctx": 0}
@@ -29,7 +30,7 @@ TURN = mx.array(np.random.default_rng(1).integers(1, 64, 300))
 def same_rows(caches, others):
     for a, b in zip(members(caches), members(others)):
         if hasattr(a, "positions"):
-            ours, theirs = rows_held(a), rows_held(b)
+            ours, theirs = layer_cache(a).held(), layer_cache(b).held()
             assert a.offset == b.offset and mx.array_equal(ours.positions, theirs.positions)
             assert mx.allclose(ours.keys, theirs.keys, atol=1e-5)
 
@@ -100,7 +101,7 @@ def test_without_the_pieces_the_choices_come_too_soon(tiny_model, tokens):
 def test_embeddings_are_the_models_own_call(tokens):
     model = make_llama()
     caches = [prefill(model, tokens, KeyDiff(**ROWS))[0] for _ in range(2)]
-    for called, cache in zip((model, OneByOne(model)), caches):
+    for called, cache in zip((model, SplitCalls(model)), caches):
         called(TURN[None], cache=cache, input_embeddings=model.model.embed_tokens(TURN[None]))
     same_rows(*caches)
 
@@ -108,5 +109,5 @@ def test_embeddings_are_the_models_own_call(tokens):
 def test_rows_of_a_given_budget_are_never_exceeded(tiny_model, tokens):
     cache, _ = prefill(tiny_model, tokens, KeyDiff(**ROWS))
     for _ in generate_step(TURN, tiny_model, max_tokens=40, prompt_cache=cache):
-        evicting = [c for c in members(cache) if isinstance(c, SelfEvicting)]
+        evicting = [c for c in members(cache) if layer_cache(c).room < math.inf]
         assert evicting and all(c.size() <= 40 for c in evicting)

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,8 +19,7 @@ from request_helpers import plain
 
 from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, SnapKVCache, generate_step, models, prefill
 from mlx_snapkv.caches.layers import attention_classes, attention_layers, members
-from mlx_snapkv.engine.compress import _rows
-from mlx_snapkv.engine.request import RecordedRequest
+from mlx_snapkv.engine.request import Request
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.policies import SnapKV
 
@@ -97,7 +97,7 @@ def read_and_spy(model, tokens, monkeypatch):
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spy)
     cache = make_prompt_cache(model)
-    request = RecordedRequest(model, POLICY, tokens.size, cache, last=tokens.size)
+    request = Request(model, replace(POLICY, lookahead=0), tokens.size, cache)
     with request.recording():
         model(tokens[None, :30], cache=request.caches)
         calls.clear()
@@ -112,12 +112,14 @@ def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
     for layer in attention_layers(model, request.caches):
         cache = layer.cache_in(request.caches)
         call = next(c for c in calls if mx.array_equal(c["q"][:, :, -8:], cache.queries))
-        rows = _rows(layer, cache, None)
+        rows = cache.held()
         expected = softmax_votes(call, 8, heads_read(call, rows.keys))
         assert np.allclose(rows.votes[0], expected, atol=2e-5)
-        given = _rows(layer, cache, cache.queries)  # for people who hold queries of their own
-        assert given.scale == pytest.approx(call["scale"])
-        assert (given.sinks is None) == (call["sinks"] is None)
+        # For people who hold queries of their own.
+        assert layer.family.scale_of(layer.attention, rows.keys.shape[3]) == pytest.approx(
+            call["scale"]
+        )
+        assert (layer.family.sinks_of(layer.attention) is None) == (call["sinks"] is None)
 
 
 def test_decoding_with_everything_kept_equals_mlx_lm(model):
