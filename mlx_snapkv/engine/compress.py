@@ -122,9 +122,8 @@ class Compression:
         report = CompressionReport.of(self.policy, self.n_tokens, len(self.prompt_cache))
         choices = []
         for layer, *quotas in zip(self.layers, *self._quotas()):
-            cache = layer.entries_in(self.prompt_cache)
-            report.kv_bytes_before += cache.full_nbytes
-            choices.append(self._choose(layer, cache, quotas))
+            report.kv_bytes_before += layer.entries_in(self.prompt_cache).full_nbytes
+            choices.append(self._choose(layer, quotas))
             report.mass_kept[layer.index] = choices[-1].share
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
@@ -139,8 +138,8 @@ class Compression:
         stages = dict.fromkeys(self.policy.stages)
         return [stage.quotas(self.n_tokens, len(self.layers)) for stage in stages]
 
-    def _choose(self, layer: AttentionLayer, cache: LayerCache, quotas: list[Quota]) -> _Choice:
-        entries, _ = self._competing(layer, cache)
+    def _choose(self, layer: AttentionLayer, quotas: list[Quota]) -> _Choice:
+        entries, _ = self._competing(layer)
         stages = list(dict.fromkeys(self.policy.stages))
         *earlier, last = zip(stages, quotas)
         places = None
@@ -153,8 +152,9 @@ class Compression:
         entries.release()
         return choice
 
-    def _competing(self, layer: AttentionLayer, cache: LayerCache) -> tuple[Entries, Entries]:
+    def _competing(self, layer: AttentionLayer) -> tuple[Entries, Entries]:
         """The entries to choose from, with their voters, and those of later tokens."""
+        cache = layer.entries_in(self.prompt_cache)
         entries = cache.held(self.n_voters)
         given = None if self.queries is None else self.queries[layer.index]
         if given is not None:
@@ -183,8 +183,7 @@ class Compression:
         )
 
     def _replace(self, layer: AttentionLayer, choice: _Choice, uniform: bool) -> None:
-        cache = layer.entries_in(self.prompt_cache)
-        entries, later = self._competing(layer, cache)
+        entries, later = self._competing(layer)
         kept, later = (
             x.packed(self.quantization or x.quantization)
             for x in (entries.taken(choice.kept), later)
@@ -196,7 +195,7 @@ class Compression:
         small = decode_cache(
             layer, kept, choice.scores, self.at, decode_policy, choice.quota, uniform
         )
-        del cache, entries, kept
+        del entries, kept
         for keys, values in _one_by_one(later.stored_keys, later.stored_values):
             small.append(keys, values)
         mx.eval(small.state)

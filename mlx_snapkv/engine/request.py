@@ -141,7 +141,7 @@ class Request:
     def step_size(self, limit: int | None) -> int:
         """Tokens to read at a time: a block where entries are evicted, else as `chunk_size` has it."""
         if self._evicts:
-            return self.prefill_policy.block
+            return min(limit or self.prefill_policy.block, self.prefill_policy.block)
         n_before = self.decision.first - self._held if self._observes else self._n_new
         return chunk_size(self.prefill_policy, limit, self._n_new, n_before)
 

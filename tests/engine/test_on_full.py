@@ -39,7 +39,7 @@ def test_grow_keeps_every_generated_row(tiny_model, tokens):
     _, caches, report = answer(tiny_model, tokens, 150, "grow")
     assert report.rows == 56
     for cache in caches:
-        assert cache.size() == 56 + 149  # the first answer token is held when the cut is made
+        assert cache.size() == 56 + 150  # what the policy keeps is the prompt's
         assert cache.positions[0, 0, -150:].tolist() == list(range(200, 350))
 
 
@@ -80,9 +80,9 @@ def test_reselect_lets_the_last_queries_choose(tokens, tiny_model):
 
 @pytest.mark.parametrize("on_full", ["reselect", "keydiff"])
 def test_until_the_first_choice_every_way_slides(tiny_model, tokens, on_full):
-    """The prompt's last token is fed before the cut and the 16 tokens after it; only then is there a choice."""
+    """After 16 answer tokens, half of the window, there is a choice."""
     slid, chose = (answer(tiny_model, tokens, 40, way)[0] for way in ("slide", on_full))
-    n = 1 + 16 + 1
+    n = 16 + 1
     assert_same(slid[:n], chose[:n])
     assert not all(mx.array_equal(a, b) for (_, a), (_, b) in zip(slid[n:], chose[n:]))
 

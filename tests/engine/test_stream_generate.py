@@ -39,8 +39,8 @@ def test_the_selection_is_not_counted_as_generation(demo_llama, ask, monkeypatch
 
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 400, seed=3)
-    choose = compress._choose
-    monkeypatch.setattr(compress, "_choose", lambda *a: (time.sleep(1), choose(*a))[1])
+    choose = compress._choice
+    monkeypatch.setattr(compress, "_choice", lambda *a: (time.sleep(1), choose(*a))[1])
     responses = list(stream_generate(model, tokenizer, prompt, 8, snapkv=SMALL | {"lookahead": 2}))
     assert len(responses) > 4
     assert responses[-1].generation_tokens / responses[-1].generation_tps < 1.5
