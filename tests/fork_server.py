@@ -4,6 +4,7 @@ It runs no MLX computation itself: MLX starts its threads with the first one, an
 with threads. `fork_helpers` talks to it.
 """
 
+import contextlib
 import gc
 import os
 import pickle
@@ -67,11 +68,8 @@ def report_finished(running: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        with running.pop(pid) as asked:
-            try:
-                asked.sendall(LENGTH.pack(status))
-            except BrokenPipeError:  # nobody waits for it
-                pass
+        with running.pop(pid) as asked, contextlib.suppress(BrokenPipeError):  # nobody waits for it
+            asked.sendall(LENGTH.pack(status))
 
 
 def receive(control: socket.socket, length: int) -> bytes:

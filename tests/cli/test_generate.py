@@ -14,7 +14,6 @@ import pytest
 from mlx_snapkv.cli import app
 from mlx_snapkv.demo import MODELS
 
-
 MODULE = [sys.executable, "-m", "mlx_snapkv"]
 INSTALLED = [str(Path(sys.executable).with_name("mlx-snapkv"))]
 
