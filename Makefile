@@ -26,7 +26,7 @@ demo: $(VENV)/.installed ## hide facts in a long document and ask for them, with
 	$(RUN) -m mlx_snapkv demo
 
 test: $(VENV)/.installed-dev ## the tests, one process a core
-	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto
+	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 	$(BIN)/ruff check .

@@ -6,11 +6,16 @@ import random
 
 import mlx.core as mx
 import pytest
+from hypothesis import settings
 from mlx_lm import load
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
+
+# An example that takes long on a slow machine is no failure.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 def _load(name: str):

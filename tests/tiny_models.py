@@ -21,7 +21,7 @@ def make_llama(seed: int = 0, **changes):
     return model
 
 
-def make_qwen(seed: int = 0):
+def make_qwen(seed: int = 0, head_dim: int = 16, num_experts: int = 4):
     mx.random.seed(seed)
     model = qwen3_next.Model(
         qwen3_next.ModelArgs(
@@ -31,7 +31,7 @@ def make_qwen(seed: int = 0):
             intermediate_size=64,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=head_dim,
             rms_norm_eps=1e-5,
             vocab_size=64,
             linear_num_value_heads=2,
@@ -39,7 +39,7 @@ def make_qwen(seed: int = 0):
             linear_key_head_dim=16,
             linear_value_head_dim=16,
             linear_conv_kernel_dim=4,
-            num_experts=4,
+            num_experts=num_experts,
             num_experts_per_tok=2,
             decoder_sparse_step=2,
             shared_expert_intermediate_size=32,

@@ -115,6 +115,12 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
             raise AttributeError("these entries are not quantised")
         return self.quantization
 
+    def inherit(self, recorder: Any) -> None:
+        """Let the queries that another cache has recorded vote, as those of the newest tokens, until others come."""
+        if isinstance(recorder, Recorder):
+            self._queries, self._stop = list(recorder._queries), self.offset
+            self.scale, self.sinks = recorder.scale, recorder.sinks
+
     def adopt(self, layer: Any) -> None:
         self.layer = layer
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..caches.contract import LayerCache
 from ..caches.decode import decode_cache
 from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes
 from ..entries.entries import Entries
@@ -59,8 +58,7 @@ def compress_prompt_cache(
         raise SnapKVError(
             f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
         )
-    caches = [layer.entries_in(prompt_cache) for layer in layers]
-    n_tokens = _common_length(caches)
+    n_tokens = _common_length(layers, prompt_cache)
     stages = dict.fromkeys(chosen.stages)
     quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, len(layers))]
     if all(stage.mass is None for stage in stages) and all(n_tokens <= q.rows for q in quotas):
@@ -198,6 +196,8 @@ class Compression:
         del entries, kept
         for keys, values in _one_by_one(later.stored_keys, later.stored_values):
             small.append(keys, values)
+        if decode_policy.observes_answer:
+            small.inherit(layer.cache_in(self.prompt_cache))
         mx.eval(small.state)
         layer.put(self.prompt_cache, small)
 
@@ -240,8 +240,8 @@ def _one_by_one(keys: Stored, values: Stored) -> Iterator[tuple[Stored, Stored]]
         yield one[0], one[1]
 
 
-def _common_length(caches: list[LayerCache]) -> int:
-    lengths = {cache.offset for cache in caches}
+def _common_length(layers: list[AttentionLayer], prompt_cache: list) -> int:
+    lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
     if len(lengths) != 1:
         raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} rows")
     return lengths.pop()

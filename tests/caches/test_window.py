@@ -95,7 +95,7 @@ def test_one_call_of_many_tokens_equals_many_calls_of_one(L, before):
     assert sorted(contents(together)) == sorted(contents(alone))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     window=st.integers(1, 6),
     pinned=st.integers(0, 4),

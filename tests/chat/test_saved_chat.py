@@ -2,9 +2,9 @@
 
 import json
 import random
-import subprocess
 import sys
 
+import fork_helpers
 import pytest
 from chat_helpers import SMALL, ask
 
@@ -73,7 +73,7 @@ def test_it_goes_on_in_another_process(name, memory, tmp_path):
     conversation.save(path)
     questions = [fact.question for fact in facts[1:]]
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, name, str(path), *questions]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = fork_helpers.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [memory, [ask(conversation, q) for q in questions]]
 
 

@@ -1,7 +1,7 @@
 import json
-import subprocess
 import sys
 
+import fork_helpers
 import pytest
 
 SMALL = ["--context", "1024", "-b", "1", "--batch-context", "1024", "-n", "1", "--steps", "1"]
@@ -9,11 +9,10 @@ SMALL += ["--long-prompts", "3000"]
 
 
 def run(*args):
-    done = subprocess.run(
+    done = fork_helpers.run(
         [sys.executable, "-m", "mlx_snapkv", "bench", *args],
         capture_output=True,
         text=True,
-        timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
 

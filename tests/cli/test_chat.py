@@ -7,8 +7,8 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
+import fork_helpers
 import pytest
 
 from mlx_snapkv.demo.questions import make_haystack
@@ -28,13 +28,8 @@ def document(demo_llama, tmp_path_factory):
 
 
 def script(lines, *options):
-    done = subprocess.run(
-        [*COMMAND, *options],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [*COMMAND, *options]
+    done = fork_helpers.run(command, input="\n".join(lines), capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -110,7 +105,7 @@ def test_a_text_that_cache_prompt_saved_can_be_asked_about(document, tmp_path):
     base = str(tmp_path / "notes.safetensors")
     options = ["--model", "demo", "--prompt-file", str(path), "-o", base]
     made = [sys.executable, "-m", "mlx_snapkv", "cache-prompt", *options]
-    subprocess.run([*made, "--policy", "keydiff:budget=300"], check=True, capture_output=True)
+    fork_helpers.run([*made, "--policy", "keydiff:budget=300"], check=True, capture_output=True)
     code, out, err = script([f"/load {base}", facts[0].question, facts[1].question])
     assert (code, out.splitlines()) == (0, [fact.value for fact in facts[:2]])
     assert "policy keydiff:budget=300" in err
@@ -138,7 +133,7 @@ def test_a_mistake_in_a_script_ends_it_with_one_line(line, words):
 
 
 def test_a_seed_that_there_is_not_is_one_line():
-    done = subprocess.run([*COMMAND, "--seed", "-1"], input="", capture_output=True, text=True)
+    done = fork_helpers.run([*COMMAND, "--seed", "-1"], input="", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--seed" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
@@ -166,20 +161,17 @@ class Terminal:
     """A chat in a pseudo-terminal."""
 
     def __init__(self, *options):
-        self.process, self.fd = self._start([*COMMAND, *options])
+        self.fd, its = pty.openpty()
+        self.process = fork_helpers.Popen(
+            [*COMMAND, *options], stdin=its, stdout=its, stderr=its, start_new_session=True,
+            env=os.environ | {"TERM": "xterm"},
+        )  # fmt: skip
+        os.close(its)
         self.seen = ""
 
-    def _start(self, command):
-        pid, fd = pty.fork()
-        if pid == 0:
-            os.environ["TERM"] = "xterm"
-            os.execv(command[0], command)
-        return pid, fd
-
-    def wait_for(self, text, seconds=60):
-        end = time.monotonic() + seconds
+    def wait_for(self, text):
         while text not in self.seen:
-            ready, _, _ = select.select([self.fd], [], [], max(0, end - time.monotonic()))
+            ready, _, _ = select.select([self.fd], [], [], fork_helpers.AT_MOST)
             assert ready, f"{text!r} never came: {self.seen!r}"
             self.seen += os.read(self.fd, 65536).decode(errors="replace")
             if "\x1b[6n" in self.seen:  # prompt_toolkit asks where the cursor is
@@ -196,9 +188,10 @@ class Terminal:
                 pass
         except OSError:  # the other end is closed
             pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        return self.process.wait()
 
     def close(self):
+        self.process.kill()
         os.close(self.fd)
 
 
@@ -236,8 +229,10 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal, document):
     chat = terminal(*POLICY, "-m", "100000")
     chat.wait_for(PROMPT)
     chat.type("once upon a time\r")  # the model babbles without end
-    time.sleep(4)
-    os.kill(chat.process, signal.SIGINT)
+    chat.wait_for("reading the prompt")
+    chat.wait_for("\x1b[?25h")  # the bar is gone, and the cursor is back
+    chat.wait_for(". ")
+    chat.process.send_signal(signal.SIGINT)
     chat.wait_for("the conversation goes on")
     chat.type("/stats\r")
     chat.wait_for("tokens/s")

@@ -1,4 +1,4 @@
-"""The real command in a process of its own: exact output, exit codes, no tracebacks."""
+"""The real command: exact output, exit codes, no tracebacks."""
 
 import io
 import json
@@ -6,22 +6,21 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import fork_helpers
 import pytest
 
 from mlx_snapkv.cli import app
 from mlx_snapkv.demo import MODELS
 
+MODULE = [sys.executable, "-m", "mlx_snapkv"]
+INSTALLED = [str(Path(sys.executable).with_name("mlx-snapkv"))]
 
-def run(*args, stdin=None, monkeypatch=None, capsys=None):
+
+def run(*args, command=MODULE):
     """The command as a user starts it: (exit code, stdout, stderr)."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_snapkv", *args],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = subprocess.run([*command, *args], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -44,8 +43,11 @@ LEAD = "The access code of the amber falcon is 482913. It was cold. The access c
 PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
 
 
-def test_the_answer_goes_to_stdout_and_the_figures_to_stderr():
-    code, out, err = run(*PLAIN)
+@pytest.mark.parametrize("command", [MODULE, INSTALLED], ids=["python -m", "installed"])
+def test_the_answer_goes_to_stdout_and_the_figures_to_stderr(command):
+    if not Path(command[0]).exists():
+        pytest.skip("the package is not installed here")
+    code, out, err = run(*PLAIN, command=command)
     assert (code, out) == (0, "482913\n")
     *_, closing = err.strip().splitlines()
     assert re.fullmatch(
@@ -56,7 +58,8 @@ def test_the_answer_goes_to_stdout_and_the_figures_to_stderr():
 
 
 def test_progress_is_shown_on_stderr():
-    _, out, err = run(*PLAIN)
+    done = fork_helpers.run([*MODULE, *PLAIN], capture_output=True, text=True)
+    out, err = done.stdout, done.stderr
     assert "reading the prompt" in err and "tokens/s" in err and "reading" not in out
 
 
@@ -235,9 +238,8 @@ def test_names_no_model_can_have(call):
 def test_output_that_cannot_be_written_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "mlx_snapkv", *PLAIN, "--quiet"],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
-        )  # fmt: skip
+            [*MODULE, *PLAIN, "--quiet"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert (done.returncode, done.stderr) == (1, "mlx-snapkv: No space left on device\n")
 
 

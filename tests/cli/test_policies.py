@@ -1,6 +1,6 @@
-import subprocess
 import sys
 
+import fork_helpers
 import pytest
 
 from mlx_snapkv.cli.policies import defaults
@@ -8,7 +8,7 @@ from mlx_snapkv.policies import POLICIES
 
 
 def run(*args):
-    done = subprocess.run(
+    done = fork_helpers.run(
         [sys.executable, "-m", "mlx_snapkv", *args], capture_output=True, text=True
     )
     return done.returncode, done.stdout, done.stderr

@@ -72,7 +72,7 @@ def test_rows_in_memory_stay_within_budget_and_block_from_first_chunk_to_last_to
 LLAMA = make_llama()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=st.integers(1, 120),
     step=st.integers(1, 60),

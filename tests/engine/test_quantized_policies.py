@@ -1,9 +1,9 @@
 """Quantised rows with every policy and schedule: the budget holds, the answer is near, files go on exactly."""
 
 import json
-import subprocess
 import sys
 
+import fork_helpers
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -116,7 +116,7 @@ def test_a_new_process_gives_the_same_answers(tmp_path, demo_llama, demo_qwen, a
             saved.save(files[-1], model, cache, [0] * offset)
             answers.append([t for t, _ in steps(model, mx.array(rest), prompt_cache=cache)])
         work.append([name, rest, files])
-    done = subprocess.run(
+    done = fork_helpers.run(
         [sys.executable, "-c", CONTINUE, json.dumps(work)], capture_output=True, text=True
     )
     assert json.loads(done.stdout) == answers, done.stderr

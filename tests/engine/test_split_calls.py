@@ -1,4 +1,6 @@
-"""A follow-up turn of 300 tokens against the same tokens one by one, on every cache that a policy leaves."""
+"""A follow-up turn of 150 tokens against the same tokens one by one, on every cache that a policy leaves."""
+
+import copy
 
 import math
 
@@ -24,7 +26,7 @@ POLICIES = [
     StreamingLLM(budget=24, block=16, min_ctx=0),
     KeyDiff(**ROWS | {"budget": "pyramid:40"}),
 ]
-TURN = mx.array(np.random.default_rng(1).integers(1, 64, 300))
+TURN = mx.array(np.random.default_rng(1).integers(1, 64, 150))
 
 
 def same_rows(caches, others):
@@ -36,26 +38,50 @@ def same_rows(caches, others):
 
 
 def fed_alone(model, cache):
-    """Logits `(300, vocab_size)`."""
+    """Logits `(150, vocab_size)`."""
     return mx.concatenate([model(t[None, None], cache=cache)[0] for t in TURN])
 
 
+@pytest.fixture(scope="module")
+def told_alone():
+    """told_alone(model, tokens, policy): the caches and logits of a prompt and the turn fed alone, made once."""
+    made = {}
+
+    def get(model, tokens, policy):
+        key = type(model), str(policy)
+        if key not in made:
+            cache, _ = prefill(model, tokens, policy)
+            patch_for_snapkv(model)
+            made[key] = cache, fed_alone(model, cache)
+            unpatch_snapkv(model)
+        cache, logits = made[key]
+        return copy.deepcopy(cache), logits
+
+    return get
+
+
 @pytest.fixture
-def patched(tiny_model):
-    patch_for_snapkv(tiny_model)
+def unpatched_after(tiny_model):
     yield
     unpatch_snapkv(tiny_model)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("before", [0, 5])
-def test_a_turn_at_once_is_as_one_by_one(tiny_model, tokens, patched, policy, before):
+def test_a_turn_at_once_is_as_one_by_one(
+    tiny_model, tokens, told_alone, unpatched_after, policy, before
+):
     """Whether the caches have just chosen or chose some tokens ago."""
-    caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
-    for cache in caches:
-        for token in tokens[:before]:
+    caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2 if before else 1)]
+    if not before:
+        alone, expected = told_alone(tiny_model, tokens, policy)
+        caches.insert(0, alone)
+    patch_for_snapkv(tiny_model)
+    for token in tokens[:before]:
+        for cache in caches:
             tiny_model(token[None, None], cache=cache)
-    expected = fed_alone(tiny_model, caches[0])
+    if before:
+        expected = fed_alone(tiny_model, caches[0])
     at_once = one_by_one(tiny_model, caches[1])(TURN[None], cache=caches[1])[0]
     assert mx.abs(at_once - expected).max() < 1e-4
     for cache in caches:  # until then a window holds all tokens of the last call
@@ -64,10 +90,11 @@ def test_a_turn_at_once_is_as_one_by_one(tiny_model, tokens, patched, policy, be
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_generate_step_reads_a_follow_up_so(tiny_model, tokens, policy):
-    caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
+def test_generate_step_reads_a_follow_up_so(tiny_model, tokens, told_alone, policy):
+    alone, logits = told_alone(tiny_model, tokens, policy)
+    caches = [alone, prefill(tiny_model, tokens, policy)[0]]
+    logits = logits[-1]
     patch_for_snapkv(tiny_model)
-    logits = fed_alone(tiny_model, caches[0])[-1]
     token = mx.argmax(logits).item()
     tiny_model(mx.array([[token]]), cache=caches[0])  # mlx-lm's loop runs one token ahead
     unpatch_snapkv(tiny_model)
@@ -78,11 +105,9 @@ def test_generate_step_reads_a_follow_up_so(tiny_model, tokens, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_so_does_prefill(tiny_model, tokens, policy):
-    caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
-    patch_for_snapkv(tiny_model)
-    fed_alone(tiny_model, caches[0])
-    unpatch_snapkv(tiny_model)
+def test_so_does_prefill(tiny_model, tokens, told_alone, policy):
+    alone, _ = told_alone(tiny_model, tokens, policy)
+    caches = [alone, prefill(tiny_model, tokens, policy)[0]]
     _, report = prefill(tiny_model, TURN, policy, prompt_cache=caches[1])
     assert "already holds tokens" in report.reason
     same_rows(*caches)
@@ -93,7 +118,7 @@ def test_without_the_pieces_the_choices_come_too_soon(tiny_model, tokens):
     caches = [prefill(tiny_model, tokens, KeyDiff(**ROWS))[0] for _ in range(2)]
     expected = fed_alone(tiny_model, caches[0])
     at_once = mx.concatenate(
-        [tiny_model(part[None], cache=caches[1])[0] for part in mx.split(TURN, 30)]
+        [tiny_model(part[None], cache=caches[1])[0] for part in mx.split(TURN, 15)]
     )
     assert mx.abs(at_once - expected).max() > 1e-3
 

@@ -9,6 +9,7 @@ from saved_helpers import KEYDIFF, SNAPKV, read, saved_file
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import BlockKVCache, ReselectingSnapKVCache, SnapKVError, saved
+from mlx_snapkv.saved import files
 
 
 def damaged(path, data, model, tokens):
@@ -103,7 +104,7 @@ def test_a_flipped_bit_among_the_rows_is_told(path, tokens, policy):
 
 def test_a_newer_format_is_told(path, tokens, monkeypatch):
     model = make_llama()
-    monkeypatch.setattr(saved.files, "FORMAT", 2)
+    monkeypatch.setattr(files, "FORMAT", 2)
     saved_file(path, model, tokens)
     monkeypatch.undo()
     with pytest.raises(SnapKVError, match="has format 2, this version reads up to 1: upgrade"):
