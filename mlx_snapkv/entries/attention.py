@@ -1,7 +1,8 @@
 """How much attention observed queries give to every entry of a layer.
 
 Nothing is computed here, only graphs are made. Where a prompt is long they are made block by block, and
-`mx.depends` lets each block wait for the one before it, so that a graph needs the memory of one block.
+`mx.depends` lets each block wait for the one before it, so that a graph needs the memory of a few blocks: MLX
+allocates some operations ahead of the one that it computes, so the blocks are small.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import mlx.core as mx
 
 from .queries import Queries
 
-BLOCK_BYTES = 16 << 20  # of float32 logits made at a time
-HELD_BYTES = 48 << 20  # of logits and float32 keys, below which one pass over all keys will do
+BLOCK_BYTES = 2 << 20  # of float32 logits made at a time
+HELD_BYTES = 16 << 20  # of logits and float32 keys, below which one pass over all keys will do
 LOG2_E = 1.4426950408889634  # softmax by powers of two, which a CPU takes in half the time of exp
 
 
@@ -129,9 +130,9 @@ def _grouped(keys: mx.array, observed: Queries) -> tuple[mx.array, int]:
 
 
 def _block(queries: mx.array) -> int:
-    """Entries whose logits are held at a time."""
-    B, H, n, _ = queries.shape
-    return max(64, BLOCK_BYTES // (4 * B * H * n))
+    """Entries whose logits are held at a time; for few queries their float32 keys are what counts."""
+    B, H, n, D = queries.shape
+    return max(64, BLOCK_BYTES // (4 * B * H * max(n, D // 2)))
 
 
 def _spans(keys: mx.array, observed: Queries, block: int) -> Iterator[tuple[int, int]]:

@@ -39,10 +39,10 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     """
     T = scores.shape[-1]
     scores = scores.astype(mx.float32)
-    scores = mx.where(mx.isnan(scores), -mx.inf, scores)
-    kth = -mx.partition(-scores, k - 1, axis=-1)[..., k - 1 : k]
-    above = scores > kth
-    equal = scores == kth
+    cost = mx.where(mx.isnan(scores), mx.inf, -scores)
+    kth = mx.partition(cost, k - 1, axis=-1)[..., k - 1 : k]
+    above = cost < kth
+    equal = cost == kth
     spare = k - above.sum(axis=-1, keepdims=True)
     chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
     ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))

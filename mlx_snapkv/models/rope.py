@@ -1,4 +1,4 @@
-"""Queries as they were before a layer's rotary position embedding, with nothing known of it but that it can be called."""
+"""Queries as they were before a layer's RoPE, of which nothing is known but that it can be called."""
 
 from __future__ import annotations
 

@@ -58,13 +58,30 @@ class KeyDiff(Policy):
     def _anchor(self, keys: mx.array) -> mx.array:
         """`(B, n_kv_heads, 1, head_dim)`."""
         if self.anchor == "median":
-            medians: list[mx.array] = []
-            for head in mx.split(keys, keys.shape[1], axis=1):  # one by one: a median sorts a copy
-                head = _after(medians[-1:], head).astype(mx.float32)
-                medians.append(mx.median(self._weighted(head), axis=2, keepdims=True))
-            return mx.concatenate(medians, axis=1)
+            return self._median(keys)
         total = _summed(keys, lambda part: self._weighted(part).sum(axis=2, keepdims=True))
         return total / keys.shape[2]
+
+    def _median(self, keys: mx.array) -> mx.array:
+        """Of each coordinate, a few at a time: a median sorts a copy."""
+        B, H, T, D = keys.shape
+        width = max(1, BLOCK_BYTES // (4 * B * T))
+        factors = None
+        if self.similarity == "cosine":
+            factors = _joined(keys, lambda part: mx.rsqrt(_squared(part) + TINY))
+        heads: list[mx.array] = []
+        last: list[mx.array] = []
+        for head in range(H):
+            parts: list[mx.array] = []
+            for start in range(0, D, width):
+                block = keys[:, head : head + 1, :, start : start + width]
+                block = _after(last, block).astype(mx.float32)
+                if factors is not None:
+                    block = block * factors[:, head : head + 1]
+                parts.append(mx.median(block.swapaxes(2, 3), axis=3, keepdims=True))
+                last = parts[-1:]
+            heads.append(mx.concatenate(parts, axis=2).swapaxes(2, 3))
+        return mx.concatenate(heads, axis=1)
 
     def _weighted(self, keys: mx.array) -> mx.array:
         """Keys as the anchor is made of: of length one for the cosine."""

@@ -1,7 +1,6 @@
 """A follow-up turn of 150 tokens against the same tokens one by one, on every cache that a policy leaves."""
 
 import copy
-
 import math
 
 import mlx.core as mx
