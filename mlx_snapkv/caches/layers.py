@@ -11,7 +11,6 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..errors import UnsupportedModelError
 from ..models import AttentionFamily, attentions, type_of
-from ..models.rope import undo_rope
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
 
@@ -57,7 +56,7 @@ class AttentionLayer:
 
     def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
         """Queries `(B, n_heads, n, head_dim)` of positions from `offset` on, as they were before the RoPE, float32."""
-        return undo_rope(self.rope, queries, offset)
+        return self.family.undo_rope(self.attention, self.rope, queries, offset)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
         return self  # a copied cache serves the same model

@@ -17,7 +17,6 @@ from .budgets import Quota, amount, is_amount
 
 ON_FULL = ("slide", "grow", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
-DEFAULT_LOOKAHEAD = 4  # answer tokens, where the prompt's last token votes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +40,15 @@ class SnapKV(Policy):
             request's way: the highest logit over heads and queries, one set for all heads.
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before, as the pull request does.
-        lookahead: answer tokens decoded on all entries, whose queries vote too, before the cut. None is 4, or
-            none with last_token=False.
+        lookahead: answer tokens decoded on all entries, whose queries vote too, before the cut.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
         on_full: what becomes of the answer's own entries when they fill the recent window. Within the budget, "slide"
-            drops the oldest one; every `n_window // 2` tokens, "keydiff" compares all rows held, the prompt's too,
+            drops the oldest one; every `n_window // 2` tokens, "keydiff" compares all entries held, the prompt's too,
             and drops next those with the least distinct keys, and "reselect" those that the last `obs_window`
             queries attend to least. "grow" keeps all of them, as in the paper (docs/long-answers.md).
+        reserve: how many of the voted entries, those with most votes, on_full="keydiff" never drops: a number or a
+            share (docs/long-answers.md).
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a longer recent
@@ -72,8 +72,9 @@ class SnapKV(Policy):
     pool: str = "avg"
     heads: str = "per_head"
     last_token: bool = True  # type: ignore[misc]
-    lookahead: int | None = None  # type: ignore[misc]
+    lookahead: int = 0  # type: ignore[misc]
     on_full: str = "keydiff"  # type: ignore[misc]
+    reserve: int | str = "50%"
     schedule: str = "once"
 
     def __post_init__(self):
@@ -84,8 +85,9 @@ class SnapKV(Policy):
         self._require(
             "n_window", self.n_window >= self.obs_window, f"at least obs_window={self.obs_window}"
         )
-        if self.lookahead is not None:
-            self._require_count("lookahead", most=256)
+        if self.lookahead is None:  # as it could be written once
+            object.__setattr__(self, "lookahead", 0)
+        self._require_count("lookahead", most=256)
         self._require_count("pool_kernel", least=1, most=255)
         self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
         if self.prefill_chunk is not None:
@@ -97,6 +99,7 @@ class SnapKV(Policy):
             "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
         )
         self._require("on_full", self.on_full in ON_FULL, ", ".join(ON_FULL))
+        self._require("reserve", is_amount(self.reserve), 'a whole number or a share such as "50%"')
         if self.on_full != "keydiff":
             self._require("schedule", self.schedule == "once", f"once with on_full={self.on_full}")
         if self.on_full == "reselect":
@@ -134,15 +137,12 @@ class SnapKV(Policy):
         return quotas
 
     @property
-    def n_lookahead(self) -> int:
-        if self.lookahead is None:
-            return DEFAULT_LOOKAHEAD if self.last_token else 0
-        return self.lookahead
-
-    @property
     def answer_block(self) -> int:
         chooses = self.schedule == "once" and self.on_full in CHOOSING
         return max(1, self.n_window // 2) if chooses else self.block
+
+    def reserved(self, n_voted: int) -> int:
+        return min(n_voted, amount(self.reserve, n_voted)) if self.on_full == "keydiff" else 0
 
     def fits(self, n_prompt: int) -> bool:
         if self.mass is None:

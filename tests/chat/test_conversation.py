@@ -227,5 +227,5 @@ def test_recalled_turns_need_no_second_copy_of_the_rows(demo_llama, haystack):
     conversation.attach(document)
     ask(conversation, facts[0].question)
     layer = attention_layers(model, conversation.prompt_cache)[0]
-    turn = RecallingRequest(model, resolve_policy(policy=SMALL), 3, conversation.prompt_cache, 0)
+    turn = RecallingRequest(model, resolve_policy(policy=SMALL), 3, conversation.prompt_cache)
     assert layer.cache_in(turn.caches) is layer.cache_in(conversation.prompt_cache)

@@ -18,9 +18,10 @@ from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_mod
 from request_helpers import plain
 
 from mlx_snapkv import TOVA, BlockKVCache, KeyDiff, SnapKVCache, generate_step, models, prefill
-from mlx_snapkv.caches.layers import attention_classes, attention_layers, members
+from mlx_snapkv.caches.layers import attention_layers, members
 from mlx_snapkv.engine.request import Request
 from mlx_snapkv.errors import UnsupportedModelError
+from mlx_snapkv.models import attention_classes
 from mlx_snapkv.policies import SnapKV
 
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
@@ -149,7 +150,7 @@ def test_a_long_turn_equals_its_tokens_one_by_one(model):
 
 
 def test_a_request_is_compressed_and_left_clean(model):
-    originals = {cls: cls.__call__ for cls in attention_classes(layers_of(model))}
+    originals = {cls: cls.__call__ for cls in attention_classes(model)}
     reports, cache = [], make_prompt_cache(model)
     ours = list(
         generate_step(
@@ -172,7 +173,7 @@ def test_a_request_is_compressed_and_left_clean(model):
 
 @pytest.mark.parametrize("policy", [KeyDiff, TOVA])
 def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model, policy):
-    originals = {cls: cls.__call__ for cls in attention_classes(layers_of(model))}
+    originals = {cls: cls.__call__ for cls in attention_classes(model)}
     cache = make_prompt_cache(model)
     policy = policy(budget=12, n_window=2, block=10)
     answer = generate_step(TOKENS, model, policy=policy, max_tokens=30, prompt_cache=cache)

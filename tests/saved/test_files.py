@@ -104,10 +104,10 @@ def test_a_loaded_cache_knows_how_its_models_heads_are_grouped(path, tokens):
         assert mx.array_equal(one.keys, other.keys)
 
 
-def test_an_attention_family_is_told_to_loaded_caches(path, tokens):
+def test_loaded_caches_are_told_their_layers(path, tokens):
     model = make_llama()
     loaded = saved.load(saved_file(path, model, tokens, spec("tova", "block")), model)
-    assert all(c._family.class_name == "Attention" for c in loaded.prompt_cache)
+    assert all(c.layer.family.class_name == "Attention" for c in loaded.prompt_cache)
 
 
 def test_a_policys_string_names_the_same_policy():
