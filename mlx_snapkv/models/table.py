@@ -6,11 +6,15 @@ masks are made, what positions are taken from), so every type was read and is ru
 
 from __future__ import annotations
 
+import mlx.core as mx
+
 from .family import AttentionFamily as Family
 
 _SLIDING = "sliding-window layers stay as they are"
 _LINEAR = "linear and state-space layers stay as they are"
 _CONVOLUTION = "convolution layers stay as they are"
+_PER_HEAD = "keys and values are stored per head"
+_TAIL = "qk_rope_head_dim"
 
 
 def _shares_rows(attentions: list) -> str | None:
@@ -48,6 +52,24 @@ def _has_no_sliding_layer(attentions: list) -> str | None:
     return "without sliding-window layers it still asks its first layer for a sliding-window mask"
 
 
+class _Frequencies:
+    """The RoPE of families that keep its frequencies, and no object to call."""
+
+    def __init__(self, attention):
+        self._frequencies = attention._rope_freqs
+
+    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        return mx.fast.rope(
+            x,
+            x.shape[-1],
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=self._frequencies,
+        )
+
+
 FAMILIES: dict[str, Family] = {
     family.module: family
     for family in (
@@ -59,16 +81,16 @@ FAMILIES: dict[str, Family] = {
         Family("bailing_moe_linear", note=_LINEAR),
         Family("bitnet"),
         Family("cohere"),
-        Family("cohere2", note=_SLIDING),
+        Family("cohere2", rotates="use_sliding_window", note=_SLIDING),
         Family("dbrx"),
         Family("deepseek", "DeepseekAttention"),
-        Family("deepseek_v2", "DeepseekV2Attention", note="keys and values are stored per head"),
+        Family("deepseek_v2", "DeepseekV2Attention", rotary_tail=_TAIL, note=_PER_HEAD),
         Family("dots1", "Dots1Attention"),
         Family("ernie4_5"),
         Family("ernie4_5_moe"),
         Family("exaone", "AttentionModule"),
-        Family("exaone4", note=_SLIDING),
-        Family("exaone_moe", note=_SLIDING, refusal=_has_no_sliding_layer),
+        Family("exaone4", rotates="use_rope", note=_SLIDING),
+        Family("exaone_moe", rotates="use_rope", note=_SLIDING, refusal=_has_no_sliding_layer),
         Family("falcon_h1", "FalconH1Attention", note=_LINEAR),
         Family("gear", note=f"{_SLIDING}, and so do convolutions", refusal=_caps_logits),
         Family("gemma"),
@@ -79,8 +101,8 @@ FAMILIES: dict[str, Family] = {
         Family("glm", "GLMAttention"),
         Family("glm4", "Glm4Attention"),
         Family("glm4_moe"),
-        Family("gpt2", note="learned positions"),
-        Family("gpt_bigcode", note="learned positions"),
+        Family("gpt2", rope=None, note="learned positions"),
+        Family("gpt_bigcode", rope=None, note="learned positions"),
         Family("gpt_neox"),
         Family(
             "gpt_oss",
@@ -98,25 +120,25 @@ FAMILIES: dict[str, Family] = {
         Family("hunyuan_v1_dense"),
         Family("internlm2"),
         Family("internlm3"),
-        Family("jamba", "JambaAttention", note=_LINEAR),
+        Family("jamba", "JambaAttention", rope=None, note=_LINEAR),
         Family("laguna", note=_SLIDING),
         Family("lfm2", note=_CONVOLUTION),
         Family("lfm2_moe", note=_CONVOLUTION),
         Family("lille-130m", "Lille130mAttention"),
         Family("llama", note=_SLIDING, idle=_uses_sliding_window),
-        Family("llama4", note="chunked-attention layers stay as they are"),
-        Family("llama4_text"),
+        Family("llama4", rotates="use_rope", note="chunked-attention layers stay as they are"),
+        Family("llama4_text", rotates="use_rope"),
         Family("mellum", note=_SLIDING),
         Family("mimo"),
         Family("mimo_v2_flash", sinks="attention_sink_bias", note=_SLIDING),
         Family("minicpm"),
-        Family("minicpm3", scale="softmax_scale", note="keys and values are stored per head"),
+        Family("minicpm3", scale="softmax_scale", rotary_tail=_TAIL, note=_PER_HEAD),
         Family("minimax", "MiniMaxAttention"),
         Family("ministral3", note=_SLIDING, idle=_uses_sliding_window),
         Family("mixtral", "MixtralAttention"),
-        Family("muse_glimmer", note=_SLIDING),
+        Family("muse_glimmer", rotates="use_rope", note=_SLIDING),
         Family("nanbeige", note="every pass of its loop has rows of its own"),
-        Family("nanochat"),
+        Family("nanochat", rope=_Frequencies),
         Family("nemotron"),
         Family(
             "nemotron-nas",
@@ -124,7 +146,7 @@ FAMILIES: dict[str, Family] = {
             refusal=_starts_without_attention,
             idle=_replaces_attention,
         ),
-        Family("nemotron_h", "NemotronHAttention", note=_LINEAR),
+        Family("nemotron_h", "NemotronHAttention", rope=None, note=_LINEAR),
         Family("olmo2"),
         Family("olmo3", "Olmo3Attention", note=_SLIDING),
         Family("olmo_hybrid", note=_LINEAR),
@@ -134,9 +156,9 @@ FAMILIES: dict[str, Family] = {
         Family("phi3"),
         Family("phimoe"),
         Family("phixtral", "RoPEAttention", scale=None),
-        Family("plamo", tiled=True, note="query heads are tiled over KV heads"),
+        Family("plamo", tiled=True, rope="rotary_emb", note="query heads are tiled over KV heads"),
         Family("plamo3", note=_SLIDING),
-        Family("qwen"),
+        Family("qwen", rope="rotary_emb"),
         Family("qwen2"),
         Family("qwen2_moe"),
         Family("qwen3"),
@@ -147,9 +169,9 @@ FAMILIES: dict[str, Family] = {
         Family("stablelm", scale=None),
         Family("starcoder2"),
         Family("step3p5", "Step3p5Attention", note=_SLIDING),
-        Family("talkie"),
+        Family("talkie", rope=_Frequencies),
         Family("telechat3", "Telechat3Attention"),
-        Family("youtu_llm", "YoutuLLMAttention", note="keys and values are stored per head"),
+        Family("youtu_llm", "YoutuLLMAttention", rotary_tail=_TAIL, note=_PER_HEAD),
     )
 }
 
