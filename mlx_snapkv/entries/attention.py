@@ -1,4 +1,9 @@
-"""How much attention observed queries give to every row of a layer."""
+"""How much attention observed queries give to every entry of a layer.
+
+Nothing is computed here, only graphs are made. Where a prompt is long they are made block by block, and
+`mx.depends` lets each block wait for the one before it, so that a graph needs the memory of a few blocks: MLX
+allocates some operations ahead of the one that it computes, so the blocks are small.
+"""
 
 from __future__ import annotations
 
@@ -6,119 +11,160 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from .entries import Rows
+from .queries import Queries
 
-BLOCK_BYTES = 16 << 20  # of float32 logits made at a time
-HELD_BYTES = 48 << 20  # of logits and float32 keys, below which one pass over all rows will do
+BLOCK_BYTES = 2 << 20  # of float32 logits made at a time
+HELD_BYTES = 16 << 20  # of logits and float32 keys, below which one pass over all keys will do
 LOG2_E = 1.4426950408889634  # softmax by powers of two, which a CPU takes in half the time of exp
 
 
-def attention_votes(rows: Rows) -> mx.array:
+def attention_votes(keys: mx.array, observed: Queries) -> mx.array:
     """SnapKV's votes (section 3, "Voting"): `(B, n_kv_heads, T)` float32.
 
-    Softmax over all rows up to the query's own position, summed over the observed queries, averaged over
+    Softmax over all entries up to the query's own position, summed over the observed queries, averaged over
     the query heads of a GQA group. Long prompts are scored in blocks of T, so that working memory does not
     grow with it.
+
+    Args:
+        keys: `(B, n_kv_heads, T, head_dim)`.
     """
-    queries, group = _grouped(rows)
+    queries, group = _grouped(keys, observed)
     queries = queries * LOG2_E
-    sinks = _sink_logits(rows, queries)
-    B, H, T, D = rows.keys.shape
-    held = 4 * B * H * T * (queries.shape[2] + (D if rows.keys.dtype != mx.float32 else 0))
+    sinks = _sink_logits(keys, observed, queries)
+    B, H, T, D = keys.shape
+    held = 4 * B * H * T * (queries.shape[2] + (D if keys.dtype != mx.float32 else 0))
     votes = _votes_held if held <= HELD_BYTES else _votes_in_blocks
-    return votes(rows, queries, sinks) / group
+    return votes(keys, observed, queries, sinks) / group
 
 
-def _votes_held(rows: Rows, queries: mx.array, sinks: mx.array) -> mx.array:
-    logits = list(_logit_blocks(rows, queries, rows.keys.shape[2]))
+def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
+    """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum.
+
+    Args:
+        keys: `(B, n_kv_heads, T, head_dim)`.
+    """
+    queries, group = _grouped(keys, observed)
+    queries = queries * LOG2_E
+    sinks = _sink_logits(keys, observed, queries)
+    weights, total = _powers(keys, observed, queries, sinks)
+    B, H, T, _ = keys.shape
+    shares = mx.concatenate([part / total[..., None] for part in weights], axis=-1)
+    return shares.reshape(B, H * group, -1, T)
+
+
+def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
+    """The pull request's score: `(B, n_kv_heads, T)` float32, the same for all heads.
+
+    Queries averaged over each GQA group, then the highest logit over KV heads and queries.
+    """
+    B, H, T, _ = keys.shape
+    queries, group = _grouped(keys, observed)
+    n = queries.shape[2] // group
+    mean = queries.reshape(B, H, group, n, -1).mean(axis=2)
+    scores: list[mx.array] = []
+    for span in _spans(keys, observed, _block(mean)):
+        logits = _logits(keys, observed, mean, span, after=scores[-1:])
+        scores.append(logits.max(axis=(1, 2)))
+    return mx.broadcast_to(mx.concatenate(scores, axis=-1)[:, None], (B, H, T))
+
+
+def _votes_held(keys: mx.array, observed: Queries, queries: mx.array, sinks: mx.array) -> mx.array:
+    weights, total = _powers(keys, observed, queries, sinks)
+    share = (1 / total)[..., None, :]
+    return mx.concatenate([share @ part for part in weights], axis=-1).squeeze(2)
+
+
+def _powers(
+    keys: mx.array, observed: Queries, queries: mx.array, sinks: mx.array
+) -> tuple[list[mx.array], mx.array]:
+    """Powers of two `(B, n_kv_heads, group * n, part of T)` in proportion to the weights, and their sums."""
+    spans = _spans(keys, observed, keys.shape[2])
+    logits = [_logits(keys, observed, queries, span) for span in spans]
     top = sinks
     for part in logits:
         top = mx.maximum(top, part.max(axis=-1))
-    mx.eval(logits, top)
     weights = [mx.power(2, part - top[..., None]) for part in logits]
     total = mx.power(2, sinks - top)
     for part in weights:
         total = total + part.sum(axis=-1)
-    share = (1 / total)[..., None, :]
-    votes = mx.concatenate([share @ part for part in weights], axis=-1).squeeze(2)
-    del logits, weights, part  # so that the evaluation can use their memory again
-    mx.eval(votes)
-    return votes
+    return weights, total
 
 
-def _votes_in_blocks(rows: Rows, queries: mx.array, sinks: mx.array) -> mx.array:
+def _votes_in_blocks(
+    keys: mx.array, observed: Queries, queries: mx.array, sinks: mx.array
+) -> mx.array:
     """The same in two passes: the softmax's denominators, then the votes."""
-    block = _block(queries)
+    spans = list(_spans(keys, observed, _block(queries)))
     top, total = sinks, mx.where(mx.isinf(sinks), 0.0, 1.0)
-    for logits in _logit_blocks(rows, queries, block):
+    for span in spans:
+        logits = _logits(keys, observed, queries, span, after=[total])
         higher = mx.maximum(top, logits.max(axis=-1))
         total = total * mx.power(2, top - higher) + mx.power(2, logits - higher[..., None]).sum(
             axis=-1
         )
         top = higher
-        del logits
-        mx.eval(top, total)
     share = (1 / total)[..., None, :]
-    votes = []
-    for logits in _logit_blocks(rows, queries, block):
+    votes: list[mx.array] = []
+    for span in spans:
+        logits = _logits(keys, observed, queries, span, after=votes[-1:] or [total])
         votes.append((share @ mx.power(2, logits - top[..., None])).squeeze(2))
-        del logits
-        mx.eval(votes[-1])
     return mx.concatenate(votes, axis=-1)
 
 
-def _sink_logits(rows: Rows, queries: mx.array) -> mx.array:
+def _sink_logits(keys: mx.array, observed: Queries, queries: mx.array) -> mx.array:
     """The sinks' logits, base 2, for each grouped query, `(B, n_kv_heads, group * n)`; -inf without sinks."""
     B, H, n, _ = queries.shape
-    if rows.sinks is None:
+    if observed.sinks is None:
         return mx.full((B, H, n), -mx.inf)
-    group = rows.sinks.size // H
-    sinks = LOG2_E * rows.sinks.astype(mx.float32).reshape(1, H, group, 1)
+    group = observed.sinks.size // H
+    sinks = LOG2_E * observed.sinks.astype(mx.float32).reshape(1, H, group, 1)
     return mx.broadcast_to(sinks, (B, H, group, n // group)).reshape(B, H, n)
 
 
-def shared_logits(rows: Rows) -> mx.array:
-    """The pull request's score: `(B, n_kv_heads, T)` float32, the same for all heads.
-
-    Queries averaged over each GQA group, then the highest logit over KV heads and queries.
-    """
-    B, H, T, _ = rows.keys.shape
-    queries, group = _grouped(rows)
-    n = queries.shape[2] // group
-    mean = queries.reshape(B, H, group, n, -1).mean(axis=2)
-    scores = []
-    for logits in _logit_blocks(rows, mean, _block(mean)):
-        scores.append(logits.max(axis=(1, 2)))
-        mx.eval(scores[-1])
-    return mx.broadcast_to(mx.concatenate(scores, axis=-1)[:, None], (B, H, T))
-
-
-def _grouped(rows: Rows) -> tuple[mx.array, int]:
+def _grouped(keys: mx.array, observed: Queries) -> tuple[mx.array, int]:
     """Scaled float32 queries `(B, n_kv_heads, group * n, head_dim)`, and the size of a GQA group."""
-    observed, _ = rows.observed
-    B, n_heads, n, D = observed.shape
-    H = rows.keys.shape[1]
-    queries = observed.astype(mx.float32) * rows.scale
+    B, n_heads, n, D = observed.heads.shape
+    H = keys.shape[1]
+    queries = observed.heads.astype(mx.float32) * observed.scale
     return queries.reshape(B, H, (n_heads // H) * n, D), n_heads // H
 
 
 def _block(queries: mx.array) -> int:
-    """Rows whose logits are held at a time."""
-    B, H, n, _ = queries.shape
-    return max(64, BLOCK_BYTES // (4 * B * H * n))
+    """Entries whose logits are held at a time; for few queries their float32 keys are what counts."""
+    B, H, n, D = queries.shape
+    return max(64, BLOCK_BYTES // (4 * B * H * max(n, D // 2)))
 
 
-def _logit_blocks(rows: Rows, queries: mx.array, block: int) -> Iterator[mx.array]:
-    """Causally masked logits `(B, n_kv_heads, n, block)` of `queries`, block by block over T."""
-    n, T = queries.shape[2], rows.keys.shape[2]
-    _, query_positions = rows.observed
-    positions = mx.tile(query_positions, n // query_positions.size)[:, None]
-    unmasked = min(T, int(query_positions[0].item()) + 1)  # type: ignore[arg-type]
-    for begin, end in ((0, unmasked), (unmasked, T)):
+def _spans(keys: mx.array, observed: Queries, block: int) -> Iterator[tuple[int, int]]:
+    """Blocks `[start, stop)` of T; none holds both entries that all queries see and others."""
+    T = keys.shape[2]
+    seen_by_all = max(0, min(T, observed.places.start + 1))
+    for begin, end in ((0, seen_by_all), (seen_by_all, T)):
         for start in range(begin, end, block):
-            stop = min(start + block, end)
-            logits = queries @ rows.keys[:, :, start:stop].astype(mx.float32).swapaxes(-1, -2)
-            if begin:
-                visible = mx.arange(start, stop)[None] <= positions
-                logits = mx.where(visible, logits, -mx.inf)
-            yield logits
+            yield start, min(start + block, end)
+
+
+def _logits(
+    keys: mx.array,
+    observed: Queries,
+    queries: mx.array,
+    span: tuple[int, int],
+    after: list[mx.array] | None = None,
+) -> mx.array:
+    """Causally masked logits `(B, n_kv_heads, n, stop - start)` of `queries`.
+
+    Args:
+        after: what is to be computed before.
+    """
+    start, stop = span
+    part = keys[:, :, start:stop]
+    if after:
+        part = mx.depends(part, after)
+    logits = queries @ part.astype(mx.float32).swapaxes(-1, -2)
+    places = observed.places
+    if stop <= places.start + 1:
+        return logits
+    own = mx.tile(
+        mx.arange(places.start, places.stop, places.step), queries.shape[2] // len(places)
+    )
+    return mx.where(mx.arange(start, stop) <= own[:, None], logits, -mx.inf)

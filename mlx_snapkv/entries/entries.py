@@ -2,42 +2,75 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import SnapKVError
+from .attention import attention_votes, attention_weights
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, unpack
+from .queries import Queries
 from .selection import gather_rows
 
 
+class _Missing:
+    """Stands for something that nobody gave: to ask it for anything is an error that says what to do."""
+
+    def __init__(self, sentence: str):
+        self._sentence = sentence
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise SnapKVError(self._sentence)
+
+
+_NO_LAYER = _Missing(
+    "what is known of a layer besides its entries is missing: prefill with mlx_snapkv.prefill"
+)
+_NO_STATISTICS = _Missing(
+    "the statistics of a layer's queries are missing: give the policy a query_statistics, "
+    "and prefill with mlx_snapkv.prefill"
+)
+
+
 @dataclass
-class Rows:
-    """What one layer offers a policy.
+class Entries:
+    """What one layer offers a policy, by attribute; nothing is computed that is not asked for.
+
+    Besides the fields: `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention` and `votes`, each
+    computed once. All of it is lazy.
 
     Attributes:
-        stored_keys, stored_values: the layer's rows in order of position, as its cache stores them.
-        queries: `(B, n_heads, n, head_dim)`, post-RoPE; None if none were observed.
-        query_positions: the row of each of those `n` queries' own token; query `i` sees rows up to it.
-        scale: what the attention multiplies its logits by.
-        sinks: `(n_heads,)` logits of attention sinks: they take a share of the softmax but have no row.
-        given_positions: uint32 `(B, n_kv_heads, T)`, the rows' positions in the prompt if some are missing.
+        stored_keys, stored_values: the layer's entries in order of position, as its cache stores them.
+        observed: the queries that vote; None if there are none.
+        given_positions: uint32 `(B, n_kv_heads, T)`, the entries' positions in the prompt if some are missing.
         received: float32 `(B, n_kv_heads, T)`, the attention received so far, if it was counted.
-        quantization: how the rows are stored.
+        quantization: how the entries are stored.
+        layer: whose entries they are: `.attention`, the mlx-lm attention module, so its output projection and
+            norms; `.rope`, its RoPE module or None; `.number`, its place among the model's full-attention
+            layers, from 0; `.n_layers`, how many those are; `.undo_rope(queries, offset)`. Asking for one of
+            these is a SnapKVError if no layer was given.
+        statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries (see `Statistics`), if the policy
+            has a `query_statistics`; else asking for one is a SnapKVError.
     """
 
     stored_keys: Stored
     stored_values: Stored
-    queries: mx.array | None = None
-    query_positions: mx.array | None = None
-    scale: float = math.nan
-    sinks: mx.array | None = None
+    observed: Queries | None = None
     given_positions: mx.array | None = None
     received: mx.array | None = None
     quantization: Quantization | None = None
+    layer: Any = None
+    statistics: Any = None
+
+    def __post_init__(self):
+        if self.layer is None:
+            self.layer = _NO_LAYER
+        if self.statistics is None:
+            self.statistics = _NO_STATISTICS
 
     def __len__(self) -> int:
         return n_rows(self.stored_keys)
@@ -53,66 +86,98 @@ class Rows:
         return unpack(self.stored_values, self.quantization)
 
     @cached_property
-    def votes(self) -> mx.array:
-        """`attention_votes` of these rows, computed once."""
-        from .attention import attention_votes
-
-        return attention_votes(self)
-
-    @cached_property
     def positions(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, T)`: the rows' positions in the prompt."""
+        """uint32 `(B, n_kv_heads, T)`: the entries' positions in the prompt."""
         if self.given_positions is not None:
             return self.given_positions
         shape = arrays(self.stored_keys)[0].shape[:3]
         return mx.broadcast_to(mx.arange(shape[2], dtype=mx.uint32), shape)
 
-    def taken(self, chosen: mx.array) -> Rows:
-        """The chosen rows, uint32 `(B, n_kv_heads, n)`, computed; without queries."""
-        stored = (self.stored_keys, self.stored_values)
-        keys, values = (each(lambda part: gather_rows(part, chosen), x) for x in stored)
-        positions = mx.take_along_axis(self.positions, chosen, axis=-1)
-        received = self.received
-        if received is not None:
-            received = mx.take_along_axis(received, chosen, axis=-1)
-            mx.eval(received)
-        mx.eval(keys, positions)
-        mx.eval(
-            values
-        )  # after the keys: rows that rest are read for it, which needs less memory one by one
-        return Rows(
-            keys,
-            values,
-            given_positions=positions,
-            received=received,
-            quantization=self.quantization,
-        )
-
-    def packed(self, quantization: Quantization | None) -> Rows:
-        """The same rows, stored so; those that are already stay as they are."""
-        if quantization == self.quantization:
-            return self
-        keys, values = (pack(x, quantization) for x in (self.keys, self.values))
-        mx.eval(keys, values)
-        return dataclasses.replace(
-            self, stored_keys=keys, stored_values=values, quantization=quantization
-        )
-
-    def let_go(self) -> None:
-        """Don't keep the rows alive any longer."""
-        self.stored_keys = self.stored_values = None
-        for name in ("keys", "values"):
-            vars(self).pop(name, None)
-
     @property
-    def observed(self) -> tuple[mx.array, mx.array]:
-        """The queries and the rows of their own tokens.
+    def voters(self) -> Queries:
+        """The observed queries with their places.
 
         Raises:
             SnapKVError: none were observed.
         """
-        if self.queries is None or self.query_positions is None:
+        if self.observed is None:
             raise SnapKVError(
                 "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
             )
-        return self.queries, self.query_positions
+        return self.observed
+
+    @property
+    def queries(self) -> mx.array:
+        """`(B, n_heads, n, head_dim)`: the observed queries, post-RoPE.
+
+        Raises:
+            SnapKVError: none were observed.
+        """
+        return self.voters.heads
+
+    @cached_property
+    def raw_queries(self) -> mx.array:
+        """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE.
+
+        Raises:
+            SnapKVError: none were observed, the layer is not known, or the queries' positions aren't.
+        """
+        voters = self.voters
+        start = voters.start
+        if start is None:
+            if self.given_positions is not None:
+                raise SnapKVError(
+                    "the positions of a layer's queries are missing: give Queries their start"
+                )
+            start = voters.places.start
+        return self.layer.undo_rope(voters.heads, start)
+
+    @cached_property
+    def attention(self) -> mx.array:
+        """`(B, n_heads, n, T)` float32: every observed query's weights, causal, after the sinks' share.
+
+        Raises:
+            SnapKVError: none were observed.
+        """
+        return attention_weights(self.keys, self.voters)
+
+    @cached_property
+    def votes(self) -> mx.array:
+        """`(B, n_kv_heads, T)` float32: `attention`, summed over queries and averaged over a GQA group.
+
+        It is not made from `attention`, and needs far less memory.
+
+        Raises:
+            SnapKVError: none were observed.
+        """
+        return attention_votes(self.keys, self.voters)
+
+    def taken(self, chosen: mx.array) -> Entries:
+        """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""
+        stored = (self.stored_keys, self.stored_values)
+        keys, values = (each(lambda part: gather_rows(part, chosen), x) for x in stored)
+        received = self.received
+        if received is not None:
+            received = mx.take_along_axis(received, chosen, axis=-1)
+        positions = mx.take_along_axis(self.positions, chosen, axis=-1)
+        return replace(
+            self,
+            stored_keys=keys,
+            stored_values=values,
+            observed=None,
+            given_positions=positions,
+            received=received,
+        )
+
+    def packed(self, quantization: Quantization | None) -> Entries:
+        """The same entries, stored so; those that are already stay as they are."""
+        if quantization == self.quantization:
+            return self
+        keys, values = (pack(x, quantization) for x in (self.keys, self.values))
+        return replace(self, stored_keys=keys, stored_values=values, quantization=quantization)
+
+    def release(self) -> None:
+        """Don't keep keys, values and what was made of them alive any longer."""
+        self.stored_keys = self.stored_values = None
+        for name in ("keys", "values", "raw_queries", "attention", "votes"):
+            vars(self).pop(name, None)

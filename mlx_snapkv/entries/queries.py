@@ -1,10 +1,46 @@
-"""Caches that keep the queries of their own tokens, for the votes."""
+"""The queries that vote: what a policy is shown of them, and caches that keep those of their own tokens."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries observed at an attention's own call.
+
+    Attributes:
+        heads: `(B, n_heads, n, head_dim)`, post-RoPE, in an order that puts each KV head's readers together.
+        places: the index among the entries of each query's own token; query `i` sees entries up to it. It may
+            reach past the last entry.
+        scale: what the attention multiplies its logits by.
+        sinks: `(n_heads,)` logits of attention sinks: they take a share of the softmax but have no entry.
+        start: the position of the first query's token in the prompt; None is `places.start`, which is right
+            while no entry is missing.
+    """
+
+    heads: mx.array
+    places: range
+    scale: float = math.nan
+    sinks: mx.array | None = None
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Moments of the pre-RoPE queries, each head for itself.
+
+    Attributes:
+        mean: `(B, n_heads, head_dim)` float32.
+        covariance: `(B, n_heads, head_dim, head_dim)` float32, divided by the number of queries.
+    """
+
+    mean: mx.array
+    covariance: mx.array
 
 
 class Recorder:
@@ -13,30 +49,54 @@ class Recorder:
     Args:
         first, last: logical positions whose queries are wanted, however they are cut into chunks.
         newest: how many of those are wanted at most, the latest ones; None is all.
+        statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, which
+            needs `layer`; None counts nothing.
+
+    Attributes:
+        layer: the cache's layer, an object with `undo_rope(queries, offset)`.
     """
 
     offset: int
+    layer: Any = None
 
-    def __init__(self, first: float = 0, last: float = math.inf, newest: int | None = None):
+    def __init__(
+        self,
+        first: float = 0,
+        last: float = math.inf,
+        newest: int | None = None,
+        statistics_from: int | None = None,
+    ):
         super().__init__()
-        self.start_recording(first, last, newest)
+        self.start_recording(first, last, newest, statistics_from)
 
     def start_recording(
-        self, first: float = 0, last: float = math.inf, newest: int | None = None
+        self,
+        first: float = 0,
+        last: float = math.inf,
+        newest: int | None = None,
+        statistics_from: int | None = None,
     ) -> None:
-        """Want these positions, and forget the queries kept so far."""
+        """Want these positions, and forget the queries and statistics kept so far."""
         self.first = first
         self.last = last
         self.newest = newest
+        self.statistics_from = statistics_from
         self.scale = math.nan  # this and the sinks are told with the queries
         self.sinks: mx.array | None = None
         self._queries: list[mx.array] = []
         self._stop = 0  # the position after the last query's
+        # A shift, and the sums of `query - shift` and of its outer products; empty before the first query. A
+        # cache's `state` holds them, so that mlx-lm computes them with every chunk.
+        self._sums: list[mx.array] = []
+        self._n_counted = 0
+        self._counted_to = 0  # the position after the last one counted
 
     def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
-        """Take what is wanted of a call's queries `(B, n_heads, L, head_dim)`; its rows are already stored."""
+        """Take what is wanted of a call's queries `(B, n_heads, L, head_dim)`; its entries are already stored."""
         self.scale, self.sinks = scale, sinks
         start = self.offset - queries.shape[2]
+        if self.statistics_from is not None:
+            self._count_queries(queries, start)
         a, b = max(self.first, start), min(self.last, self.offset)
         if self.newest is not None:
             a = max(a, b - self.newest)
@@ -52,6 +112,34 @@ class Recorder:
         if self.newest is not None:
             while self.n_queries - self._queries[0].shape[2] >= self.newest:
                 self._queries.pop(0)
+
+    def _count_queries(self, queries: mx.array, start: int) -> None:
+        """Add the queries of a call to the statistics, those of a position fed again but once."""
+        a = max(self.statistics_from or 0, start, self._counted_to)
+        b = int(min(self.last, self.offset))
+        if a >= b:
+            return
+        raw = self.layer.undo_rope(queries[:, :, a - start : b - start], a).astype(mx.float32)
+        if not self._sums:
+            B, n_heads, _, D = raw.shape
+            shift = raw.mean(axis=2, keepdims=True)  # so that a large mean costs no digits
+            self._sums = [shift, mx.zeros((B, n_heads, 1, D)), mx.zeros((B, n_heads, D, D))]
+        shift, total, products = self._sums
+        raw = raw - shift
+        total = total + raw.sum(axis=2, keepdims=True)
+        self._sums = [shift, total, products + raw.swapaxes(-1, -2) @ raw]
+        self._n_counted += b - a
+        self._counted_to = b
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Of the queries counted so far, in the order of heads that they came in; None if none were."""
+        if not self._sums:
+            return None
+        shift, total, products = self._sums
+        away = total / self._n_counted
+        covariance = products / self._n_counted - away.swapaxes(-1, -2) @ away
+        return Statistics((shift + away).squeeze(2), covariance)
 
     @property
     def queries(self) -> mx.array:

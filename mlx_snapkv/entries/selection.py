@@ -1,4 +1,4 @@
-"""Which rows stay: scores to positions. Pure functions of arrays, no model and no cache."""
+"""Which entries stay: scores to positions. Pure functions of arrays, no model and no cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
     Args:
         scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is
             ranked; ties go to the lower position.
-        n_sink, top_k, n_window: rows of each part, in tokens.
+        n_sink, top_k, n_window: entries of each part, in tokens.
 
     Returns:
         uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is
-        `n_sink + top_k + n_window`, or `T` if that is smaller (then every row is kept).
-
-    Raises:
-        SnapKVError: a score of the middle is NaN.
+        `n_sink + top_k + n_window`, or `T` if that is smaller (then every entry is kept).
     """
     B, H, T = scores.shape
     if n_sink + top_k + n_window >= T:
@@ -37,23 +34,31 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
 def top_positions(scores: mx.array, k: int) -> mx.array:
     """The `k` highest of `(..., T)` scores, `0 < k <= T`, as ascending uint32 positions `(..., k)`.
 
-    Exact under ties: everything above the k-th highest score, then its equals from the left.
+    Exact under ties: everything above the k-th highest score, then its equals from the left. NaN is the lowest
+    score there is, so that the result is well formed whatever the scores; see `has_nan`.
     """
     T = scores.shape[-1]
     scores = scores.astype(mx.float32)
-    if mx.any(mx.isnan(scores)).item():
-        raise SnapKVError(
-            "the scores of the prompt's rows contain NaN: the model gave NaN attention"
-        )
-    kth = -mx.partition(-scores, k - 1, axis=-1)[..., k - 1 : k]
-    above = scores > kth
-    equal = scores == kth
+    cost = mx.where(mx.isnan(scores), mx.inf, -scores)
+    kth = mx.partition(cost, k - 1, axis=-1)[..., k - 1 : k]
+    above = cost < kth
+    equal = cost == kth
     spare = k - above.sum(axis=-1, keepdims=True)
     chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
     ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
     return mx.sort(ranked, axis=-1)[..., :k]
 
 
+def has_nan(scores: mx.array) -> mx.array:
+    """Whether any score is NaN, a bool scalar; to be asked between two calls of the model, and then `nan_scores`."""
+    return mx.any(mx.isnan(scores))
+
+
+def nan_scores() -> SnapKVError:
+    """The error of scores that contain NaN."""
+    return SnapKVError("the scores of the prompt's rows contain NaN: the model gave NaN attention")
+
+
 def gather_rows(rows: mx.array, positions: mx.array) -> mx.array:
-    """Rows `(B, n_kv_heads, T, D)` at `positions` `(B, n_kv_heads, n)`: `(B, n_kv_heads, n, D)`."""
+    """Entries `(B, n_kv_heads, T, D)` at `positions` `(B, n_kv_heads, n)`: `(B, n_kv_heads, n, D)`."""
     return mx.take_along_axis(rows, positions[..., None], axis=2)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..entries.entries import Rows
 from ..errors import SnapKVError, UnknownOptionError
-from .base import Policy, suggestion
-from .h2o import H2O
-from .key_norm import KeyNorm
-from .keydiff import KeyDiff
-from .random_rows import RandomRows
-from .snapkv import SnapKV
+from .base import POLICIES, Policy, suggestion
 from .stages import THEN, Stages
-from .streaming_llm import StreamingLLM
-from .tova import TOVA
 
-POLICIES: dict[str, type[Policy]] = {
-    cls.name: cls for cls in (SnapKV, KeyDiff, StreamingLLM, H2O, TOVA, KeyNorm, RandomRows)
-}
+# The registry, and so every list of the policies, is in the order of these imports.
+# isort: off
+from .snapkv import SnapKV
+from .keydiff import KeyDiff
+from .streaming_llm import StreamingLLM
+from .h2o import H2O
+from .tova import TOVA
+from .key_norm import KeyNorm
+from .random_rows import RandomRows
+# isort: on
 
 __all__ = [
     "H2O",
@@ -28,7 +27,6 @@ __all__ = [
     "KeyNorm",
     "Policy",
     "RandomRows",
-    "Rows",
     "SnapKV",
     "Stages",
     "StreamingLLM",

@@ -1,4 +1,4 @@
-"""The contract of a policy: hyper-parameters, and one score per row."""
+"""The contract of a policy: hyper-parameters, and one score per entry."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from ..errors import SnapKVError, UnknownOptionError
 from .budgets import Quota, is_amount, is_budget, layer_rows, mean_rows, require_room
 from .budgets import amount as rows_of
 
 SCHEDULES = ("once", "block")
+
+POLICIES: dict[str, type[Policy]] = {}  # by name; to define a subclass with one is to register it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,24 +27,26 @@ class Policy(ABC):
     """Base of the policies, each a frozen dataclass of hyper-parameters and a `score`.
 
     Attributes:
-        budget: rows kept per KV head: a number, a share of the prompt ("25%"), or either as a mean over
-            the layers ("pyramid:2048": more rows in low layers).
-        n_sink: first rows, always kept.
-        n_window: most recent rows, always kept: a number, or a share of the budget ("10%").
+        budget: entries kept per KV head: a number, a share of the prompt ("25%"), or either as a mean over
+            the layers ("pyramid:2048": more entries in low layers).
+        n_sink: first entries, always kept.
+        n_window: most recent entries, always kept: a number, or a share of the budget ("10%").
         min_ctx: prompts with fewer tokens are left alone.
         schedule: "block" evicts while the prompt is read and while the answer is generated, whenever the next
-            tokens would make more than `budget + block` rows; "once" reads the whole prompt first, and
+            tokens would make more than `budget + block` entries; "once" reads the whole prompt first, and
             while decoding the recent window slides, unless `on_full` says otherwise.
         block: tokens read at a time under "block".
 
     Class attributes, for policies that ask for more than keys and values:
         obs_window: how many of the last queries vote.
-        tallies: all queries vote; the votes are in `Rows.received`.
+        accumulates_attention: all queries vote; the votes are in `Entries.received`.
+        query_statistics: count statistics of the pre-RoPE queries of all the prompt's tokens but so many first
+            ones, for `Entries.statistics`; None is none.
         last_token: the prompt's last token votes.
-        lookahead: answer tokens that vote, before the prompt is cut down; None leaves it to the caller.
+        lookahead: answer tokens that vote, before the prompt is cut down; None leaves it to the policy.
         prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
-        mass: share of the votes to keep instead of a number of rows.
-        on_full: what becomes of the answer's rows under "once", when they fill the recent window.
+        mass: share of the votes to keep instead of a number of entries.
+        on_full: what becomes of the answer's entries under "once", when they fill the recent window.
     """
 
     name: ClassVar[str]
@@ -50,7 +54,8 @@ class Policy(ABC):
     paper: ClassVar[str]
 
     obs_window: ClassVar[int] = 0
-    tallies: ClassVar[bool] = False
+    accumulates_attention: ClassVar[bool] = False
+    query_statistics: ClassVar[int | None] = None
     last_token: ClassVar[bool] = True
     lookahead: ClassVar[int | None] = 0
     prefill_chunk: ClassVar[int | None] = None
@@ -63,6 +68,22 @@ class Policy(ABC):
     min_ctx: int = 0
     schedule: str = "block"
     block: int = 512
+
+    def __init_subclass__(cls, **kwargs):
+        """Register a policy that has a name of its own.
+
+        Raises:
+            SnapKVError: another policy has it.
+        """
+        super().__init_subclass__(**kwargs)
+        name = vars(cls).get("name")
+        if name is None:
+            return
+        if name in POLICIES:
+            raise SnapKVError(
+                f"{cls.__qualname__} can't be called {name!r}: {POLICIES[name].__qualname__} is"
+            )
+        POLICIES[name] = cls
 
     def __post_init__(self):
         self._require(
@@ -81,17 +102,23 @@ class Policy(ABC):
             self._require_room(self.budget)
 
     @abstractmethod
-    def score(self, rows: Rows) -> mx.array:
-        """`(B, n_kv_heads, T)` float32, higher means keep."""
+    def score(self, entries: Entries) -> mx.array:
+        """`(B, n_kv_heads, T)` float32, higher means keep: a lazy graph, of what it asks `entries` for."""
 
     @property
     def observes(self) -> bool:
-        """Whether the policy asks for queries."""
-        return self.obs_window > 0 or self.tallies
+        """Whether the policy asks for queries, or for what is made of them."""
+        votes = self.obs_window > 0 or self.accumulates_attention
+        return votes or self.query_statistics is not None
+
+    @property
+    def n_lookahead(self) -> int:
+        """Answer tokens that vote, before the prompt is cut down, whatever the way in."""
+        return self.lookahead or 0
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether the answer is decoded with as many rows from its first token to its last."""
+        """Whether the answer is decoded with as many entries from its first token to its last."""
         return self.schedule == "once" and self.on_full != "grow"
 
     @property
@@ -110,7 +137,7 @@ class Policy(ABC):
         return self, self
 
     def window(self, rows: int) -> int:
-        """Recent rows that are always kept, of a budget of `rows`."""
+        """Recent entries that are always kept, of a budget of `rows` entries."""
         return rows_of(self.n_window, rows)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
@@ -125,7 +152,7 @@ class Policy(ABC):
         rows = layer_rows(self.budget, n_prompt, n_layers, least)
         return [Quota(n, self.n_sink, self.window(mean)) for n in rows]
 
-    def reading_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
+    def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """What each full-attention layer keeps while the prompt is read: under "once", everything."""
         quotas = self.quotas(n_prompt, n_layers)
         if self.schedule == "block":
@@ -133,7 +160,7 @@ class Policy(ABC):
         return [dataclasses.replace(quota, rows=max(quota.rows, n_prompt)) for quota in quotas]
 
     def fits(self, n_prompt: int) -> bool:
-        """Whether a prompt's rows all stay."""
+        """Whether a prompt's entries all stay."""
         return n_prompt <= mean_rows(self.budget, n_prompt)
 
     @classmethod

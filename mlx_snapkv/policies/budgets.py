@@ -1,4 +1,4 @@
-"""How many rows a policy keeps of one prompt, layer by layer."""
+"""How many entries a policy keeps of one prompt, layer by layer."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def layer_rows(budget: int | str, n_prompt: int, n_layers: int, least: int) -> l
 
 
 def smallest_for_mass(scores: mx.array, votes: mx.array, quota: Quota, mass: float) -> Quota:
-    """The smallest quota, at most `quota`, whose rows receive the share `mass` of all votes.
+    """The smallest quota, at most `quota`, whose entries receive the share `mass` of all votes.
 
-    Every KV head keeps equally many rows, its best-scored ones, and the share is that of the layer's heads
-    together.
+    Every KV head keeps equally many entries, its best-scored ones, and the share is that of the layer's heads
+    together. It waits for the scores, since what it gives is a shape: call it between two calls of the model.
 
     Args:
-        scores, votes: `(B, n_kv_heads, T)`: what ranks the rows, and the attention they received.
+        scores, votes: `(B, n_kv_heads, T)`: what ranks the entries, and the attention they received.
         mass: share of the attention, above 0 and at most 1.
     """
     T = scores.shape[-1]

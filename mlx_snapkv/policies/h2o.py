@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, the rows that have received most attention so far.
+"""H2O: heavy hitters, the entries that have received most attention so far.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
 2023 (arXiv:2306.14048).
@@ -11,35 +11,35 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from ..errors import SnapKVError
 from .base import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
-    """The attention that every row has received from all queries since it was stored (section 4.1).
+    """The attention that every entry has received from all queries since it was stored (section 4.1).
 
-    Half of the budget are recent rows, as in the paper (algorithm 1). Votes are averaged over the query heads of a
-    GQA group, and taken block by block, so that no more than a block's logits exist at a time; a row that
+    Half of the budget are recent entries, as in the paper (algorithm 1). Votes are averaged over the query heads of a
+    GQA group, and taken block by block, so that no more than a block's logits exist at a time; an entry that
     is dropped takes its votes with it.
     """
 
     name: ClassVar[str] = "h2o"
-    summary: ClassVar[str] = "most attention received so far, and recent rows"
+    summary: ClassVar[str] = "most attention received so far, and recent entries"
     paper: ClassVar[str] = "Zhang et al. 2023, arXiv:2306.14048"
-    tallies: ClassVar[bool] = True
+    accumulates_attention: ClassVar[bool] = True
 
     n_window: int | str = "50%"
 
-    def score(self, rows: Rows) -> mx.array:
+    def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32 attention received.
 
         Raises:
             SnapKVError: nobody has kept count of it.
         """
-        if rows.received is None:
+        if entries.received is None:
             raise SnapKVError(
                 "h2o needs the attention of all queries: prefill with mlx_snapkv.prefill"
             )
-        return rows.received
+        return entries.received

@@ -1,4 +1,4 @@
-"""Key norm: rows with small keys stay.
+"""Key norm: entries with small keys stay.
 
 Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", 2024 (arXiv:2406.11430).
 """
@@ -10,19 +10,19 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from .base import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyNorm(Policy):
-    """The rows whose keys have the smallest L2 norm, per KV head (section 3)."""
+    """The entries whose keys have the smallest L2 norm, per KV head (section 3)."""
 
     name: ClassVar[str] = "key_norm"
     summary: ClassVar[str] = "keys of the smallest L2 norm"
     paper: ClassVar[str] = "Devoto et al. 2024, arXiv:2406.11430"
 
-    def score(self, rows: Rows) -> mx.array:
+    def score(self, entries: Entries) -> mx.array:
         """Minus the squared norm, `(B, n_kv_heads, T)` float32, which ranks as the norm does."""
-        keys = rows.keys.astype(mx.float32)
+        keys = entries.keys.astype(mx.float32)
         return -(keys * keys).sum(axis=-1)

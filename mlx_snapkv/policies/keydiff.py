@@ -1,4 +1,4 @@
-"""KeyDiff: rows whose keys differ most from the others stay; no attention is needed.
+"""KeyDiff: entries whose keys differ most from the others stay; no attention is needed.
 
 Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments", 2025 (arXiv:2504.15364).
@@ -6,14 +6,14 @@ Resource-Constrained Environments", 2025 (arXiv:2504.15364).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 
 from ..entries.attention import BLOCK_BYTES
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from .base import Policy
 
 TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction of zeros
@@ -24,7 +24,7 @@ SIMILARITIES = ("cosine", "dot", "euclidean")
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(Policy):
-    """The rows whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
+    """The entries whose keys are least similar to an anchor, per KV head (section 3.2, equation 8).
 
     Attributes:
         anchor: what keys are compared with: "mean" (of the normalised keys, equation 8), "median" (of each
@@ -32,7 +32,7 @@ class KeyDiff(Policy):
         similarity: "cosine"; "dot" and "euclidean" compare the keys as they are, with the mean or median
             of the keys as they are (section 4.3).
 
-    The rest is `Policy`'s. The recent rows matter: see docs/quality.md.
+    The rest is `Policy`'s. The recent entries matter: see docs/quality.md.
     """
 
     name: ClassVar[str] = "keydiff"
@@ -47,25 +47,41 @@ class KeyDiff(Policy):
         self._require("anchor", self.anchor in ANCHORS, ", ".join(ANCHORS))
         self._require("similarity", self.similarity in SIMILARITIES, ", ".join(SIMILARITIES))
 
-    def score(self, rows: Rows) -> mx.array:
+    def score(self, entries: Entries) -> mx.array:
         """Minus the similarity, `(B, n_kv_heads, T)` float32; linear in T but for anchor="pairwise"."""
+        keys = entries.keys
         if self.anchor == "pairwise":
-            return -_in_blocks(rows.keys, lambda part: self._mean_similarity(part, rows.keys))
-        anchor = self._anchor(rows.keys)
-        return -_in_blocks(rows.keys, lambda part: self._similarity(part, anchor)[..., 0])
+            return -_joined(keys, lambda part: self._mean_similarity(part, keys))
+        anchor = self._anchor(keys)
+        return -_joined(keys, lambda part: self._similarity(part, anchor)[..., 0])
 
     def _anchor(self, keys: mx.array) -> mx.array:
         """`(B, n_kv_heads, 1, head_dim)`."""
         if self.anchor == "median":
-            heads = mx.split(keys, keys.shape[1], axis=1)  # a median sorts a copy
-            return mx.concatenate([self._median(head) for head in heads], axis=1)
-        total = _in_blocks(keys, lambda part: self._weighted(part).sum(axis=2, keepdims=True))
-        return total.sum(axis=2, keepdims=True) / keys.shape[2]
+            return self._median(keys)
+        total = _summed(keys, lambda part: self._weighted(part).sum(axis=2, keepdims=True))
+        return total / keys.shape[2]
 
     def _median(self, keys: mx.array) -> mx.array:
-        middle = mx.median(self._weighted(keys.astype(mx.float32)), axis=2, keepdims=True)
-        mx.eval(middle)
-        return middle
+        """Of each coordinate, a few at a time: a median sorts a copy."""
+        B, H, T, D = keys.shape
+        width = max(1, BLOCK_BYTES // (4 * B * T))
+        factors = None
+        if self.similarity == "cosine":
+            factors = _joined(keys, lambda part: mx.rsqrt(_squared(part) + TINY))
+        heads: list[mx.array] = []
+        last: list[mx.array] = []
+        for head in range(H):
+            parts: list[mx.array] = []
+            for start in range(0, D, width):
+                block = keys[:, head : head + 1, :, start : start + width]
+                block = _after(last, block).astype(mx.float32)
+                if factors is not None:
+                    block = block * factors[:, head : head + 1]
+                parts.append(mx.median(block.swapaxes(2, 3), axis=3, keepdims=True))
+                last = parts[-1:]
+            heads.append(mx.concatenate(parts, axis=2).swapaxes(2, 3))
+        return mx.concatenate(heads, axis=1)
 
     def _weighted(self, keys: mx.array) -> mx.array:
         """Keys as the anchor is made of: of length one for the cosine."""
@@ -84,30 +100,45 @@ class KeyDiff(Policy):
         return -mx.sqrt(mx.maximum(mine + theirs - 2 * product, 0))
 
     def _mean_similarity(self, keys: mx.array, all_keys: mx.array) -> mx.array:
-        total = _in_blocks(
-            all_keys,
-            lambda part: self._similarity(keys, part).sum(axis=-1)[:, :, None],
-            width=keys.shape[2],
+        total = _summed(
+            all_keys, lambda part: self._similarity(keys, part).sum(axis=-1), width=keys.shape[2]
         )
-        return total.sum(axis=2) / all_keys.shape[2]
+        return total / all_keys.shape[2]
 
 
 def _squared(keys: mx.array) -> mx.array:
     return (keys * keys).sum(axis=-1, keepdims=True)
 
 
-def _in_blocks(
-    keys: mx.array, function: Callable[[mx.array], mx.array], width: int | None = None
-) -> mx.array:
-    """`function` of the keys in float32, block by block, joined along T.
+def _joined(keys: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
+    """`function` of the keys in float32, block by block, joined along T."""
+    parts: list[mx.array] = []
+    for block in _blocks(keys, keys.shape[3]):
+        parts.append(function(_after(parts[-1:], block).astype(mx.float32)))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _summed(keys: mx.array, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
+    """`function` of the keys in float32, block by block, added up.
 
     Args:
-        width: numbers made of each key; by default `head_dim`.
+        width: numbers made of each key, if they are more than `head_dim`.
     """
-    B, H, T, D = keys.shape
-    block = max(64, BLOCK_BYTES // (4 * B * H * max(D, width or 0)))
-    parts = []
+    total: list[mx.array] = []
+    for block in _blocks(keys, max(keys.shape[3], width)):
+        value = function(_after(total, block).astype(mx.float32))
+        total = [total[0] + value if total else value]
+    return total[0]
+
+
+def _blocks(keys: mx.array, width: int) -> Iterator[mx.array]:
+    """Parts of T of which `BLOCK_BYTES` hold `width` float32 numbers for each key."""
+    B, H, T, _ = keys.shape
+    block = max(64, BLOCK_BYTES // (4 * B * H * width))
     for start in range(0, T, block):
-        parts.append(function(keys[:, :, start : start + block].astype(mx.float32)))
-        mx.eval(parts[-1])
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        yield keys[:, :, start : start + block]
+
+
+def _after(before: list[mx.array], block: mx.array) -> mx.array:
+    """The block, to be computed with after what is `before`, so that the memory of one block is enough."""
+    return mx.depends(block, before) if before else block

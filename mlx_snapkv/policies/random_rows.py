@@ -7,20 +7,20 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from .base import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomRows(Policy):
-    """A uniformly random set of the prompt's rows, per KV head.
+    """A uniformly random set of the prompt's entries, per KV head.
 
-    A row's score is a hash of its position, head and `seed`, so that it stays the same from block to block: what is
+    An entry's score is a hash of its position, head and `seed`, so that it stays the same from block to block: what is
     left at the end is a uniform sample of the whole prompt, whatever the schedule.
     """
 
     name: ClassVar[str] = "random"
-    summary: ClassVar[str] = "random rows, as a control"
+    summary: ClassVar[str] = "random entries, as a control"
     paper: ClassVar[str] = ""
 
     seed: int = 0
@@ -29,10 +29,14 @@ class RandomRows(Policy):
         super().__post_init__()
         self._require_count("seed")
 
-    def score(self, rows: Rows) -> mx.array:
+    def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32: whole numbers below 2**24, which it holds exactly."""
-        heads = mx.arange(rows.keys.shape[1], dtype=mx.uint32)[:, None]
-        x = (rows.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77 + mx.array(self.seed, mx.uint32)
+        heads = mx.arange(entries.keys.shape[1], dtype=mx.uint32)[:, None]
+        x = (
+            (entries.positions + 1) * 0x9E3779B1
+            + heads * 0x85EBCA77
+            + mx.array(self.seed, mx.uint32)
+        )
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
             x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
         return (x >> 8).astype(mx.float32)

@@ -1,4 +1,4 @@
-"""SnapKV: the queries at the end of the prompt vote for the rows that the answer needs.
+"""SnapKV: the queries at the end of the prompt vote for the entries that the answer needs.
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024 (arXiv:2404.14469).
 """
@@ -11,47 +11,48 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ..entries.attention import shared_logits
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from .base import Policy
 from .budgets import Quota, amount, is_amount
 
 ON_FULL = ("slide", "grow", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
+DEFAULT_LOOKAHEAD = 4  # answer tokens, where the prompt's last token votes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Sink + `top_k` voted rows + recent window, by default chosen once, when the prompt has been read.
+    """Sink + `top_k` voted entries + recent window, by default chosen once, when the prompt has been read.
 
     Attributes:
-        top_k: voted rows kept per KV head.
-        n_sink: first rows, always kept.
-        n_window: most recent rows, always kept.
-        budget: all rows, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
+        top_k: voted entries kept per KV head.
+        n_sink: first entries, always kept.
+        n_window: most recent entries, always kept.
+        budget: all entries, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
             layers ("pyramid:2048"). By default `n_sink + top_k + n_window`.
-        mass: keep, in each layer, the fewest rows that receive this share (0 to 1) of the votes, instead of
+        mass: keep, in each layer, the fewest entries that receive this share (0 to 1) of the votes, instead of
             `top_k`; needs schedule="once".
-        max_budget: rows a layer keeps at most for that; by default `budget`.
+        max_budget: entries a layer keeps at most for that; by default `budget`.
         obs_window: prompt queries that vote (the paper's L_obs).
-        pool_kernel: odd width of the pooling over the votes; 1 is none (section 4.1). Rows near a voted
+        pool_kernel: odd width of the pooling over the votes; 1 is none (section 4.1). Entries near a voted
             one are kept with it, so it should be about as wide as the values to be found.
         pool: "avg" or "max".
-        heads: "per_head" ranks the rows of every KV head on its own, as in the paper; "shared" is the pull
+        heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared" is the pull
             request's way: the highest logit over heads and queries, one set for all heads.
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before, as the pull request does.
-        lookahead: answer tokens decoded on the full rows, whose queries vote too, before the cut. None
-            is 4 while generating, and none in `prefill`, which is rarely given the whole prompt.
+        lookahead: answer tokens decoded on all entries, whose queries vote too, before the cut. None is 4, or
+            none with last_token=False.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
-        on_full: what becomes of the answer's own rows when they fill the recent window. Within the budget, "slide"
+        on_full: what becomes of the answer's own entries when they fill the recent window. Within the budget, "slide"
             drops the oldest one; every `n_window // 2` tokens, "keydiff" compares all rows held, the prompt's too,
             and drops next those with the least distinct keys, and "reselect" those that the last `obs_window`
             queries attend to least. "grow" keeps all of them, as in the paper (docs/long-answers.md).
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a longer recent
-    window), and pooling sees the middle only, so that votes for rows kept anyway don't leak out of them.
+    window), and pooling sees the middle only, so that votes for entries kept anyway don't leak out of them.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -133,6 +134,12 @@ class SnapKV(Policy):
         return quotas
 
     @property
+    def n_lookahead(self) -> int:
+        if self.lookahead is None:
+            return DEFAULT_LOOKAHEAD if self.last_token else 0
+        return self.lookahead
+
+    @property
     def answer_block(self) -> int:
         chooses = self.schedule == "once" and self.on_full in CHOOSING
         return max(1, self.n_window // 2) if chooses else self.block
@@ -149,9 +156,10 @@ class SnapKV(Policy):
             text = text.replace(f",budget={self.budget}", "").replace(f":budget={self.budget}", "")
         return text
 
-    def score(self, rows: Rows) -> mx.array:
+    def score(self, entries: Entries) -> mx.array:
         """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window."""
-        votes = shared_logits(rows) if self.heads == "shared" else rows.votes
+        shared = self.heads == "shared"
+        votes = shared_logits(entries.keys, entries.voters) if shared else entries.votes
         end = votes.shape[-1] - self.n_window
         if end <= self.n_sink:
             return votes

@@ -13,51 +13,58 @@ THEN = " then "
 
 @dataclass(frozen=True)
 class Stages:
-    """`reading` keeps the prompt within a fixed budget, block by block; `answering` chooses from what is left.
+    """Keep the prompt within a fixed budget, block by block, by one policy, and let another choose from what is left.
 
-    Who votes at the end, and what decodes, is `answering`'s matter; `min_ctx` is `reading`'s. While reading, at
-    least the sink and the recent rows that `answering` wants are kept.
+    Attributes:
+        prefill_policy: who chooses while the prompt is read, with schedule="block"; `min_ctx` is its own. It keeps
+            at least the sink and the recent entries that the other one wants.
+        decode_policy: who chooses when it has been read. Who votes then, and what decodes, is its matter.
 
     Raises:
-        SnapKVError: `reading` is not a block policy.
+        SnapKVError: `prefill_policy` is not a block policy.
     """
 
-    reading: Policy
-    answering: Policy
+    prefill_policy: Policy
+    decode_policy: Policy
 
     def __post_init__(self):
-        if self.reading.schedule != "block":
+        if self.prefill_policy.schedule != "block":
             raise SnapKVError(
-                f"only a policy with schedule=block can be followed by another, not {self.reading}"
+                f"only a policy with schedule=block can be followed by another, not {self.prefill_policy}"
             )
 
     @property
     def stages(self) -> tuple[Policy, Policy]:
-        return self.reading, self.answering
+        return self.prefill_policy, self.decode_policy
 
     @property
     def min_ctx(self) -> int:
-        return self.reading.min_ctx
+        return self.prefill_policy.min_ctx
+
+    @property
+    def n_lookahead(self) -> int:
+        """Answer tokens that vote, before the prompt is cut down."""
+        return self.decode_policy.n_lookahead
 
     def fits(self, n_prompt: int) -> bool:
-        return self.reading.fits(n_prompt) and self.answering.fits(n_prompt)
+        return self.prefill_policy.fits(n_prompt) and self.decode_policy.fits(n_prompt)
 
-    def reading_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
+    def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """What each full-attention layer keeps while the prompt is read.
 
         Raises:
-            SnapKVError: the budget has no room for the sink and recent rows of both.
+            SnapKVError: the budget has no room for the sink and recent entries of both.
         """
-        wanted = self.answering.quotas(n_prompt, n_layers)
+        wanted = self.decode_policy.quotas(n_prompt, n_layers)
         quotas = [
             Quota(mine.rows, max(mine.n_sink, then.n_sink), max(mine.n_window, then.n_window))
-            for mine, then in zip(self.reading.quotas(n_prompt, n_layers), wanted)
+            for mine, then in zip(self.prefill_policy.quotas(n_prompt, n_layers), wanted)
         ]
         for quota in quotas:
             kept = quota.n_sink + quota.n_window
-            why = f"what {self.answering.name} always keeps"
-            require_room(self.reading.name, quota.rows, kept, why)
+            why = f"what {self.decode_policy.name} always keeps"
+            require_room(self.prefill_policy.name, quota.rows, kept, why)
         return quotas
 
     def __str__(self) -> str:
-        return f"{self.reading}{THEN}{self.answering}"
+        return f"{self.prefill_policy}{THEN}{self.decode_policy}"

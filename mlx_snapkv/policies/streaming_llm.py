@@ -1,4 +1,4 @@
-"""StreamingLLM: the first rows and the most recent ones.
+"""StreamingLLM: the first entries and the most recent ones.
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023 (arXiv:2309.17453).
 """
@@ -10,20 +10,20 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from .base import Policy
 from .budgets import Quota, layer_rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Policy):
-    """`n_sink` first rows and as many recent ones as the budget holds (section 3.2); nothing is scored.
+    """`n_sink` first entries and as many recent ones as the budget holds (section 3.2); nothing is scored.
 
     Differs from the paper in that keys keep the rotation of their original position.
     """
 
     name: ClassVar[str] = "streaming_llm"
-    summary: ClassVar[str] = "attention sinks and recent rows"
+    summary: ClassVar[str] = "attention sinks and recent entries"
     paper: ClassVar[str] = "Xiao et al. 2023, arXiv:2309.17453"
 
     n_sink: int = 4
@@ -39,12 +39,12 @@ class StreamingLLM(Policy):
         return max(0, rows - self.n_sink)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """A layer's recent rows fill its own budget, also in a pyramid."""
+        """A layer's recent entries fill its own budget, also in a pyramid."""
         rows = layer_rows(self.budget, n_prompt, n_layers, self.n_sink + 1)
         self._require_room(min(rows))
         return [Quota(n, self.n_sink, n - self.n_sink) for n in rows]
 
-    def score(self, rows: Rows) -> mx.array:
+    def score(self, entries: Entries) -> mx.array:
         """The later, the higher."""
-        B, H, T, _ = rows.keys.shape
+        B, H, T, _ = entries.keys.shape
         return mx.broadcast_to(mx.arange(T, dtype=mx.float32), (B, H, T))

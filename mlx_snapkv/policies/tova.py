@@ -1,4 +1,4 @@
-"""TOVA: the rows that the last token attends to.
+"""TOVA: the entries that the last token attends to.
 
 Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv:2401.06104).
 """
@@ -10,13 +10,13 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from .base import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """The attention of the last query, averaged over all heads: a layer's heads keep the same rows (section 3.2)."""
+    """The attention of the last query, averaged over all heads: a layer's heads keep the same entries (section 3.2)."""
 
     name: ClassVar[str] = "tova"
     summary: ClassVar[str] = "the last query's attention, one set for all heads of a layer"
@@ -25,6 +25,6 @@ class TOVA(Policy):
 
     n_window: int | str = 1
 
-    def score(self, rows: Rows) -> mx.array:
+    def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32, equal for all heads."""
-        return mx.broadcast_to(rows.votes.mean(axis=1, keepdims=True), rows.votes.shape)
+        return mx.broadcast_to(entries.votes.mean(axis=1, keepdims=True), entries.votes.shape)

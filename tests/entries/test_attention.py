@@ -1,3 +1,5 @@
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -5,75 +7,80 @@ import reference
 
 from mlx_snapkv.entries import attention as votes
 from mlx_snapkv.entries.attention import attention_votes, shared_logits
-from mlx_snapkv.entries.entries import Rows
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.queries import Queries
 
 
-def make_rows(B=1, n_heads=4, H=2, T=37, n=5, D=8, seed=0, dtype=mx.float32):
+def make_entries(B=1, n_heads=4, H=2, T=37, n=5, D=8, seed=0, dtype=mx.float32):
     rng = np.random.default_rng(seed)
     keys, queries = rng.normal(size=(B, H, T, D)), rng.normal(size=(B, n_heads, n, D))
     keys, queries = (mx.array(a.astype(np.float32)).astype(dtype) for a in (keys, queries))
-    return Rows(keys, keys, queries, mx.arange(T - n, T), D**-0.5)
+    return Entries(keys, keys, Queries(queries, range(T - n, T), D**-0.5))
 
 
-def expected(rows):
+def expected(entries):
     return reference.votes(
-        rows.queries.astype(mx.float32),
-        rows.keys.astype(mx.float32),
-        rows.query_positions.tolist(),
-        rows.scale,
+        entries.queries.astype(mx.float32),
+        entries.keys.astype(mx.float32),
+        entries.observed.places,
+        entries.observed.scale,
     )
 
 
 def test_by_hand():
     # One head of one dimension; logits 0, ln 2 and ln 3 for the only query: weights 1/6, 2/6, 3/6.
     keys = mx.log(mx.array([1.0, 2, 3])).reshape(1, 1, 3, 1)
-    rows = Rows(keys, keys, mx.ones((1, 1, 1, 1)), mx.array([2]), 1.0)
-    assert np.allclose(attention_votes(rows), [[[1 / 6, 2 / 6, 3 / 6]]])
+    entries = Entries(keys, keys, Queries(mx.ones((1, 1, 1, 1)), range(2, 3), 1.0))
+    assert np.allclose(entries.votes, [[[1 / 6, 2 / 6, 3 / 6]]])
 
 
 def test_a_query_gives_nothing_to_rows_after_it():
     keys = mx.zeros((1, 1, 4, 1))
-    rows = Rows(keys, keys, mx.ones((1, 1, 2, 1)), mx.array([1, 3]), 1.0)
-    assert np.allclose(attention_votes(rows), [[[0.75, 0.75, 0.25, 0.25]]])
+    entries = Entries(keys, keys, Queries(mx.ones((1, 1, 2, 1)), range(1, 5, 2), 1.0))
+    assert np.allclose(entries.votes, [[[0.75, 0.75, 0.25, 0.25]]])
 
 
 @pytest.mark.parametrize(
     "shape", [{}, {"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2}, {"n": 1}, {"n": 37}]
 )
 def test_equals_the_float64_reference(shape):
-    rows = make_rows(**shape)
-    assert np.allclose(attention_votes(rows), expected(rows), atol=1e-5)
+    entries = make_entries(**shape)
+    assert np.allclose(entries.votes, expected(entries), atol=1e-5)
 
 
 def test_float16_rows_are_scored_in_float32():
-    rows = make_rows(dtype=mx.float16)
-    assert attention_votes(rows).dtype == mx.float32
-    assert np.allclose(attention_votes(rows), expected(rows), atol=1e-5)
+    entries = make_entries(dtype=mx.float16)
+    assert entries.votes.dtype == mx.float32
+    assert np.allclose(entries.votes, expected(entries), atol=1e-5)
 
 
 def test_blocks_do_not_change_the_votes(monkeypatch):
-    rows = make_rows(T=300)
-    whole, whole_shared = attention_votes(rows), shared_logits(rows)
+    entries = make_entries(T=300)
+    asked = (entries.keys, entries.observed)
+    whole, whole_shared = attention_votes(*asked), shared_logits(*asked)
     mx.eval(whole, whole_shared)
     monkeypatch.setattr(votes, "HELD_BYTES", 0)
     monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
-    assert np.allclose(attention_votes(rows), whole, atol=1e-6)
-    assert np.allclose(shared_logits(rows), whole_shared, atol=1e-6)
+    assert np.allclose(attention_votes(*asked), whole, atol=1e-6)
+    assert np.allclose(shared_logits(*asked), whole_shared, atol=1e-6)
 
 
 @pytest.mark.parametrize("held", [0, 1 << 30])
 def test_sinks_take_their_share_of_the_softmax(monkeypatch, held):
     monkeypatch.setattr(votes, "HELD_BYTES", held)
-    rows = make_rows(n=3)
-    rows.sinks = mx.array([0.5, -1.0, 2.0, -mx.inf])
+    entries = make_entries(n=3)
+    sinks = mx.array([0.5, -1.0, 2.0, -mx.inf])
+    entries.observed = dataclasses.replace(entries.observed, sinks=sinks)
     logits = (
-        np.einsum("bhid,bhtd->bhit", rows.queries, mx.repeat(rows.keys, 2, axis=1)) * rows.scale
+        np.einsum("bhid,bhtd->bhit", entries.queries, mx.repeat(entries.keys, 2, axis=1))
+        * entries.observed.scale
     )
-    seen = np.arange(37) <= np.array(rows.query_positions)[:, None]
+    seen = np.arange(37) <= np.array(entries.observed.places)[:, None]
     weights = np.where(seen, np.exp(logits.astype(np.float64)), 0)
-    total = weights.sum(-1, keepdims=True) + np.exp(np.array(rows.sinks))[None, :, None, None]
+    total = weights.sum(-1, keepdims=True) + np.exp(np.array(sinks))[None, :, None, None]
+    assert np.allclose(entries.attention, weights / total, atol=1e-6)
     expected = (weights / total).sum(2).reshape(1, 2, 2, 37).mean(2)
-    assert np.allclose(attention_votes(rows), expected, atol=1e-5)
+    assert np.allclose(entries.votes, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("T", [25_000, 131_072])
@@ -81,20 +88,20 @@ def test_working_memory_is_bounded(T):
     """32 query heads, half-precision rows: 64 MB at most, whatever the prompt's length."""
     keys = mx.random.normal((1, 8, T, 64)).astype(mx.float16)
     queries = mx.random.normal((1, 32, 12, 64)).astype(mx.float16)
-    rows = Rows(keys, keys, queries, mx.arange(T - 12, T), 0.125)
+    entries = Entries(keys, keys, Queries(queries, range(T - 12, T), 0.125))
     mx.eval(keys, queries)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    mx.eval(attention_votes(rows))
+    mx.eval(entries.votes)
     assert mx.get_peak_memory() - before <= 64 << 20
 
 
 def test_shared_logits_are_the_highest_over_heads_and_queries():
-    rows = make_rows(n=3)
-    q, k = np.asarray(rows.queries, np.float64), np.asarray(rows.keys, np.float64)
+    entries = make_entries(n=3)
+    q, k = np.asarray(entries.queries, np.float64), np.asarray(entries.keys, np.float64)
     mean = q.reshape(1, 2, 2, 3, 8).mean(2)
-    logits = np.einsum("bhid,bhtd->bhit", mean, k) * rows.scale
-    for i, position in enumerate(rows.query_positions.tolist()):
+    logits = np.einsum("bhid,bhtd->bhit", mean, k) * entries.observed.scale
+    for i, position in enumerate(entries.observed.places):
         logits[:, :, i, position + 1 :] = -np.inf
     want = np.broadcast_to(logits.max((1, 2))[:, None], (1, 2, 37))
-    assert np.allclose(shared_logits(rows), want, atol=1e-5)
+    assert np.allclose(shared_logits(entries.keys, entries.observed), want, atol=1e-5)

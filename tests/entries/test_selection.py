@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.entries.selection import gather_rows, select_positions, top_positions
+from mlx_snapkv.entries.selection import (
+    gather_rows,
+    has_nan,
+    nan_scores,
+    select_positions,
+    top_positions,
+)
 
 
 def positions(scores, **parts):
@@ -51,9 +57,13 @@ def test_degenerate_cases(parts, expected):
     assert positions([0.0, 1, 2, 3, 4, 5], **parts) == expected
 
 
-def test_nan_scores_are_refused():
+def test_nan_is_the_lowest_score_and_can_be_asked_for():
+    nan = float("nan")
+    assert positions([0.0, nan, 1, nan, 2, 0], n_sink=1, top_k=2, n_window=1) == [0, 2, 4, 5]
+    assert positions([0.0, nan, 1, nan, nan, 0], n_sink=1, top_k=2, n_window=1) == [0, 1, 2, 5]
+    assert has_nan(mx.array([[0.0, nan]])).item() and not has_nan(mx.array([0.0, mx.inf])).item()
     with pytest.raises(SnapKVError, match="NaN"):
-        positions([0.0, float("nan"), 1, 0], n_sink=1, top_k=1, n_window=1)
+        raise nan_scores()
 
 
 @given(

@@ -8,7 +8,8 @@ import pytest
 
 from mlx_snapkv import TOVA, KeyDiff, KeyNorm, SnapKV, StreamingLLM, prefill
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.entries.entries import Rows
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.models.patch import recording
 
 RECORDED = np.load(Path(__file__).parents[1] / "fixtures" / "kvpress.npz")
@@ -68,12 +69,11 @@ def test_scores_agree_up_to_their_scale(full_caches, case):
     policy = policy_of(case)
     T = len(TOKENS)
     for cache, expected in zip(full_caches, RECORDED[f"{case}/scores"]):
-        rows = Rows(*cache.keys_and_values())
+        entries = Entries(*cache.keys_and_values())
         if policy.obs_window:
-            rows.queries = cache.queries[:, :, -policy.obs_window :]
-            rows.query_positions = mx.arange(T - policy.obs_window, T)
-            rows.scale = cache.scale
-        scores = np.asarray(policy.score(rows))[0]
+            last = cache.queries[:, :, -policy.obs_window :]
+            entries.observed = Queries(last, range(T - policy.obs_window, T), cache.scale)
+        scores = np.asarray(policy.score(entries))[0]
         if policy.name == "snapkv":
             # kvpress averages the votes over the window, we sum them as the paper does.
             scores, expected = scores / policy.obs_window, expected[:, : -policy.obs_window]

@@ -6,90 +6,91 @@ import pytest
 import reference
 
 from mlx_snapkv import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, StreamingLLM
-from mlx_snapkv.entries.entries import Rows
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.policies import keydiff
 
 
-def make_rows(T=70, n=3, seed=0, dtype=mx.float32):
+def make_entries(T=70, n=3, seed=0, dtype=mx.float32):
     rng = np.random.default_rng(seed)
     keys = mx.array(rng.normal(0.3, 1, size=(2, 2, T, 8)).astype(np.float32)).astype(dtype)
     queries = mx.array(rng.normal(size=(2, 4, n, 8)).astype(np.float32))
-    return Rows(keys, keys, queries, mx.arange(T - n, T), 8**-0.5)
+    return Entries(keys, keys, Queries(queries, range(T - n, T), 8**-0.5))
 
 
 @pytest.mark.parametrize("anchor", ["mean", "median", "pairwise"])
 @pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean"])
 def test_keydiff(anchor, similarity, monkeypatch):
-    rows = make_rows()
+    entries = make_entries()
     policy = KeyDiff(anchor=anchor, similarity=similarity)
     for block_bytes in (keydiff.BLOCK_BYTES, 1):  # 1: blocks of 64 keys
         monkeypatch.setattr(keydiff, "BLOCK_BYTES", block_bytes)
-        scores = np.asarray(policy.score(rows))
+        scores = np.asarray(policy.score(entries))
         for b in range(2):
             for head in range(2):
-                expected = reference.keydiff(rows.keys[b, head], anchor, similarity)
+                expected = reference.keydiff(entries.keys[b, head], anchor, similarity)
                 assert np.allclose(scores[b, head], expected, atol=1e-5)
 
 
 def test_keydiff_by_hand():
     """Three keys point one way and one another: the odd one out is kept."""
     keys = mx.array([[1.0, 0], [2, 0.1], [0.5, 0], [0, 3]])[None, None]
-    assert mx.argmax(KeyDiff().score(Rows(keys, keys))).item() == 3
+    assert mx.argmax(KeyDiff().score(Entries(keys, keys))).item() == 3
 
 
 def test_keydiff_ranks_half_precision_keys_in_float32():
-    rows = make_rows(dtype=mx.float16)
-    assert KeyDiff().score(rows).dtype == mx.float32
-    expected = reference.keydiff(rows.keys[0, 0].astype(mx.float32), "mean", "cosine")
-    assert np.allclose(KeyDiff().score(rows)[0, 0], expected, atol=1e-5)
+    entries = make_entries(dtype=mx.float16)
+    assert KeyDiff().score(entries).dtype == mx.float32
+    expected = reference.keydiff(entries.keys[0, 0].astype(mx.float32), "mean", "cosine")
+    assert np.allclose(KeyDiff().score(entries)[0, 0], expected, atol=1e-5)
 
 
 def test_a_key_of_zeros_is_no_nan():
     keys = mx.concatenate([mx.zeros((1, 1, 1, 8)), mx.ones((1, 1, 5, 8))], axis=2)
     for similarity in keydiff.SIMILARITIES:
-        scores = KeyDiff(similarity=similarity).score(Rows(keys, keys))
+        scores = KeyDiff(similarity=similarity).score(Entries(keys, keys))
         assert not mx.any(mx.isnan(scores)).item()
 
 
 def test_tova_is_the_last_querys_attention_averaged_over_all_heads():
-    rows = make_rows(n=1)
-    raw = reference.votes(rows.queries, rows.keys, [69], rows.scale)
-    scores = np.asarray(TOVA().score(rows))
+    entries = make_entries(n=1)
+    raw = reference.votes(entries.queries, entries.keys, [69], entries.observed.scale)
+    scores = np.asarray(TOVA().score(entries))
     assert np.allclose(scores, raw.mean(axis=1, keepdims=True), atol=1e-6)
 
 
 def test_key_norm_prefers_small_keys():
-    rows = make_rows()
-    norms = np.linalg.norm(np.asarray(rows.keys, np.float64), axis=-1)
-    assert np.array_equal(np.argsort(KeyNorm().score(rows)), np.argsort(-norms))
+    entries = make_entries()
+    norms = np.linalg.norm(np.asarray(entries.keys, np.float64), axis=-1)
+    assert np.array_equal(np.argsort(KeyNorm().score(entries)), np.argsort(-norms))
 
 
 def test_streaming_llm_keeps_sinks_and_the_newest():
-    rows = make_rows()
+    entries = make_entries()
     policy = StreamingLLM(budget=20, n_sink=3)
-    kept = policy.quotas(70, 1)[0].select(policy.score(rows))
+    kept = policy.quotas(70, 1)[0].select(policy.score(entries))
     assert kept[0, 0].tolist() == [*range(3), *range(53, 70)]
 
 
 def test_h2o_keeps_what_received_most():
-    rows = make_rows()
-    rows.received = mx.random.uniform(shape=(2, 2, 70))
-    assert mx.array_equal(H2O().score(rows), rows.received)
+    entries = make_entries()
+    entries.received = mx.random.uniform(shape=(2, 2, 70))
+    assert mx.array_equal(H2O().score(entries), entries.received)
     with pytest.raises(SnapKVError, match="h2o needs the attention of all queries"):
-        H2O().score(make_rows())
+        H2O().score(make_entries())
 
 
 def test_random_is_a_uniform_sample_that_no_schedule_changes():
     keys = mx.zeros((1, 4, 4000, 2))
-    scores = RandomRows().score(Rows(keys, keys))
+    scores = RandomRows().score(Entries(keys, keys))
     assert len(set(scores[0, 0].tolist())) > 3990
     assert not mx.array_equal(scores[0, 0], scores[0, 1])
-    assert not mx.array_equal(scores, RandomRows(seed=1).score(Rows(keys, keys)))
+    assert not mx.array_equal(scores, RandomRows(seed=1).score(Entries(keys, keys)))
     best = np.sort(np.argsort(-np.asarray(scores[0, 0]))[:1000])
     assert abs(np.mean(best) - 2000) < 100 and abs(np.mean(best < 1000) - 0.25) < 0.05
     # Rows that an eviction left have the scores they had before.
     some = mx.arange(0, 4000, 3, dtype=mx.uint32)
-    left = Rows(keys[:, :, ::3], keys[:, :, ::3])
+    left = Entries(keys[:, :, ::3], keys[:, :, ::3])
     left.given_positions = mx.broadcast_to(some, (1, 4, some.size))
     assert mx.array_equal(RandomRows().score(left), scores[..., ::3])

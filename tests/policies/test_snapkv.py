@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKV, SnapKVError
-from mlx_snapkv.entries.entries import Rows
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.snapkv import pool_votes
 
@@ -32,19 +33,21 @@ def test_pooling_equals_the_reference(row, kind, kernel):
     )
 
 
-def make_rows(T=60, seed=0):
+def make_entries(T=60, seed=0):
     rng = np.random.default_rng(seed)
     keys = mx.array(rng.normal(size=(1, 2, T, 8)).astype(np.float32))
     queries = mx.array(rng.normal(size=(1, 4, 6, 8)).astype(np.float32))
-    return Rows(keys, keys, queries, mx.arange(T - 6, T), 8**-0.5)
+    return Entries(keys, keys, Queries(queries, range(T - 6, T), 8**-0.5))
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])
 def test_votes_of_rows_kept_anyway_do_not_leak_into_the_middle(pool):
-    rows = make_rows()
+    entries = make_entries()
     policy = SnapKV(top_k=5, n_sink=4, n_window=8, obs_window=6, pool_kernel=5, pool=pool)
-    raw = reference.votes(rows.queries, rows.keys, rows.query_positions.tolist(), rows.scale)
-    scores = np.asarray(policy.score(rows))
+    raw = reference.votes(
+        entries.queries, entries.keys, entries.observed.places, entries.observed.scale
+    )
+    scores = np.asarray(policy.score(entries))
     for head in range(2):
         assert np.allclose(
             scores[0, head, 4:-8], reference.pool(raw[0, head, 4:-8], pool, 5), atol=1e-5
@@ -54,10 +57,10 @@ def test_votes_of_rows_kept_anyway_do_not_leak_into_the_middle(pool):
 
 
 def test_shared_gives_all_heads_one_score():
-    scores = SnapKV(heads="shared", n_window=32, n_sink=4).score(make_rows())
+    scores = SnapKV(heads="shared", n_window=32, n_sink=4).score(make_entries())
     assert mx.array_equal(scores[:, 0], scores[:, 1])
     assert not mx.array_equal(
-        *mx.split(SnapKV(n_sink=4, n_window=32).score(make_rows()), 2, axis=1)
+        *mx.split(SnapKV(n_sink=4, n_window=32).score(make_entries()), 2, axis=1)
     )
 
 

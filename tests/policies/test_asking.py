@@ -1,0 +1,194 @@
+"""What a policy may ask a layer for, against float64 NumPy made from the model's weights.
+
+At the level of a recording cache and its entries: whether a request hands a policy all of it is the engine's matter.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import make_llama
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.caches import layers
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.models.patch import recording
+from mlx_snapkv.policies import POLICIES, Policy
+
+T, N, FIRST = 60, 5, 4  # tokens, queries that vote, first positions that no statistics count
+N_HEADS, H, D = 4, 2, 8
+
+
+@pytest.fixture
+def asking():
+    """A policy that asks for everything; known by name for as long as a test runs."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Asking(Policy):
+        name: ClassVar[str] = "asking"
+        summary: ClassVar[str] = "a test's"
+        paper: ClassVar[str] = ""
+        obs_window: ClassVar[int] = N
+        query_statistics: ClassVar[int | None] = FIRST
+
+        def score(self, entries):
+            """Weights times the size of what the head writes; the mean query's own logits besides."""
+            weight = entries.layer.attention.o_proj.weight.reshape(-1, N_HEADS, D)
+            values = mx.repeat(entries.values, N_HEADS // H, axis=1)
+            written = mx.linalg.norm(mx.einsum("ohd,bhtd->bhto", weight, values), axis=-1)
+            size = entries.attention.sum(axis=2) * written
+            away = entries.raw_queries - entries.statistics.mean[:, :, None]
+            unlike = mx.einsum("bhnd,bhde,bhne->bh", away, entries.statistics.covariance, away)
+            turned = entries.layer.rope(entries.statistics.mean[:, :, None], offset=T)
+            keys = mx.repeat(entries.keys, N_HEADS // H, axis=1)
+            expected = (turned @ keys.swapaxes(-1, -2)).squeeze(2)
+            depth = (entries.layer.number + 1) / entries.layer.n_layers
+            scores = depth * size + expected + unlike[..., None]
+            return scores.reshape(1, H, N_HEADS // H, -1).mean(axis=2)
+
+    yield Asking(budget=20)
+    del POLICIES["asking"]
+
+
+class Watched:
+    """A projection that remembers what it was given."""
+
+    def __init__(self, projection):
+        self.projection, self.inputs = projection, []
+
+    def __call__(self, x):
+        self.inputs.append(x)
+        return self.projection(x)
+
+
+def read(model, policy=None, chunks=(17, 1, 42)):
+    """The layers of a model, recording caches that have read `T` tokens, and every layer's inputs `(T, hidden)`."""
+    caches = [RecordingKVCache(T - N, T, T) for _ in model.layers]
+    found = attention_layers(model, caches)
+    watched = []
+    for layer, cache in zip(found, caches):
+        cache.layer = layer
+        cache.statistics_from = policy.query_statistics if policy else None
+        watched.append(Watched(layer.attention.q_proj))
+        layer.attention.q_proj = watched[-1]
+    tokens = mx.random.randint(0, 64, (1, T), key=mx.random.key(3))
+    with recording([type(model.layers[0].self_attn)]):
+        for start, length in zip(np.cumsum([0, *chunks]), chunks):
+            model(tokens[:, int(start) : int(start) + length], cache=caches)
+    inputs = [np.concatenate([np.asarray(x[0], np.float64) for x in w.inputs]) for w in watched]
+    return found, caches, inputs
+
+
+def entries_of(layer, cache):
+    observed = Queries(cache.queries, cache.query_positions, cache.scale)
+    return Entries(
+        *cache.keys_and_values(), observed=observed, layer=layer, statistics=cache.statistics
+    )
+
+
+def heads(x, weight):
+    """A projection's output by head, `(heads, T, D)`."""
+    return (x @ np.asarray(weight, np.float64).T).reshape(len(x), -1, D).transpose(1, 0, 2)
+
+
+def rotated(x, positions):
+    """LLaMA's RoPE of `(heads, n, D)`: dimension i turns with i + D / 2."""
+    angles = np.asarray(positions)[:, None] * 10000.0 ** (-np.arange(0, D, 2) / D)
+    a, b = x[..., : D // 2], x[..., D // 2 :]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def expected_of(attention, x, number):
+    """Raw queries, weights, mean, covariance and scores, from a layer's inputs and weights alone."""
+    queries = heads(x, attention.q_proj.projection.weight)
+    keys = rotated(heads(x, attention.k_proj.weight), range(T)).repeat(N_HEADS // H, axis=0)
+    values = heads(x, attention.v_proj.weight).repeat(N_HEADS // H, axis=0)
+    raw = queries[:, T - N :]
+    logits = rotated(raw, range(T - N, T)) @ keys.swapaxes(-1, -2) * D**-0.5
+    logits = np.where(np.arange(T) <= np.arange(T - N, T)[:, None], logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    mean = queries[:, FIRST:].mean(axis=1)
+    covariance = np.stack([np.cov(q[FIRST:].T, bias=True) for q in queries])
+    output = np.asarray(attention.o_proj.weight, np.float64).reshape(-1, N_HEADS, D)
+    written = np.linalg.norm(np.einsum("ohd,htd->hto", output, values), axis=-1)
+    away = raw - mean[:, None]
+    unlike = np.einsum("hnd,hde,hne->h", away, covariance, away)
+    logit = np.einsum("hd,htd->ht", rotated(mean[:, None], [T])[:, 0], keys)
+    scores = (number + 1) / 2 * weights.sum(1) * written + logit + unlike[:, None]
+    return raw, weights, mean, covariance, scores.reshape(H, -1, T).mean(axis=1)
+
+
+@pytest.mark.parametrize("chunks", [(T,), (17, 1, 42), (2, 1, 1, 56)])
+def test_everything_a_policy_asks_for(asking, chunks):
+    found, caches, inputs = read(make_llama(), asking, chunks)
+    for number, (layer, cache, x) in enumerate(zip(found, caches, inputs)):
+        assert (layer.number, layer.n_layers) == (number, 2)
+        entries = entries_of(layer, cache)
+        raw, weights, mean, covariance, scores = expected_of(layer.attention, x, number)
+        assert entries.raw_queries.dtype == mx.float32
+        assert np.allclose(entries.raw_queries[0], raw, atol=1e-5)
+        assert np.allclose(entries.attention[0], weights, atol=1e-5)
+        assert np.allclose(entries.statistics.mean[0], mean, atol=1e-5)
+        assert np.allclose(entries.statistics.covariance[0], covariance, atol=1e-5)
+        assert np.allclose(asking.score(entries)[0], scores, atol=1e-4)
+
+
+def test_tokens_fed_again_are_counted_once(asking):
+    model = make_llama()
+    _, caches, _ = read(model, asking)
+    before = caches[0].statistics
+    for cache in caches:
+        cache.trim(10)
+    with recording([type(model.layers[0].self_attn)]):
+        model(mx.zeros((1, 10), mx.int32), cache=caches)
+    assert mx.array_equal(caches[0].statistics.mean, before.mean).item()
+
+
+def test_what_nobody_asks_for_is_not_computed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        layers.AttentionLayer, "undo_rope", lambda *args: calls.append(args) or args[1]
+    )
+    found, caches, _ = read(make_llama())
+    entries = entries_of(found[0], caches[0])
+    entries.votes, entries.queries, entries.positions  # noqa: B018
+    assert not calls and caches[0].statistics is None and not caches[0]._sums
+    assert not {"attention", "raw_queries"} & set(vars(entries))
+    assert entries.raw_queries is entries.queries and len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "ask, message",
+    [
+        (lambda e: e.queries, "queries are missing: pass queries="),
+        (lambda e: e.raw_queries, "queries are missing: pass queries="),
+        (lambda e: e.attention, "queries are missing: pass queries="),
+        (lambda e: e.layer.attention, "prefill with mlx_snapkv.prefill"),
+        (lambda e: e.statistics.mean, "give the policy a query_statistics"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(ask, message):
+    keys = mx.zeros((1, H, 6, D))
+    with pytest.raises(SnapKVError, match=message):
+        ask(Entries(keys, keys))
+
+
+def test_queries_of_entries_with_gaps_need_their_start():
+    keys, heads = mx.zeros((1, H, 6, D)), mx.zeros((1, N_HEADS, 2, D))
+    positions = mx.broadcast_to(mx.arange(3, 9, dtype=mx.uint32), (1, H, 6))
+    with pytest.raises(SnapKVError, match="give Queries their start"):
+        entries = Entries(keys, keys, Queries(heads, range(4, 6)), given_positions=positions)
+        _ = entries.raw_queries
+
+
+def test_a_name_is_given_once(asking):
+    assert POLICIES["asking"] is type(asking) and next(iter(POLICIES)) == "snapkv"
+    with pytest.raises(SnapKVError, match="can't be called 'asking'"):
+        type("Other", (Policy,), {"name": "asking"})
