@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from ..caches.answer import answer_cache
 from ..caches.layers import attention_layers, members
 from ..engine.compress import kv_bytes
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from ..models import AttentionFamily
 from ..policies import Policy, SnapKV
 
@@ -46,7 +46,7 @@ class Contender:
         if self.kind == "snapkv":
             policy = self.options["policy"]
             quota = policy.quotas(context, 1)[0]
-            return answer_cache(family, Rows(keys, values), context, policy, quota, uniform=True)
+            return answer_cache(family, Entries(keys, values), context, policy, quota, uniform=True)
         cache = KVCache() if self.kind != "rotating" else RotatingKVCache(self.rows, keep=KEEP)
         if self.kind == "plain":
             cache.step = self.rows + ROOM

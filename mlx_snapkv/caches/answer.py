@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from ..entries.quantization import Quantization
 from ..models import AttentionFamily
 from ..policies import KeyDiff, Policy
@@ -24,7 +24,7 @@ _QUANTIZED: dict[type, type] = {
 
 
 def answer_cache(
-    family: AttentionFamily, kept: Rows, offset: int, policy: Policy, quota: Quota, uniform: bool
+    family: AttentionFamily, kept: Entries, offset: int, policy: Policy, quota: Quota, uniform: bool
 ) -> SnapKVCache | BlockKVCache:
     """A layer's cache for what follows the prompt.
 

@@ -10,8 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import _BaseCache
 
-from ..entries.attention import attention_votes
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from ..entries.quantization import (
     Quantization,
     Stored,
@@ -23,6 +22,7 @@ from ..entries.quantization import (
     pack,
     write,
 )
+from ..entries.selection import has_nan, nan_scores
 from ..errors import SnapKVError, TrimError
 from ..models import AttentionFamily
 from ..policies import Policy
@@ -75,7 +75,7 @@ class BlockKVCache(SelfEvicting, _BaseCache):
         self.policy = policy
         self.quota = quota
         self.block = block
-        self.tallies = policy.tallies
+        self.tallies = policy.accumulates_attention
         self.selection_seconds = 0.0
         self._family = family
         self._expected = expected
@@ -110,19 +110,24 @@ class BlockKVCache(SelfEvicting, _BaseCache):
             return
         started = time.perf_counter()
         rows = self.rows(self.policy.obs_window)
-        self.keep(self.quota.select(self.policy.score(rows)), rows)
+        scores = self.policy.score(rows)
+        if has_nan(scores).item():
+            raise nan_scores()
+        self.keep(self.quota.select(scores), rows)
         self.selection_seconds += time.perf_counter() - started
 
-    def keep(self, chosen: mx.array, rows: Rows) -> None:
+    def keep(self, chosen: mx.array, rows: Entries) -> None:
         """Move the chosen of `rows()`, uint32 `(B, n_kv_heads, n)`, ascending, to the front; the others are gone."""
         kept = rows.taken(chosen)
+        mx.eval(kept.stored_keys, kept.positions)
+        mx.eval(kept.stored_values)
         # A buffer that is referred to elsewhere would be copied.
-        rows.let_go()
+        rows.release()
         if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.hold(kept)
 
-    def hold(self, rows: Rows) -> None:
+    def hold(self, rows: Entries) -> None:
         """Hold `rows`, the best of all tokens up to `offset`, and nothing else."""
         rows = rows.packed(self.quantization)
         self._n = len(rows)
@@ -131,11 +136,11 @@ class BlockKVCache(SelfEvicting, _BaseCache):
         self._kept_positions = rows.positions
         self._received = rows.received
 
-    def rows(self, n_queries: int) -> Rows:
+    def rows(self, n_queries: int) -> Entries:
         """What the cache holds, for a policy to score by the last `n_queries` queries."""
         keys, values = self.keys_and_values()
         self._count()
-        rows = Rows(
+        rows = Entries(
             keys,
             values,
             given_positions=self.positions,
@@ -172,12 +177,10 @@ class BlockKVCache(SelfEvicting, _BaseCache):
         received = mx.pad(received, [(0, 0), (0, 0), (0, self._n - received.shape[2])])
         if self._uncounted:
             queries = mx.concatenate(self._uncounted, axis=2)
-            rows = Rows(*self.keys_and_values(), quantization=self.quantization)
+            rows = Entries(*self.keys_and_values(), quantization=self.quantization)
             stop = int(min(self.last, self.offset))
-            rows.query_positions = self._rows_of(range(stop - queries.shape[2], stop), rows)
-            rows.queries = self._grouped(queries, rows)
-            rows.scale, rows.sinks = self.scale, self.sinks
-            received = received + attention_votes(rows)
+            rows.observed = self._observed(queries, range(stop - queries.shape[2], stop), rows)
+            received = received + rows.votes
             mx.eval(received)
         self._received = received
         self._uncounted = []

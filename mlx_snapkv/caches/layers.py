@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from ..entries.queries import Recorder
@@ -25,12 +27,29 @@ class AttentionLayer:
         index: their entry of the prompt cache.
         member: their place in that entry if it is a `CacheList`, else None.
         attention: the attention module, of the class that `family` describes.
+        number: its place among the model's full-attention layers, from 0.
+        n_layers: how many those are.
     """
 
     index: int
     member: int | None
     attention: Any
     family: AttentionFamily
+    number: int
+    n_layers: int
+
+    @cached_property
+    def rope(self) -> Any:
+        """The module that turns the layer's queries, called as `rope(x, offset)`; None if nothing does."""
+        return self.family.rope_of(self.attention)
+
+    def undo_rope(self, queries: mx.array, offset: int) -> mx.array:
+        """Queries `(B, n_heads, n, head_dim)` of positions from `offset` on as they were before RoPE, float32."""
+        return self.family.undo_rope(self.attention, self.rope, queries, offset)
+
+    def __deepcopy__(self, memo: dict) -> AttentionLayer:
+        """Itself: a copy of a cache that knows its layer copies no weights."""
+        return self
 
     def cache_in(self, prompt_cache: list) -> Any:
         entry = prompt_cache[self.index]
@@ -61,16 +80,17 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
             f"{len(slots)} caches with rows for {len(found)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
-    layers = []
+    found_layers: list[tuple[int, int | None, Any, AttentionFamily]] = []
     for n, (index, member, cache) in enumerate(slots):
         attention, family = found[n % len(found)]
         if attention is not None and isinstance(cache, _WITH_ALL_ROWS):
-            layers.append(AttentionLayer(index, member, attention, family))
-    if not layers:
+            found_layers.append((index, member, attention, family))
+    if not found_layers:
         raise UnsupportedModelError(
             f"model type {type_of(model)!r} has no full-attention layer with a plain KV cache to compress"
         )
-    return layers
+    n = len(found_layers)
+    return [AttentionLayer(*x, number=i, n_layers=n) for i, x in enumerate(found_layers)]
 
 
 def attention_classes(layers: list[AttentionLayer]) -> list[type]:

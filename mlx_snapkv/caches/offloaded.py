@@ -119,5 +119,5 @@ class RestingKVCache(Recorder, _BaseCache):
 
     @property  # type: ignore[misc]  # nothing sets the state of a conversation under way
     def state(self):
-        # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        return self.fresh.keys, self.fresh.values, self._queries
+        # mlx-lm's prefill loop evaluates the state, and with it the queries and their statistics.
+        return self.fresh.keys, self.fresh.values, self._queries, self._sums

@@ -25,5 +25,5 @@ class RecordingKVCache(Recorder, KVCache):
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self):
-        # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        return self.keys, self.values, self.offset, self._queries
+        # mlx-lm's prefill loop evaluates the state, and with it the queries and their statistics.
+        return self.keys, self.values, self.offset, self._queries, self._sums

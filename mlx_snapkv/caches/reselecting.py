@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from ..entries.quantization import Stored, each
 from ..entries.selection import gather_rows
 from ..models import AttentionFamily
@@ -82,7 +82,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
         if self._since <= self.block:
             self._keep_newest(self.n_window)  # as if the tokens had come one by one
         keys, values, positions = self.in_order()
-        rows = Rows(keys, values, given_positions=positions, quantization=self.quantization)
+        rows = Entries(keys, values, given_positions=positions, quantization=self.quantization)
         self._ask(rows, self.policy.obs_window)
         layout = self._layout(self.policy.score(rows))
         places = mx.take_along_axis(mx.argsort(self.positions, axis=-1), layout, axis=-1)
@@ -91,7 +91,7 @@ class ReselectingSnapKVCache(SelfEvicting, SnapKVCache):
             mx.contiguous(x) for x in (positions[..., : self.n_pin], positions[..., self.n_pin :])
         )
         mx.eval(places, pinned, left)
-        rows.let_go()
+        rows.release()
         del keys, values  # sorted copies
         moved = [
             each(lambda part: gather_rows(part, places), rows) for rows in (self.keys, self.values)

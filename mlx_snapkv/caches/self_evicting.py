@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..entries.entries import Rows
-from ..entries.queries import Recorder
+from ..entries.entries import Entries
+from ..entries.queries import Queries, Recorder
 from ..errors import SnapKVError, TrimError
 from ..models import AttentionFamily
 from ..policies import Policy, resolve_policy
@@ -73,7 +73,7 @@ class SelfEvicting(Recorder, ABC):
             vars(self).update(now)
             raise
 
-    def _ask(self, rows: Rows, n_queries: int) -> None:
+    def _ask(self, rows: Entries, n_queries: int) -> None:
         """Let the last `n_queries` queries vote for rows that end with the newest.
 
         Raises:
@@ -87,15 +87,20 @@ class SelfEvicting(Recorder, ABC):
                 f"{self.policy.name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
-        rows.queries = self._grouped(self.queries[:, :, -n_queries:], rows)
-        rows.query_positions = self._rows_of(asked, rows)
-        rows.scale, rows.sinks = self.scale, self.sinks
+        rows.observed = self._observed(self.queries[:, :, -n_queries:], asked, rows)
 
-    def _rows_of(self, positions: range, rows: Rows) -> mx.array:
-        """The rows of recent tokens; beyond the last row for tokens taken back since."""
-        return mx.arange(positions.start, positions.stop) - (self.offset - len(rows))
+    def _observed(self, queries: mx.array, positions: range, rows: Entries) -> Queries:
+        """The queries of recent tokens; those taken back since are beyond the last row."""
+        gone = self.offset - len(rows)
+        return Queries(
+            self._grouped(queries, rows),
+            range(positions.start - gone, positions.stop - gone),
+            self.scale,
+            self.sinks,
+            positions.start,
+        )
 
-    def _grouped(self, queries: mx.array, rows: Rows) -> mx.array:
+    def _grouped(self, queries: mx.array, rows: Entries) -> mx.array:
         n_kv_heads = rows.positions.shape[1]
         return queries if self._family is None else self._family.grouped(queries, n_kv_heads)
 

@@ -87,7 +87,7 @@ class Conversation:
         if memory == "drop":
             return chosen
         recalling_caches(self.model, memory)
-        if any(stage.tallies for stage in chosen.stages):
+        if any(stage.accumulates_attention for stage in chosen.stages):
             raise SnapKVError(
                 f"memory={memory} needs a policy that chooses by keys or by the last queries, "
                 f"and {chosen} counts the attention of all"

@@ -13,9 +13,10 @@ from ..caches.block import BlockKVCache
 from ..caches.layers import AttentionLayer, attention_layers, members
 from ..caches.offloaded import RestingKVCache
 from ..caches.window import SnapKVCache
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from ..entries.quantization import Quantization, n_bytes
-from ..entries.queries import Recorder
+from ..entries.queries import Queries, Recorder
+from ..entries.selection import has_nan, nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota, smallest_for_mass
@@ -125,18 +126,18 @@ def full_bytes(cache) -> int:
     return sum(cache.offset * x[:, :, :1].nbytes for x in (rows.keys, rows.values))
 
 
-def rows_held(cache) -> Rows:
+def rows_held(cache) -> Entries:
     """A full-attention layer's rows, in order of position, without queries."""
     if isinstance(cache, SnapKVCache):
         keys, values, positions = cache.in_order()
-        return Rows(keys, values, given_positions=positions, quantization=cache.quantization)
+        return Entries(keys, values, given_positions=positions, quantization=cache.quantization)
     if isinstance(cache, BlockKVCache):
         return cache.rows(0)
     if isinstance(cache, QuantizedKVCache):
         how = Quantization(cache.bits, cache.group_size)
         keys, values = (tuple(parts) for parts in cache.keys_and_values())
-        return Rows(keys, values, quantization=how)
-    return Rows(*cache.keys_and_values())
+        return Entries(keys, values, quantization=how)
+    return Entries(*cache.keys_and_values())
 
 
 def _common_length(caches: list) -> int:
@@ -146,10 +147,14 @@ def _common_length(caches: list) -> int:
     return lengths.pop()
 
 
-def _choose(rows: Rows, policy: Policy, quota: Quota) -> tuple[mx.array, Quota, float | None]:
+def _choose(rows: Entries, policy: Policy, quota: Quota) -> tuple[mx.array, Quota, float | None]:
     """Which rows to keep `(B, n_kv_heads, n)`, of what quota, and the share of the votes they received, if any."""
     scores = policy.score(rows)
-    votes = rows.received if policy.tallies else rows.votes if policy.obs_window else None
+    if has_nan(scores).item():
+        raise nan_scores()
+    votes = (
+        rows.received if policy.accumulates_attention else rows.votes if policy.obs_window else None
+    )
     if votes is None:
         chosen = quota.select(scores)
         mx.eval(chosen)
@@ -167,23 +172,24 @@ def _choose(rows: Rows, policy: Policy, quota: Quota) -> tuple[mx.array, Quota, 
     return chosen, quota, mass
 
 
-def _rows(layer: AttentionLayer, cache, queries: mx.array | None, n_queries: int = 0) -> Rows:
+def _rows(layer: AttentionLayer, cache, queries: mx.array | None, n_queries: int = 0) -> Entries:
     """A layer's rows with the given queries, or those recorded, the last `n_queries` if they are many."""
     if isinstance(cache, BlockKVCache):
         return cache.rows(n_queries)
     rows = rows_held(cache)
+    rows.layer = layer
     keys = rows.keys
     if queries is not None:
         _check_queries(queries, keys)
         asked = range(cache.offset - queries.shape[2], cache.offset)
-        rows.scale = layer.family.scale_of(layer.attention, keys.shape[3])
-        rows.sinks = layer.family.sinks_of(layer.attention)
+        scale = layer.family.scale_of(layer.attention, keys.shape[3])
+        sinks = layer.family.sinks_of(layer.attention)
     elif isinstance(cache, Recorder) and cache.n_queries:
         queries, asked = cache.queries, cache.query_positions
-        rows.scale, rows.sinks = cache.scale, cache.sinks
+        scale, sinks = cache.scale, cache.sinks
     if queries is not None:
-        rows.queries = layer.family.grouped(queries, keys.shape[1])
-        rows.query_positions = mx.arange(asked.start, asked.stop)
+        heads = layer.family.grouped(queries, keys.shape[1])
+        rows.observed = Queries(heads, asked, scale, sinks, asked.start)
     return rows
 
 

@@ -25,7 +25,6 @@ from .split_calls import one_by_one
 
 ReportCallback = Callable[[CompressionReport], None]
 
-DEFAULT_LOOKAHEAD = 4
 MAX_TOKENS = 256  # mlx-lm's own default
 
 # Options of mlx-lm that also decide what becomes of the rows.
@@ -217,7 +216,7 @@ def drive(
 def lookahead_of(policy: Policy | Stages) -> int:
     """Answer tokens that vote."""
     _, answering = policy.stages
-    return DEFAULT_LOOKAHEAD if answering.lookahead is None else answering.lookahead
+    return answering.n_lookahead
 
 
 def _tokens_before_cut(policy: Policy | Stages) -> int:

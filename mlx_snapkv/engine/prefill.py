@@ -106,7 +106,7 @@ def prefill(
         with observing(model, cache):
             read(one_by_one(model, cache), tokens, cache, options | quantised)
         return cache, CompressionReport(str(policy), tokens.size, reason)
-    lookahead = answering.lookahead or 0
+    lookahead = answering.n_lookahead
     last = tokens.size + lookahead
     quantization, _ = taken_from(quantised)
     request = RecordedRequest(model, policy, tokens.size, cache, last, quantization)

@@ -79,7 +79,7 @@ class RecordedRequest:
         if quantization is not None:
             fresh = make_prompt_cache(model)
             require_quantizable(model, self._layers, fresh, quantization)
-        quotas = policy.reading_quotas(n_prompt, len(self._layers))
+        quotas = policy.prefill_quotas(n_prompt, len(self._layers))
         self._uniform = len(set(quotas)) == 1
         self.caches = self._reading_caches(quotas)
         self.cut_seconds = 0.0
@@ -89,7 +89,7 @@ class RecordedRequest:
     @property
     def _in_blocks(self) -> bool:
         """Whether block caches read the prompt: they evict, or they count what all queries attend to."""
-        return self.reading.schedule == "block" or self.reading.tallies
+        return self.reading.schedule == "block" or self.reading.accumulates_attention
 
     def _observes(self) -> bool:
         return self.reading.observes or self.answering.observes
@@ -120,7 +120,7 @@ class RecordedRequest:
             expected=max(self.n_prompt, self._last) + 1,
             uniform=self._uniform,
         )
-        cache.tallies = self.reading.tallies or self.answering.tallies
+        cache.tallies = self.reading.accumulates_attention or self.answering.accumulates_attention
         return cache
 
     def step_size(self, limit: int | None) -> int:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.offloaded import RestingKVCache
-from ..entries.entries import Rows
+from ..entries.entries import Entries
 from ..entries.quantization import Quantization
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
@@ -72,7 +72,7 @@ class Turn(_LaterTurn):
             layer.put(caches, block)
         return caches
 
-    def _quantization_for(self, held: Rows | None) -> Quantization | None:
+    def _quantization_for(self, held: Entries | None) -> Quantization | None:
         """How the rows are stored while the turn is read: plain if the cut is to quantise them: none is twice."""
         plain = held is None or held.quantization is None
         return None if plain and self.reading.schedule == "once" else self._quantization

@@ -46,7 +46,7 @@ def check(model, contenders: Contenders, lengths: Sequence[int]) -> None:
         reasons = [gate(policy, length, None, MAX_TOKENS) for length in lengths]
         for length, reason in zip(lengths, reasons):
             if reason is None:
-                policy.reading_quotas(length, n_layers)
+                policy.prefill_quotas(length, n_layers)
         if all(reasons):
             raise SnapKVError(f"{name} would compress nothing here: {reasons[-1]}")
 
