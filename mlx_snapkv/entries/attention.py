@@ -13,9 +13,11 @@ import mlx.core as mx
 
 from .queries import Queries
 
-BLOCK_BYTES = 2 << 20  # of float32 logits made at a time
+BLOCK_BYTES = 3 << 19  # of float32 logits made at a time
 HELD_BYTES = 16 << 20  # of logits and float32 keys, below which one pass over all keys will do
-LOG2_E = 1.4426950408889634  # softmax by powers of two, which a CPU takes in half the time of exp
+HIDDEN = (
+    -1e30
+)  # the logit of what a query does not see: finite, since a block may hold nothing else for it
 
 
 def attention_votes(keys: mx.array, observed: Queries) -> mx.array:
@@ -29,12 +31,11 @@ def attention_votes(keys: mx.array, observed: Queries) -> mx.array:
         keys: `(B, n_kv_heads, T, head_dim)`.
     """
     queries, group = _grouped(keys, observed)
-    queries = queries * LOG2_E
-    sinks = _sink_logits(keys, observed, queries)
     B, H, T, D = keys.shape
     held = 4 * B * H * T * (queries.shape[2] + (D if keys.dtype != mx.float32 else 0))
-    votes = _votes_held if held <= HELD_BYTES else _votes_in_blocks
-    return votes(keys, observed, queries, sinks) / group
+    if held <= HELD_BYTES:
+        return _weights(keys, observed, queries).sum(axis=2) / group
+    return _votes_in_blocks(keys, observed, queries) / group
 
 
 def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
@@ -44,12 +45,8 @@ def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
         keys: `(B, n_kv_heads, T, head_dim)`.
     """
     queries, group = _grouped(keys, observed)
-    queries = queries * LOG2_E
-    sinks = _sink_logits(keys, observed, queries)
-    weights, total = _powers(keys, observed, queries, sinks)
     B, H, T, _ = keys.shape
-    shares = mx.concatenate([part / total[..., None] for part in weights], axis=-1)
-    return shares.reshape(B, H * group, -1, T)
+    return _weights(keys, observed, queries).reshape(B, H * group, -1, T)
 
 
 def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
@@ -68,57 +65,40 @@ def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
     return mx.broadcast_to(mx.concatenate(scores, axis=-1)[:, None], (B, H, T))
 
 
-def _votes_held(keys: mx.array, observed: Queries, queries: mx.array, sinks: mx.array) -> mx.array:
-    weights, total = _powers(keys, observed, queries, sinks)
-    share = (1 / total)[..., None, :]
-    return mx.concatenate([share @ part for part in weights], axis=-1).squeeze(2)
+def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> mx.array:
+    """The softmax of all logits at once, `(B, n_kv_heads, group * n, T)`."""
+    logits = _logits(keys, observed, queries, (0, keys.shape[2]))
+    weights = mx.softmax(logits, axis=-1)
+    if observed.sinks is None:
+        return weights
+    entries = mx.logsumexp(logits, axis=-1)
+    return weights * mx.exp(entries - _with_sinks(observed, entries))[..., None]
 
 
-def _powers(
-    keys: mx.array, observed: Queries, queries: mx.array, sinks: mx.array
-) -> tuple[list[mx.array], mx.array]:
-    """Powers of two `(B, n_kv_heads, group * n, part of T)` in proportion to the weights, and their sums."""
-    spans = _spans(keys, observed, keys.shape[2])
-    logits = [_logits(keys, observed, queries, span) for span in spans]
-    top = sinks
-    for part in logits:
-        top = mx.maximum(top, part.max(axis=-1))
-    weights = [mx.power(2, part - top[..., None]) for part in logits]
-    total = mx.power(2, sinks - top)
-    for part in weights:
-        total = total + part.sum(axis=-1)
-    return weights, total
-
-
-def _votes_in_blocks(
-    keys: mx.array, observed: Queries, queries: mx.array, sinks: mx.array
-) -> mx.array:
-    """The same in two passes: the softmax's denominators, then the votes."""
+def _votes_in_blocks(keys: mx.array, observed: Queries, queries: mx.array) -> mx.array:
+    """The weights' sum over queries in two passes: the softmax's denominators, then the votes."""
     spans = list(_spans(keys, observed, _block(queries)))
-    top, total = sinks, mx.where(mx.isinf(sinks), 0.0, 1.0)
+    sums: list[mx.array] = []
     for span in spans:
-        logits = _logits(keys, observed, queries, span, after=[total])
-        higher = mx.maximum(top, logits.max(axis=-1))
-        total = total * mx.power(2, top - higher) + mx.power(2, logits - higher[..., None]).sum(
-            axis=-1
-        )
-        top = higher
-    share = (1 / total)[..., None, :]
+        logits = _logits(keys, observed, queries, span, after=sums[-1:])
+        sums.append(mx.logsumexp(logits, axis=-1))
+    total = _with_sinks(observed, mx.logsumexp(mx.stack(sums), axis=0))
     votes: list[mx.array] = []
-    for span in spans:
+    for span, part in zip(spans, sums):
         logits = _logits(keys, observed, queries, span, after=votes[-1:] or [total])
-        votes.append((share @ mx.power(2, logits - top[..., None])).squeeze(2))
+        share = mx.exp(part - total)[..., None, :]
+        votes.append((share @ mx.softmax(logits, axis=-1)).squeeze(2))
     return mx.concatenate(votes, axis=-1)
 
 
-def _sink_logits(keys: mx.array, observed: Queries, queries: mx.array) -> mx.array:
-    """The sinks' logits, base 2, for each grouped query, `(B, n_kv_heads, group * n)`; -inf without sinks."""
-    B, H, n, _ = queries.shape
+def _with_sinks(observed: Queries, total: mx.array) -> mx.array:
+    """Logarithms of the softmax's denominators `(B, n_kv_heads, group * n)`, the sinks' part added."""
     if observed.sinks is None:
-        return mx.full((B, H, n), -mx.inf)
+        return total
+    B, H, n = total.shape
     group = observed.sinks.size // H
-    sinks = LOG2_E * observed.sinks.astype(mx.float32).reshape(1, H, group, 1)
-    return mx.broadcast_to(sinks, (B, H, group, n // group)).reshape(B, H, n)
+    sinks = observed.sinks.astype(mx.float32).reshape(1, H, group, 1)
+    return mx.logaddexp(total.reshape(B, H, group, n // group), sinks).reshape(B, H, n)
 
 
 def _grouped(keys: mx.array, observed: Queries) -> tuple[mx.array, int]:
@@ -167,4 +147,4 @@ def _logits(
     own = mx.tile(
         mx.arange(places.start, places.stop, places.step), queries.shape[2] // len(places)
     )
-    return mx.where(mx.arange(start, stop) <= own[:, None], logits, -mx.inf)
+    return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)

@@ -6,9 +6,15 @@ import weakref
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import ProportionalRoPE, SuScaledRoPE, initialize_rope
+from model_configs import make_model
 
+from mlx_snapkv import models
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.models import rope as room
+from mlx_snapkv.models.patch import recording
 from mlx_snapkv.models.rope import undo_rope
 
 D = 64
@@ -69,3 +75,51 @@ def test_an_object_is_probed_once_and_not_kept_alive():
     del rope
     gc.collect()
     assert gone() is None and len(room._probes) == n
+
+
+# What follows RoPE there, a norm or a factor, is not undone.
+LATER = {"hunyuan", "hunyuan_v1_dense", "ministral3", "mistral3", "nanochat", "talkie"}
+UNTURNED = set(
+    "afmoe cohere2 exaone4 exaone_moe gpt2 gpt_bigcode jamba llama4 muse_glimmer nemotron_h".split()
+)
+
+
+@pytest.mark.parametrize("name", models.SUPPORTED)
+def test_every_familys_queries_are_what_its_rope_was_given(name, monkeypatch):
+    """What the module itself was given with a second chunk; the dimensions that don't turn are left alone."""
+    model, given = make_model(name), []
+    caches = make_prompt_cache(model)
+    found = attention_layers(model, caches)
+    for layer in found:
+        layer.put(caches, RecordingKVCache(9, 16, 16))
+    with recording({type(layer.attention) for layer in found}), monkeypatch.context() as patched:
+        model(mx.arange(1, 10)[None], cache=caches)
+        for cls in {type(layer.rope) for layer in found if isinstance(layer.rope, nn.Module)}:
+            patched.setattr(cls, "__call__", remembering(cls.__call__, given))
+        model(mx.arange(20, 27)[None], cache=caches)
+    for layer in found:
+        queries = layer.cache_in(caches).queries
+        raw = layer.undo_rope(queries, 9)
+        if layer.rope is None:
+            assert mx.array_equal(raw, queries)
+        elif name in LATER:
+            assert not mx.allclose(raw, queries, atol=1e-3).item()
+        else:
+            assert any(is_part(raw, x) for x in given)
+    assert all(layer.rope is None for layer in found) == (name in UNTURNED)
+
+
+def remembering(call, given):
+    def __call__(self, x, *args, **kwargs):
+        given.append(x)
+        return call(self, x, *args, **kwargs)
+
+    return __call__
+
+
+def is_part(raw, x):
+    """Whether `x` are the first or the last dimensions of queries."""
+    if x.ndim != 4 or x.shape[:3] != raw.shape[:3] or x.shape[3] > raw.shape[3]:
+        return False
+    n = x.shape[3]
+    return any(mx.allclose(part, x, atol=2e-5).item() for part in (raw[..., :n], raw[..., -n:]))

@@ -24,7 +24,7 @@ def policy_of(case):
     if policy == "snapkv":  # kvpress keeps no sink, and its observation window is its recent window
         window, kernel = options
         size = {"budget": kept, "n_sink": 0, "n_window": window, "obs_window": window}
-        return SnapKV(pool_kernel=kernel, min_ctx=0, **size)
+        return SnapKV(pool_kernel=kernel, min_ctx=0, lookahead=0, **size)
     size = {"budget": kept, "block": len(TOKENS)}
     return {
         "keydiff": KeyDiff(n_window=0, **size),
