@@ -76,6 +76,8 @@ def compress_prompt_cache(
     for layer, (positions, quota) in zip(layers, chosen):
         cache = layer.cache_in(prompt_cache)
         kept = rows_held(cache).taken(positions)
+        mx.eval(kept.stored_keys, kept.positions)
+        mx.eval(kept.stored_values)
         kept = kept.packed(quantization or kept.quantization)
         small = answer_cache(layer.family, kept, cache.offset, policy, quota, uniform)
         del cache, kept

@@ -116,8 +116,8 @@ def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
         expected = softmax_votes(call, 8, heads_read(call, rows.keys))
         assert np.allclose(rows.votes[0], expected, atol=2e-5)
         given = _rows(layer, cache, cache.queries)  # for people who hold queries of their own
-        assert given.scale == pytest.approx(call["scale"])
-        assert (given.sinks is None) == (call["sinks"] is None)
+        assert given.observed.scale == pytest.approx(call["scale"])
+        assert (given.observed.sinks is None) == (call["sinks"] is None)
 
 
 def test_decoding_with_everything_kept_equals_mlx_lm(model):
