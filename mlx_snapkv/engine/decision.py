@@ -53,7 +53,7 @@ def decide(policy: Policy | Stages, n_prompt: int) -> Decision:
     _, decode_policy = policy.stages
     at = n_prompt if decode_policy.last_token else n_prompt - 1
     first = max(0, at - decode_policy.obs_window)
-    return Decision(n_prompt, at, first, at + decode_policy.lookahead)
+    return Decision(n_prompt, at, first, at + decode_policy.n_lookahead)
 
 
 def gate(

@@ -43,7 +43,7 @@ class Policy(ABC):
         query_statistics: count statistics of the pre-RoPE queries of all the prompt's tokens but so many first
             ones, for `Entries.statistics`; None is none.
         last_token: the prompt's last token votes.
-        lookahead: answer tokens that vote, before the prompt is compressed.
+        lookahead: answer tokens that vote, before the prompt is cut down; None leaves it to the policy.
         prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
         mass: share of the votes to keep instead of a number of entries.
         on_full: what becomes of the answer's entries under "once", when they fill the recent window.
@@ -57,7 +57,7 @@ class Policy(ABC):
     accumulates_attention: ClassVar[bool] = False
     query_statistics: ClassVar[int | None] = None
     last_token: ClassVar[bool] = True
-    lookahead: ClassVar[int] = 0
+    lookahead: ClassVar[int | None] = 0
     prefill_chunk: ClassVar[int | None] = None
     mass: ClassVar[float | None] = None
     on_full: ClassVar[str] = "slide"
@@ -110,6 +110,11 @@ class Policy(ABC):
         """Whether the policy asks for queries, or for what is made of them."""
         votes = self.obs_window > 0 or self.accumulates_attention
         return votes or self.query_statistics is not None
+
+    @property
+    def n_lookahead(self) -> int:
+        """Answer tokens that vote, before the prompt is cut down, whatever the way in."""
+        return self.lookahead or 0
 
     def reserved(self, n_voted: int) -> int:
         """How many of the entries kept for their scores an answer never takes the place of."""

@@ -17,6 +17,7 @@ from .budgets import Quota, amount, is_amount
 
 ON_FULL = ("slide", "grow", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
+DEFAULT_LOOKAHEAD = 4  # answer tokens, where the prompt's last token votes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,8 @@ class SnapKV(Policy):
             request's way: the highest logit over heads and queries, one set for all heads.
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before, as the pull request does.
-        lookahead: answer tokens decoded on all entries, whose queries vote too, before the cut.
+        lookahead: answer tokens decoded on all entries, whose queries vote too, before the cut. None is 4, or
+            none with last_token=False.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
         on_full: what becomes of the answer's own entries when they fill the recent window. Within the budget, "slide"
@@ -72,7 +74,7 @@ class SnapKV(Policy):
     pool: str = "avg"
     heads: str = "per_head"
     last_token: bool = True  # type: ignore[misc]
-    lookahead: int = 0  # type: ignore[misc]
+    lookahead: int | None = None  # type: ignore[misc]
     on_full: str = "keydiff"  # type: ignore[misc]
     reserve: int | str = "50%"
     schedule: str = "once"
@@ -85,9 +87,8 @@ class SnapKV(Policy):
         self._require(
             "n_window", self.n_window >= self.obs_window, f"at least obs_window={self.obs_window}"
         )
-        if self.lookahead is None:  # as it could be written once
-            object.__setattr__(self, "lookahead", 0)
-        self._require_count("lookahead", most=256)
+        if self.lookahead is not None:
+            self._require_count("lookahead", most=256)
         self._require_count("pool_kernel", least=1, most=255)
         self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
         if self.prefill_chunk is not None:
@@ -135,6 +136,12 @@ class SnapKV(Policy):
             self._require_room(rows)
             quotas = [Quota(rows, self.n_sink, self.n_window)] * n_layers
         return quotas
+
+    @property
+    def n_lookahead(self) -> int:
+        if self.lookahead is None:
+            return DEFAULT_LOOKAHEAD if self.last_token else 0
+        return self.lookahead
 
     @property
     def answer_block(self) -> int:

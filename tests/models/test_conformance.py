@@ -226,7 +226,7 @@ def test_sliding_layers_with_plain_caches_are_left_alone():
     text = config("llama") | {"layer_types": LAYERS}
     model = make_model("pixtral", {"text_config": text})
     cache, report = prefill(model, TOKENS, POLICY)
-    assert [type(c).__name__ for c in cache] == ["KVCache", "ReselectingSnapKVCache"] * 2
+    assert [type(c).__name__ for c in cache] == ["KVCache", "SnapKVCache"] * 2
     assert report.rows_kept == [None, POLICY.budget] * 2
 
 

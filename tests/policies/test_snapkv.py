@@ -141,3 +141,18 @@ def test_strings_dicts_and_objects_name_the_same_policy():
 def test_requests_that_name_no_policy(keywords, message):
     with pytest.raises(SnapKVError, match=message):
         resolve_policy(**keywords)
+
+
+@pytest.mark.parametrize(
+    "text, n",
+    [
+        ("snapkv", 4),
+        ("snapkv:lookahead=0", 0),
+        ("snapkv:lookahead=7", 7),
+        ("snapkv:last_token=false", 0),
+        ("keydiff", 0),
+        ("keydiff then snapkv", 4),
+    ],
+)
+def test_one_lookahead_for_every_way_in(text, n):
+    assert resolve_policy(policy=text).n_lookahead == n
