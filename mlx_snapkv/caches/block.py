@@ -209,6 +209,8 @@ class BlockKVCache(EvictingCache):
         return since if kept is None else mx.concatenate([kept, since], axis=2)
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
+        if n_rows(self.keys) == self._n:  # a slice would keep an eviction from writing in place
+            return self.keys, self.values
         keys, values = (each(lambda x: x[..., : self._n, :], y) for y in (self.keys, self.values))
         return keys, values
 

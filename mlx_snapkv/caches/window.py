@@ -11,8 +11,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, each, join, n_rows, pack, write
 from ..errors import SnapKVError
 from ..policies import Policy
-from ..policies.budgets import Quota
-from . import validation
+from . import ring, validation
 from .evicting import N_DECISION, EvictingCache
 
 SLACK = 16  # rows behind the window, once several tokens have come at a time
@@ -23,12 +22,13 @@ class SnapKVCache(EvictingCache):
 
         [0 : n_pin)            pinned: sink and voted middle
         [n_pin : n_keep)       recent window; a decoded token overwrites the oldest row (a ring)
-        [n_keep : )            pending: tokens that came several at a time, until the next update
+        [n_keep : )            pending: tokens that came several at a time
 
     Keys keep the rotation of their original position; `offset` is the logical position of the next token, whatever
     the number of rows. Decoding one token writes one row in place. An update of `L > 1` tokens is exactly `L`
     updates of one: they are written behind the window, and `make_mask` hides from each token what would have given
-    way by then. The next update moves them into the window. So taking them back moves a counter.
+    way by then. They move into the window before the next single token, or when the slack is full. So taking them
+    back moves a counter.
 
     With a `policy`, which entries the window is to give up next is chosen anew every `block` tokens: a choice
     rearranges the rows,
@@ -100,6 +100,7 @@ class SnapKVCache(EvictingCache):
         self._n = rows
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
         self._newest = 0  # tokens that can be taken back: of the last update, or since the mark
+        self._tail: tuple[Stored, Stored] | None = None  # what was written last behind the window
         self._uniform = uniform
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
@@ -111,7 +112,7 @@ class SnapKVCache(EvictingCache):
         L = n_rows(keys)
         if self._must_evict(L):
             self.evict()
-        elif not self._marked:
+        elif self._settles(L):
             self._settle()
             self._shrink(L)
         if L == 1 and self._n == self.n_keep and not self._marked:
@@ -121,6 +122,10 @@ class SnapKVCache(EvictingCache):
             row = self._n
             self._n += L
             self._grow(max(self._n, self.n_keep))
+            old = self._tail
+            self._tail = (
+                (keys, values) if old is None else (join(old[0], keys), join(old[1], values))
+            )
         write(self.keys, row, keys)
         write(self.values, row, values)
         self.offset += L
@@ -151,24 +156,39 @@ class SnapKVCache(EvictingCache):
                 for rows in (self.keys, self.values)
             )
 
+    def _settles(self, L: int) -> bool:
+        """Whether the pending tokens move into the window before an update of `L`: for one, or where slack ends."""
+        full = L == 1 or self._n + L > self.n_keep + SLACK
+        return not self._marked and (full or not self._uniform)
+
     def _settle(self) -> None:
         """Move the pending tokens into the window, over its oldest entries."""
         pending = self._n - self.n_keep
         if pending > 0:
-            for rows, row, n in _pieces(pending, self.n_window, self._oldest):
-                source = self.n_keep + rows
-                for stored in (self.keys, self.values):
-                    moved = each(lambda x: x[..., source : source + n, :], stored)  # noqa: B023
+            for stored, tail in zip((self.keys, self.values), self._pending(pending)):
+                for first, row, n in ring.pieces(pending, self.n_window, self._oldest):
+                    moved = each(lambda x: x[..., first : first + n, :], tail)  # noqa: B023
                     write(stored, self.n_pin + row, moved)
             self._oldest = (self._oldest + pending) % self.n_window
             self._n = self.n_keep
             self._newest = 0
+        self._tail = None
+
+    def _pending(self, n: int) -> tuple[Stored, Stored]:
+        """Keys and values of the `n` pending tokens; to read them from the buffers would copy these at the next write."""
+        keys, values = self._tail or self.keys_and_values()
+        first = n_rows(keys) - n
+        return (
+            each(lambda x: x[..., first:, :], keys),
+            each(lambda x: x[..., first:, :], values),
+        )
 
     def mark(self) -> None:
         if self._must_evict(1):
             self.evict()
         super().mark()
-        self._settle()
+        if self._n > self.n_keep + SLACK // 2:
+            self._settle()
         self._newest = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -183,18 +203,19 @@ class SnapKVCache(EvictingCache):
         m, oldest = self._n - p, self._oldest
         if self._must_evict(N):
             m, oldest = min(m, w), 0
-        elif not self._marked:
+        elif self._settles(N):
             m, oldest = min(m, w), (oldest + max(0, m - w)) % w
-        if N == 1 and (not self._marked or m < w):
-            return None
-        if (m + N <= w or not self._uniform) and not return_array:
-            return "causal" if N > 1 else None
-        newest = m + mx.arange(N)[:, None]
-        rows = mx.arange(p + m + N)
-        age = mx.where(rows < p + min(m, w), (rows - p - oldest) % min(max(m, 1), w), rows - p)[
-            None
-        ]
-        return (rows[None] < p) | ((newest - w < age) & (age <= newest))
+        if m + N <= w or (N == 1 and m == w and not self._marked):
+            return (
+                None
+                if N == 1
+                else mx.array(ring.visible(p, m, w, N, 0))
+                if return_array
+                else "causal"
+            )
+        if not self._uniform and not return_array:
+            return None if N == 1 else "causal"
+        return mx.array(ring.visible(p, m, w, N, oldest))
 
     @property
     def room(self) -> float:
@@ -222,7 +243,8 @@ class SnapKVCache(EvictingCache):
             reserved = mx.pad(reserved, [(0, 0), (0, 0), (0, self._n - self.n_pin)])
             reserved = mx.take_along_axis(reserved, order, axis=-1)
             scores = mx.where(reserved, mx.inf, scores)
-        layout = self._layout(scores)
+        recent = self.n_window - self.block
+        layout = ring.layout(scores, self.n_pin, self.n_keep, recent, self.n_sink)
         moved = rows.taken(mx.take_along_axis(order, layout, axis=-1))
         if reserved is not None:
             best = layout[..., : self.n_pin]
@@ -231,21 +253,7 @@ class SnapKVCache(EvictingCache):
         self._pinned_positions = mx.contiguous(moved.positions[..., : self.n_pin])
         self._left = mx.contiguous(moved.positions[..., self.n_pin :])
         self._n, self._oldest, self._since, self._newest = layout.shape[-1], 0, 0, 0
-
-    def _layout(self, scores: mx.array) -> mx.array:
-        """Which entry goes where, by scores `(B, n_kv_heads, T)`: uint32 `(B, n_kv_heads, at most n_keep)`."""
-        T = scores.shape[-1]
-        n_keep = min(T, self.n_keep)
-        recent = min(self.n_window - self.block, T - self.n_pin)
-        n_best = self.n_pin + recent
-        sink = min(self.n_sink, self.n_pin)
-        best, all_kept = (Quota(n, sink, recent).select(scores) for n in (n_best, n_keep))
-        row = mx.arange(T, dtype=mx.uint32)
-        chance = mx.full(scores.shape, T, mx.uint32)
-        chance = mx.put_along_axis(chance, all_kept, mx.take(row, all_kept), axis=-1)
-        chance = mx.put_along_axis(chance, best, mx.array(T, mx.uint32), axis=-1)
-        others = mx.sort(chance, axis=-1)[..., : n_keep - n_best]
-        return mx.concatenate([best[..., : self.n_pin], others, best[..., self.n_pin :]], axis=-1)
+        self._tail = None
 
     def _free(self) -> int:
         return self._newest
@@ -254,6 +262,10 @@ class SnapKVCache(EvictingCache):
         pending = self._n - self.n_keep
         if n > max(0, pending) and self._oldest:
             self._lay_out()  # the last token, alone, has overwritten the oldest
+        if self._tail is not None:
+            left = n_rows(self._tail[0]) - n
+            keys, values = (each(lambda x: x[..., :left, :], y) for y in self._tail)
+            self._tail = (keys, values) if left > 0 else None
         self._n -= n
         self.offset -= n
         self._since -= n
@@ -333,6 +345,7 @@ class SnapKVCache(EvictingCache):
         self._take_decision_state(tuple(own[-N_DECISION:]))
         self.n_pin = self._pinned_positions.shape[-1]
         self._n = n_rows(self.keys)
+        self._tail = None
 
     def problem(self, like: Any) -> str | None:
         found = validation.entries_problem(self.keys, self.values, like, self.quantization)
@@ -365,11 +378,3 @@ _STATE = (
     "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest", "_newest",
     "_uniform",
 )  # fmt: skip
-
-
-def _pieces(pending: int, n_window: int, oldest: int) -> list[tuple[int, int, int]]:
-    """How the newest of the pending rows go into a ring: (pending row, row of the ring, how many)."""
-    n = min(pending, n_window)
-    first, row = pending - n, (oldest + pending - n) % n_window
-    head = min(n, n_window - row)
-    return [(first, row, head)] + ([(first + head, 0, n - head)] if head < n else [])

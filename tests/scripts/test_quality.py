@@ -19,7 +19,7 @@ def test_every_policy_is_measured_under_both_schedules_and_has_room(share, lengt
         reading, answering = resolve_policy(policy=text).stages
         assert schedule.endswith(answering.schedule) and schedule.startswith(reading.schedule)
         assert answering.quotas(length, 3)[0].rows == length // share
-        resolve_policy(policy=text).reading_quotas(length - SLACK, 3)
+        resolve_policy(policy=text).prefill_quotas(length - SLACK, 3)
 
 
 def row(way, schedule, share, right, reason=None):

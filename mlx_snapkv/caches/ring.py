@@ -1,0 +1,52 @@
+"""The arithmetic of a window that slides in place: pure functions of whole numbers and scores."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from ..policies.budgets import Quota
+
+
+def pieces(pending: int, n_window: int, oldest: int) -> list[tuple[int, int, int]]:
+    """How the newest of the pending rows go into a ring: (pending row, row of the ring, how many)."""
+    n = min(pending, n_window)
+    first, row = pending - n, (oldest + pending - n) % n_window
+    head = min(n, n_window - row)
+    return [(first, row, head)] + ([(first + head, 0, n - head)] if head < n else [])
+
+
+def visible(n_pin: int, held: int, n_window: int, N: int, oldest: int) -> np.ndarray:
+    """What each of `N` tokens sees, bool `(N, n_pin + held + N)`.
+
+    Of the entries behind the pinned ones, oldest first, token `i` sees those from `held + i - n_window + 1` to
+    `held + i`, its own.
+
+    Args:
+        held: entries held behind the pinned ones: a ring of at most `n_window`, then those that are pending.
+        oldest: the ring's row of the oldest.
+    """
+    age = np.arange(-n_pin, held + N)  # by row; in the ring, which turns, counted from its oldest
+    ring = slice(n_pin, n_pin + min(held, n_window))
+    age[ring] = (age[ring] - oldest) % min(max(held, 1), n_window)
+    newest = held + np.arange(N)[:, None]
+    pinned = np.arange(n_pin + held + N) < n_pin
+    return pinned | ((newest - n_window < age) & (age <= newest))
+
+
+def layout(scores: mx.array, n_pin: int, n_keep: int, recent: int, n_sink: int) -> mx.array:
+    """Which entry goes to which row, uint32 `(B, n_kv_heads, at most n_keep)`, by scores `(B, n_kv_heads, T)`.
+
+    First the `n_pin` best of all but the `recent` newest, then the others, the least of all left out, then the newest;
+    each part in order of position.
+    """
+    T = scores.shape[-1]
+    n_keep, recent, n_sink = min(T, n_keep), min(recent, T - n_pin), min(n_sink, n_pin)
+    n_best = n_pin + recent
+    best, all_kept = (Quota(n, n_sink, recent).select(scores) for n in (n_best, n_keep))
+    row = mx.arange(T, dtype=mx.uint32)
+    chance = mx.full(scores.shape, T, mx.uint32)
+    chance = mx.put_along_axis(chance, all_kept, mx.take(row, all_kept), axis=-1)
+    chance = mx.put_along_axis(chance, best, mx.array(T, mx.uint32), axis=-1)
+    others = mx.sort(chance, axis=-1)[..., : n_keep - n_best]
+    return mx.concatenate([best[..., :n_pin], others, best[..., n_pin:]], axis=-1)
