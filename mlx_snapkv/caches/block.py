@@ -119,17 +119,16 @@ class BlockKVCache(EvictingCache):
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
-        self._received = entries.received
+        self._received, self._uncounted = entries.received, []
 
     def held(self, n_queries: int = 0) -> Entries:
         keys, values = self.keys_and_values()
-        self._count()
         return Entries(
             keys,
             values,
             observed=self._observed(n_queries, self._n),
             given_positions=self.positions,
-            received=self._received,
+            received=self._counted(),
             quantization=self.quantization,
             layer=self.layer,
             statistics=self.statistics,
@@ -138,15 +137,20 @@ class BlockKVCache(EvictingCache):
     def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         super().record(queries, scale, sinks)
         n = min(self.last, self.offset) - (self.offset - queries.shape[2])
-        if self.accumulates and n > 0:
-            self._uncounted.append(mx.contiguous(queries[:, :, : int(n)]))
-            if n > 1 or len(self._uncounted) >= self.block:
-                self._count()
-
-    def _count(self) -> None:
-        """Add the attention of the queries not counted yet."""
-        if not self.accumulates:
+        if not self.accumulates or n <= 0:
             return
+        counted = mx.contiguous(queries[:, :, : int(n)])
+        if self._marked:  # one by one, as they may be taken back
+            self._uncounted += mx.split(counted, int(n), axis=2)
+        else:
+            self._uncounted.append(counted)
+            if n > 1 or len(self._uncounted) >= self.block:
+                self._received, self._uncounted = self._counted(), []
+
+    def _counted(self) -> mx.array | None:
+        """The attention counted so far, with that of the queries not counted yet."""
+        if not self.accumulates:
+            return self._received
         received = mx.zeros((*self._heads, 0)) if self._received is None else self._received
         received = mx.pad(received, [(0, 0), (0, 0), (0, self._n - received.shape[2])])
         if self._uncounted:
@@ -157,8 +161,7 @@ class BlockKVCache(EvictingCache):
             keys, values = self.keys_and_values()
             voting = Entries(keys, values, observed=observed, quantization=self.quantization)
             received = received + voting.votes
-        self._received = received
-        self._uncounted = []
+        return received
 
     def _must_evict(self, L: int) -> bool:
         L = max(L, self._reach) if self.offset == self._until else L
