@@ -85,6 +85,11 @@ class BlockKVCache(EvictingCache):
         return self.quota.rows + self.block
 
     @property
+    def _n_kept(self) -> int:
+        """Entries of those that the last eviction left."""
+        return 0 if self._kept_positions is None else self._kept_positions.shape[2]
+
+    @property
     def room(self) -> float:
         return math.inf if self.quota.rows >= UNLIMITED else self.capacity - self._n
 
@@ -165,6 +170,9 @@ class BlockKVCache(EvictingCache):
 
     def _must_evict(self, L: int) -> bool:
         L = max(L, self._reach) if self.offset == self._until else L
+        assert self.policy is not None
+        if self.policy.obs_window and not self._queries and self._n == self._n_kept:
+            return False  # of entries that were given nobody has asked, and the next tokens will
         return self._n + L > self.capacity and self._n > self.quota.rows
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
@@ -205,10 +213,9 @@ class BlockKVCache(EvictingCache):
     @property
     def positions(self) -> mx.array:
         """uint32 `(B, n_kv_heads, size())`: the original position of every entry."""
-        kept = self._kept_positions
-        n_kept = 0 if kept is None else kept.shape[2]
-        since = mx.arange(self.offset - (self._n - n_kept), self.offset, dtype=mx.uint32)
-        since = mx.broadcast_to(since, (*self._heads, self._n - n_kept))
+        kept, n_since = self._kept_positions, self._n - self._n_kept
+        since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
+        since = mx.broadcast_to(since, (*self._heads, n_since))
         return since if kept is None else mx.concatenate([kept, since], axis=2)
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
@@ -221,11 +228,11 @@ class BlockKVCache(EvictingCache):
 
     def _free(self) -> int:
         """Those since the last eviction whose attention is not counted yet."""
-        n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
+        n_since = self._n - self._n_kept
         if not self.accumulates:
-            return self._n - n_kept
+            return n_since
         uncounted = len(self._uncounted) + max(0, self.offset - self.last)
-        return int(min(self._n - n_kept, uncounted))
+        return int(min(n_since, uncounted))
 
     def _take_back(self, n: int) -> None:
         beyond = int(max(0, self.offset - self.last))  # these are not to be counted
