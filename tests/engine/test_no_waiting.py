@@ -97,7 +97,9 @@ def test_a_chunk_in_which_every_layer_evicts(tiny_model, tokens, policy, n, evic
     assert evictions == layers
 
 
-@pytest.mark.parametrize("policy", [f"keydiff:{BLOCK}", f"h2o:{BLOCK}", f"{SNAPKV},on_full=keydiff"])
+@pytest.mark.parametrize(
+    "policy", [f"keydiff:{BLOCK}", f"h2o:{BLOCK}", f"{SNAPKV},on_full=keydiff"]
+)
 def test_one_that_can_be_taken_back(tiny_model, tokens, policy, evictions, refuse):
     cache, layers = about_to_evict(tiny_model, tokens, policy, 2)
     for layer in layers:
