@@ -85,6 +85,11 @@ class BlockKVCache(EvictingCache):
         return self.quota.rows + self.block
 
     @property
+    def _n_kept(self) -> int:
+        """Entries of those that the last eviction left."""
+        return 0 if self._kept_positions is None else self._kept_positions.shape[2]
+
+    @property
     def room(self) -> float:
         return math.inf if self.quota.rows >= UNLIMITED else self.capacity - self._n
 
@@ -119,17 +124,16 @@ class BlockKVCache(EvictingCache):
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
         self._kept_positions = entries.positions
-        self._received = entries.received
+        self._received, self._uncounted = entries.received, []
 
     def held(self, n_queries: int = 0) -> Entries:
         keys, values = self.keys_and_values()
-        self._count()
         return Entries(
             keys,
             values,
             observed=self._observed(n_queries, self._n),
             given_positions=self.positions,
-            received=self._received,
+            received=self._counted(),
             quantization=self.quantization,
             layer=self.layer,
             statistics=self.statistics,
@@ -138,15 +142,20 @@ class BlockKVCache(EvictingCache):
     def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         super().record(queries, scale, sinks)
         n = min(self.last, self.offset) - (self.offset - queries.shape[2])
-        if self.accumulates and n > 0:
-            self._uncounted.append(mx.contiguous(queries[:, :, : int(n)]))
-            if n > 1 or len(self._uncounted) >= self.block:
-                self._count()
-
-    def _count(self) -> None:
-        """Add the attention of the queries not counted yet."""
-        if not self.accumulates:
+        if not self.accumulates or n <= 0:
             return
+        counted = mx.contiguous(queries[:, :, : int(n)])
+        if self._marked:  # one by one, as they may be taken back
+            self._uncounted += mx.split(counted, int(n), axis=2)
+        else:
+            self._uncounted.append(counted)
+            if n > 1 or len(self._uncounted) >= self.block:
+                self._received, self._uncounted = self._counted(), []
+
+    def _counted(self) -> mx.array | None:
+        """The attention counted so far, with that of the queries not counted yet."""
+        if not self.accumulates:
+            return self._received
         received = mx.zeros((*self._heads, 0)) if self._received is None else self._received
         received = mx.pad(received, [(0, 0), (0, 0), (0, self._n - received.shape[2])])
         if self._uncounted:
@@ -157,11 +166,13 @@ class BlockKVCache(EvictingCache):
             keys, values = self.keys_and_values()
             voting = Entries(keys, values, observed=observed, quantization=self.quantization)
             received = received + voting.votes
-        self._received = received
-        self._uncounted = []
+        return received
 
     def _must_evict(self, L: int) -> bool:
         L = max(L, self._reach) if self.offset == self._until else L
+        assert self.policy is not None
+        if self.policy.obs_window and not self._queries and self._n == self._n_kept:
+            return False  # of entries that were given nobody has asked, and the next tokens will
         return self._n + L > self.capacity and self._n > self.quota.rows
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
@@ -202,10 +213,9 @@ class BlockKVCache(EvictingCache):
     @property
     def positions(self) -> mx.array:
         """uint32 `(B, n_kv_heads, size())`: the original position of every entry."""
-        kept = self._kept_positions
-        n_kept = 0 if kept is None else kept.shape[2]
-        since = mx.arange(self.offset - (self._n - n_kept), self.offset, dtype=mx.uint32)
-        since = mx.broadcast_to(since, (*self._heads, self._n - n_kept))
+        kept, n_since = self._kept_positions, self._n - self._n_kept
+        since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
+        since = mx.broadcast_to(since, (*self._heads, n_since))
         return since if kept is None else mx.concatenate([kept, since], axis=2)
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
@@ -220,11 +230,11 @@ class BlockKVCache(EvictingCache):
 
     def _free(self) -> int:
         """Those since the last eviction whose attention is not counted yet."""
-        n_kept = 0 if self._kept_positions is None else self._kept_positions.shape[2]
+        n_since = self._n - self._n_kept
         if not self.accumulates:
-            return self._n - n_kept
+            return n_since
         uncounted = len(self._uncounted) + max(0, self.offset - self.last)
-        return int(min(self._n - n_kept, uncounted))
+        return int(min(n_since, uncounted))
 
     def _take_back(self, n: int) -> None:
         beyond = int(max(0, self.offset - self.last))  # these are not to be counted

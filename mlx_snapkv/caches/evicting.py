@@ -69,11 +69,13 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         """Take back the newest `n` tokens, exactly: those since `mark`, or since it was last fed or evicted.
 
         Raises:
-            TrimError: some of them are older; the cache is then as it was.
+            TrimError: some of them are older, or the oldest came between two evictions since `mark`; the cache is then
+                as it was.
         """
         free = self._free()
-        if self._before is not None and n > free:
-            now, before = dict(vars(self)), self._before
+        before = self._before
+        if before is not None and n > free and n >= self.offset - before["offset"]:
+            now = dict(vars(self))
             n -= self.offset - before["offset"]
             # Queries stay: they vote although their tokens are taken back, until others come in their place.
             vars(self).update(before, _queries=self._queries, _stop=self._stop)

@@ -194,10 +194,11 @@ class Compression:
             layer, kept, choice.scores, self.at, decode_policy, choice.quota, uniform
         )
         del entries, kept
+        voters = layer.cache_in(self.prompt_cache) if decode_policy.observes_answer else None
+        small.inherit(voters)
         for keys, values in _one_by_one(later.stored_keys, later.stored_values):
             small.append(keys, values)
-        if decode_policy.observes_answer:
-            small.inherit(layer.cache_in(self.prompt_cache))
+            small.inherit(voters)
         mx.eval(small.state)
         layer.put(self.prompt_cache, small)
 

@@ -131,6 +131,7 @@ class Request:
         if entries is not None:
             block.offset = self._held
             block.hold(entries)
+            block.inherit(layer.cache_in(self._callers))
         return block
 
     @property

@@ -1,0 +1,455 @@
+"""Every kind of cache answers the whole contract, and what is taken back has never been there."""
+
+import contextlib
+import copy
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    save_prompt_cache,
+)
+
+from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKV, SnapKVCache, SnapKVError
+from mlx_snapkv.caches.adapter import layer_cache, plain_cache
+from mlx_snapkv.caches.contract import LayerCache
+from mlx_snapkv.caches.evicting import EvictingCache
+from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.offloaded import OffloadedKVCache
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.stores import QuantizedStore
+from mlx_snapkv.engine.split_calls import SplitCalls
+from mlx_snapkv.entries.quantization import Quantization, arrays
+from mlx_snapkv.entries.queries import Recorder
+from mlx_snapkv.errors import TrimError
+from mlx_snapkv.policies.budgets import Quota
+
+B, H, D = 1, 2, 32
+SCALE = 0.3
+HOW = Quantization(8, 32)
+START = 20  # tokens that every cache has been fed
+PINNED = [0, 1, 5, 9, 11]
+N_WINDOW = 8
+RESELECT = SnapKV(
+    top_k=3, n_sink=2, n_window=8, obs_window=1, on_full="reselect", pool_kernel=1, min_ctx=0
+)
+
+
+def rows(start, n):
+    """Keys and values `(B, H, n, D)` and queries `(B, 2 * H, n, D)` of the tokens at these positions."""
+    made = [np.random.default_rng(t).normal(size=(4 * H, 1, D)) for t in range(start, start + n)]
+    made = mx.array(np.concatenate(made, axis=1).astype(np.float32))[None]
+    return made[:, :H], made[:, H : 2 * H], made[:, 2 * H :]
+
+
+def window(policy=None, quantization=None, n_window=N_WINDOW, **options):
+    """A compressed prompt of `START` tokens."""
+    keys, values, queries = rows(0, START)
+    kept = mx.array([*PINNED, *range(START - N_WINDOW, START)])
+    keys, values = keys[:, :, kept], values[:, :, kept]
+    if quantization is not None:
+        keys, values = quantization.pack(keys), quantization.pack(values)
+    if policy is not None:
+        options |= {"policy": policy, "block": 4, "n_sink": 2}
+    positions = mx.broadcast_to(mx.array(PINNED, mx.uint32), (B, H, len(PINNED)))
+    cache = SnapKVCache(
+        keys,
+        values,
+        positions,
+        offset=START,
+        n_window=n_window,
+        quantization=quantization,
+        **options,
+    )
+    cache.record(queries, SCALE)
+    return cache
+
+
+def reserving():
+    reserved = mx.broadcast_to(mx.array([False, False, True, False, True]), (B, H, 5))
+    return window(KeyDiff(), reserved=reserved)
+
+
+def block(policy, **options):
+    return fed(BlockKVCache(policy, Quota(12, 2, 2), 6, **options))
+
+
+def fed(cache):
+    feed(cache, START)
+    return cache
+
+
+def offloaded(store):
+    cache = fed(OffloadedKVCache(store))
+    cache.offload()
+    return cache
+
+
+EVICTING = {
+    "window": window,
+    "window of 8 bits": lambda: window(quantization=HOW),
+    "window that is not full": lambda: window(n_window=11),
+    "window that chooses": lambda: window(KeyDiff()),
+    "window that chooses, not full": lambda: window(KeyDiff(), n_window=11),
+    "window that chooses, of 8 bits": lambda: window(KeyDiff(), HOW),
+    "window that reserves": reserving,
+    "window that reselects": lambda: window(RESELECT),
+    "block": lambda: block(KeyDiff()),
+    "block of 8 bits": lambda: block(KeyDiff(), quantization=HOW),
+    "block that votes": lambda: block(TOVA()),
+    "block that counts": lambda: block(H2O()),
+    "block that counts, of 8 bits": lambda: block(H2O(), quantization=HOW),
+}
+FULL = {
+    "recording": lambda: fed(RecordingKVCache(0, 10**6, 30)),
+    "offloaded, in a file": lambda: offloaded(FileStore()),
+    "offloaded, of 8 bits": lambda: offloaded(QuantizedStore(HOW)),
+    "offloaded, not yet": lambda: fed(OffloadedKVCache(FileStore())),
+    "mlx-lm's": lambda: fed(KVCache()),
+    "mlx-lm's of 8 bits": lambda: fed(QuantizedKVCache(32, 8)),
+}
+STATES = {
+    "mlx-lm's state": lambda: fed(ArraysCache(2)),
+    "mlx-lm's sliding window": lambda: fed(RotatingKVCache(8, keep=2)),
+}
+VOTING = {"window that reselects", "block that votes"}
+HOLDING = EVICTING | FULL
+KINDS = HOLDING | STATES
+
+
+def feed(cache, n):
+    """Attend as a model does, mask first; the outputs of `n` new tokens."""
+    if isinstance(cache, ArraysCache):
+        new = rows(0, n)[0].sum(axis=2, keepdims=True)
+        cache[0] = new if cache[0] is None else 0.5 * cache[0] + new
+        return cache[0]
+    keys, values, queries = rows(cache.offset, n)
+    mask = cache.make_mask(n, return_array=False, window_size=None)
+    keys, values = cache.update_and_fetch(keys, values)
+    if isinstance(cache, Recorder):
+        cache.record(queries, SCALE)
+    return scaled_dot_product_attention(queries, keys, values, cache, SCALE, mask)
+
+
+def feed_split(cache, n):
+    """The same for as many tokens as one likes: in the pieces that a model is given (`SplitCalls`)."""
+    pieces = []
+
+    def model(inputs, cache):
+        pieces.append(inputs.shape[1])
+        feed(cache[0], inputs.shape[1])
+        return inputs
+
+    SplitCalls(model)(mx.zeros((1, n)), [cache])
+    return pieces
+
+
+def assert_same(cache, other):
+    """Two caches go on the same, and then hold the same: a window gives entries up when more tokens come."""
+    for n in (1, 3, 1, 1, 2, 1, 1, 1):
+        for c in map(layer_cache, (cache, other)):
+            n = int(min(n, c.room if c.room > 0 else c.block))
+        assert mx.allclose(feed(cache, n), feed(other, n), atol=1e-5)
+    if not isinstance(cache, (ArraysCache, RotatingKVCache)):
+        assert cache.offset == other.offset and layer_cache(cache).room == layer_cache(other).room
+        assert_same_entries(layer_cache(cache).held(), layer_cache(other).held())
+
+
+def assert_same_entries(mine, theirs):
+    assert mx.array_equal(mine.positions, theirs.positions)
+    for stored, others in (
+        (mine.stored_keys, theirs.stored_keys),
+        (mine.stored_values, theirs.stored_values),
+    ):
+        assert all(map(mx.array_equal, arrays(stored), arrays(others)))
+    if mine.received is not None or theirs.received is not None:
+        assert mx.allclose(mine.received, theirs.received, atol=1e-5)
+
+
+def snapshot(cache):
+    """All that a cache is made of, by name; arrays as bytes."""
+    if isinstance(cache, mx.array):
+        return np.array(cache).tobytes()
+    if isinstance(cache, (list, tuple)):
+        return [snapshot(x) for x in cache]
+    if isinstance(cache, (LayerCache, KVCache, RotatingKVCache, QuantizedKVCache, ArraysCache)):
+        return {name: snapshot(value) for name, value in vars(cache).items()}
+    return cache
+
+
+@pytest.mark.parametrize("kind", HOLDING)
+def test_entries_are_held_in_order_with_their_positions(kind):
+    cache = HOLDING[kind]()
+    for n in (1, 3, 1):
+        feed_split(cache, n) if kind in EVICTING else feed(cache, n)
+        layer = layer_cache(cache)
+        entries = layer.held()
+        positions = np.array(entries.positions).astype(int)
+        assert layer.n_entries == len(entries) == positions.shape[2]
+        assert (np.diff(positions) > 0).all() and (positions[..., -1] == layer.offset - 1).all()
+        wanted = [x[0] for x in rows(0, layer.offset)[:2]]
+        atol = 0.05 if "8 bits" in kind else 0
+        for head in range(H):
+            for stored, all_rows in zip((entries.keys, entries.values), wanted):
+                assert np.allclose(
+                    stored[0, head], np.array(all_rows[head])[positions[0, head]], atol=atol
+                )
+
+
+@pytest.mark.parametrize("kind", HOLDING)
+def test_to_ask_what_is_held_changes_nothing(kind):
+    cache, other = HOLDING[kind](), HOLDING[kind]()
+    for _ in range(9):
+        layer = layer_cache(cache)
+        layer.held(), layer.n_entries, layer.kv_nbytes, layer.full_nbytes
+        feed(cache, 1), feed(other, 1)
+    assert_same(cache, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures(kind):
+    layer = layer_cache(KINDS[kind]())
+    assert layer.is_compressed == (kind in EVICTING)
+    assert layer.observes == (kind in VOTING or "counts" in kind)
+    if kind in STATES:
+        assert layer.kv_nbytes == 0
+        return
+    of_one = 2 * B * H * D * 4
+    assert layer.offset == START and layer.full_nbytes == START * of_one
+    in_file = "file" in kind
+    assert layer.file_nbytes == in_file * START * of_one
+    share = 0.31 if "8 bits" in kind else 1
+    assert (in_file and layer.kv_nbytes == 0) or layer.kv_nbytes >= share * layer.n_entries * of_one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("updates", [(1,), (3,), (1, 1, 1, 1), (4, 4), (2, 1, 3), (1, 5)])
+def test_what_is_taken_back_has_never_been_there(kind, updates):
+    k = sum(updates)
+    for n in range(1, k + 1) if kind not in STATES else (k,):
+        cache, other = KINDS[kind](), KINDS[kind]()
+        for c in (cache, other):
+            feed(c, 1)
+        layer = layer_cache(cache)
+        layer.mark()
+        for update in updates:
+            feed_split(cache, update) if kind in EVICTING else feed(cache, update)
+        if (
+            updates == (4, 4) and n < k and kind in EVICTING
+        ):  # two evictions: where it was between them is gone
+            with contextlib.suppress(TrimError):
+                layer.rollback(n)
+            if layer.offset != other.offset + k - n:
+                assert layer.offset == other.offset + k
+                continue
+        else:
+            layer.rollback(n)
+        layer.commit()
+        for _ in range(k - n):
+            feed(other, 1)
+        if kind in VOTING and other.room < 1:
+            continue  # until other tokens come, those taken back vote
+        assert_same(cache, other)
+
+
+@pytest.mark.parametrize("kind", EVICTING)
+def test_more_than_was_fed_since_the_mark_is_refused_and_changes_nothing(kind):
+    cache = EVICTING[kind]()
+    feed(cache, 1)
+    cache.mark()
+    if "block" in kind:
+        cache.evict()  # what came before can't be taken back by undoing nothing
+    for n in (3, 2, 1):
+        feed_split(cache, n)
+    before = snapshot(cache)
+    for n in (START, 10**6, -1):
+        with pytest.raises(TrimError):
+            cache.rollback(n)
+        assert snapshot(cache) == before
+
+
+@pytest.mark.parametrize("kind", EVICTING)
+def test_mlx_lm_may_trim_only_since_a_mark(kind):
+    cache = EVICTING[kind]()
+    feed(cache, 1)
+    assert not cache.is_trimmable()
+    cache.mark()
+    feed(cache, 2)
+    assert cache.is_trimmable() and cache.trim(2) == 2
+    cache.commit()
+    assert not cache.is_trimmable()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("offloaded")])
+def test_a_copy_is_independent(kind):
+    cache = KINDS[kind]()
+    feed(cache, 1)
+    mine, theirs, untouched = cache, copy.deepcopy(cache), copy.deepcopy(cache)
+    before = snapshot(theirs)
+    for _ in range(9):
+        feed(mine, 1)
+    assert snapshot(theirs) == before
+    for _ in range(9):
+        feed(theirs, 1)
+    assert_same(mine, theirs)
+    assert snapshot(untouched) == before
+
+
+def like():
+    keys, values, _ = rows(0, 1)
+    return plain_cache(keys, values)
+
+
+@pytest.mark.parametrize("kind", [*EVICTING, "mlx-lm's", "mlx-lm's of 8 bits"])
+def test_a_sound_cache_has_no_problem_and_a_broken_one_a_phrase(kind):
+    cache = HOLDING[kind]()
+    for n in (1, 2, 4, 1):
+        feed_split(cache, n) if kind in EVICTING else feed(cache, n)
+        assert layer_cache(cache).problem(like()) is None
+    for name, value in (("offset", -3), ("offset", 2.5), ("keys", cache.values)):
+        broken = copy.deepcopy(cache)
+        if name == "keys":
+            shorter = [x[:, :, 1:] for x in arrays(broken.keys)]
+            broken.keys = shorter[0] if len(shorter) == 1 else tuple(shorter)
+        else:
+            setattr(broken, name, value)
+        problem = layer_cache(broken).problem(like())
+        assert problem and "\n" not in problem and not problem.endswith(".")
+
+
+def test_a_rotating_cache_and_a_state_have_problems_too():
+    rotating, state = STATES["mlx-lm's sliding window"](), STATES["mlx-lm's state"]()
+    assert layer_cache(rotating).problem(like()) is None
+    rotating._idx = 100
+    assert layer_cache(rotating).problem(like())
+    other = fed(ArraysCache(2))
+    assert layer_cache(state).problem(other) is None
+    state[0] = mx.zeros((3,))
+    assert layer_cache(state).problem(other)
+
+
+@pytest.mark.parametrize("kind", EVICTING)
+@pytest.mark.parametrize("updates", [(), (1,), (3,), (1, 4), (4, 4, 2)])
+def test_saved_and_loaded_it_goes_on(kind, updates, tmp_path):
+    cache = EVICTING[kind]()
+    for n in updates:
+        feed_split(cache, n)
+    path = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(path, [cache])
+    (loaded,) = load_prompt_cache(path)
+    assert type(loaded) is type(cache) and loaded.problem(like()) is None
+    assert str(loaded.policy) == str(cache.policy) and loaded.quantization == cache.quantization
+    assert loaded.observes == cache.observes and not loaded.is_trimmable()
+    assert_same(loaded, cache)
+
+
+def test_the_entries_that_an_answer_never_takes_the_place_of_are_saved(tmp_path):
+    cache = reserving()
+    for _ in range(5):
+        feed(cache, 1)
+    path = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(path, [cache])
+    (loaded,) = load_prompt_cache(path)
+    for c in (cache, loaded):
+        for _ in range(60):
+            feed(c, 1)
+        assert {5, 11} <= set(c.positions[0, 0].tolist())
+    assert_same(cache, loaded)
+
+
+def test_without_a_mark_a_state_is_not_taken_back():
+    for make in STATES.values():
+        with pytest.raises(TrimError, match="goes back to a mark only"):
+            layer_cache(make()).rollback(1)
+
+
+def test_a_state_holds_nothing_to_choose_from():
+    for make in STATES.values():
+        with pytest.raises(TypeError, match="no entries to choose from"):
+            layer_cache(make()).held()
+
+
+@dataclass
+class Driven:
+    """A cache, and what it has been fed that was not taken back."""
+
+    kind: str
+    cache: EvictingCache
+    fed: list[int] = field(default_factory=list)  # tokens of every piece
+    since_mark: int | None = None
+
+    def feed(self, n):
+        self.fed += feed_split(self.cache, n)
+        if self.since_mark is not None:
+            self.since_mark += n
+
+    def mark(self):
+        self.cache.mark()
+        self.since_mark = 0
+
+    def commit(self):
+        self.cache.commit()
+        self.since_mark = None
+
+    def rollback(self, n):
+        n = min(n, sum(self.fed))
+        before = snapshot(self.cache)
+        try:
+            self.cache.rollback(n)
+        except TrimError:
+            assert snapshot(self.cache) == before
+            assert self.since_mark is None or n != self.since_mark, (
+                "a mark can always be come back to"
+            )
+            return
+        if self.since_mark is not None:
+            self.since_mark -= n  # tokens from before the mark may be free, too
+        while n:
+            taken = min(n, self.fed[-1])
+            n -= taken
+            self.fed[-1] -= taken
+            if not self.fed[-1]:
+                self.fed.pop()
+
+    def replayed(self):
+        """A fresh cache that has been fed the same, and nothing else."""
+        cache = EVICTING[self.kind]()
+        for n in self.fed:
+            feed_split(cache, n)
+        return cache
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("feed"), st.integers(1, 10)),
+    st.tuples(st.just("rollback"), st.integers(0, 10)),
+    st.tuples(st.just("mark")),
+    st.tuples(st.just("commit")),
+)
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from([kind for kind in EVICTING if kind not in VOTING]),
+    steps=st.lists(STEPS, min_size=1, max_size=12),
+)
+def test_whatever_is_done_a_cache_is_as_one_that_was_only_fed(kind, steps):
+    driven = Driven(kind, EVICTING[kind]())
+    for name, *arguments in steps:
+        getattr(driven, name)(*arguments)
+    driven.commit()
+    assert_same(driven.cache, driven.replayed())
+
+
+def test_a_window_of_a_sliding_model_is_refused():
+    for make in EVICTING.values():
+        with pytest.raises(SnapKVError, match="sliding-window"):
+            make().make_mask(2, window_size=4)

@@ -1,0 +1,416 @@
+"""Requests at the edges: prompts of a few tokens, answers of one, arguments that people mistake."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from tiny_models import make_llama
+
+import mlx_snapkv
+from mlx_snapkv import (
+    BlockKVCache,
+    Conversation,
+    SnapKVError,
+    compress_prompt_cache,
+    generate_step,
+    prefill,
+)
+from mlx_snapkv.caches.layers import attention_layers, is_compressed
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.engine.compress import Compression
+from mlx_snapkv.engine.decision import decide
+from mlx_snapkv.models.patch import recording
+from mlx_snapkv.policies import resolve_policy
+
+SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3,min_ctx=0"
+SNAPKV = f"snapkv:budget=6,{SMALL}"
+RESELECT = "snapkv:budget=6,n_sink=0,n_window=4,obs_window=2,min_ctx=0,on_full=reselect"
+SHORT = [
+    RESELECT,
+    SNAPKV,
+    "snapkv:budget=4,n_sink=0,n_window=4,obs_window=4,min_ctx=0",
+    "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32,min_ctx=0",
+    f"{SNAPKV},last_token=false",
+    f"{SNAPKV},lookahead=0",
+    f"{SNAPKV},lookahead=9",
+    f"{SNAPKV},on_full=grow",
+    f"{SNAPKV},heads=shared",
+    f"snapkv:mass=0.5,{SMALL}",
+    f"snapkv:mass=0.01,max_budget=8,{SMALL}",
+    f"snapkv:budget=pyramid:8,{SMALL}",
+    "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,min_ctx=0",
+    f"{SNAPKV},schedule=block,block=3",
+    "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,min_ctx=0,schedule=block,block=1",
+    "tova:budget=4,n_window=1,block=2",
+    "tova:budget=4,n_window=1,schedule=once",
+    "h2o:budget=4,n_window=1,block=1",
+    "h2o:budget=4,n_window=2,schedule=once",
+    "keydiff:budget=2,n_window=1,block=2",
+    "keydiff:budget=50%,n_window=1,schedule=once",
+    f"keydiff:budget=9,n_window=1,block=2 then {SNAPKV}",
+    f"h2o:budget=12,n_window=1,block=1 then {SNAPKV},lookahead=6",
+    "tova:budget=9,block=3 then h2o:budget=5,n_window=1,block=2",
+]
+LENGTHS = [1, 2, 3, 4, 5, 6, 7, 9, 12, 19, 33, 40]
+
+
+def assert_told(report, cache=None):
+    """Either entries were dropped, or a reason says why not."""
+    assert report.compressed or report.reason
+    if report.compressed:
+        assert 0 < report.rows <= report.prompt_tokens
+
+
+def message(error):
+    """An error that says what is wrong, for what can't be asked of so short a prompt."""
+    assert "\n" not in str(error)
+    return str(error)
+
+
+def compressed_or_told(run):
+    """The reports of a request, which nothing but a share of too few tokens may refuse."""
+    try:
+        return run()
+    except SnapKVError as error:
+        assert "rows are always kept" in message(error) or "always keep" in message(error)
+        return None
+
+
+@pytest.mark.parametrize("policy", SHORT)
+@pytest.mark.parametrize("way", ["generate_step", "prefill"])
+def test_a_prompt_of_a_few_tokens(tiny_model, tokens, policy, way):
+    for n in LENGTHS:
+        reports = []
+
+        def run(n=n, reports=reports):
+            if way == "prefill":
+                cache, report = prefill(tiny_model, tokens[:n], policy)
+                reports.append(report)
+                list(generate_step(tokens[:3], tiny_model, max_tokens=4, prompt_cache=cache))
+            else:
+                options = {"policy": policy, "on_report": reports.append, "max_tokens": 14}
+                assert len(list(generate_step(tokens[:n], tiny_model, **options))) == 14
+
+        if compressed_or_told(lambda: run() or True):
+            assert len(reports) == 1
+            assert_told(reports[0])
+
+
+@pytest.mark.parametrize(
+    "policy, memory",
+    [(p, "drop") for p in SHORT if "%" not in p]
+    + [(p, "recall") for p in SHORT if "%" not in p and "h2o" not in p],  # which recall refuses
+)
+def test_turns_of_a_few_tokens(demo_llama, policy, memory):
+    talk = Conversation(*demo_llama, policy=policy, memory=memory, max_tokens=7)
+    for text in ("a", "What?", "And the blue one, what is it called?", "b"):
+        answered = list(talk.send(text))
+        assert answered
+        assert_told(talk.report)
+
+
+def test_max_tokens_in_the_place_of_the_stream(tokens):
+    with pytest.raises(SnapKVError, match="third argument is mlx-lm's stream: give max_tokens=5"):
+        generate_step(tokens, make_llama(), 5)
+
+
+@pytest.mark.parametrize("policy", [None, SNAPKV])
+def test_a_stream_in_its_place(tokens, policy):
+    stream = mx.new_stream(mx.default_device())
+    model = make_llama()
+    ours = list(generate_step(tokens, model, stream, max_tokens=6, policy=policy))
+    plain = list(generate_step(tokens, model, max_tokens=6, policy=policy))
+    assert [t for t, _ in ours] == [t for t, _ in plain]
+
+
+def read(model, tokens, n_queries=None):
+    """A plain cache of a prompt, and the queries of its last tokens by layer."""
+    n = tokens.size
+    caches = [
+        RecordingKVCache(n - (n_queries or n), n, n) if type(c) is KVCache else c
+        for c in make_prompt_cache(model)
+    ]
+    with recording({type(layer.attention) for layer in attention_layers(model, caches)}):
+        model(tokens[None], cache=caches)
+    plain = make_prompt_cache(model)
+    model(tokens[None], cache=plain)
+    return plain, [c.queries if isinstance(c, RecordingKVCache) else None for c in caches]
+
+
+def positions(model, cache):
+    return [
+        np.array(layer.entries_in(cache).held().positions)
+        for layer in attention_layers(model, cache)
+    ]
+
+
+@pytest.mark.parametrize(
+    "policy", [SNAPKV, f"keydiff:budget=20,block=8 then {SNAPKV}", "tova:budget=20,schedule=once"]
+)
+def test_a_string_and_only_the_queries_of_its_window_vote(tiny_model, tokens, policy):
+    """Two stages too: all of them choose by the same queries."""
+    obs_window = resolve_policy(policy=policy).stages[1].obs_window
+    kept = []
+    for n in (obs_window, 4 + obs_window, 100):
+        cache, queries = read(tiny_model, tokens, n)
+        report = compress_prompt_cache(tiny_model, cache, policy, queries=queries)
+        assert report.compressed and report.policy == str(resolve_policy(policy=policy))
+        kept.append(positions(tiny_model, cache))
+    assert all(np.array_equal(a, b) for other in kept[1:] for a, b in zip(kept[0], other))
+
+
+def test_of_two_stages_the_second_chooses_from_what_the_first_keeps(tokens):
+    model = make_llama()
+    first = "keydiff:budget=20,n_window=4,schedule=once"
+    both, queries = read(model, tokens)
+    compress_prompt_cache(model, both, f"{first.replace('once', 'block')} then {SNAPKV}", queries)
+    alone, _ = read(model, tokens)
+    compress_prompt_cache(model, alone, first)
+    for kept, before in zip(positions(model, both), positions(model, alone)):
+        for head in range(2):
+            assert set(kept[0, head]) <= set(before[0, head]) and kept.shape[2] == 6
+
+
+@pytest.mark.parametrize("policy", ["keydiff:budget=20,block=8", SNAPKV, RESELECT])
+def test_embeddings_on_entries_that_give_way_are_refused_at_the_call(tokens, policy):
+    model = make_llama()
+    cache, _ = prefill(model, tokens, policy)
+    embeddings = model.model.embed_tokens(tokens[:9])
+    with pytest.raises(
+        SnapKVError, match="input_embeddings can't go on from a prompt cache"
+    ) as raised:
+        generate_step(tokens[:9], model, input_embeddings=embeddings, prompt_cache=cache)
+    message(raised.value)
+
+
+def test_embeddings_on_a_window_that_slides_are_read(tokens):
+    model = make_llama()
+    answers = []
+    for embedded in (False, True):
+        cache, _ = prefill(model, tokens, f"{SNAPKV},on_full=slide")
+        options = {"input_embeddings": model.model.embed_tokens(tokens[:9])} if embedded else {}
+        answer = generate_step(tokens[:9], model, prompt_cache=cache, max_tokens=8, **options)
+        answers.append([token for token, _ in answer])
+    assert answers[0] == answers[1]
+
+
+AHEAD = f"{SNAPKV},lookahead=5"
+
+
+@pytest.fixture
+def no_selection(monkeypatch):
+    def run(self):
+        raise AssertionError("nothing was to be selected")
+
+    return lambda: monkeypatch.setattr(Compression, "run", run)
+
+
+def responses(demo_llama, prompt, **options):
+    """An answer of stream_generate, and the reports that came."""
+    reports = []
+    answer = mlx_snapkv.stream_generate(*demo_llama, prompt, on_report=reports.append, **options)
+    return list(answer), reports
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_an_answer_that_ends_before_the_cut_costs_no_selection(tiny_model, tokens, n, no_selection):
+    no_selection()
+    reports = []
+    options = {"max_tokens": n, "policy": AHEAD, "on_report": reports.append}
+    assert len(list(generate_step(tokens, tiny_model, **options))) == n
+    (report,) = reports
+    assert not report.compressed and "ended before" in report.reason
+
+
+@pytest.mark.parametrize("ends_by", ["max_tokens", "eos"])
+def test_so_does_a_stream(demo_llama, tokens, ends_by, no_selection):
+    no_selection()
+    _model, tokenizer = demo_llama
+    eos = next(iter(tokenizer.eos_token_ids))
+    options = {"max_tokens": 1} if ends_by == "max_tokens" else {"max_tokens": 20}
+    if ends_by == "eos":
+        options["logits_processors"] = make_logits_processors({eos: 1e4})
+    answer, reports = responses(demo_llama, tokens, policy=AHEAD, **options)
+    assert len(answer) == 1 and answer[-1].finish_reason == (
+        "stop" if ends_by == "eos" else "length"
+    )
+    (report,) = reports
+    assert not report.compressed and "ended before" in report.reason
+
+
+@pytest.mark.parametrize("ends_by", ["max_tokens", "eos", "close"])
+def test_with_a_cache_that_the_caller_sees_it_is_compressed(demo_llama, tokens, ends_by):
+    model, tokenizer = demo_llama
+    eos = next(iter(tokenizer.eos_token_ids))
+    cache, reports = make_prompt_cache(model), []
+    options = {"max_tokens": 1 if ends_by == "max_tokens" else 20, "prompt_cache": cache}
+    if ends_by == "eos":
+        options["logits_processors"] = make_logits_processors({eos: 1e4})
+    options |= {"policy": AHEAD, "on_report": reports.append}
+    answer = mlx_snapkv.stream_generate(model, tokenizer, tokens, **options)
+    if ends_by == "close":
+        next(answer), answer.close()
+    else:
+        assert len(list(answer)) == 1
+    (report,) = reports
+    assert report.compressed and is_compressed(cache)
+    assert positions(model, cache)[0].shape[2] == 6
+
+
+@pytest.mark.parametrize("n_read", [0, 1, 4, 5, 6, 9])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("policy", [AHEAD, f"{SNAPKV},lookahead=0", "keydiff:budget=20,block=8"])
+def test_one_report_however_many_tokens_are_read(tokens, n_read, given, policy):
+    model, reports = make_llama(), []
+    options = {"prompt_cache": make_prompt_cache(model)} if given else {}
+    options |= {"policy": policy, "on_report": reports.append, "max_tokens": 9}
+    answer = generate_step(tokens, model, **options)
+    for _ in range(n_read):
+        next(answer)
+    answer.close()
+    ahead = decide(resolve_policy(policy=policy), tokens.size).n_ahead
+    # Who never started, or stops before the cut and sees no cache, is told nothing: there was no answer.
+    assert len(reports) == (1 if n_read >= ahead or (given and n_read) else 0)
+
+
+def test_two_answers_at_a_time(tiny_model, tokens):
+    """Two requests token by token in turn, each as if it were alone; one of them a conversation's later turn."""
+    prompts = (tokens, tokens[::-1])
+    alone = [
+        [t for t, _ in generate_step(p, tiny_model, max_tokens=40, policy=SNAPKV)] for p in prompts
+    ]
+    both = [generate_step(p, tiny_model, max_tokens=40, policy=SNAPKV) for p in prompts]
+    in_turn = list(zip(*([t for t, _ in pair] for pair in zip(*both))))
+    assert [list(answer) for answer in in_turn] == alone
+
+
+@pytest.mark.parametrize("policy", ["keydiff:budget=20,block=8", SNAPKV])
+def test_two_prompts_in_a_batch_are_as_each_alone(policy):
+    """Through the model's own call, as mlx-lm's generate_step takes one prompt only."""
+    model, chosen = make_llama(), resolve_policy(policy=policy)
+    prompts = mx.random.randint(0, 64, (2, 60), key=mx.random.key(1))
+    more = mx.random.randint(0, 64, (2, 24), key=mx.random.key(2))
+
+    def fed(rows):
+        caches = [RecordingKVCache(0, 60, 60) for _ in model.layers]
+        with recording({type(layer.self_attn) for layer in model.layers}):
+            model(rows, cache=caches)
+        return caches
+
+    def answered(rows, more):
+        caches = fed(rows)
+        compress_prompt_cache(model, caches, chosen)
+        with recording({type(layer.self_attn) for layer in model.layers}):
+            out = [model(more[:, i : i + 1], cache=caches) for i in range(24)]
+        return caches, mx.concatenate(out, axis=1)
+
+    caches, together = answered(prompts, more)
+    for i in range(2):
+        alone, out = answered(prompts[i : i + 1], more[i : i + 1])
+        assert mx.allclose(together[i : i + 1], out, atol=1e-4)
+        for mine, other in zip(caches, alone):
+            assert mx.array_equal(mine.held().positions[i : i + 1], other.held().positions)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "tova:budget=20,n_window=1,block=8,min_ctx=80",
+        "h2o:budget=20,n_window=1,block=8,min_ctx=80",
+        f"snapkv:budget=20,{SMALL.replace('min_ctx=0', 'min_ctx=80')},schedule=block,block=8",
+        f"tova:budget=20,n_window=1,block=8,min_ctx=80 then {SNAPKV}",
+    ],
+)
+def test_a_turn_that_was_left_alone_before_one_that_is_not(demo_llama, policy):
+    """Nobody has voted on its entries when the first tokens of the next one come."""
+    talk = Conversation(*demo_llama, policy=policy, max_tokens=7)
+    compressed = []
+    for n in (15, 60, 9, 9):
+        list(talk.send("word " * n))
+        compressed.append(talk.report.compressed)
+    assert compressed == [False, True, True, True]
+    assert all(p.shape[2] <= 28 for p in positions(talk.model, talk.prompt_cache))
+
+
+@pytest.mark.parametrize(
+    "policy", ["tova:budget=20,n_window=1,block=8", f"{SNAPKV},schedule=block,block=3"]
+)
+def test_a_later_turn_never_holds_more_than_the_budget_and_a_block(demo_llama, policy, monkeypatch):
+    """The queries of the answer before it vote on what its first tokens take the place of."""
+    chosen, held = resolve_policy(policy=policy), []
+    append = BlockKVCache.append
+
+    def watched(self, keys, values):
+        append(self, keys, values)
+        held.append(self.n_entries)
+
+    talk = Conversation(*demo_llama, policy=policy, max_tokens=7)
+    list(talk.send("word " * 20))
+    monkeypatch.setattr(BlockKVCache, "append", watched)
+    for _ in range(2):
+        list(talk.send("word " * 20))
+    ahead = decide(chosen, 1).n_ahead if chosen.name == "snapkv" else 0
+    assert max(held) <= chosen.budget + max(chosen.block, ahead)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file", "drop"])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_a_turn_that_fails_between_two_layers(demo_model, memory, error, turn, monkeypatch):
+    """Its second chunk: some layers have read it, others have not."""
+    model = demo_model[0]
+    options = {"policy": f"snapkv:budget=20,{SMALL}", "memory": memory, "max_tokens": 7}
+    talk, other = (Conversation(*demo_model, **options, prefill_step_size=8) for _ in range(2))
+    for n in range(turn):
+        for conversation in (talk, other):
+            list(conversation.send(f"The word is {n}, or is it?"))
+    before = list(talk.read), copy.deepcopy(talk.messages), held(talk)
+    last, calls = model.layers[-1], []
+    original = type(last).__call__
+
+    def fail(self, *args, **kwargs):
+        calls.extend([True] if self is last else [])
+        if self is last and len(calls) == 2:
+            raise error
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(type(last), "__call__", fail)
+        list(talk.send("What was the word that nobody would ever have said aloud?"))
+    assert (talk.read, talk.messages) == before[:2]
+    for was, now in zip(before[2], held(talk), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(was, now, strict=True))
+    answers = [[r.token for r in c.send("And what was the other one?")] for c in (talk, other)]
+    assert answers[0] == answers[1]
+    for mine, theirs in zip(held(talk), held(other), strict=True):
+        assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(mine, theirs, strict=True))
+
+
+def held(talk):
+    """What a conversation's caches hold: by layer, keys, values, positions."""
+    layers = [
+        layer.entries_in(talk.prompt_cache)
+        for layer in attention_layers(talk.model, talk.prompt_cache)
+    ]
+    entries = [layer.held() for layer in layers if layer.n_entries]
+    return [[np.array(x) for x in (e.keys, e.values, e.positions)] for e in entries]
+
+
+def test_active_memory_is_small_once_a_prompt_is_compressed():
+    """Nothing keeps the full entries alive: not the report, the caches, nor a graph."""
+    model = make_llama(head_dim=64, num_key_value_heads=4)
+    prompt = mx.random.randint(0, 64, (1500,), key=mx.random.key(0))
+    for policy in (f"snapkv:budget=60,{SMALL}", "keydiff:budget=60,schedule=once"):
+        cache = make_prompt_cache(model)
+        before = mx.get_active_memory()
+        _kept, report = prefill(model, prompt, policy, prompt_cache=cache)
+        assert mx.get_active_memory() - before < report.kv_bytes_before / 10
+        assert report.kv_bytes_after < report.kv_bytes_before / 10
+        steps = generate_step(prompt, model, policy=policy, max_tokens=40)
+        before = mx.get_active_memory()
+        for _ in range(8):
+            next(steps)
+        assert mx.get_active_memory() - before < report.kv_bytes_before / 10

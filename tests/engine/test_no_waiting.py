@@ -1,0 +1,148 @@
+"""Nothing waits for the device inside a model's call, also where every layer evicts in the middle of it."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_models import make_llama
+
+from mlx_snapkv import BlockKVCache, KeyDiff, SnapKVCache, generate_step, prefill
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
+
+BLOCK = "budget=40,n_sink=2,schedule=block,block=16"
+SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=4,min_ctx=0"
+POLICIES = [
+    *(f"{name}:{BLOCK}" for name in ("keydiff", "h2o", "tova", "random", "key_norm")),
+    f"streaming_llm:{BLOCK}",
+    f"{SNAPKV},schedule=block,block=16",
+    f"{SNAPKV},on_full=keydiff",
+    f"{SNAPKV},on_full=reselect",
+    f"h2o:{BLOCK} then {SNAPKV}",
+]
+
+
+def traced(model, inputs, caches):
+    """The model's call, for the device not to be waited for in it.
+
+    Under `mx.compile` MLX itself refuses to compute whatever depends on the inputs, or on what the caches hold.
+    """
+
+    def call(inputs, held):
+        for cache, state in zip(caches, held, strict=True):
+            vars(cache).update(state)
+        return model(inputs, cache=caches)
+
+    return mx.compile(call)(inputs, [arrays_of(cache) for cache in caches])
+
+
+def arrays_of(cache):
+    """The attributes of a cache that are arrays, or made of them."""
+    leaves = {name: [x for _, x in tree_flatten(value)] for name, value in vars(cache).items()}
+    return {
+        name: vars(cache)[name]
+        for name, found in leaves.items()
+        if found and all(isinstance(x, mx.array) for x in found)
+    }
+
+
+@pytest.fixture
+def evictions(monkeypatch):
+    """The caches that have evicted, one item for each time."""
+    made = []
+    for kind in (BlockKVCache, SnapKVCache):
+
+        def watched(self, original=kind._evict):
+            made.append(self)
+            original(self)
+
+        monkeypatch.setattr(kind, "_evict", watched)
+    return made
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Forbid what MLX allows while it traces a call, though it waits or costs as much."""
+
+    def forbid(name):
+        def refused(*args, **kwargs):
+            raise AssertionError(f"mx.{name} inside a model's call")
+
+        monkeypatch.setattr(mx, name, refused)
+
+    return lambda: [forbid(name) for name in ("eval", "async_eval", "synchronize", "clear_cache")]
+
+
+def about_to_evict(model, tokens, policy, n):
+    """Caches of a compressed prompt whose next `n` tokens don't fit in, and no fewer do not."""
+    cache, _ = prefill(model, tokens, policy)
+    layers = [layer.cache_in(cache) for layer in attention_layers(model, cache)]
+    with recording(attention_classes(model)):
+        while min(c.room for c in layers) >= n:
+            model(tokens[None, :1], cache=cache)
+    mx.eval([c.state for c in cache])
+    return cache, layers
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_chunk_in_which_every_layer_evicts(tiny_model, tokens, policy, n, evictions, refuse):
+    cache, layers = about_to_evict(tiny_model, tokens, policy, n)
+    evictions.clear()
+    refuse()
+    with recording(attention_classes(tiny_model)):
+        traced(tiny_model, tokens[None, :n], cache)
+    assert evictions == layers
+
+
+@pytest.mark.parametrize(
+    "policy", [f"keydiff:{BLOCK}", f"h2o:{BLOCK}", f"{SNAPKV},on_full=keydiff"]
+)
+def test_one_that_can_be_taken_back(tiny_model, tokens, policy, evictions, refuse):
+    cache, layers = about_to_evict(tiny_model, tokens, policy, 2)
+    for layer in layers:
+        layer.mark()
+    evictions.clear()
+    refuse()
+    with recording(attention_classes(tiny_model)):
+        traced(tiny_model, tokens[None, :2], cache)
+    assert evictions == layers
+
+
+def test_the_trace_sees_what_waits(tokens, monkeypatch):
+    """What these tests rely on: whatever asks a score for a number is refused."""
+    score = KeyDiff.score
+    for ask in (mx.eval, lambda s: s.sum().item(), np.array, lambda s: bool(s.sum() > 0)):
+        cache, _ = about_to_evict(make_llama(), tokens, f"keydiff:{BLOCK}", 1)
+
+        def waiting(self, entries, ask=ask):
+            ask(score(self, entries).reshape(-1))
+            return score(self, entries)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(KeyDiff, "score", waiting)
+            with pytest.raises((ValueError, RuntimeError), match="eval"):
+                traced(make_llama(), tokens[None, :1], cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_is_computed_once_a_chunk(tiny_model, tokens, policy, monkeypatch):
+    """By mlx-lm's loop, between two calls of the model."""
+    events = []
+    call, evaluate = type(tiny_model).__call__, mx.eval
+
+    def watched(self, inputs, *args, **kwargs):
+        events.append(inputs.shape[1])
+        return call(self, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(type(tiny_model), "__call__", watched)
+    monkeypatch.setattr(mx, "eval", lambda *args: events.append("eval") or evaluate(*args))
+    cache = make_prompt_cache(tiny_model)
+    step = {"prefill_step_size": 16, "max_tokens": 1}
+    answer = generate_step(tokens, tiny_model, policy=policy, prompt_cache=cache, **step)
+    next(answer)
+    chunks = [i for i, event in enumerate(events) if event not in ("eval", 1)]
+    assert len(chunks) >= 12
+    assert all(events[i + 1] == "eval" and events[i + 2] != "eval" for i in chunks)

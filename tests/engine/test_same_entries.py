@@ -1,0 +1,230 @@
+"""One decision: the same prompt and policy keep the same entries, whatever the way in."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+import mlx_snapkv
+from mlx_snapkv import Conversation, compress_prompt_cache, generate_step, prefill, saved
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.engine import compress
+from mlx_snapkv.models.patch import recording
+
+SNAPKV = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8,min_ctx=0"
+ONCE = [
+    SNAPKV,
+    f"{SNAPKV},lookahead=0",
+    f"{SNAPKV},last_token=false",
+    f"{SNAPKV},mass=0.9",
+    f"{SNAPKV},on_full=reselect",
+    "keydiff:budget=48,n_sink=2,schedule=once",
+    "snapkv:budget=pyramid:56,n_sink=4,n_window=32,obs_window=8,min_ctx=0",
+]
+BLOCK = [
+    "keydiff:budget=48,n_sink=2,block=16",
+    "h2o:budget=48,n_sink=2,block=16",
+    "tova:budget=48,n_sink=2,block=16",
+    f"{SNAPKV},schedule=block,block=16",
+    f"keydiff:budget=80,block=16 then {SNAPKV}",
+    f"h2o:budget=80,block=16 then {SNAPKV},lookahead=0",
+]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """kept(request) -> what its compression keeps: by layer, positions `(B, H, n)` and keys."""
+    layers = []
+    original = compress.decode_cache
+
+    def watched(layer, entries, *args):
+        layers.append((np.array(entries.positions), np.array(entries.keys.astype(mx.float32))))
+        return original(layer, entries, *args)
+
+    monkeypatch.setattr(compress, "decode_cache", watched)
+
+    def run(request):
+        layers.clear()
+        request()
+        assert layers, "nothing was compressed"
+        return list(layers)
+
+    return run
+
+
+def assert_same_entries(found, wanted, atol=1e-5):
+    assert len(found) == len(wanted)
+    for (positions, keys), (others, theirs) in zip(found, wanted):
+        assert np.array_equal(positions, others)
+        assert np.allclose(keys, theirs, atol=atol)
+
+
+@pytest.fixture
+def stepped(kept, tiny_model, tokens):
+    """What our generate_step keeps."""
+
+    def run(policy, prompt=tokens):
+        return kept(lambda: list(generate_step(prompt, tiny_model, max_tokens=8, policy=policy)))
+
+    return run
+
+
+@pytest.mark.parametrize("policy", ONCE + BLOCK)
+@pytest.mark.parametrize("way", ["stream_generate", "generate", "prefill", "given cache"])
+def test_every_way_in_keeps_the_same(kept, stepped, tiny_model, tokens, demo_llama, policy, way):
+    model, tokenizer = tiny_model, demo_llama[1]
+    prompt = tokens.tolist()
+    options = {"max_tokens": 8, "policy": policy}
+
+    def request():
+        if way == "stream_generate":
+            list(mlx_snapkv.stream_generate(model, tokenizer, prompt, **options))
+        elif way == "generate":
+            mlx_snapkv.generate(model, tokenizer, prompt, **options)
+        elif way == "prefill":
+            prefill(model, prompt, policy)
+        else:
+            cache = make_prompt_cache(model)
+            list(generate_step(tokens, model, prompt_cache=cache, **options))
+
+    assert_same_entries(kept(request), stepped(policy))
+
+
+@pytest.mark.parametrize("policy", ONCE)
+@pytest.mark.parametrize("step", [5, 64, 500])
+def test_chunks_do_not_matter(kept, stepped, tiny_model, tokens, policy, step):
+    found = kept(lambda: prefill(tiny_model, tokens, policy, prefill_step_size=step))
+    assert_same_entries(found, stepped(policy))
+
+
+@pytest.mark.parametrize("policy", BLOCK)
+def test_chunks_are_blocks_where_entries_are_evicted(kept, stepped, tiny_model, tokens, policy):
+    found = kept(lambda: prefill(tiny_model, tokens, policy, prefill_step_size=500))
+    assert_same_entries(found, stepped(policy))
+
+
+@pytest.mark.parametrize("policy", ONCE)
+def test_the_sampler_is_no_matter_where_no_answer_votes(kept, stepped, tiny_model, tokens, policy):
+    if "lookahead=0" not in policy and "last_token" not in policy and "keydiff" not in policy:
+        policy += ",lookahead=0"
+    hot = make_sampler(temp=5.0)
+    options = {"max_tokens": 8, "policy": policy, "sampler": hot}
+    found = kept(lambda: list(generate_step(tokens, tiny_model, **options)))
+    assert_same_entries(found, stepped(policy))
+
+
+@pytest.mark.parametrize("policy", [p for p in ONCE if "last_token" not in p])
+def test_a_cache_that_was_read_and_recorded_elsewhere(kept, stepped, tiny_model, tokens, policy):
+    if "keydiff" not in policy and "lookahead" not in policy:
+        policy += ",lookahead=0"
+    n = tokens.size
+    caches = [
+        RecordingKVCache(n - 32, n, n) if type(c) is KVCache else c
+        for c in make_prompt_cache(tiny_model)
+    ]
+    classes = {type(layer.attention) for layer in attention_layers(tiny_model, caches)}
+    with recording(classes):
+        tiny_model(tokens[None], cache=caches)
+    given = [c.queries if isinstance(c, RecordingKVCache) else None for c in caches]
+    plain = make_prompt_cache(tiny_model)
+    tiny_model(tokens[None], cache=plain)
+    found = kept(lambda: compress_prompt_cache(tiny_model, plain, policy, queries=given))
+    assert_same_entries(found, stepped(policy))
+
+
+@pytest.mark.parametrize("policy", ONCE + BLOCK)
+def test_an_answer_gives_up_the_same_entries_after_prefill(tiny_model, tokens, policy):
+    """The prompt's own; those of the answer are not the same, since its first tokens saw the whole prompt."""
+    ours = make_prompt_cache(tiny_model)
+    steps = generate_step(tokens, tiny_model, max_tokens=6, policy=policy, prompt_cache=ours)
+    answer = [token for token, _ in steps]
+    cache, _ = prefill(tiny_model, tokens, policy)
+    # The tokens that the loop has fed, one at a time as it does.
+    for token in answer[: held_offset(tiny_model, ours) - tokens.size]:
+        list(generate_step(mx.array([token]), tiny_model, max_tokens=0, prompt_cache=cache))
+    found, wanted = (entries_of(tiny_model, caches, tokens.size - 1) for caches in (cache, ours))
+    assert_same_entries(found, wanted)
+
+
+@pytest.mark.parametrize("policy", ONCE + BLOCK)
+def test_a_saved_prompt_goes_on_as_the_one_in_memory(path, tiny_model, tokens, policy):
+    cache, report = prefill(tiny_model, tokens, policy)
+    saved.save(path, tiny_model, cache, tokens, report.policy)
+    loaded = saved.load(path, tiny_model).prompt_cache
+    more = tokens[:70]
+    for caches in (cache, loaded):
+        list(generate_step(more, tiny_model, max_tokens=20, prompt_cache=caches))
+    found = entries_of(tiny_model, loaded)
+    assert_same_entries(found, entries_of(tiny_model, cache))
+
+
+def entries_of(model, prompt_cache, before=None):
+    """By layer, positions and keys held; of the tokens before a position only."""
+    layers = attention_layers(model, prompt_cache)
+    entries = [layer.entries_in(prompt_cache).held() for layer in layers]
+    if before is not None:
+        entries = [e.between(0, int((e.positions[0, 0] < before).sum())) for e in entries]
+    return [(np.array(e.positions), np.array(e.keys)) for e in entries]
+
+
+def held_offset(model, prompt_cache):
+    return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
+
+
+@pytest.fixture(scope="module")
+def haystack(demo_llama):
+    return make_haystack(demo_llama[1], random.Random(3), 3, 200)
+
+
+def conversed(demo_model, haystack, policy, memory, turns, kept):
+    """What the last of so many turns keeps, and the tokens that it was about."""
+    document, facts = haystack
+    talk = Conversation(*demo_model, policy=policy, memory=memory, max_tokens=8)
+    talk.attach(document)
+    for fact in facts[: turns - 1]:
+        list(talk.send(fact.question))
+    known = list(talk.read)
+    read = []
+    original = talk._served
+
+    def served(tokens, options):
+        read.extend(tokens.tolist())
+        return original(tokens, options)
+
+    talk._served = served
+    found = kept(lambda: list(talk.send(facts[turns - 1].question)))
+    return found, mx.array(known + read)
+
+
+def asked(demo_model, read, policy, kept):
+    """What one request for all these tokens keeps; like a conversation's, its answer may end before the cut."""
+    options = {"prompt_cache": make_prompt_cache(demo_model[0]), "max_tokens": 8, "policy": policy}
+    return kept(lambda: list(mlx_snapkv.stream_generate(*demo_model, read, **options)))
+
+
+@pytest.mark.parametrize("policy", ONCE + BLOCK)
+def test_a_first_turn_keeps_what_a_request_does(kept, demo_model, haystack, policy):
+    found, read = conversed(demo_model, haystack, policy, "drop", 1, kept)
+    assert_same_entries(found, asked(demo_model, read, policy, kept))
+
+
+@pytest.mark.parametrize("policy", ONCE)
+@pytest.mark.parametrize("memory", ["recall:8bit", "recall:file"])
+def test_a_first_turn_that_will_be_recalled_too(kept, demo_model, haystack, policy, memory):
+    found, read = conversed(demo_model, haystack, policy, memory, 1, kept)
+    assert_same_entries(found, asked(demo_model, read, policy, kept))
+
+
+@pytest.mark.parametrize("policy", [p for p in ONCE if "mass" not in p])
+@pytest.mark.parametrize("memory, turns", [("recall", 2), ("recall:file", 3)])
+def test_a_later_turn_keeps_what_a_request_for_the_whole_chat_does(
+    kept, demo_model, haystack, policy, memory, turns
+):
+    """Messages are longer than the observation window: only a turn's own queries vote."""
+    found, read = conversed(demo_model, haystack, policy, memory, turns, kept)
+    assert_same_entries(found, asked(demo_model, read, policy, kept), atol=1e-4)
