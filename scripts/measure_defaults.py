@@ -182,10 +182,8 @@ def as_markdown(results: list[dict]) -> str:
 
 def page(results: list[dict]) -> str:
     """docs/defaults.md, from its results."""
-    return (
-        "# Measuring SnapKV's defaults\n\nWritten by `python scripts/measure_defaults.py`, never typed.\n\n"
-        f"{as_markdown(results)}"
-    )
+    written = "Written by `python scripts/measure_defaults.py`, never typed."
+    return f"# Measuring SnapKV's defaults\n\n{as_markdown(results)}\n{written}\n"
 
 
 def main() -> None:
