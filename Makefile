@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-.PHONY: help demo test bench mlx-lm-tests eval lint clean
+.PHONY: help demo test lint docs bench eval mlx-lm-tests clean
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 8
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 14
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -34,7 +34,10 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks*
+docs: $(VENV)/.installed ## write docs/policies.md, commands.md and models.md and the README's tables again
+	$(RUN) scripts/write_docs.py
+
+bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks* (an hour)
 	$(RUN) -m mlx_snapkv bench --output docs/benchmarks
 	$(RUN) -m mlx_snapkv bench --model demo --needle --context 2048,4096,8192 --steps 20 -b 1,4 --batch-context 4096 \
 		-p 2048,4096 --long-prompts 4096,8192 --questions 4 --output docs/benchmarks-demo
@@ -42,7 +45,7 @@ bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; wr
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py
 
-eval: $(VENV)/.installed ## answers kept by every way to vote and by every policy, with fewer bits too, on both embedded models
+eval: $(VENV)/.installed ## are facts still found? every policy and way to vote; writes docs/quality, defaults, kv-bits (two hours)
 	$(RUN) scripts/measure_defaults.py
 	$(RUN) scripts/measure_quality.py
 	$(RUN) scripts/measure_kv_bits.py

@@ -160,13 +160,13 @@ def measure(name: str, n_tokens: int, questions: int) -> dict:
     return {"model": name, "tokens": n_tokens, "questions": questions, "full": full, "rows": rows}
 
 
-def as_markdown(results: list[dict], ways: set[str] | None = None) -> str:
-    """A table for each model and length; with `ways`, only those rows."""
+def as_markdown(results: list[dict]) -> str:
+    """A table for each model and length."""
     parts = []
     for result in results:
         n = result["questions"]
         parts.append(
-            f"`{result['model']}`, {result['tokens']:,} tokens, 1/{SHARE} of the rows, {n} questions, "
+            f"`{result['model']}`, {result['tokens']:,} tokens, 1/{SHARE} of the entries, {n} questions, "
             f"full cache {result['full'] / n:.2f} ({result['date']}, commit {result['commit']}, "
             f"{result['machine']}):\n"
         )
@@ -174,19 +174,16 @@ def as_markdown(results: list[dict], ways: set[str] | None = None) -> str:
         parts.append("|---" * (len(KERNELS) + 1) + "|")
         table = {(r["way"], r["kernel"]): r["right"] for r in result["rows"]}
         for way in dict.fromkeys(r["way"] for r in result["rows"]):
-            if ways is not None and way not in ways:
-                continue
             cells = [f"{table[way, k] / n:.2f}" if (way, k) in table else "" for k in KERNELS]
             parts.append(f"| {way} | " + " | ".join(cells) + " |")
         parts.append("")
     return "\n".join(parts)
 
 
-def update_readme(tables: str) -> None:
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split("<!-- defaults -->")
-    _, after = rest.split("<!-- /defaults -->")
-    readme.write_text(f"{before}<!-- defaults -->\n{tables}\n<!-- /defaults -->{after}")
+def page(results: list[dict]) -> str:
+    """docs/defaults.md, from its results."""
+    written = "Written by `python scripts/measure_defaults.py`, never typed."
+    return f"# Measuring SnapKV's defaults\n\n{as_markdown(results)}\n{written}\n"
 
 
 def main() -> None:
@@ -199,9 +196,6 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=ROOT / "docs" / "defaults", help="without its suffix"
     )
-    parser.add_argument(
-        "--readme", action="store_true", help="put the tables into the README as well"
-    )
     args = parser.parse_args()
     measured = [
         measure(m, n, args.questions) | about("measure_defaults.py") | {"versions": mlx_versions()}
@@ -213,10 +207,8 @@ def main() -> None:
     kept = json.loads(file.read_text()) if file.exists() else []
     table = {(r["model"], r["tokens"]): r for r in kept + measured}
     results = [table[key] for key in sorted(table)]
-    write(args.out, results, f"# Measuring SnapKV's defaults\n\n{as_markdown(results)}")
+    write(args.out, results, page(results))
     print(as_markdown(measured))
-    if args.readme:
-        update_readme(as_markdown(results, {*WAYS, "sink + window"}))
 
 
 if __name__ == "__main__":

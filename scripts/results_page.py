@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ def written_by(result: dict[str, Any]) -> str:
     return (
         f"Written by `{result['command']}` on {result['date']}, never typed ({', '.join(where)})."
     )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table's lines."""
+    ruled = [header, ["---"] * len(header), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in ruled]
 
 
 def write(out: Path, result: Any, page: str) -> None:

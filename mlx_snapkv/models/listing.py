@@ -27,11 +27,11 @@ def markdown() -> str:
         "",
         f"{len(table.SUPPORTED)} model types of mlx-lm can be compressed, "
         f"and {len(table.REFUSED)} are refused by name. "
-        "Each of the first is run by the conformance test (`tests/test_conformance.py`) as a tiny random model: "
+        "Each of the first is run by the conformance test (`tests/models/test_conformance.py`) as a tiny random model: "
         "the recorded queries are bit for bit those of its attention call, the votes are those of its softmax, "
         "and decoding with everything kept equals mlx-lm's.",
         "",
-        "This page is written by `python scripts/write_models.py`; `mlx-snapkv models` prints the same.",
+        "This page is written by `python scripts/write_docs.py`; `mlx-snapkv models` prints the same.",
         "",
         "## Supported",
         "",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any
 
 from ..errors import SnapKVError, UnknownOptionError
 from .base import POLICIES, Policy, suggestion
 from .stages import THEN, Stages
 
-# The registry, and so every list of the policies, is in the order of these imports.
+# The registry, and so every list of the policies, is in the order of these imports; SnapKV is the first.
 # isort: off
 from .snapkv import SnapKV
 from .keydiff import KeyDiff
@@ -32,6 +34,10 @@ __all__ = [
     "StreamingLLM",
     "resolve_policy",
 ]
+
+# A policy is its file: those that no import above names follow, in the order of their files' names.
+for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    importlib.import_module(f"{__name__}.{_name}")
 
 
 def resolve_policy(

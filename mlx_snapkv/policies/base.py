@@ -35,7 +35,7 @@ class Policy(ABC):
         schedule: "block" evicts while the prompt is read and while the answer is generated, whenever the next
             tokens would make more than `budget + block` entries; "once" reads the whole prompt first, and
             while decoding the recent window slides, unless `on_full` says otherwise.
-        block: tokens read at a time under "block".
+        block: tokens read at a time, at most, under "block".
 
     Class attributes, for policies that ask for more than keys and values:
         obs_window: how many of the last queries vote.

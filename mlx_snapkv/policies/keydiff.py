@@ -31,8 +31,6 @@ class KeyDiff(Policy):
             coordinate), or "pairwise": the mean similarity to every key (equation 7), computed in blocks.
         similarity: "cosine"; "dot" and "euclidean" compare the keys as they are, with the mean or median
             of the keys as they are (section 4.3).
-
-    The rest is `Policy`'s. The recent entries matter: see docs/quality.md.
     """
 
     name: ClassVar[str] = "keydiff"

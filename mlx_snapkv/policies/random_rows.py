@@ -17,6 +17,9 @@ class RandomRows(Policy):
 
     An entry's score is a hash of its position, head and `seed`, so that it stays the same from block to block: what is
     left at the end is a uniform sample of the whole prompt, whatever the schedule.
+
+    Attributes:
+        seed: another one keeps other entries.
     """
 
     name: ClassVar[str] = "random"

@@ -1,0 +1,118 @@
+"""docs/policies.md and the README's table of policies, written from the registry and the classes' docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from results_page import table
+
+from mlx_snapkv.cli.policies import defaults
+from mlx_snapkv.policies import POLICIES, Policy
+
+PAGE = """# The policies
+
+Written by `python scripts/write_docs.py` from the classes in `mlx_snapkv/policies/`, never typed. `mlx-snapkv policies`
+prints the same names, options and defaults. Which one to take: [choosing-a-policy.md](choosing-a-policy.md).
+
+An option is written `name=value`, as in `--policy keydiff:budget=25%,n_window=20%`. In Python they are the fields of
+the class: `KeyDiff(budget="25%", n_window="20%")`. An option that a policy does not have is an error that lists those
+it has.
+
+{summary}
+
+## Options of every policy
+
+Their defaults are below, policy by policy.
+
+{shared}
+"""
+
+POLICY = """
+## `{name}`
+
+{about}
+
+{own}Shared options: {others}.
+"""
+
+
+def page() -> str:
+    """docs/policies.md."""
+    shared = meanings(Policy)
+    names = [name for name in Policy.options() if name in shared]
+    text = PAGE.format(
+        summary="\n".join(summary_table("")),
+        shared="\n".join(table(("option", "meaning"), [(f"`{n}`", shared[n]) for n in names])),
+    )
+    for cls in POLICIES.values():
+        text += _section(cls)
+    return text
+
+
+def summary_table(page_of_the_options: str) -> list[str]:
+    """Every policy, what it keeps, and its paper, as Markdown lines."""
+    rows = [
+        (f"[`{name}`]({page_of_the_options}#{name})", cls.summary, _paper_link(cls))
+        for name, cls in POLICIES.items()
+    ]
+    return table(("policy", "how it chooses", "paper"), rows)
+
+
+def meanings(cls: type[Policy]) -> dict[str, str]:
+    """What a class' docstring says of its options, one line each; those it only refers elsewhere for are left out."""
+    found: dict[str, str] = {}
+    name = None
+    _, _, section = _docstring(cls).partition("\nAttributes:\n")
+    for line in section.partition("\n\n")[0].splitlines():
+        start = re.match(r" {4}(\w+): (.*)", line)
+        if start is not None:
+            name = start[1]
+            found[name] = start[2]
+        elif re.match(r" {4}\S", line):  # several at once, which are `Policy`'s
+            name = None
+        elif name is not None:
+            found[name] += " " + line.strip()
+    return {name: _linked(text) for name, text in found.items()}
+
+
+def _section(cls: type[Policy]) -> str:
+    found, values = meanings(cls), defaults(cls)
+    own = [name for name in values if name in found or name not in Policy.options()]
+    rows = [(f"`{name}`", f"`{values[name]}`", found.get(name, "")) for name in own]
+    others = [f"`{name}={value}`" for name, value in values.items() if name not in own]
+    file = f"{cls.__module__.replace('.', '/')}.py"
+    return POLICY.format(
+        name=cls.name,
+        about="\n\n".join([_cited(cls), *_prose(cls), f"`{cls.__name__}` in `{file}`."]),
+        own="\n".join(table(("option", "default", "meaning"), rows)) + "\n\n" if rows else "",
+        others=", ".join(others) or "none, all of them are in the table",
+    )
+
+
+def _prose(cls: type[Policy]) -> list[str]:
+    """The docstring's paragraphs, without the options."""
+    before, _, rest = _docstring(cls).partition("\nAttributes:\n")
+    after = rest.partition("\n\n")[2]
+    paragraphs = [*before.split("\n\n"), *after.split("\n\n")]
+    return [_linked(paragraph.strip()) for paragraph in paragraphs if paragraph.strip()]
+
+
+def _docstring(cls: type[Policy]) -> str:
+    text = inspect.cleandoc(vars(cls).get("__doc__") or "")
+    return "" if text.startswith(f"{cls.__name__}(") else text  # the one that dataclasses make
+
+
+def _linked(text: str) -> str:
+    """With the pages of the docs as links."""
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
+
+
+def _cited(cls: type[Policy]) -> str:
+    cited = re.sub(r"arXiv:([\d.]+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", cls.paper)
+    return f"{cls.summary[:1].upper()}{cls.summary[1:]}" + (f" ({cited})." if cited else ".")
+
+
+def _paper_link(cls: type[Policy]) -> str:
+    number = re.search(r"arXiv:([\d.]+)", cls.paper)
+    return f"[{number[1]}](https://arxiv.org/abs/{number[1]})" if number else cls.paper

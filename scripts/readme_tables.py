@@ -1,0 +1,134 @@
+"""The README's tables: the policies, and what was measured, from the results in docs/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import policies_page
+from results_page import table
+
+from mlx_snapkv.engine.report import format_bytes
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+CONTEXT, LONG, SHARE, DISTANCE = 32768, 16384, 16, 1024  # which of the figures are shown
+
+
+def filled(readme: str) -> str:
+    """The README with its tables as they are now."""
+    text = _between(readme, "policies", policies_page.summary_table("docs/policies.md"))
+    return _between(text, "results", results())
+
+
+def results() -> list[str]:
+    """What was measured, as Markdown lines."""
+    rows = [*_speed(), *_bounded(), _facts(), _turns(), _bits(), _long_answers()]
+    return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
+
+
+def _between(text: str, name: str, lines: list[str]) -> str:
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, rest = text.split(start)
+    _, after = rest.split(end)
+    return "\n".join([before + start, "", *lines, "", end + after])
+
+
+def _load(name: str) -> dict[str, Any]:
+    return json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _source(name: str, command: str) -> tuple[str, str]:
+    return f"[{name}](docs/{name}.md)", f"`{command}`"
+
+
+def _one(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """The row that has all these values."""
+    (found,) = (row for row in rows if all(row[key] == value for key, value in wanted.items()))
+    return found
+
+
+def _pair(full: Any, ours: Any, shown: Callable[[Any], str]) -> tuple[str, str]:
+    return shown(full), shown(ours)
+
+
+def _speed() -> list[tuple[str, ...]]:
+    rows = _load("benchmarks")["decode"]
+    full = _one(rows, context=CONTEXT, kind="full")
+    ours = _one(rows, context=CONTEXT, kind="snapkv")
+    what = f"after {CONTEXT:,} tokens, SnapKV with {_share(full, ours)} of the entries"
+    source = _source("benchmarks", "make bench")
+    speeds = _pair(full, ours, lambda row: f"{row['tokens_per_second']:.1f}")
+    sizes = _pair(full, ours, lambda row: format_bytes(row["kv_bytes"]))
+    return [
+        (f"tokens decoded per second {what} (random LLaMA)", *speeds, *source),
+        ("KV memory then", *sizes, *source),
+    ]
+
+
+def _bounded() -> list[tuple[str, ...]]:
+    rows = _load("benchmarks")["bounded"]
+    full = _one(rows, context=LONG, kind="full")
+    ours = _one(rows, context=LONG, kind="bounded")
+    source = _source("benchmarks", "make bench")
+    seconds = _pair(full, ours, lambda row: f"{row['prefill_seconds']:.1f} s")
+    peaks = _pair(full, ours, lambda row: format_bytes(row["peak_bytes"]))
+    what = f"seconds to read {LONG:,} tokens, `{ours['contender']}` (random LLaMA)"
+    return [(what, *seconds, *source), ("peak memory then", *peaks, *source)]
+
+
+def _facts() -> tuple[str, ...]:
+    rows = [row for row in _load("quality")["rows"] if row["model"] == "demo"]
+    length = max(row["length"] for row in rows)
+    rows = [row for row in rows if row["length"] == length]
+    shown = []
+    for way, schedule in (("snapkv", "once"), ("keydiff", "block"), ("streaming_llm", "block")):
+        row = _one(rows, way=way, schedule=schedule, share=SHARE)
+        shown.append(f"`{way}` {_right(row)}")
+    what = f"facts found in {length:,} tokens, 1/{SHARE} of the entries (`demo`)"
+    full = _right(_one(rows, way="full cache"))
+    return what, full, ", ".join(shown), *_source("quality", "make eval")
+
+
+def _turns() -> tuple[str, ...]:
+    result = _load("turns")
+    rows = [row for row in result["rows"] if row["model"] == "demo"]
+    what = f"{result['turns']} facts asked for one a turn, SnapKV with 1/{result['share']} (`demo`)"
+    kept = {way: _right(_one(rows, way=f"SnapKV, {way}")) for way in ("recall", "drop")}
+    shown = ", ".join(f"`{way}` {right}" for way, right in kept.items())
+    full = _right(_one(rows, way="full cache"))
+    return what, full, shown, *_source("turns", "python scripts/measure_turns.py")
+
+
+def _bits() -> tuple[str, ...]:
+    rows = [row for row in _load("kv-bits")["rows"] if row["model"] == "demo"]
+    snapkv = next(row["policy"] for row in rows if row["policy"].startswith("snapkv:"))
+    full = _one(rows, policy="full cache", bits=None)
+    ours = _one(rows, policy=snapkv, bits=4)
+    share = f"{_share(full, _one(rows, policy=snapkv, bits=None))} of the entries in 4 bits"
+    what = f"facts found in {full['length']:,} tokens, SnapKV with {share}; KV memory (`demo`)"
+    found = _pair(full, ours, lambda row: f"{_right(row)}, {format_bytes(row['kv_bytes'])}")
+    return what, *found, *_source("kv-bits", "make eval")
+
+
+def _long_answers() -> tuple[str, ...]:
+    found = _load("long-answers")
+    results = found if isinstance(found, list) else [found]  # one a model and prompt, or all in one
+    rows = [{"model": result.get("model")} | row for result in results for row in result["rows"]]
+    asked = {"model": "demo", "place": "answer", "distance": DISTANCE}
+    told = [row for row in rows if asked.items() <= row.items()]
+    right = {row["way"]: _right(row) for row in reversed(told)}  # the first prompt's, of several
+    shown = ", ".join(f"`{way}` {right[way]}" for way in ("keydiff", "slide"))
+    what = f"a fact that the answer itself told {DISTANCE:,} tokens ago, by `on_full` (`demo`)"
+    source = _source("long-answers", "python scripts/measure_long_answers.py")
+    return what, right["full cache"], shown, *source
+
+
+def _share(full: dict[str, Any], ours: dict[str, Any]) -> str:
+    return f"1/{round(full['kv_bytes'] / ours['kv_bytes'])}"
+
+
+def _right(row: dict[str, Any]) -> str:
+    return f"{row['right']}/{row['asked']}"
