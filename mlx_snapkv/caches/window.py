@@ -81,11 +81,11 @@ class SnapKVCache(EvictingCache):
             raise SnapKVError(f"n_window must be at least 1, got {n_window}")
         if not n_pin <= rows <= n_pin + n_window or n_rows(values) != rows:
             raise SnapKVError(
-                f"{rows} keys and {n_rows(values)} values don't hold {n_pin} pinned rows "
+                f"{rows} keys and {n_rows(values)} values don't hold {n_pin} pinned entries "
                 f"and a window of at most {n_window}"
             )
         if offset < rows:
-            raise SnapKVError(f"offset must be at least the {rows} rows kept, got {offset}")
+            raise SnapKVError(f"offset must be at least the {rows} entries kept, got {offset}")
         super().__init__(newest=policy.obs_window if policy else 0)
         self.keys, self.values = keys, values
         self.quantization = quantization
