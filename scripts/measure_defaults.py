@@ -3,7 +3,7 @@
     python scripts/measure_defaults.py                   # prints the tables, writes docs/defaults.json and .md
 
 Each question is asked at the end of a document. The prompt is read once on the full cache, then every
-setting cuts a copy of that cache with the queries it would have observed and answers greedily from there,
+setting compresses a copy of that cache with the queries it would have observed and answers greedily from there,
 exactly as `generate_step` does. Accuracy is exact match; "full cache" is mlx-lm's own.
 """
 
@@ -87,7 +87,7 @@ def snapshots(model, prompt: list[int]) -> dict[int, Snapshot]:
 
 
 def narrowed(cache: RecordingKVCache, first: int, last: int) -> RecordingKVCache:
-    """The same rows, as if only the positions `[first, last)` had been recorded."""
+    """The same entries, as if only the positions `[first, last)` had been recorded."""
     copied = RecordingKVCache(first, last, capacity=0)
     copied.keys, copied.values, copied.offset = cache.keys, cache.values, last
     copied.record(cache.queries[:, :, first - cache.first : last - cache.first], cache.scale)
@@ -96,7 +96,7 @@ def narrowed(cache: RecordingKVCache, first: int, last: int) -> RecordingKVCache
 
 
 def answer_with(model, tokenizer, found: dict[int, Snapshot], n_prompt: int, policy: SnapKV) -> str:
-    """The answer when `policy` makes its cut where `generate_step` would."""
+    """The answer when `policy` compresses where `generate_step` would."""
     lookahead = policy.lookahead or 0
     fed = -1 if not policy.last_token else max(1, lookahead)
     snapshot = found[fed]
@@ -124,7 +124,7 @@ def decode(tokenizer, answer: list[int]) -> str:
 
 
 def settings(n_tokens: int) -> dict[tuple[str, int], SnapKV]:
-    """Every (way, kernel) to measure with 1/16 of the rows."""
+    """Every (way, kernel) to measure with 1/16 of the entries."""
     size = {"n_sink": N_SINK, "n_window": N_WINDOW, "min_ctx": 0}
     size["top_k"] = n_tokens // SHARE - N_SINK - N_WINDOW
     chosen = {}
@@ -166,7 +166,7 @@ def as_markdown(results: list[dict], ways: set[str] | None = None) -> str:
     for result in results:
         n = result["questions"]
         parts.append(
-            f"`{result['model']}`, {result['tokens']:,} tokens, 1/{SHARE} of the rows, {n} questions, "
+            f"`{result['model']}`, {result['tokens']:,} tokens, 1/{SHARE} of the entries, {n} questions, "
             f"full cache {result['full'] / n:.2f} ({result['date']}, commit {result['commit']}, "
             f"{result['machine']}):\n"
         )

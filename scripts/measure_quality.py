@@ -30,7 +30,7 @@ from mlx_snapkv.policies import POLICIES
 ROOT = Path(__file__).resolve().parent.parent
 
 SEED, NEEDLES, DEPTHS = 7_000_000, 4, 5
-SHARES = (4, 8, 16, 32)  # one row in so many is kept
+SHARES = (4, 8, 16, 32)  # one entry in so many is kept
 BLOCK = 256  # tokens read at a time under schedule=block
 N_SINK, N_WINDOW = 4, 32  # SnapKV's, whose defaults are larger than these budgets
 SLACK = 64  # tokens that a prompt may be shorter than its length
@@ -49,16 +49,16 @@ def ways(share: int, length: int) -> dict[tuple[str, str], str]:
             options += [size, "lookahead=0"] if name == "snapkv" else []
             found[name, schedule] = f"{name}:{','.join(options)}"
     found["snapkv, lookahead=4", "once"] = f"snapkv:{budget},{size},lookahead=4"
-    reading = f"keydiff:budget={min(50, 400 / share):g}%,block={BLOCK}"
-    answering = f"snapkv:{budget},{size},lookahead=0"
-    found["keydiff, then snapkv", "block, then once"] = f"{reading} then {answering}"
+    prefill = f"keydiff:budget={min(50, 400 / share):g}%,block={BLOCK}"
+    decode = f"snapkv:{budget},{size},lookahead=0"
+    found["keydiff, then snapkv", "block, then once"] = f"{prefill} then {decode}"
     return found
 
 
 def measure(
     name: str, length: int, shares: Sequence[int], questions: int, folder: Path
 ) -> list[dict[str, Any]]:
-    """A JSON object a way and share: right answers, rows and bytes; the full cache first, with share 1."""
+    """A JSON object a way and share: right answers, entries and bytes; the full cache first, with share 1."""
     model, tokenizer = load_model(name)
     task = Needle(tokenizer, SEED, NEEDLES)
     grid = cells([length], DEPTHS, questions)

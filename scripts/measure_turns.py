@@ -86,9 +86,9 @@ def page(result: dict[str, Any]) -> str:
         written_by(result),
         "",
         f"A document of about {result['tokens']:,} tokens hides {result['turns']} facts, asked for one by one in one "
-        f"conversation; {result['documents']} documents. Budgets are 1/{result['share']} of the document's rows. "
-        '"Held" is the KV memory between turns, "in files" what rests there instead, "decoding" what an answer is '
-        'decoded from, "peak" the most memory that a later turn needed besides the weights, the rows held among it; '
+        f"conversation; {result['documents']} documents. Budgets are 1/{result['share']} of the document's entries. "
+        '"Held" is the KV memory between turns, "in files" what is offloaded there, "decoding" what an answer is '
+        'decoded from, "peak" the most memory that a later turn needed besides the weights, the entries held among it; '
         "seconds are medians of whole turns, the first of which reads the document.",
     ]
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
@@ -112,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--share", type=int, default=16, help="one row in so many is kept")
+    parser.add_argument("--share", type=int, default=16, help="one entry in so many is kept")
     parser.add_argument("--documents", type=int, default=3)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "turns")

@@ -42,7 +42,7 @@ def measure_needles(
                 "context": length,
                 "contender": contender.name,
                 "kind": contender.kind,
-                "rows": contender.rows,
+                "entries": contender.entries,
                 "questions": questions,
                 "right": right,
             }

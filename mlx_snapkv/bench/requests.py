@@ -1,4 +1,4 @@
-"""Whole requests: seconds until the first token, peak memory, and the rows that stay."""
+"""Whole requests: seconds until the first token, peak memory, and the entries that stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..engine.generate import generate_step
 from ..engine.report import CompressionReport
-from .contenders import Contender, request_cache, rows_bytes
+from .contenders import Contender, entries_bytes, request_cache
 
 ANSWER = 8  # tokens decoded after each prompt
 
@@ -55,13 +55,13 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
             first = time.perf_counter() - started
     report = reports[0]
     if report.compressed:
-        # With a lookahead the cut comes some tokens later, but it is part of reading the prompt.
+        # With a lookahead the compression comes some tokens later, but it is part of reading the prompt.
         first = report.prefill_seconds + report.selection_seconds
     return {
         "prefill_seconds": first,
         "selection_seconds": report.selection_seconds,
         "peak_bytes": mx.get_peak_memory(),
-        "kv_bytes": rows_bytes(cache),
+        "kv_bytes": entries_bytes(cache),
     }
 
 
@@ -70,7 +70,7 @@ def _summary(contender: Contender, context: int, runs: list[dict[str, Any]]) -> 
         "context": context,
         "contender": contender.name,
         "kind": contender.kind,
-        "rows": contender.rows,
+        "entries": contender.entries,
         "trials": len(runs),
         **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
     }

@@ -100,7 +100,7 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
 def _measure_requests(model, plan: Plan, progress: Progress, result: Result) -> None:
     fields = {n: requesters(model, n, plan.policy_for(n)) for n in plan.prompts}
     for n in plan.prompts[1:]:
-        # A prompt is read into quantised rows many times slower: once is enough to see it.
+        # A prompt is read into quantised entries many times slower: once is enough to see it.
         fields[n] = [c for c in fields[n] if c.kind != "quantized"]
     trials = (n_trials(c, plan.trials) for found in fields.values() for c in found)
     progress.start("whole requests", sum(trials))

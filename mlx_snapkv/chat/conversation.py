@@ -17,7 +17,7 @@ from ..engine.generate import MAX_TOKENS, drive, without_compression
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import RecallingRequest, Request, held_tokens
-from ..engine.rewind import Rewind, take_back_beyond
+from ..engine.rewind import Rewind, rollback_beyond
 from ..entries.quantization import Quantization, taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
@@ -34,12 +34,12 @@ class Conversation:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
         policy: a policy object or string; without one the full cache is kept.
         memory: "drop": what a turn does not keep is gone, and every later turn votes over what is left and its
-            own rows. "recall": all rows stay in memory beside the small cache, and every turn votes over all of
-            them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with rows quantised
-            between turns, "recall:file": with rows in a temporary file.
+            own entries. "recall": all entries stay in memory beside the small cache, and every turn votes over all of
+            them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with entries quantised
+            between turns, "recall:file": with entries in a temporary file.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
-            a policy, `kv_bits` and `kv_group_size` are about the rows that answers are decoded from; those of a turn
+            a policy, `kv_bits` and `kv_group_size` are about the entries that answers are decoded from; those of a turn
             that is not compressed are quantised with the first that is.
 
     Attributes:
@@ -103,7 +103,7 @@ class Conversation:
     def attach(self, text: str) -> int:
         """Put a document in front of the next message; the number of its tokens.
 
-        It is read together with that message, whose question can then choose among its rows.
+        It is read together with that message, whose question can then choose among its entries.
 
         Raises:
             SnapKVError: the text is empty.
@@ -165,10 +165,10 @@ class Conversation:
     ) -> Conversation:
         """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
 
-        The system prompt is the file's. mlx-lm's files don't tell theirs: it is in the rows, and gone after a `reset`.
+        The system prompt is the file's. mlx-lm's files don't tell theirs: it is in the cache, and gone after a `reset`.
 
         Args:
-            policy, memory: for a full cache, saved without a policy: the next message chooses among its rows.
+            policy, memory: for a full cache, saved without a policy: the next message chooses among its entries.
                 A conversation that was saved with a policy goes on with its own.
             **generation: options of the answers, which are not saved.
 
@@ -274,10 +274,10 @@ class Conversation:
             raise SnapKVError(f"the chat template refused the conversation: {error}") from error
 
     def _remember(self, tokens: list[int]) -> None:
-        """Tell what the cache has read of a turn from what it has not: when all rows are recalled, the answer."""
+        """Tell what the cache has read of a turn from what it has not: when all entries are recalled, the answer."""
         known = self.read + tokens
         n = len(known)
-        take_back_beyond(n, self.prompt_cache)
+        rollback_beyond(n, self.prompt_cache)
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = known[:n], known[n:]

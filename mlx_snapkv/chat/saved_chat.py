@@ -55,7 +55,9 @@ def load(
         policy, memory = found.policy, notes.get("memory", "drop")
     if is_compressed(found.prompt_cache) and (policy is None or memory != "drop"):
         need = (
-            "a policy to go on with" if policy is None else "memory=drop, the other rows are gone"
+            "a policy to go on with"
+            if policy is None
+            else "memory=drop, the other entries are gone"
         )
         raise SnapKVError(f"{path} holds a compressed prompt, which needs {need}")
     require_memory(memory)

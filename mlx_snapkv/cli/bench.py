@@ -1,4 +1,4 @@
-"""`mlx-snapkv bench`: the ways to hold a prompt's rows, side by side in one process."""
+"""`mlx-snapkv bench`: the ways to hold a prompt's entries, side by side in one process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .options import whole_numbers, writable
 from .print_table import print_table
 from .progress import StepBars
 
-LEAST = 1024  # tokens of a context: 1/16 of them are the fewest rows that the default policy can share out
-LONG = BOUNDED.quotas(0, 1)[0].rows + BOUNDED.block  # tokens that fill the buffers of a budget
+LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
+LONG = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill the buffers of a budget
 CONTEXTS = "4096,16384,32768,49152,65536,131072"
 
 
@@ -35,7 +35,7 @@ def bench(
     ] = None,
     snapkv: Annotated[
         str | None,
-        typer.Option(help="SnapKV's options; default: 1/16 of each context's rows, no gate."),
+        typer.Option(help="SnapKV's options; default: 1/16 of each context's entries, no gate."),
     ] = None,
     context: Annotated[str, typer.Option(help="Context lengths to decode at.")] = CONTEXTS,
     batch_size: Annotated[

@@ -82,7 +82,7 @@ def _read(
 
 
 def _closing_line(report: CompressionReport, cache: list, path: str) -> str:
-    kept = report.rows_text if report.compressed else f"full cache: {report.reason}"
+    kept = report.entries_text if report.compressed else f"full cache: {report.reason}"
     return (
         f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(kv_bytes(cache))} "
         f"| saved in {path}"

@@ -52,7 +52,7 @@ def chat(
     memory: Annotated[
         str,
         typer.Option(
-            help="What later turns vote over: what is left (drop) or all rows (the others). "
+            help="What later turns vote over: what is left (drop) or all entries (the others). "
             f"One of: {', '.join(MEMORIES)}."
         ),
     ] = "drop",
@@ -104,7 +104,7 @@ class Repl:
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/file": (self._file, "FILE: put a document in front of the next message"),
             "/reset": (self._reset, "forget the conversation"),
-            "/stats": (self._stats, "rows kept, memory and speed of the last turn"),
+            "/stats": (self._stats, "entries kept, memory and speed of the last turn"),
             "/save": (self._save, "FILE: write the conversation to a .safetensors file"),
             "/load": (self._load, "FILE: go on with a saved conversation or text"),
             "/policy": (
@@ -185,9 +185,9 @@ class Repl:
             self._say("nothing has been said yet")
             return
         self._say(str(report))
-        layers = [f"{i}: {n}" for i, n in enumerate(report.rows_kept) if n is not None]
+        layers = [f"{i}: {n}" for i, n in enumerate(report.entries_kept) if n is not None]
         if layers:
-            self._say(f"rows by layer: {', '.join(layers)}")
+            self._say(f"entries by layer: {', '.join(layers)}")
         caches = self.conversation.prompt_cache
         held = format_bytes(kv_bytes(caches))
         if file_bytes(caches):

@@ -26,7 +26,7 @@ from . import flags
 from .loading import load_model
 
 N_SINK, N_WINDOW = 4, 32
-SHARE = 16  # the cut: one row in so many is kept
+SHARE = 16  # one entry in so many is kept
 
 
 @dataclass
@@ -55,7 +55,7 @@ def demo(
     ways = {"full cache": None, "sink + window": window, "SnapKV": snapkv}
     console.print(
         f"A document of about {len(prompts[0]):,} tokens hides {len(facts)} facts. Each question below is asked on "
-        f"three caches: all rows, and 1/{SHARE} of them ({budget} rows) chosen in two ways."
+        f"three caches: all entries, and 1/{SHARE} of them ({budget} entries) chosen in two ways."
     )
     jobs = [(fact, prompt, way) for fact, prompt in zip(facts, prompts) for way in ways]
     answers: dict[str, list[Answer]] = {way: [] for way in ways}

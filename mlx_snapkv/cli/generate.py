@@ -139,13 +139,13 @@ def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show
 
 
 def kept_text(report: CompressionReport) -> str:
-    """What became of the prompt's rows, for the closing line."""
+    """What became of the prompt's entries, for the closing line."""
     if report.policy == NO_POLICY:
         return "full cache (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
     return (
-        f"{report.rows_text}, KV memory {format_bytes(report.kv_bytes_before)}"
+        f"{report.entries_text}, KV memory {format_bytes(report.kv_bytes_before)}"
         f" → {format_bytes(report.kv_bytes_after)}"
     )
 

@@ -30,14 +30,14 @@ class SavedStart:
         name: the model's name, as the user gave it.
         model: the model of that name.
         policy: how to compress a saved full cache.
-        quantization: of a saved full cache's rows, if it is asked for; without a policy mlx-lm does it.
+        quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Attributes:
         prompt_cache: what the answer continues.
         report: what compressing it on loading did.
 
     Raises:
-        SnapKVError: the file is not for this model, or its rows can't be compressed so.
+        SnapKVError: the file is not for this model, or its entries can't be compressed so.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class SavedStart:
             _require_name(file, name, self._saved.notes.get("model"))
         if quantization is not None and (self._is_compressed() or self._is_quantised()):
             how = "compressed" if self._is_compressed() else "quantised"
-            raise SnapKVError(f"{file} is {how} already, its rows stay as they are: drop --kv-bits")
+            raise SnapKVError(
+                f"{file} is {how} already, its entries stay as they are: drop --kv-bits"
+            )
         self.n_tokens = n_tokens(self.prompt_cache)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if policy is not None:
@@ -96,12 +98,12 @@ class SavedStart:
     @property
     def kept(self) -> str:
         """What the answer starts from, for the closing line."""
-        rows = max(cache.n_entries for cache in layer_caches(self.prompt_cache))
+        entries = max(cache.n_entries for cache in layer_caches(self.prompt_cache))
         how = "full cache" if self.policy == NO_POLICY else self.policy
         asked = self.report.policy != NO_POLICY and not self.report.compressed
         why = f": {self.report.reason}" if asked else ""
         size = format_bytes(kv_bytes(self.prompt_cache))
-        return f"after {self.n_tokens} saved ones ({how}{why}), now {rows} rows, KV memory {size}"
+        return f"after {self.n_tokens} saved ones ({how}{why}), now {entries} entries, KV memory {size}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}

@@ -12,7 +12,7 @@ from ..errors import SnapKVError
 from .attention import attention_votes, attention_weights
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, unpack
 from .queries import Queries
-from .selection import gather_rows
+from .selection import gather_entries
 
 
 class _Missing:
@@ -155,7 +155,7 @@ class Entries:
     def taken(self, chosen: mx.array) -> Entries:
         """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""
         stored = (self.stored_keys, self.stored_values)
-        keys, values = (each(lambda part: gather_rows(part, chosen), x) for x in stored)
+        keys, values = (each(lambda part: gather_entries(part, chosen), x) for x in stored)
         received = self.received
         if received is not None:
             received = mx.take_along_axis(received, chosen, axis=-1)

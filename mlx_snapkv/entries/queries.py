@@ -47,7 +47,7 @@ class Recorder:
     """What a KV cache needs to keep queries: mixed into one with an `offset`.
 
     Args:
-        first, last: logical positions whose queries are wanted, however they are cut into chunks.
+        first, last: logical positions whose queries are wanted, in whatever chunks they come.
         newest: how many of those are wanted at most, the latest ones; None is all.
         statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, which
             needs `layer`; None counts nothing.

@@ -101,7 +101,7 @@ def _answer(
         "answer": text.strip(),
         "expected": question.expected,
         "prompt_tokens": len(question.prompt),
-        "rows": report.rows if report.compressed else len(question.prompt),
+        "entries": report.entries if report.compressed else len(question.prompt),
         "kv_bytes": kv_bytes(cache),
         "reason": report.reason if policy is not None else None,
     }

@@ -9,9 +9,9 @@ from ..reporting.tables import Table, as_markdown
 from .results import Record
 
 REMARK = (
-    "Right answers of those asked for; an answer is right if the exact value stands in it. Rows are those kept per KV "
-    "head, the most of any layer; under schedule=block up to `block` more are held until the next cut. KV memory is "
-    "read from the arrays after the answer."
+    "Right answers of those asked for; an answer is right if the exact value stands in it. Entries are those kept per "
+    "KV head, the most of any layer; under schedule=block up to `block` more are held until the next eviction. KV "
+    "memory is read from the arrays after the answer."
 )
 
 
@@ -26,7 +26,7 @@ def summarise(records: list[Record]) -> list[dict[str, Any]]:
             "length": length,
             "right": sum(r["right"] for r in group),
             "asked": len(group),
-            "rows": max(r["rows"] for r in group),
+            "entries": max(r["entries"] for r in group),
             "kv_bytes": max(r["kv_bytes"] for r in group),
             "reason": next((r["reason"] for r in group if r["reason"] is not None), None),
         }
@@ -36,11 +36,11 @@ def summarise(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def table(summary: list[dict[str, Any]], title: str) -> Table:
-    """A row a policy; for each length the right answers, the rows and the KV memory."""
+    """A row a policy; for each length the right answers, the entries and the KV memory."""
     lengths = sorted({s["length"] for s in summary})
     columns = ["policy"]
     for length in lengths:
-        columns += [f"{length:,} tokens", "rows", "KV memory"]
+        columns += [f"{length:,} tokens", "entries", "KV memory"]
     made = Table(title, " ".join([REMARK, *_reasons(summary)]), columns)
     cells = {(s["policy"], s["length"]): s for s in summary}
     for policy in dict.fromkeys(s["policy"] for s in summary):
@@ -55,7 +55,7 @@ def _cells(found: dict[str, Any]) -> list[str]:
     right = f"{found['right']}/{found['asked']}"
     if found["reason"] is not None:
         right = "not compressed"
-    return [right, f"{found['rows']:,}", format_bytes(found["kv_bytes"])]
+    return [right, f"{found['entries']:,}", format_bytes(found["kv_bytes"])]
 
 
 def _reasons(summary: list[dict[str, Any]]) -> list[str]:

@@ -17,10 +17,12 @@ _PER_HEAD = "keys and values are stored per head"
 _TAIL = "qk_rope_head_dim"
 
 
-def _shares_rows(attentions: list) -> str | None:
+def _shares_entries(attentions: list) -> str | None:
     if all(a.has_kv for a in attentions):
         return None
-    return "its last layers read the rows of earlier layers, and their queries would have no vote"
+    return (
+        "its last layers read the entries of earlier layers, and their queries would have no vote"
+    )
 
 
 def _caps_logits(attentions: list) -> str | None:
@@ -96,7 +98,9 @@ FAMILIES: dict[str, Family] = {
         Family("gemma"),
         Family("gemma3_text", note=_SLIDING),
         Family(
-            "gemma4_text", note=f"{_SLIDING}; without shared KV layers only", refusal=_shares_rows
+            "gemma4_text",
+            note=f"{_SLIDING}; without shared KV layers only",
+            refusal=_shares_entries,
         ),
         Family("glm", "GLMAttention"),
         Family("glm4", "Glm4Attention"),
@@ -137,7 +141,7 @@ FAMILIES: dict[str, Family] = {
         Family("ministral3", note=_SLIDING, idle=_uses_sliding_window),
         Family("mixtral", "MixtralAttention"),
         Family("muse_glimmer", rotates="use_rope", note=_SLIDING),
-        Family("nanbeige", note="every pass of its loop has rows of its own"),
+        Family("nanbeige", note="every pass of its loop has entries of its own"),
         Family("nanochat", rope=_Frequencies),
         Family("nemotron"),
         Family(
@@ -199,38 +203,38 @@ SUPPORTED: dict[str, tuple[Family, ...]] = {
 }
 
 _LATENT = (
-    "its rows are latents shared by all heads, and the positional part of the scores is computed "
+    "its entries are latents shared by all heads, and the positional part of the scores is computed "
     "outside mlx-lm's attention (MLA)"
 )
-_NO_ROWS = "it has no attention, so there is no KV cache to compress"
+_NO_CACHE = "it has no attention, so there is no KV cache to compress"
 
 # Model type -> why it is refused.
 REFUSED: dict[str, str] = {
-    "afm7": "its last layers read the rows of an earlier layer and take positions from their number",
+    "afm7": "its last layers read the entries of an earlier layer and take positions from their number",
     "bailing_hybrid": _LATENT,
     "bailing_moe_v3": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
     "deepseek_v41": "it keeps windows, groups and indices of its own instead of a KV cache",
     "gemma2": "it caps logits in scores of its own instead of calling mlx-lm's attention",
-    "gemma3n": "its last layers read the rows of earlier layers, and their queries would have no vote",
+    "gemma3n": "its last layers read the entries of earlier layers, and their queries would have no vote",
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
-    "iquestloopcoder": "its second pass reads the rows of the first, and its queries would have no vote",
+    "iquestloopcoder": "its second pass reads the entries of the first, and its queries would have no vote",
     "kimi_k25": _LATENT,
     "kimi_k3": _LATENT,
     "kimi_linear": _LATENT,
     "kimi_vl": _LATENT,
     "longcat_flash": _LATENT,
     "longcat_flash_ngram": _LATENT,
-    "mamba": _NO_ROWS,
-    "mamba2": _NO_ROWS,
-    "minimax_m3_vl": "it picks blocks of rows by their place in the cache, which eviction changes",
+    "mamba": _NO_CACHE,
+    "mamba2": _NO_CACHE,
+    "minimax_m3_vl": "it picks blocks of entries by their place in the cache, which eviction changes",
     "mistral4": _LATENT,
     "muse_spark": "its attention needs a Metal kernel, without which this version could not be tried on it",
     "olmo": "it computes scores of its own instead of calling mlx-lm's attention",
-    "phi3small": "its block-sparse mask is made from the rows' places in the cache, which eviction changes",
+    "phi3small": "its block-sparse mask is made from the entries' places in the cache, which eviction changes",
     "plamo2": "it calls MLX's attention directly, past mlx-lm's function",
     "recurrent_gemma": "all of its attention layers are sliding windows, which are small already",
-    "rwkv7": _NO_ROWS,
+    "rwkv7": _NO_CACHE,
 }

@@ -64,9 +64,9 @@ def _by_key(records: list[dict[str, Any]], key: str) -> dict[int, list[dict[str,
 def _decoding(result: dict[str, Any]) -> Table:
     table = Table(
         "Decoding by context length",
-        "Steps of all caches in turn, medians; the caches hold random rows, since only shapes matter for speed. "
-        '"Same rows" compares with mlx-lm\'s plain cache holding as many rows: what a step costs at least.',
-        ["context", "cache", "rows", "tokens/s", "speed-up", "same rows", "KV memory"],
+        "Steps of all caches in turn, medians; the caches hold random entries, since only shapes matter for speed. "
+        '"Same entries" compares with mlx-lm\'s plain cache holding as many: what a step costs at least.',
+        ["context", "cache", "entries", "tokens/s", "speed-up", "same entries", "KV memory"],
     )
     for context, records in _by_key(result["decode"], "context").items():
         full = records[0]["step_seconds"]
@@ -77,7 +77,7 @@ def _decoding(result: dict[str, Any]) -> Table:
                 [
                     f"{context:,}",
                     r["contender"],
-                    f"{r['rows']:,}",
+                    f"{r['entries']:,}",
                     f"{r['tokens_per_second']:.1f}",
                     f"{full / r['step_seconds']:.2f}x",
                     f"{r['step_seconds'] / plain:.3f}" if own else "",
@@ -115,9 +115,9 @@ def _requests(result: dict[str, Any]) -> Table:
         "Whole requests",
         f"Seconds until the first token, selection included; medians of {trials} requests made in turn (the full cache "
         "and SnapKV; the others made one, kv-bits at the first length only). "
-        'KV memory is read from the arrays after the answer. Ratios are to the full cache; "rows" is the share kept. '
+        'KV memory is read from the arrays after the answer. Ratios are to the full cache, "entries" is the part kept. '
         "The rotating cache is put in by hand where mlx-lm ignores --max-kv-size, as it does for this and most models.",
-        ["prompt", "cache", "prefill", "selection", "peak memory", "KV memory", "rows"],
+        ["prompt", "cache", "prefill", "selection", "peak memory", "KV memory", "entries"],
     )
     for context, records in _by_key(result["requests"], "context").items():
         full = records[0]
@@ -132,7 +132,7 @@ def _requests(result: dict[str, Any]) -> Table:
                     f"{selection:.2f} s, {share:.1%}" if selection else "",
                     f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / full['peak_bytes']:.3f}",
                     f"{format_bytes(r['kv_bytes'])}, {r['kv_bytes'] / full['kv_bytes']:.4f}",
-                    f"{min(1, r['rows'] / context):.4f}",
+                    f"{min(1, r['entries'] / context):.4f}",
                 ]
             )
     return table
@@ -142,9 +142,9 @@ def _bounded(result: dict[str, Any]) -> Table:
     records = result["bounded"]
     table = Table(
         "Reading within a fixed budget",
-        "Rows are evicted while the prompt is read; one request each. Ratios are to the shortest prompt under the same "
-        "policy; KV memory is that of the buffers, room for the next block included.",
-        ["prompt", "cache", "rows at most", "prefill", "eviction", "peak memory", "KV memory"],
+        "Entries are evicted while the prompt is read; one request each. Ratios are to the shortest prompt under the "
+        "same policy; KV memory is that of the buffers, room for the next block included.",
+        ["prompt", "cache", "entries at most", "prefill", "eviction", "peak memory", "KV memory"],
     )
     bounded = [r for r in records if r["kind"] == "bounded"]
     for r in records:
@@ -154,7 +154,7 @@ def _bounded(result: dict[str, Any]) -> Table:
             [
                 f"{r['context']:,}",
                 r["contender"],
-                f"{r['rows']:,}",
+                f"{r['entries']:,}",
                 f"{r['prefill_seconds']:.1f} s, {r['prefill_seconds'] / first['prefill_seconds']:.2f}",
                 f"{r['selection_seconds']:.2f} s" if own else "",
                 f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / first['peak_bytes']:.3f}",
@@ -168,14 +168,14 @@ def _needles(result: dict[str, Any]) -> Table:
     table = Table(
         "Retrieval",
         "Facts hidden in one document and asked for one by one; an answer is right if the exact value stands in it.",
-        ["prompt", "cache", "rows", "right"],
+        ["prompt", "cache", "entries", "right"],
     )
     for r in result["needle"]:
         table.rows.append(
             [
                 f"{r['context']:,}",
                 r["contender"],
-                f"{r['rows']:,}",
+                f"{r['entries']:,}",
                 f"{r['right']}/{r['questions']}",
             ]
         )
