@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from ..engine.report import format_bytes
-from ..reporting.tables import Table, as_markdown
+from ..reporting.tables import Table, as_markdown, setting_text
 from .results import Record
 
 REMARK = (
@@ -41,14 +42,17 @@ def table(summary: list[dict[str, Any]], title: str) -> Table:
     columns = ["policy"]
     for length in lengths:
         columns += [f"{length:,} tokens", "entries", "KV memory"]
-    made = Table(title, " ".join([REMARK, *_reasons(summary)]), columns)
-    cells = {(s["policy"], s["length"]): s for s in summary}
-    for policy in dict.fromkeys(s["policy"] for s in summary):
-        row = [policy]
-        for length in lengths:
-            row += _cells(cells[policy, length])
-        made.rows.append(row)
-    return made
+    remarks = [
+        f"Not compressed, so not counted: {s['policy']} at {s['length']:,} tokens ({s['reason']})."
+        for s in summary
+        if s["reason"] is not None
+    ]
+    cells = {(s["policy"], s["length"]): _cells(s) for s in summary}
+    rows = [
+        [policy, *itertools.chain.from_iterable(cells[policy, length] for length in lengths)]
+        for policy in dict.fromkeys(s["policy"] for s in summary)
+    ]
+    return Table(title, " ".join([REMARK, *remarks]), columns, rows)
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
@@ -58,31 +62,17 @@ def _cells(found: dict[str, Any]) -> list[str]:
     return [right, f"{found['entries']:,}", format_bytes(found["kv_bytes"])]
 
 
-def _reasons(summary: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"Not compressed, so not counted: {s['policy']} at {s['length']:,} tokens ({s['reason']})."
-        for s in summary
-        if s["reason"] is not None
-    ]
-
-
 def markdown(result: dict[str, Any], plots: list[str]) -> str:
     """A page: setting, table, and the heat maps with the file names `plots`."""
-    machine = result["machine"]
     made = table(result["summary"], f"Retrieval: {result['task']}")
     lines = [
         f"# {made.title}",
         "",
-        f"Written by `{result['command']}` at commit {result['commit']}, never typed. Model: {result['model']}.",
-        "",
-        f"Machine: {machine['processor']}, {machine['system']}, {machine['device']}. "
-        + ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-        + ".",
+        setting_text(result),
         "",
         made.remark,
         "",
         *as_markdown(made),
         "",
-        *(f"![{plot}](<{plot}>)" for plot in plots),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(f"![{plot}](<{plot}>)" for plot in plots)]) + "\n"

@@ -17,7 +17,7 @@ def supported() -> list[tuple[str, str, str]]:
 
 def refused() -> list[tuple[str, str, str]]:
     """Model type, the other `model_type`s that mlx-lm loads with it, and why it can't be compressed."""
-    return [(name, _aliases(name), reason) for name, reason in table.REFUSED.items()]
+    return [(name, _aliases(name), reason) for name, reason in sorted(table.REFUSED.items())]
 
 
 def markdown() -> str:

@@ -21,31 +21,30 @@ class Table:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """All tables of a result, in reading order; those without records are left out."""
-    parts = (_decoding, _batches, _requests, _bounded, _needles)
-    made = [part(result) for part in parts]
+    made = [part(result) for part in (_decoding, _batches, _requests, _bounded, _needles)]
     return [table for table in made if table.rows]
 
 
 def markdown(result: dict[str, Any], name: str) -> str:
     """A page of the docs: setting, tables, and the plots whose file names start with `name`."""
-    machine, versions = result["machine"], result["versions"]
-    lines = [
-        "# Benchmarks",
-        "",
-        f"Written by `{result['command']}` at commit {result['commit']}, never typed. "
-        f"Model: {result['model']}.",
-        "",
-        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['system']}, "
-        f"{machine['device']}, BLAS: {machine['blas']}. "
-        + ", ".join(f"{name} {number}" for name, number in versions.items())
-        + ". Figures are for this machine; the ratios are what carries over, and only to machines of its kind.",
-    ]
+    what = "Figures are for this machine; the ratios are what carries over, and only to machines of its kind."
+    lines = ["# Benchmarks", "", f"{setting_text(result)} {what}"]
     for table in tables(result):
-        lines += ["", f"## {table.title}", "", table.remark, ""]
-        lines += as_markdown(table)
-    lines += ["", "## Plots", ""]
-    lines += [f"![{plot}]({name}-{plot}.png)" for plot in PLOTS]
+        lines += ["", f"## {table.title}", "", table.remark, "", *as_markdown(table)]
+    lines += ["", "## Plots", "", *(f"![{plot}]({name}-{plot}.png)" for plot in PLOTS)]
     return "\n".join(lines) + "\n"
+
+
+def setting_text(result: dict[str, Any]) -> str:
+    """How and where a result was measured: two paragraphs, which its page begins with."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return (
+        f"Written by `{result['command']}` at commit {result['commit']}, never typed. "
+        f"Model: {result['model']}.\n\n"
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['system']}, "
+        f"{machine['device']}, BLAS: {machine['blas']}. {versions}."
+    )
 
 
 def as_markdown(table: Table) -> list[str]:
@@ -146,9 +145,8 @@ def _bounded(result: dict[str, Any]) -> Table:
         "same policy; KV memory is that of the buffers, room for the next block included.",
         ["prompt", "cache", "entries at most", "prefill", "eviction", "peak memory", "KV memory"],
     )
-    bounded = [r for r in records if r["kind"] == "bounded"]
+    first = next((r for r in records if r["kind"] == "bounded"), {})
     for r in records:
-        first = bounded[0]
         own = r["kind"] == "bounded"
         table.rows.append(
             [
