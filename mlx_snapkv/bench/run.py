@@ -58,11 +58,7 @@ class Progress(Protocol):
 
 
 def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
-    """The records of every measurement, by its name.
-
-    Raises:
-        UnsupportedModelError: the model can't be compressed.
-    """
+    """The records of every measurement, by its name; UnsupportedModelError if the model can't be compressed."""
     attention_layers(model, make_prompt_cache(model))
     result: Result = {
         "decode": [],

@@ -21,15 +21,6 @@ from .loading import load_model, read_prompt
 from .opening import opening_tokens
 from .progress import PrefillBar
 
-EXAMPLES = """Read a long text once and save its KV cache, compressed if a policy is given.
-
-Each answer of generate --prompt-cache-file then starts from there.
-
-\b
-  mlx-snapkv cache-prompt --model demo --prompt-file book.txt --policy keydiff:budget=25% -o book.safetensors
-  mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
-"""
-
 
 def cache_prompt(
     model: flags.Model,
@@ -46,6 +37,14 @@ def cache_prompt(
     kv_group_size: flags.KVGroupSize = 64,
     quiet: flags.Quiet = False,
 ) -> None:
+    """Read a long text once and save its KV cache, compressed if a policy is given.
+
+    Each answer of generate --prompt-cache-file then starts from there.
+
+    \b
+      mlx-snapkv cache-prompt --model demo --prompt-file book.txt --policy keydiff:budget=25% -o book.safetensors
+      mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
+    """
     chosen = resolve_policy(snapkv, policy)
     path = saved.require_writable(output)
     text = read_prompt(prompt, prompt_file)
@@ -87,6 +86,3 @@ def _closing_line(report: CompressionReport, cache: list, path: str) -> str:
         f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(kv_bytes(cache))} "
         f"| saved in {path}"
     )
-
-
-cache_prompt.__doc__ = EXAMPLES

@@ -24,14 +24,6 @@ from .lines import Lines
 from .loading import load_model, read_file
 from .progress import PrefillBar
 
-EXAMPLES = """Chat with a model; commands start with a slash, /help lists them.
-
-\b
-  mlx-snapkv chat --model demo
-  mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
-  mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
-"""
-
 
 def chat(
     model: flags.Model,
@@ -57,6 +49,13 @@ def chat(
         ),
     ] = "drop",
 ) -> None:
+    """Chat with a model; commands start with a slash, /help lists them.
+
+    \b
+      mlx-snapkv chat --model demo
+      mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
+      mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
+    """
     chosen = resolve_policy(snapkv, policy)
     lines = Lines(sys.stdin)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
@@ -83,9 +82,6 @@ def chat(
         kv_group_size=kv_group_size,
     )
     Repl(conversation, lines).run()
-
-
-chat.__doc__ = EXAMPLES
 
 
 class Repl:

@@ -182,11 +182,7 @@ def _read_stdin() -> str:
 
 
 def read_file(option: str, path: str) -> str:
-    """The text of the file that an option names.
-
-    Raises:
-        SnapKVError: it can't be read or is not text.
-    """
+    """The text of the file that an option names; SnapKVError if it can't be read or is not text."""
     file = _path(option, path)
     try:
         data = file.read_bytes()

@@ -95,11 +95,7 @@ class Entries:
 
     @property
     def voters(self) -> Queries:
-        """The observed queries with their places.
-
-        Raises:
-            SnapKVError: none were observed.
-        """
+        """The observed queries with their places; SnapKVError if none were observed."""
         if self.observed is None:
             raise SnapKVError(
                 "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
@@ -108,11 +104,7 @@ class Entries:
 
     @property
     def queries(self) -> mx.array:
-        """`(B, n_heads, n, head_dim)`: the observed queries, post-RoPE.
-
-        Raises:
-            SnapKVError: none were observed.
-        """
+        """`(B, n_heads, n, head_dim)`: the observed queries, post-RoPE; SnapKVError if none were observed."""
         return self.voters.heads
 
     @cached_property

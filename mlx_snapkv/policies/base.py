@@ -69,11 +69,7 @@ class Policy(ABC):
     block: int = 512
 
     def __init_subclass__(cls, **kwargs):
-        """Register a policy that has a name of its own.
-
-        Raises:
-            SnapKVError: another policy has it.
-        """
+        """Register a policy that has a name of its own; SnapKVError if another policy has it."""
         super().__init_subclass__(**kwargs)
         name = vars(cls).get("name")
         if name is None:

@@ -123,11 +123,7 @@ def load(path: str | Path, model) -> SavedPrompt:
 
 
 def require_writable(path: str | Path) -> Path:
-    """The path, if a file can be written there.
-
-    Raises:
-        SnapKVError: it can't, or the name does not end in `.safetensors`.
-    """
+    """The path, if a file can be written there; SnapKVError if it can't, or the name does not end in `.safetensors`."""
     path = _safetensors(path)
     if path.is_dir():
         raise SnapKVError(f"{path} is a folder: give a file name")
@@ -139,11 +135,7 @@ def require_writable(path: str | Path) -> Path:
 
 
 def _write(path: Path, prompt_cache: list, metadata: dict[str, str]) -> None:
-    """Write beside the file, and put the whole in its place.
-
-    Raises:
-        SnapKVError: the file can't be written.
-    """
+    """Write beside the file, and put the whole in its place; SnapKVError if the file can't be written."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
     try:
         with temporary.open("wb") as file:
