@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from pathlib import Path
 from typing import Any
 
-from mlx_snapkv.cli.options import with_suffix
+from mlx_snapkv.cli.options import write_result
 from mlx_snapkv.reporting.setting import setting
 
 
@@ -39,5 +38,4 @@ def written_by(result: dict[str, Any]) -> str:
 def write(out: Path, result: Any, page: str) -> None:
     """Write the result to OUT.json and its page to OUT.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with_suffix(out, ".json").write_text(json.dumps(result, indent=1) + "\n")
-    with_suffix(out, ".md").write_text(page)
+    write_result(out, result, page)

@@ -34,6 +34,11 @@ class Contender:
     entries: int
     options: dict[str, Any] = field(default_factory=dict)
 
+    def record(self, context: int, **figures: Any) -> dict[str, Any]:
+        """What was measured of it at a context length, as a JSON object."""
+        about = {"context": context, "contender": self.name, "kind": self.kind}
+        return about | {"entries": self.entries} | figures
+
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.
 
@@ -42,17 +47,9 @@ class Contender:
             keys, values: `(B, n_kv_heads, entries, head_dim)`; for the rotating cache of all `context` entries.
         """
         if self.kind == "snapkv":
-            policy = self.options["policy"]
-            quota = policy.quotas(context, 1)[0]
-            return decode_cache(
-                layer,
-                Entries(keys, values),
-                mx.zeros(keys.shape[:3]),
-                context,
-                policy,
-                quota,
-                uniform=True,
-            )
+            policy, entries = self.options["policy"], Entries(keys, values)
+            (quota,), scores = policy.quotas(context, 1), mx.zeros(keys.shape[:3])
+            return decode_cache(layer, entries, scores, context, policy, quota, uniform=True)
         cache = KVCache() if self.kind != "rotating" else RotatingKVCache(self.entries, keep=KEEP)
         if self.kind == "plain":
             cache.step = self.entries + ROOM

@@ -20,18 +20,18 @@ def measure_decoding(
     model, context: int, batch: int, policy: Policy, steps: int
 ) -> list[dict[str, Any]]:
     """One record a contender: its median step after a prompt of `context` tokens, and its entries' bytes."""
-    found, caches = [], []
+    found = []
     for contender in contenders(context, policy, head_dim(model)):
         cache = decoding_cache(model, contender, context, batch)
         if _can_decode(model, cache, batch):
-            found.append(contender)
-            caches.append(cache)
-    seconds = _step_in_turn(model, caches, batch, steps)
-    records = [
-        _record(contender, cache, times, context, batch)
-        for contender, cache, times in zip(found, caches, seconds)
-    ]
-    del caches, cache
+            found.append((contender, cache))
+    seconds = _step_in_turn(model, [cache for _, cache in found], batch, steps)
+    records = []
+    for (contender, cache), times in zip(found, seconds):
+        step = statistics.median(times)
+        figures = {"batch": batch, "step_seconds": step, "tokens_per_second": batch / step}
+        records.append(contender.record(context, **figures, kv_bytes=entries_bytes(cache)))
+    del found, cache
     mx.clear_cache()
     return records
 
@@ -79,19 +79,3 @@ def _take_back(cache: list[Any]) -> None:
     for member in members(cache):
         if member.is_trimmable() and not hasattr(member, "max_size"):
             member.trim(1)
-
-
-def _record(
-    contender: Contender, cache: list[Any], seconds: list[float], context: int, batch: int
-) -> dict[str, Any]:
-    median = statistics.median(seconds)
-    return {
-        "context": context,
-        "batch": batch,
-        "contender": contender.name,
-        "kind": contender.kind,
-        "entries": contender.entries,
-        "step_seconds": median,
-        "tokens_per_second": batch / median,
-        "kv_bytes": entries_bytes(cache),
-    }

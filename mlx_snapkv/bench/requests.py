@@ -42,17 +42,12 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
     mx.clear_cache()
     mx.reset_peak_memory()
     started = time.perf_counter()
-    first = None
-    for _ in generate_step(
-        prompt,
-        model,
-        max_tokens=ANSWER,
-        prompt_cache=cache,
-        on_report=reports.append,
-        **contender.options,
-    ):
-        if first is None:
-            first = time.perf_counter() - started
+    options = {"max_tokens": ANSWER, "prompt_cache": cache, **contender.options}
+    steps = generate_step(prompt, model, on_report=reports.append, **options)
+    next(steps)
+    first = time.perf_counter() - started
+    for _ in steps:
+        pass
     report = reports[0]
     if report.compressed:
         # With a lookahead the compression comes some tokens later, but it is part of reading the prompt.
@@ -66,11 +61,5 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
 
 
 def _summary(contender: Contender, context: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "context": context,
-        "contender": contender.name,
-        "kind": contender.kind,
-        "entries": contender.entries,
-        "trials": len(runs),
-        **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
-    }
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return contender.record(context, trials=len(runs), **medians)

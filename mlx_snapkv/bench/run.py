@@ -60,13 +60,7 @@ class Progress(Protocol):
 def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     """The records of every measurement, by its name; UnsupportedModelError if the model can't be compressed."""
     attention_layers(model, make_prompt_cache(model))
-    result: Result = {
-        "decode": [],
-        "batch": [],
-        "requests": [],
-        "bounded": [],
-        "needle": [],
-    }
+    result: Result = {part: [] for part in ("decode", "batch", "requests", "bounded", "needle")}
     progress.start("decoding", len(plan.contexts))
     for n in plan.contexts:
         result["decode"] += measure_decoding(model, n, 1, plan.policy_for(n), plan.steps)
@@ -81,10 +75,8 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     _measure_requests(model, plan, progress, result)
     _measure_bounded(model, plan, progress, result)
     if plan.questions:
-        asked = plan.questions * sum(
-            len(requesters(model, n, plan.policy_for(n))) for n in plan.prompts
-        )
-        progress.start("questions", asked)
+        asked = sum(len(requesters(model, n, plan.policy_for(n))) for n in plan.prompts)
+        progress.start("questions", plan.questions * asked)
         for n in plan.prompts:
             result["needle"] += measure_needles(
                 model, tokenizer, n, plan.policy_for, plan.questions, progress.advance

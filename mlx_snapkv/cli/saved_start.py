@@ -53,8 +53,10 @@ class SavedStart:
         self.prompt_cache = self._saved.prompt_cache
         if self._saved.tokens is None:
             _require_name(file, name, self._saved.notes.get("model"))
-        if quantization is not None and (self._is_compressed() or self._is_quantised()):
-            how = "compressed" if self._is_compressed() else "quantised"
+        self._is_compressed = is_compressed(self.prompt_cache)
+        quantised = any(cache.quantization for cache in layer_caches(self.prompt_cache))
+        if quantization is not None and (self._is_compressed or quantised):
+            how = "compressed" if self._is_compressed else "quantised"
             raise SnapKVError(
                 f"{file} is {how} already, its entries stay as they are: drop --kv-bits"
             )
@@ -108,17 +110,11 @@ class SavedStart:
     def to_dict(self) -> dict[str, Any]:
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
 
-    def _is_compressed(self) -> bool:
-        return is_compressed(self.prompt_cache)
-
-    def _is_quantised(self) -> bool:
-        return any(cache.quantization for cache in layer_caches(self.prompt_cache))
-
     def _compress(
         self, model, policy: Policy | Stages, quantization: Quantization | None
     ) -> CompressionReport:
-        """Cut the full cache down by a policy that needs no queries."""
-        if self._is_compressed():
+        """Compress the full cache by a policy that needs no queries."""
+        if self._is_compressed:
             raise SnapKVError(
                 f"{self._file} is already compressed, by {self._saved.policy}: drop the policy"
             )

@@ -75,7 +75,8 @@ class _Frequencies:
 
 def _alike(names: str, **special: Any) -> list[Family]:
     """Families that differ in nothing but their `module`, or `module:ClassName` where it isn't "Attention"."""
-    return [Family(*name.split(":"), **special) for name in names.split()]
+    pairs = (name.partition(":") for name in names.split())
+    return [Family(module, name or "Attention", **special) for module, _, name in pairs]
 
 
 FAMILIES: dict[str, Family] = {

@@ -145,7 +145,7 @@ def _bounded(result: dict[str, Any]) -> Table:
         "same policy; KV memory is that of the buffers, room for the next block included.",
         ["prompt", "cache", "entries at most", "prefill", "eviction", "peak memory", "KV memory"],
     )
-    first = next((r for r in records if r["kind"] == "bounded"), {})
+    first: dict[str, Any] = next((r for r in records if r["kind"] == "bounded"), {})
     for r in records:
         own = r["kind"] == "bounded"
         table.rows.append(
