@@ -9,18 +9,16 @@ exactly as `generate_step` does. Accuracy is exact match; "full cache" is mlx-lm
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import about, mlx_versions, write
+from results_page import ROOT, about, mlx_versions, shared_options, write
 
 from mlx_snapkv import SnapKV, compress_prompt_cache
 from mlx_snapkv.caches.layers import attention_layers
@@ -28,8 +26,6 @@ from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
 from mlx_snapkv.models.patch import recording
-
-ROOT = Path(__file__).resolve().parent.parent
 
 N_SINK, N_WINDOW, SHARE = 4, 32, 16
 KERNELS = (1, 5, 7, 13, 21)
@@ -190,15 +186,9 @@ def update_readme(tables: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser = shared_options(__doc__, "defaults")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--questions", type=int, default=24)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "defaults", help="without its suffix"
-    )
     parser.add_argument(
         "--readme", action="store_true", help="put the tables into the README as well"
     )

@@ -7,23 +7,18 @@ Each cell's documents are those of `mlx-snapkv eval needle --needles 4`, with fi
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from results_page import about, mlx_versions, write, written_by
+from results_page import about, mlx_versions, shared_options, write, written_by
 
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.evals.grid import cells
 from mlx_snapkv.evals.needle import Needle
 from mlx_snapkv.evals.results import Results
 from mlx_snapkv.evals.run import FULL, contenders, run
 from mlx_snapkv.evals.summary import summarise
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SEED, NEEDLES, DEPTHS = 10_000_000, 4, 5
 GROUP_SIZE = 64
@@ -82,13 +77,9 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser = shared_options(__doc__, "kv-bits")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--questions", type=int, default=2, help="asked at each depth")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "kv-bits")
     args = parser.parse_args()
     result = {
         **about("measure_kv_bits.py", *sys.argv[1:]),

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 from mlx_snapkv.cli.options import write_result
+from mlx_snapkv.demo import MODELS
 from mlx_snapkv.reporting.setting import setting
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def shared_options(description: str | None, page: str) -> argparse.ArgumentParser:
+    """The options that the measurements share: the models, and where the result goes, by default docs/`page`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / page, help="without its suffix")
+    return parser
 
 
 def about(script: str, *arguments: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ masks are made, what positions are taken from), so every type was read and is ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -16,20 +17,12 @@ _SLIDING = "sliding-window layers stay as they are"
 _LINEAR = "linear and state-space layers stay as they are"
 _PER_HEAD = "keys and values are stored per head"
 _TAIL = "qk_rope_head_dim"
+_SHARED = "its last layers read the entries of earlier layers, and their queries would have no vote"
 
 
-def _shares_entries(attentions: list) -> str | None:
-    if all(a.has_kv for a in attentions):
-        return None
-    return (
-        "its last layers read the entries of earlier layers, and their queries would have no vote"
-    )
-
-
-def _caps_logits(attentions: list) -> str | None:
-    if not any(a.attn_logit_softcapping for a in attentions):
-        return None
-    return "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention"
+def _unless(sound: Callable[[list], bool], reason: str) -> Callable[[list], str | None]:
+    """Why a model with these attention modules is refused; None if they are sound."""
+    return lambda attentions: None if sound(attentions) else reason
 
 
 def _uses_sliding_window(layer) -> bool:
@@ -39,20 +32,6 @@ def _uses_sliding_window(layer) -> bool:
 
 def _replaces_attention(layer) -> bool:
     return type(layer.self_attn).__name__ == "LinearSubblockReplacement"
-
-
-def _starts_without_attention(attentions: list) -> str | None:
-    if attentions[0] is not None:
-        return None
-    return (
-        "it makes all masks from its first cache, and its first layer has no attention to fill it"
-    )
-
-
-def _has_no_sliding_layer(attentions: list) -> str | None:
-    if any(a.is_sliding_window for a in attentions):
-        return None
-    return "without sliding-window layers it still asks its first layer for a sliding-window mask"
 
 
 class _Frequencies:
@@ -104,7 +83,15 @@ FAMILIES: dict[str, Family] = {
         *_alike("llama ministral3", note=_SLIDING, idle=_uses_sliding_window),
         Family("cohere2", rotates="use_sliding_window", note=_SLIDING),
         *_alike("exaone4 muse_glimmer", rotates="use_rope", note=_SLIDING),
-        Family("exaone_moe", rotates="use_rope", note=_SLIDING, refusal=_has_no_sliding_layer),
+        Family(
+            "exaone_moe",
+            rotates="use_rope",
+            note=_SLIDING,
+            refusal=_unless(
+                lambda found: any(a.is_sliding_window for a in found),
+                "without sliding-window layers it still asks its first layer for a sliding-window mask",
+            ),
+        ),
         Family("llama4", rotates="use_rope", note="chunked-attention layers stay as they are"),
         Family("llama4_text", rotates="use_rope"),
         Family("mimo_v2_flash", sinks="attention_sink_bias", note=_SLIDING),
@@ -115,11 +102,18 @@ FAMILIES: dict[str, Family] = {
             note=f"attention sinks take part in the votes; {_SLIDING}",
         ),
         Family("baichuan_m1", note=f"{_SLIDING}, and so does the convolution of keys and values"),
-        Family("gear", note=f"{_SLIDING}, and so do convolutions", refusal=_caps_logits),
+        Family(
+            "gear",
+            note=f"{_SLIDING}, and so do convolutions",
+            refusal=_unless(
+                lambda found: not any(a.attn_logit_softcapping for a in found),
+                "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention",
+            ),
+        ),
         Family(
             "gemma4_text",
             note=f"{_SLIDING}; without shared KV layers only",
-            refusal=_shares_entries,
+            refusal=_unless(lambda found: all(a.has_kv for a in found), _SHARED),
         ),
         *_alike(
             """bailing_moe_linear falcon_h1:FalconH1Attention granitemoehybrid:GraniteMoeHybridAttention olmo_hybrid
@@ -137,7 +131,10 @@ FAMILIES: dict[str, Family] = {
         Family(
             "nemotron-nas",
             note="layers whose attention is replaced by a linear one stay as they are",
-            refusal=_starts_without_attention,
+            refusal=_unless(
+                lambda found: found[0] is not None,
+                "it makes all masks from its first cache, and its first layer has no attention to fill it",
+            ),
             idle=_replaces_attention,
         ),
     )
@@ -180,7 +177,7 @@ REFUSED: dict[str, str] = {
     "afm7": "its last layers read the entries of an earlier layer and take positions from their number",
     "deepseek_v41": "it keeps windows, groups and indices of its own instead of a KV cache",
     "gemma2": "it caps logits in scores of its own instead of calling mlx-lm's attention",
-    "gemma3n": "its last layers read the entries of earlier layers, and their queries would have no vote",
+    "gemma3n": _SHARED,
     "iquestloopcoder": "its second pass reads the entries of the first, and its queries would have no vote",
     "minimax_m3_vl": "it picks blocks of entries by their place in the cache, which eviction changes",
     "muse_spark": "its attention needs a Metal kernel, without which this version could not be tried on it",
