@@ -50,7 +50,7 @@ def measure(name: str, length: int, questions: int) -> list[dict[str, Any]]:
 def page(result: dict[str, Any]) -> str:
     """docs/kv-bits.md, from its result."""
     lines = [
-        "# Entries with fewer bits",
+        "# Quantised entries",
         "",
         written_by(result),
         "",

@@ -95,8 +95,8 @@ class Conversation:
         self.messages = first_messages(self.system)
         self.report: CompressionReport | None = None
         self.prompt_cache = make_caches(self.model, self.memory if self.policy else "drop")
-        self.read: list[int] = []  # tokens that the cache has read
-        self.pending_tokens: list[int] = []  # tokens after them that it has not
+        self.read: list[int] = []
+        self.pending_tokens: list[int] = []
         self.n_unknown = 0
         self.attached: list[str] = []
 

@@ -109,7 +109,7 @@ def lines(
     """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
 
     Without --policy, SnapKV with 1/8 of the entries, without pooling and pooled over 5, 7 and its default. These use
-    lookahead=0, since with its default of 4 the full entries would answer most of a number. The embedded models,
+    lookahead=0, since with its default of 4 the full cache would answer most of a number. The embedded models,
     which don't know LongEval's words, get lines of their own.
     """
     grid = cells(_lengths(length), depths, questions)

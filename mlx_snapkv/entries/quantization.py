@@ -1,4 +1,4 @@
-"""Entries with fewer bits, in the form that mlx-lm's quantised attention reads."""
+"""Quantised entries, in the form that mlx-lm's quantised attention reads."""
 
 from __future__ import annotations
 
