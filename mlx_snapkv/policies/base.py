@@ -87,11 +87,8 @@ class Policy(ABC):
             'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" and either',
         )
         self._require_count("n_sink")
-        self._require(
-            "n_window",
-            is_amount(self.n_window),
-            'a whole number of entries or a share such as "10%"',
-        )
+        allowed = 'a whole number of entries or a share such as "10%"'
+        self._require("n_window", is_amount(self.n_window), allowed)
         self._require_count("min_ctx")
         self._require("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES))
         self._require_count("block", least=1)
@@ -209,22 +206,16 @@ class Policy(ABC):
 
     def _require_room(self, budget: int) -> None:
         window = self.window(budget)
-        require_room(
-            self.name,
-            budget,
-            self.n_sink + window,
-            f"n_sink={self.n_sink} and n_window={window} entries are always kept",
-        )
+        why = f"n_sink={self.n_sink} and n_window={window} entries are always kept"
+        require_room(self.name, budget, self.n_sink + window, why)
         if self.schedule == "once":
-            self._require(
-                "n_window", window >= 1, "at least 1 entry with schedule=once, where it slides"
-            )
+            allowed = "at least 1 entry with schedule=once, where it slides"
+            self._require("n_window", window >= 1, allowed)
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
-            raise SnapKVError(
-                f"{self.name} option {name} must be {allowed}, got {getattr(self, name)!r}"
-            )
+            got = getattr(self, name)
+            raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")
 
     def _require_count(self, name: str, least: int = 0, most: int = 2**31 - 1) -> None:
         value = getattr(self, name)

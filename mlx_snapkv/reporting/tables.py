@@ -18,6 +18,9 @@ class Table:
     columns: list[str]
     rows: list[list[str]] = field(default_factory=list)
 
+    def add(self, *cells: str) -> None:
+        self.rows.append(list(cells))
+
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """All tables of a result, in reading order; those without records are left out."""
@@ -72,16 +75,14 @@ def _decoding(result: dict[str, Any]) -> Table:
         plain = next((r["step_seconds"] for r in records if r["kind"] == "plain"), None)
         for r in records:
             own = r["kind"] == "snapkv" and plain is not None
-            table.rows.append(
-                [
-                    f"{context:,}",
-                    r["contender"],
-                    f"{r['entries']:,}",
-                    f"{r['tokens_per_second']:.1f}",
-                    f"{full / r['step_seconds']:.2f}x",
-                    f"{r['step_seconds'] / plain:.3f}" if own else "",
-                    format_bytes(r["kv_bytes"]),
-                ]
+            table.add(
+                f"{context:,}",
+                r["contender"],
+                f"{r['entries']:,}",
+                f"{r['tokens_per_second']:.1f}",
+                f"{full / r['step_seconds']:.2f}x",
+                f"{r['step_seconds'] / plain:.3f}" if own else "",
+                format_bytes(r["kv_bytes"]),
             )
     return table
 
@@ -95,15 +96,13 @@ def _batches(result: dict[str, Any]) -> Table:
     for batch, records in _by_key(result["batch"], "batch").items():
         full = records[0]["step_seconds"]
         for r in records:
-            table.rows.append(
-                [
-                    f"{batch}",
-                    f"{r['context']:,}",
-                    r["contender"],
-                    f"{1000 * r['step_seconds']:.1f}",
-                    f"{r['tokens_per_second']:.1f}",
-                    f"{full / r['step_seconds']:.2f}x",
-                ]
+            table.add(
+                f"{batch}",
+                f"{r['context']:,}",
+                r["contender"],
+                f"{1000 * r['step_seconds']:.1f}",
+                f"{r['tokens_per_second']:.1f}",
+                f"{full / r['step_seconds']:.2f}x",
             )
     return table
 
@@ -123,16 +122,14 @@ def _requests(result: dict[str, Any]) -> Table:
         for r in records:
             selection = r["selection_seconds"]
             share = selection / r["prefill_seconds"]
-            table.rows.append(
-                [
-                    f"{context:,}",
-                    r["contender"],
-                    f"{r['prefill_seconds']:.2f} s, {r['prefill_seconds'] / full['prefill_seconds']:.3f}",
-                    f"{selection:.2f} s, {share:.1%}" if selection else "",
-                    f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / full['peak_bytes']:.3f}",
-                    f"{format_bytes(r['kv_bytes'])}, {r['kv_bytes'] / full['kv_bytes']:.4f}",
-                    f"{min(1, r['entries'] / context):.4f}",
-                ]
+            table.add(
+                f"{context:,}",
+                r["contender"],
+                f"{r['prefill_seconds']:.2f} s, {r['prefill_seconds'] / full['prefill_seconds']:.3f}",
+                f"{selection:.2f} s, {share:.1%}" if selection else "",
+                f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / full['peak_bytes']:.3f}",
+                f"{format_bytes(r['kv_bytes'])}, {r['kv_bytes'] / full['kv_bytes']:.4f}",
+                f"{min(1, r['entries'] / context):.4f}",
             )
     return table
 
@@ -148,16 +145,14 @@ def _bounded(result: dict[str, Any]) -> Table:
     first: dict[str, Any] = next((r for r in records if r["kind"] == "bounded"), {})
     for r in records:
         own = r["kind"] == "bounded"
-        table.rows.append(
-            [
-                f"{r['context']:,}",
-                r["contender"],
-                f"{r['entries']:,}",
-                f"{r['prefill_seconds']:.1f} s, {r['prefill_seconds'] / first['prefill_seconds']:.2f}",
-                f"{r['selection_seconds']:.2f} s" if own else "",
-                f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / first['peak_bytes']:.3f}",
-                format_bytes(r["kv_bytes"]),
-            ]
+        table.add(
+            f"{r['context']:,}",
+            r["contender"],
+            f"{r['entries']:,}",
+            f"{r['prefill_seconds']:.1f} s, {r['prefill_seconds'] / first['prefill_seconds']:.2f}",
+            f"{r['selection_seconds']:.2f} s" if own else "",
+            f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / first['peak_bytes']:.3f}",
+            format_bytes(r["kv_bytes"]),
         )
     return table
 
@@ -169,12 +164,10 @@ def _needles(result: dict[str, Any]) -> Table:
         ["prompt", "cache", "entries", "right"],
     )
     for r in result["needle"]:
-        table.rows.append(
-            [
-                f"{r['context']:,}",
-                r["contender"],
-                f"{r['entries']:,}",
-                f"{r['right']}/{r['questions']}",
-            ]
+        table.add(
+            f"{r['context']:,}",
+            r["contender"],
+            f"{r['entries']:,}",
+            f"{r['right']}/{r['questions']}",
         )
     return table
