@@ -9,7 +9,7 @@ from . import table
 PAGE = """# Model types
 
 {n_supported} model types of mlx-lm can be compressed, and {n_refused} are refused by name. \
-Each of the first is run by the conformance test (`tests/test_conformance.py`) as a tiny random model: \
+Each of the first is run by the conformance test (`tests/models/test_conformance.py`) as a tiny random model: \
 the recorded queries are bit for bit those of its attention call, the votes are those of its softmax, \
 and decoding with everything kept equals mlx-lm's.
 
