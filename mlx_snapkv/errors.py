@@ -12,8 +12,8 @@ class UnknownOptionError(SnapKVError):
 
 
 class UnsupportedModelError(SnapKVError):
-    """A model whose attention can't be captured, or whose rows can't be dropped safely."""
+    """A model whose attention can't be captured, or whose entries can't be dropped safely."""
 
 
 class TrimError(SnapKVError):
-    """A rewind past the tokens of the last update, whose evicted rows are gone."""
+    """A rewind past the tokens of the last update, whose evicted entries are gone."""

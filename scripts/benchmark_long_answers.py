@@ -42,14 +42,14 @@ class Answer:
         next(self._steps)
         self.done = 1
         self.seconds = self.second_half = 0.0
-        self.rows: set[int] = set()
+        self.entries: set[int] = set()
 
     def go_on(self) -> None:
         """Decode `TURN` tokens, and the one that mlx-lm is ahead."""
         started = time.perf_counter()
         for _ in islice(self._steps, TURN):
             self.done += 1
-            self.rows.add(self.cache[0].size())
+            self.entries.add(self.cache[0].size())
         mx.synchronize()
         seconds = time.perf_counter() - started
         self.seconds += seconds
@@ -61,8 +61,8 @@ class Answer:
             "on_full": self.on_full,
             "seconds": self.seconds,
             "second_half": self.second_half,
-            "fewest_rows": min(self.rows),
-            "most_rows": max(self.rows),
+            "fewest_entries": min(self.entries),
+            "most_entries": max(self.entries),
         }
 
 
@@ -86,19 +86,19 @@ def page(result: dict[str, Any]) -> str:
         "",
         written_by(result),
         "",
-        f"{result['model']}: a prompt of {result['prompt']:,} tokens cut to {result['budget']:,} rows "
+        f"{result['model']}: a prompt of {result['prompt']:,} tokens compressed to {result['budget']:,} entries "
         f"(`n_window=512`), then {result['tokens']:,} tokens, {result['turn']} of each answer in turn. On a CPU "
         "steps are compiled from the 1,000th token on, where the shapes stay: not with `grow`.",
         "",
-        "| on_full | ms a token | of slide | second half, of slide | rows attended to |",
+        "| on_full | ms a token | of slide | second half, of slide | entries attended to |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for row in result["rows"]:
         each = [f"{row[part] / slide[part]:.3f}" for part in ("seconds", "second_half")]
-        same = row["fewest_rows"] == row["most_rows"]
-        rows = f"{row['fewest_rows']:,}" + ("" if same else f" to {row['most_rows']:,}")
+        same = row["fewest_entries"] == row["most_entries"]
+        entries = f"{row['fewest_entries']:,}" + ("" if same else f" to {row['most_entries']:,}")
         milliseconds = 1000 * row["seconds"] / result["tokens"]
-        lines.append(f"| {row['on_full']} | {milliseconds:.2f} | {' | '.join(each)} | {rows} |")
+        lines.append(f"| {row['on_full']} | {milliseconds:.2f} | {' | '.join(each)} | {entries} |")
     return "\n".join(lines) + "\n"
 
 

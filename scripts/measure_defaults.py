@@ -3,24 +3,22 @@
     python scripts/measure_defaults.py                   # prints the tables, writes docs/defaults.json and .md
 
 Each question is asked at the end of a document. The prompt is read once on the full cache, then every
-setting cuts a copy of that cache with the queries it would have observed and answers greedily from there,
+setting compresses a copy of that cache with the queries it would have observed and answers greedily from there,
 exactly as `generate_step` does. Accuracy is exact match; "full cache" is mlx-lm's own.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import about, mlx_versions, write
+from results_page import about, mlx_versions, shared_options, write
 
 from mlx_snapkv import SnapKV, compress_prompt_cache
 from mlx_snapkv.caches.layers import attention_layers
@@ -28,8 +26,6 @@ from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt
 from mlx_snapkv.models.patch import recording
-
-ROOT = Path(__file__).resolve().parent.parent
 
 N_SINK, N_WINDOW, SHARE = 4, 32, 16
 KERNELS = (1, 5, 7, 13, 21)
@@ -87,7 +83,7 @@ def snapshots(model, prompt: list[int]) -> dict[int, Snapshot]:
 
 
 def narrowed(cache: RecordingKVCache, first: int, last: int) -> RecordingKVCache:
-    """The same rows, as if only the positions `[first, last)` had been recorded."""
+    """The same entries, as if only the positions `[first, last)` had been recorded."""
     copied = RecordingKVCache(first, last, capacity=0)
     copied.keys, copied.values, copied.offset = cache.keys, cache.values, last
     copied.record(cache.queries[:, :, first - cache.first : last - cache.first], cache.scale)
@@ -96,7 +92,7 @@ def narrowed(cache: RecordingKVCache, first: int, last: int) -> RecordingKVCache
 
 
 def answer_with(model, tokenizer, found: dict[int, Snapshot], n_prompt: int, policy: SnapKV) -> str:
-    """The answer when `policy` makes its cut where `generate_step` would."""
+    """The answer when `policy` compresses where `generate_step` would."""
     lookahead = policy.lookahead or 0
     fed = -1 if not policy.last_token else max(1, lookahead)
     snapshot = found[fed]
@@ -124,7 +120,7 @@ def decode(tokenizer, answer: list[int]) -> str:
 
 
 def settings(n_tokens: int) -> dict[tuple[str, int], SnapKV]:
-    """Every (way, kernel) to measure with 1/16 of the rows."""
+    """Every (way, kernel) to measure with 1/16 of the entries."""
     size = {"n_sink": N_SINK, "n_window": N_WINDOW, "min_ctx": 0}
     size["top_k"] = n_tokens // SHARE - N_SINK - N_WINDOW
     chosen = {}
@@ -187,15 +183,9 @@ def page(results: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser = shared_options(__doc__, "defaults")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--questions", type=int, default=24)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "defaults", help="without its suffix"
-    )
     args = parser.parse_args()
     measured = [
         measure(m, n, args.questions) | about("measure_defaults.py") | {"versions": mlx_versions()}

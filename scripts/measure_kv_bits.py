@@ -1,4 +1,4 @@
-"""Facts found with rows of 8 and of 4 bits, with the full cache and with policies, on both embedded models.
+"""Facts found with entries of 8 and of 4 bits, with the full cache and with policies, on both embedded models.
 
     python scripts/measure_kv_bits.py                    # writes docs/kv-bits.json and docs/kv-bits.md
 
@@ -7,23 +7,18 @@ Each cell's documents are those of `mlx-snapkv eval needle --needles 4`, with fi
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from results_page import about, mlx_versions, write, written_by
+from results_page import about, mlx_versions, shared_options, write, written_by
 
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.evals.grid import cells
 from mlx_snapkv.evals.needle import Needle
 from mlx_snapkv.evals.results import Results
 from mlx_snapkv.evals.run import FULL, contenders, run
 from mlx_snapkv.evals.summary import summarise
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SEED, NEEDLES, DEPTHS = 10_000_000, 4, 5
 GROUP_SIZE = 64
@@ -55,40 +50,36 @@ def measure(name: str, length: int, questions: int) -> list[dict[str, Any]]:
 def page(result: dict[str, Any]) -> str:
     """docs/kv-bits.md, from its result."""
     lines = [
-        "# Rows with fewer bits",
+        "# Quantised entries",
         "",
         written_by(result),
         "",
         f"Prompts of {result['length']:,} tokens with {result['needles']} facts, one of them asked for; "
         f"{result['depths']} depths, {result['questions']} questions at each. `kv_bits` in groups of "
         f"{result['group_size']}; the full cache is mlx-lm's own, quantised from the first chunk. Weights and plain "
-        "rows are float32, as a CPU computes quickest: of a float16 cache the same bits are about twice the share. "
-        "Rows are those kept per KV head at the cut; KV memory is read from the arrays after the answer, with the room "
+        "entries are float32, as a CPU computes quickest: of a float16 cache the same bits are about twice the share. "
+        "Entries are those kept per KV head; KV memory is read from the arrays after the answer, with the room "
         "for the next block under a block policy.",
     ]
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         mine = [r for r in result["rows"] if r["model"] == name]
         whole = mine[0]["kv_bytes"]
         lines += ["", f"## `{name}`", ""]
-        lines += ["| policy | bits | right | rows | KV memory | share of the full cache |"]
+        lines += ["| policy | bits | right | entries | KV memory | share of the full cache |"]
         lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
         for r in mine:
             bits = "unquantised" if r["bits"] is None else r["bits"]
             lines.append(
-                f"| {r['policy']} | {bits} | {r['right']}/{r['asked']} | {r['rows']:,} | "
+                f"| {r['policy']} | {bits} | {r['right']}/{r['asked']} | {r['entries']:,} | "
                 f"{format_bytes(r['kv_bytes'])} | {r['kv_bytes'] / whole:.2%} |"
             )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser = shared_options(__doc__, "kv-bits")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
     parser.add_argument("--questions", type=int, default=2, help="asked at each depth")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "kv-bits")
     args = parser.parse_args()
     result = {
         **about("measure_kv_bits.py", *sys.argv[1:]),

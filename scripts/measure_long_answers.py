@@ -9,25 +9,21 @@ are the model's own. What is right is the value of the fact, which it said itsel
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from results_page import about, write, written_by
+from results_page import about, shared_options, write, written_by
 
 from mlx_snapkv import SnapKV, generate_step
 from mlx_snapkv.chat.common_prefix import common_prefix
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.documents import Fact, fact_sentence, filler_sentence, make_facts
 from mlx_snapkv.demo.questions import is_right, make_haystack, token_counter
 from mlx_snapkv.policies.snapkv import ON_FULL
 
-ROOT = Path(__file__).resolve().parent.parent
 SEED = 9_000_000
 PROMPT = 1024  # tokens
 PLACES = ("answer", "prompt")
@@ -115,13 +111,9 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser = shared_options(__doc__, "long-answers")
     parser.add_argument("--distances", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--questions", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "long-answers")
     args = parser.parse_args()
     here = about("measure_long_answers.py", *sys.argv[1:])
     rows: list[dict[str, Any]] = []

@@ -8,18 +8,16 @@ those of `mlx-snapkv eval needle --needles 4`, with fixed seeds.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quality_page import page
-from results_page import about, mlx_versions, write
+from results_page import ROOT, about, mlx_versions, shared_options, write
 
 from mlx_snapkv import __version__
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.evals.grid import cells
 from mlx_snapkv.evals.needle import Needle
 from mlx_snapkv.evals.results import Results
@@ -27,10 +25,8 @@ from mlx_snapkv.evals.run import FULL, check, contenders, run
 from mlx_snapkv.evals.summary import summarise
 from mlx_snapkv.policies import POLICIES
 
-ROOT = Path(__file__).resolve().parent.parent
-
 SEED, NEEDLES, DEPTHS = 7_000_000, 4, 5
-SHARES = (4, 8, 16, 32)  # one row in so many is kept
+SHARES = (4, 8, 16, 32)  # one entry in so many is kept
 BLOCK = 256  # tokens read at a time under schedule=block
 N_SINK, N_WINDOW = 4, 32  # SnapKV's, whose defaults are larger than these budgets
 SLACK = 64  # tokens that a prompt may be shorter than its length
@@ -49,16 +45,16 @@ def ways(share: int, length: int) -> dict[tuple[str, str], str]:
             options += [size, "lookahead=0"] if name == "snapkv" else []
             found[name, schedule] = f"{name}:{','.join(options)}"
     found["snapkv, lookahead=4", "once"] = f"snapkv:{budget},{size},lookahead=4"
-    reading = f"keydiff:budget={min(50, 400 / share):g}%,block={BLOCK}"
-    answering = f"snapkv:{budget},{size},lookahead=0"
-    found["keydiff, then snapkv", "block, then once"] = f"{reading} then {answering}"
+    prefill = f"keydiff:budget={min(50, 400 / share):g}%,block={BLOCK}"
+    decode = f"snapkv:{budget},{size},lookahead=0"
+    found["keydiff, then snapkv", "block, then once"] = f"{prefill} then {decode}"
     return found
 
 
 def measure(
     name: str, length: int, shares: Sequence[int], questions: int, folder: Path
 ) -> list[dict[str, Any]]:
-    """A JSON object a way and share: right answers, rows and bytes; the full cache first, with share 1."""
+    """A JSON object a way and share: right answers, entries and bytes; the full cache first, with share 1."""
     model, tokenizer = load_model(name)
     task = Needle(tokenizer, SEED, NEEDLES)
     grid = cells([length], DEPTHS, questions)
@@ -86,17 +82,11 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser = shared_options(__doc__, "quality")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--shares", type=int, nargs="+", default=SHARES)
     parser.add_argument("--questions", type=int, default=4, help="asked at each depth")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "quality")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "quality", help="without its suffix"
-    )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     rows = []

@@ -5,27 +5,23 @@ python scripts/measure_turns.py                      # writes docs/turns.json an
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_reduce
-from results_page import about, write, written_by
+from results_page import about, shared_options, write, written_by
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
 from mlx_snapkv.caches.memories import MEMORIES
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine.report import format_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
 SEED = 8_000_000
 SMALL = "snapkv:budget={},n_sink=4,n_window=32,min_ctx=0"
 KEYS = "keydiff:budget={}"
@@ -86,9 +82,9 @@ def page(result: dict[str, Any]) -> str:
         written_by(result),
         "",
         f"A document of about {result['tokens']:,} tokens hides {result['turns']} facts, asked for one by one in one "
-        f"conversation; {result['documents']} documents. Budgets are 1/{result['share']} of the document's rows. "
-        '"Held" is the KV memory between turns, "in files" what rests there instead, "decoding" what an answer is '
-        'decoded from, "peak" the most memory that a later turn needed besides the weights, the rows held among it; '
+        f"conversation; {result['documents']} documents. Budgets are 1/{result['share']} of the document's entries. "
+        '"Held" is the KV memory between turns, "in files" what is offloaded there, "decoding" what an answer is '
+        'decoded from, "peak" the most memory that a later turn needed besides the weights, the entries held among it; '
         "seconds are medians of whole turns, the first of which reads the document.",
     ]
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
@@ -107,15 +103,11 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser = shared_options(__doc__, "turns")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--share", type=int, default=16, help="one row in so many is kept")
+    parser.add_argument("--share", type=int, default=16, help="one entry in so many is kept")
     parser.add_argument("--documents", type=int, default=3)
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "turns")
     args = parser.parse_args()
     here = about("measure_turns.py", *sys.argv[1:])
     rows: list[dict[str, Any]] = []

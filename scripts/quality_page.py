@@ -14,11 +14,11 @@ Facts with values of several tokens are hidden in a document, {needles} in each,
 one at a depth of 0 to 100%: {depths} depths, {questions} questions at each. A figure is the share of exact answers,
 of {asked}. The documents are those of `mlx-snapkv eval needle`, the same for all policies.
 
-- The budget is a share of the prompt's rows, kept per KV head. `once` reads the whole prompt first; `block` evicts
+- The budget is a share of the prompt's entries, kept per KV head. `once` reads the whole prompt first; `block` evicts
   after every {block} tokens, and goes on while the answer is decoded.
-- Under `once` the first two answer tokens are decoded on the full rows, with `lookahead=4` the first five. Values have
+- Under `once` the first two answer tokens are decoded on all entries, with `lookahead=4` the first five. Values have
   3 to 8 tokens, so that row shows SnapKV's default as it is used, not what its selection alone is worth.
-- Two stages: KeyDiff reads within four times the rows that SnapKV then keeps (half of the prompt at most).
+- Two stages: KeyDiff reads within four times the entries that SnapKV then keeps (half of the prompt at most).
 - All other options are the defaults, but for SnapKV's sink and recent window, which are larger than these budgets.
 """
 
@@ -41,7 +41,9 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"Full cache: {_figure(full)}.",
         "",
-        "| policy | schedule | " + " | ".join(f"1/{share} of the rows" for share in shares) + " |",
+        "| policy | schedule | "
+        + " | ".join(f"1/{share} of the entries" for share in shares)
+        + " |",
         "| --- | --- |" + " ---: |" * len(shares),
     ]
     found = {(row["way"], row["schedule"], row["share"]): row for row in others}

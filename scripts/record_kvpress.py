@@ -5,7 +5,7 @@ Run in an environment of its own, since kvpress wants a torch and transformers o
     python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install kvpress
     /tmp/kvpress/bin/python scripts/record_kvpress.py
 
-Only token ids, the kept positions (sorted, by layer and KV head) and the scores at the cut are stored.
+Only token ids, the kept positions (sorted, by layer and KV head) and the scores at the compression are stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL = ROOT / "mlx_snapkv" / "demo" / "models" / "llama"
 OUT = ROOT / "tests" / "fixtures" / "kvpress.npz"
 TEXT = ROOT / "tests" / "fixtures" / "kvpress_prompt.txt"
 
-# policy/case: press, its options, rows kept
+# policy/case: press, its options, entries kept
 CASES = {
     "snapkv/window32_kernel5": (SnapKVPress, {"window_size": 32, "kernel_size": 5}, 96),
     "snapkv/window16_kernel13": (SnapKVPress, {"window_size": 16, "kernel_size": 13}, 64),
@@ -58,7 +58,7 @@ def main() -> None:
         "versions": np.array([version("kvpress"), version("transformers")]),
     }
     for name, (press_class, options, kept) in CASES.items():
-        # kvpress keeps int(T * (1 - ratio)) rows; half a row keeps rounding from losing one.
+        # kvpress keeps int(T * (1 - ratio)) entries; half of one keeps rounding from losing one.
         press = recording(press_class)(compression_ratio=1 - (kept + 0.5) / T, **options)
         press.recorded = {}
         with torch.no_grad(), press(model):

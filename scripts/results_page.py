@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import shlex
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_snapkv.cli.options import with_suffix
+from mlx_snapkv.cli.options import write_result
+from mlx_snapkv.demo import MODELS
 from mlx_snapkv.reporting.setting import setting
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def shared_options(description: str | None, page: str) -> argparse.ArgumentParser:
+    """The options that the measurements share: the models, and where the result goes, by default docs/`page`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / page, help="without its suffix")
+    return parser
 
 
 def about(script: str, *arguments: str) -> dict[str, Any]:
@@ -46,5 +59,4 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def write(out: Path, result: Any, page: str) -> None:
     """Write the result to OUT.json and its page to OUT.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with_suffix(out, ".json").write_text(json.dumps(result, indent=1) + "\n")
-    with_suffix(out, ".md").write_text(page)
+    write_result(out, result, page)

@@ -1,1 +1,1 @@
-"""Side-by-side measurements of the ways to hold a prompt's rows, and how they are written down."""
+"""Side-by-side measurements of the ways to hold a prompt's entries, and how they are written down."""

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, members
 from ..policies import Policy
-from .contenders import Contender, contenders, decoding_cache, rows_bytes
+from .contenders import Contender, contenders, decoding_cache, entries_bytes
 
 WARM_UP = 3
 
@@ -19,19 +19,19 @@ WARM_UP = 3
 def measure_decoding(
     model, context: int, batch: int, policy: Policy, steps: int
 ) -> list[dict[str, Any]]:
-    """One record a contender: its median step after a prompt of `context` tokens, and its rows' bytes."""
-    found, caches = [], []
+    """One record a contender: its median step after a prompt of `context` tokens, and its entries' bytes."""
+    found = []
     for contender in contenders(context, policy, head_dim(model)):
         cache = decoding_cache(model, contender, context, batch)
         if _can_decode(model, cache, batch):
-            found.append(contender)
-            caches.append(cache)
-    seconds = _step_in_turn(model, caches, batch, steps)
-    records = [
-        _record(contender, cache, times, context, batch)
-        for contender, cache, times in zip(found, caches, seconds)
-    ]
-    del caches, cache
+            found.append((contender, cache))
+    seconds = _step_in_turn(model, [cache for _, cache in found], batch, steps)
+    records = []
+    for (contender, cache), times in zip(found, seconds):
+        step = statistics.median(times)
+        figures = {"batch": batch, "step_seconds": step, "tokens_per_second": batch / step}
+        records.append(contender.record(context, **figures, kv_bytes=entries_bytes(cache)))
+    del found, cache
     mx.clear_cache()
     return records
 
@@ -50,7 +50,7 @@ def requesters(model, context: int, policy: Policy) -> list[Contender]:
 
 
 def _can_decode(model, cache: list[Any], batch: int) -> bool:
-    """False where mlx-lm can't serve a model from such a cache (quantised rows with attention sinks)."""
+    """False where mlx-lm can't serve a model from such a cache (quantised entries with attention sinks)."""
     try:
         for _ in range(WARM_UP):
             mx.eval(model(mx.zeros((batch, 1), mx.int32), cache=cache))
@@ -75,23 +75,7 @@ def _step_in_turn(model, caches: list[list[Any]], batch: int, steps: int) -> lis
 
 
 def _take_back(cache: list[Any]) -> None:
-    """Undo the growth of mlx-lm's caches, so that every step is one over the same rows."""
+    """Undo the growth of mlx-lm's caches, so that every step is one over the same entries."""
     for member in members(cache):
         if member.is_trimmable() and not hasattr(member, "max_size"):
             member.trim(1)
-
-
-def _record(
-    contender: Contender, cache: list[Any], seconds: list[float], context: int, batch: int
-) -> dict[str, Any]:
-    median = statistics.median(seconds)
-    return {
-        "context": context,
-        "batch": batch,
-        "contender": contender.name,
-        "kind": contender.kind,
-        "rows": contender.rows,
-        "step_seconds": median,
-        "tokens_per_second": batch / median,
-        "kv_bytes": rows_bytes(cache),
-    }

@@ -37,16 +37,7 @@ def measure_needles(
         for fact, prompt in zip(facts, prompts):
             right += contains(_answer(model, tokenizer, prompt, contender), fact.value)
             on_answer()
-        records.append(
-            {
-                "context": length,
-                "contender": contender.name,
-                "kind": contender.kind,
-                "rows": contender.rows,
-                "questions": questions,
-                "right": right,
-            }
-        )
+        records.append(contender.record(length, questions=questions, right=right))
     return records
 
 

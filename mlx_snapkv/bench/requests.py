@@ -1,4 +1,4 @@
-"""Whole requests: seconds until the first token, peak memory, and the rows that stay."""
+"""Whole requests: seconds until the first token, peak memory, and the entries that stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..engine.generate import generate_step
 from ..engine.report import CompressionReport
-from .contenders import Contender, request_cache, rows_bytes
+from .contenders import Contender, entries_bytes, request_cache
 
 ANSWER = 8  # tokens decoded after each prompt
 
@@ -42,35 +42,24 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
     mx.clear_cache()
     mx.reset_peak_memory()
     started = time.perf_counter()
-    first = None
-    for _ in generate_step(
-        prompt,
-        model,
-        max_tokens=ANSWER,
-        prompt_cache=cache,
-        on_report=reports.append,
-        **contender.options,
-    ):
-        if first is None:
-            first = time.perf_counter() - started
+    options = {"max_tokens": ANSWER, "prompt_cache": cache, **contender.options}
+    steps = generate_step(prompt, model, on_report=reports.append, **options)
+    next(steps)
+    first = time.perf_counter() - started
+    for _ in steps:
+        pass
     report = reports[0]
     if report.compressed:
-        # With a lookahead the cut comes some tokens later, but it is part of reading the prompt.
+        # With a lookahead the compression comes some tokens later, but it is part of reading the prompt.
         first = report.prefill_seconds + report.selection_seconds
     return {
         "prefill_seconds": first,
         "selection_seconds": report.selection_seconds,
         "peak_bytes": mx.get_peak_memory(),
-        "kv_bytes": rows_bytes(cache),
+        "kv_bytes": entries_bytes(cache),
     }
 
 
 def _summary(contender: Contender, context: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "context": context,
-        "contender": contender.name,
-        "kind": contender.kind,
-        "rows": contender.rows,
-        "trials": len(runs),
-        **{key: statistics.median(run[key] for run in runs) for key in runs[0]},
-    }
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return contender.record(context, trials=len(runs), **medians)

@@ -58,19 +58,9 @@ class Progress(Protocol):
 
 
 def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
-    """The records of every measurement, by its name.
-
-    Raises:
-        UnsupportedModelError: the model can't be compressed.
-    """
+    """The records of every measurement, by its name; UnsupportedModelError if the model can't be compressed."""
     attention_layers(model, make_prompt_cache(model))
-    result: Result = {
-        "decode": [],
-        "batch": [],
-        "requests": [],
-        "bounded": [],
-        "needle": [],
-    }
+    result: Result = {part: [] for part in ("decode", "batch", "requests", "bounded", "needle")}
     progress.start("decoding", len(plan.contexts))
     for n in plan.contexts:
         result["decode"] += measure_decoding(model, n, 1, plan.policy_for(n), plan.steps)
@@ -85,10 +75,8 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     _measure_requests(model, plan, progress, result)
     _measure_bounded(model, plan, progress, result)
     if plan.questions:
-        asked = plan.questions * sum(
-            len(requesters(model, n, plan.policy_for(n))) for n in plan.prompts
-        )
-        progress.start("questions", asked)
+        asked = sum(len(requesters(model, n, plan.policy_for(n))) for n in plan.prompts)
+        progress.start("questions", plan.questions * asked)
         for n in plan.prompts:
             result["needle"] += measure_needles(
                 model, tokenizer, n, plan.policy_for, plan.questions, progress.advance
@@ -100,7 +88,7 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
 def _measure_requests(model, plan: Plan, progress: Progress, result: Result) -> None:
     fields = {n: requesters(model, n, plan.policy_for(n)) for n in plan.prompts}
     for n in plan.prompts[1:]:
-        # A prompt is read into quantised rows many times slower: once is enough to see it.
+        # A prompt is read into quantised entries many times slower: once is enough to see it.
         fields[n] = [c for c in fields[n] if c.kind != "quantized"]
     trials = (n_trials(c, plan.trials) for found in fields.values() for c in found)
     progress.start("whole requests", sum(trials))

@@ -19,14 +19,14 @@ from .evicting import N_DECISION, EvictingCache
 
 
 class BlockKVCache(EvictingCache):
-    """A KV cache that never holds more than `quota.rows + block` entries per KV head, however many tokens it is fed.
+    """A KV cache that never holds more than `quota.entries + block` entries per KV head, however many tokens it is fed.
 
         [0 : n_kept)        entries that an eviction left, in order of position, different ones in every head
         [n_kept : size())   the tokens since then
 
-    Before an update that would not fit, the policy's best `quota.rows` entries are moved to the front, so every token
+    Before an update that would not fit, the policy's best `quota.entries` are moved to the front, so every token
     attends to all entries held when it came. All of them precede the new tokens, so the mask is the ordinary causal
-    one, aligned with the last row. Keys keep the rotation of their original position; `offset` is the
+    one, aligned with the last entry. Keys keep the rotation of their original position; `offset` is the
     logical position of the next token.
 
     An update of more than `block` tokens, which our own loops never make, is held in full until the next one.
@@ -38,7 +38,7 @@ class BlockKVCache(EvictingCache):
         layer: the layer of the model, for what the policy asks.
         first, last: positions whose queries may vote.
         newest: how many of the last queries are kept for the votes.
-        expected: entries that will be held at least; a smaller number than `quota.rows + block` saves memory.
+        expected: entries that will be held at least; a smaller number than `quota.entries + block` saves memory.
         until, reach: the first token at position `until` finds room for `reach` tokens, whatever is evicted for them.
         uniform: all layers of the model have the same quota.
         quantization: how entries are stored.
@@ -82,7 +82,7 @@ class BlockKVCache(EvictingCache):
     @property
     def capacity(self) -> int:
         """Entries that fit in."""
-        return self.quota.rows + self.block
+        return self.quota.entries + self.block
 
     @property
     def _n_kept(self) -> int:
@@ -91,7 +91,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def room(self) -> float:
-        return math.inf if self.quota.rows >= UNLIMITED else self.capacity - self._n
+        return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; the entries the attention is to see."""
@@ -107,7 +107,7 @@ class BlockKVCache(EvictingCache):
         self.offset += L
 
     def _evict(self) -> None:
-        if self._n <= self.quota.rows:
+        if self._n <= self.quota.entries:
             return
         assert self.policy is not None
         entries = self.held(self.policy.obs_window)
@@ -173,13 +173,13 @@ class BlockKVCache(EvictingCache):
         assert self.policy is not None
         if self.policy.obs_window and not self._queries and self._n == self._n_kept:
             return False  # of entries that were given nobody has asked, and the next tokens will
-        return self._n + L > self.capacity and self._n > self.quota.rows
+        return self._n + L > self.capacity and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
         """Put stored rows at `[start, _n)`, in buffers that have room for them."""
         have = 0 if self.keys is None else n_rows(self.keys)
         if self._n > have:
-            most = self.capacity if self.quota.rows < UNLIMITED else self._n + self.block
+            most = self.capacity if self.quota.entries < UNLIMITED else self._n + self.block
             first = min(most, self._expected or most)
             more = max(self._n, most if have else first) - have
             self.keys, self.values = (
@@ -203,11 +203,11 @@ class BlockKVCache(EvictingCache):
             return "causal"
         if not self._uniform:
             raise SnapKVError(
-                "this model makes one mask for all layers, so they must keep equally many rows: "
+                "this model makes one mask for all layers, so they must keep equally many entries: "
                 "give budget as a number or a share"
             )
         return create_causal_mask(
-            N, min(self._n, self.quota.rows) if self._must_evict(N) else self._n
+            N, min(self._n, self.quota.entries) if self._must_evict(N) else self._n
         )
 
     @property
@@ -254,13 +254,13 @@ class BlockKVCache(EvictingCache):
 
     @state.setter
     def state(self, v: tuple) -> None:
-        *own, rows, n_sink, n_window, uncounted = v[:-N_DECISION]
+        *own, entries, n_sink, n_window, uncounted = v[:-N_DECISION]
         for name, value in zip(_STATE, own, strict=True):
             setattr(self, name, value)
         first, last = self.first, self.last
         self._take_decision_state(v[-N_DECISION:])
         self.first, self.last = first, last
-        self.quota = Quota(rows, n_sink, n_window)
+        self.quota = Quota(entries, n_sink, n_window)
         self._uncounted = uncounted or []
 
     def problem(self, like: Any) -> str | None:
@@ -274,7 +274,7 @@ class BlockKVCache(EvictingCache):
                 map(
                     count,
                     (
-                        quota.rows,
+                        quota.entries,
                         quota.n_sink,
                         quota.n_window,
                         self._expected,
@@ -284,7 +284,7 @@ class BlockKVCache(EvictingCache):
                 )
             )
             and count(self._until, -1)
-            and quota.n_sink + quota.n_window <= quota.rows
+            and quota.n_sink + quota.n_window <= quota.entries
             and count(self.block, 1)
             and count(self.offset, 1)
             and count(self._n)

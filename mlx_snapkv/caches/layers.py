@@ -75,7 +75,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     # More caches than layers: a loop over the layers, each pass with caches of its own.
     if len(slots) % len(found):
         raise UnsupportedModelError(
-            f"{len(slots)} caches with rows for {len(found)} attention layers: "
+            f"{len(slots)} caches with entries for {len(found)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
     full = [

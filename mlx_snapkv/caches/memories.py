@@ -63,7 +63,7 @@ def filled(empty: Any, found: Any) -> Any:
         return found
     if not has_all_entries(found):
         raise SnapKVError(
-            f"its {type(found).__name__} has no rows that a policy can choose among: load it without a policy"
+            f"its {type(found).__name__} has no entries that a policy can choose among: load it without a policy"
         )
     entries = layer_cache(found).held()
     if isinstance(empty, FullRecorder):

@@ -52,7 +52,7 @@ class Store(Protocol):
 
 
 class QuantizedStore:
-    """Entries of fewer bits, in memory.
+    """Quantised entries, in memory.
 
     Each entry is quantised by itself, so that it does not matter in which portions they come.
 

@@ -81,11 +81,11 @@ class SnapKVCache(EvictingCache):
             raise SnapKVError(f"n_window must be at least 1, got {n_window}")
         if not n_pin <= rows <= n_pin + n_window or n_rows(values) != rows:
             raise SnapKVError(
-                f"{rows} keys and {n_rows(values)} values don't hold {n_pin} pinned rows "
+                f"{rows} keys and {n_rows(values)} values don't hold {n_pin} pinned entries "
                 f"and a window of at most {n_window}"
             )
         if offset < rows:
-            raise SnapKVError(f"offset must be at least the {rows} rows kept, got {offset}")
+            raise SnapKVError(f"offset must be at least the {rows} entries kept, got {offset}")
         super().__init__(newest=policy.obs_window if policy else 0)
         self.keys, self.values = keys, values
         self.quantization = quantization
@@ -175,7 +175,7 @@ class SnapKVCache(EvictingCache):
         self._tail = None
 
     def _pending(self, n: int) -> tuple[Stored, Stored]:
-        """Keys and values of the `n` pending tokens; to read them from the buffers would copy these at the next write."""
+        """Keys and values of the `n` pending tokens; if read from the buffers, the next write would copy these."""
         keys, values = self._tail or self.keys_and_values()
         first = n_rows(keys) - n
         return (

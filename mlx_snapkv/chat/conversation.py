@@ -17,14 +17,14 @@ from ..engine.generate import MAX_TOKENS, drive, without_compression
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import RecallingRequest, Request, held_tokens
-from ..engine.rewind import Rewind, take_back_beyond
-from ..entries.quantization import Quantization, taken_from
+from ..engine.rewind import Rewind, rollback_beyond
+from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from . import saved_chat
 from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix
-from .state import ChatState, first_messages
+from .state import STATE, ChatState, first_messages
 
 
 class Conversation:
@@ -34,12 +34,12 @@ class Conversation:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
         policy: a policy object or string; without one the full cache is kept.
         memory: "drop": what a turn does not keep is gone, and every later turn votes over what is left and its
-            own rows. "recall": all rows stay in memory beside the small cache, and every turn votes over all of
-            them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with rows quantised
-            between turns, "recall:file": with rows in a temporary file.
+            own entries. "recall": all entries stay in memory beside the small cache, and every turn votes over all of
+            them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with entries quantised
+            between turns, "recall:file": with entries in a temporary file.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
-            a policy, `kv_bits` and `kv_group_size` are about the rows that answers are decoded from; those of a turn
+            a policy, `kv_bits` and `kv_group_size` are about the entries that answers are decoded from; those of a turn
             that is not compressed are quantised with the first that is.
 
     Attributes:
@@ -95,15 +95,15 @@ class Conversation:
         self.messages = first_messages(self.system)
         self.report: CompressionReport | None = None
         self.prompt_cache = make_caches(self.model, self.memory if self.policy else "drop")
-        self.read: list[int] = []  # tokens that the cache has read
-        self.pending_tokens: list[int] = []  # tokens after them that it has not
+        self.read: list[int] = []
+        self.pending_tokens: list[int] = []
         self.n_unknown = 0
         self.attached: list[str] = []
 
     def attach(self, text: str) -> int:
         """Put a document in front of the next message; the number of its tokens.
 
-        It is read together with that message, whose question can then choose among its rows.
+        It is read together with that message, whose question can then choose among its entries.
 
         Raises:
             SnapKVError: the text is empty.
@@ -139,18 +139,8 @@ class Conversation:
         Raises:
             SnapKVError: the file can't be written, or nothing has been said yet.
         """
-        state = ChatState(
-            prompt_cache=self.prompt_cache,
-            policy=self.policy,
-            memory=self.memory,
-            system=self.system,
-            messages=self.messages,
-            attached=self.attached,
-            read=self.read,
-            pending_tokens=self.pending_tokens,
-            n_unknown=self.n_unknown,
-        )
-        saved_chat.save(path, self.model, state)
+        state = {name: value for name, value in vars(self).items() if name in STATE}
+        saved_chat.save(path, self.model, ChatState(**state))
 
     @classmethod
     def load(
@@ -165,10 +155,10 @@ class Conversation:
     ) -> Conversation:
         """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
 
-        The system prompt is the file's. mlx-lm's files don't tell theirs: it is in the rows, and gone after a `reset`.
+        The system prompt is the file's. mlx-lm's files don't tell theirs: it is in the cache, and gone after a `reset`.
 
         Args:
-            policy, memory: for a full cache, saved without a policy: the next message chooses among its rows.
+            policy, memory: for a full cache, saved without a policy: the next message chooses among its entries.
                 A conversation that was saved with a policy goes on with its own.
             **generation: options of the answers, which are not saved.
 
@@ -176,14 +166,13 @@ class Conversation:
             SnapKVError: the file is damaged, another model's, or can't go on with that policy.
         """
         state = saved_chat.load(path, model, policy, memory)
-        generation |= {"memory": state.memory, "system": state.system}
-        conversation = cls(model, tokenizer, policy=state.policy, **generation)
-        conversation.prompt_cache = state.prompt_cache
-        conversation.messages = state.messages
-        conversation.attached = state.attached
-        conversation.read = state.read
-        conversation.pending_tokens = state.pending_tokens
-        conversation.n_unknown = state.n_unknown
+        ways: dict[str, Any] = {
+            "policy": state.policy,
+            "memory": state.memory,
+            "system": state.system,
+        }
+        conversation = cls(model, tokenizer, **ways, **generation)
+        vars(conversation).update(vars(state))
         return conversation
 
     def _answers(
@@ -213,24 +202,23 @@ class Conversation:
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
         max_tokens = options.pop("max_tokens", MAX_TOKENS)
+
+        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
+            mlx_options = {"max_tokens": max_tokens, **options}
+            return mlx_generate.stream_generate(model, self.tokenizer, tokens, **mlx_options)
+
         quantization = None
         if self.policy is not None:
             quantization, options = taken_from(options)
         n_prompt = len(self.read) + tokens.size
         reason = self._reason_for_nothing(n_prompt, max_tokens)
-        if reason is not None:
+        if self.policy is None or reason is not None:
             self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
             options["prompt_cache"] = self.prompt_cache
-            return self._start(tokens, max_tokens)(self.model, options)
-        request = self._request(tokens.size, quantization)
-        return drive(
-            self._start(tokens, max_tokens),
-            request,
-            self._take_report,
-            options,
-            without_compression,
-            keep=True,
-        )
+            return start(self.model, options)
+        kind = Request if self.memory == "drop" else RecallingRequest
+        request = kind(self.model, self.policy, tokens.size, self.prompt_cache, quantization)
+        return drive(start, request, self._take_report, options, without_compression, keep=True)
 
     def _reason_for_nothing(self, n_prompt: int, max_tokens: int) -> str | None:
         if self.policy is None:
@@ -238,19 +226,6 @@ class Conversation:
         if is_compressed(self.prompt_cache):
             return None
         return gate(self.policy, n_prompt, None, max_tokens)
-
-    def _start(self, tokens: mx.array, max_tokens: int):
-        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
-            return mlx_generate.stream_generate(
-                model, self.tokenizer, tokens, max_tokens, **options
-            )
-
-        return start
-
-    def _request(self, n_new: int, quantization: Quantization | None) -> Request:
-        assert self.policy is not None
-        kind = Request if self.memory == "drop" else RecallingRequest
-        return kind(self.model, self.policy, n_new, self.prompt_cache, quantization)
 
     def _take_report(self, report: CompressionReport) -> None:
         self.report = report
@@ -274,10 +249,10 @@ class Conversation:
             raise SnapKVError(f"the chat template refused the conversation: {error}") from error
 
     def _remember(self, tokens: list[int]) -> None:
-        """Tell what the cache has read of a turn from what it has not: when all rows are recalled, the answer."""
+        """Tell what the cache has read of a turn from what it has not: when all entries are recalled, the answer."""
         known = self.read + tokens
         n = len(known)
-        take_back_beyond(n, self.prompt_cache)
+        rollback_beyond(n, self.prompt_cache)
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = known[:n], known[n:]

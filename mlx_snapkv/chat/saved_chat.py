@@ -23,14 +23,8 @@ def save(path: str | Path, model, state: ChatState) -> None:
     """
     if not state.read:
         raise SnapKVError("nothing has been said yet, so there is nothing to save")
-    notes = {
-        "messages": state.messages,
-        "attached": state.attached,
-        "pending_tokens": state.pending_tokens,
-        "memory": state.memory,
-        "system": state.system,
-        "n_unknown": state.n_unknown,
-    }
+    noted = ("messages", "attached", "pending_tokens", "memory", "system", "n_unknown")
+    notes = {name: getattr(state, name) for name in noted}
     caches = saved_forms(model, state.prompt_cache)
     saved.save(path, model, caches, state.read, state.policy or NO_POLICY, notes)
 
@@ -55,7 +49,9 @@ def load(
         policy, memory = found.policy, notes.get("memory", "drop")
     if is_compressed(found.prompt_cache) and (policy is None or memory != "drop"):
         need = (
-            "a policy to go on with" if policy is None else "memory=drop, the other rows are gone"
+            "a policy to go on with"
+            if policy is None
+            else "memory=drop, the other entries are gone"
         )
         raise SnapKVError(f"{path} holds a compressed prompt, which needs {need}")
     require_memory(memory)

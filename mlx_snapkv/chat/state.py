@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ..policies import Policy, Stages
 
@@ -24,6 +24,9 @@ class ChatState:
     read: list[int] = field(default_factory=list)
     pending_tokens: list[int] = field(default_factory=list)
     n_unknown: int = 0
+
+
+STATE = frozenset(f.name for f in fields(ChatState))
 
 
 def first_messages(system: str | None) -> list[dict[str, str]]:

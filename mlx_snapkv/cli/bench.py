@@ -1,8 +1,7 @@
-"""`mlx-snapkv bench`: the ways to hold a prompt's rows, side by side in one process."""
+"""`mlx-snapkv bench`: the ways to hold a prompt's entries, side by side in one process."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -19,12 +18,12 @@ from ..reporting import plots, tables
 from ..reporting.setting import setting
 from . import flags
 from .loading import load_model
-from .options import whole_numbers, writable
+from .options import whole_numbers, writable, write_json, write_result
 from .print_table import print_table
 from .progress import StepBars
 
-LEAST = 1024  # tokens of a context: 1/16 of them are the fewest rows that the default policy can share out
-LONG = BOUNDED.quotas(0, 1)[0].rows + BOUNDED.block  # tokens that fill the buffers of a budget
+LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
+LONG = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill the buffers of a budget
 CONTEXTS = "4096,16384,32768,49152,65536,131072"
 
 
@@ -35,7 +34,7 @@ def bench(
     ] = None,
     snapkv: Annotated[
         str | None,
-        typer.Option(help="SnapKV's options; default: 1/16 of each context's rows, no gate."),
+        typer.Option(help="SnapKV's options; default: 1/16 of each context's entries, no gate."),
     ] = None,
     context: Annotated[str, typer.Option(help="Context lengths to decode at.")] = CONTEXTS,
     batch_size: Annotated[
@@ -80,19 +79,16 @@ def bench(
     for n in (*plan.contexts, *plan.prompts, batch_context):
         plan.policy_for(n)  # a mistake in the options shows before anything is measured
     loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
-    about = {
-        "command": shlex.join(["mlx-snapkv", *sys.argv[1:]]),
-        **setting(),
-        "model": model or NAME,
-    }
-    bars = _SavingBars(about, base)
-    with bars:
+    command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
+    about = {"command": command, **setting(), "model": model or NAME}
+    with _SavingBars(about, base) as bars:
         result = about | run(loaded, tokenizer, plan, bars)
     for table in tables.tables(result):
         print_table(table)
         print()
     if base is not None:
-        print("wrote", *_write(result, base))
+        page = tables.markdown(result, base.name)
+        print("wrote", *write_result(base, result, page), *plots.write_plots(result, base))
 
 
 class _SavingBars(StepBars):
@@ -105,17 +101,4 @@ class _SavingBars(StepBars):
 
     def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
         if self._base is not None:
-            _write_json(self._about | result, self._base)
-
-
-def _write(result: dict[str, Any], base: Path) -> list[Path]:
-    """The result, its page for the docs and the plots on it; their paths."""
-    data, page = _write_json(result, base), base.with_name(f"{base.name}.md")
-    page.write_text(tables.markdown(result, base.name), encoding="utf-8")
-    return [data, page, *plots.write_plots(result, base)]
-
-
-def _write_json(result: dict[str, Any], base: Path) -> Path:
-    path = base.with_name(f"{base.name}.json")
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return path
+            write_json(self._base, self._about | result)

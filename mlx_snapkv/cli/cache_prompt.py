@@ -15,20 +15,11 @@ from .. import saved
 from ..caches.layers import kv_bytes
 from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
-from ..policies import Policy, Stages, resolve_policy
+from ..policies import resolve_policy
 from . import flags
 from .loading import load_model, read_prompt
 from .opening import opening_tokens
 from .progress import PrefillBar
-
-EXAMPLES = """Read a long text once and save its KV cache, compressed if a policy is given.
-
-Each answer of generate --prompt-cache-file then starts from there.
-
-\b
-  mlx-snapkv cache-prompt --model demo --prompt-file book.txt --policy keydiff:budget=25% -o book.safetensors
-  mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
-"""
 
 
 def cache_prompt(
@@ -46,6 +37,14 @@ def cache_prompt(
     kv_group_size: flags.KVGroupSize = 64,
     quiet: flags.Quiet = False,
 ) -> None:
+    """Read a long text once and save its KV cache, compressed if a policy is given.
+
+    Each answer of generate --prompt-cache-file then starts from there.
+
+    \b
+      mlx-snapkv cache-prompt --model demo --prompt-file book.txt --policy keydiff:budget=25% -o book.safetensors
+      mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
+    """
     chosen = resolve_policy(snapkv, policy)
     path = saved.require_writable(output)
     text = read_prompt(prompt, prompt_file)
@@ -53,40 +52,28 @@ def cache_prompt(
     now = datetime.now()
     tokens = opening_tokens(tokenizer, text, system_prompt, now)
     bar = PrefillBar(Console(stderr=True, quiet=quiet))
-    options = {
+    options: dict[str, Any] = {
         "prefill_step_size": prefill_step_size,
         "prompt_progress_callback": bar.update,
         "kv_bits": kv_bits,
         "kv_group_size": kv_group_size,
     }
     try:
-        cache, report = _read(loaded, tokens, chosen, options)
+        if chosen is not None:
+            cache, report = prefill(loaded, tokens, chosen, **options)
+        else:
+            cache = make_prompt_cache(loaded)
+            read(loaded, mx.array(tokens), cache, options)
+            report = CompressionReport(NO_POLICY, len(tokens), "no policy was given")
     finally:
         bar.close()
     notes = {"text": text, "system_prompt": system_prompt, "time": now.isoformat()}
     used = report.policy if report.compressed else NO_POLICY
     saved.save(path, loaded, cache, tokens, used, notes)
     if not quiet:
-        print(_closing_line(report, cache, str(path)), file=sys.stderr)
-
-
-def _read(
-    model, tokens: list[int], policy: Policy | Stages | None, options: dict[str, Any]
-) -> tuple[list, CompressionReport]:
-    """The prompt cache of all tokens, compressed if there is a policy."""
-    if policy is not None:
-        return prefill(model, tokens, policy, **options)
-    cache = make_prompt_cache(model)
-    read(model, mx.array(tokens), cache, options)
-    return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
-
-
-def _closing_line(report: CompressionReport, cache: list, path: str) -> str:
-    kept = report.rows_text if report.compressed else f"full cache: {report.reason}"
-    return (
-        f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(kv_bytes(cache))} "
-        f"| saved in {path}"
-    )
-
-
-cache_prompt.__doc__ = EXAMPLES
+        kept = report.entries_text if report.compressed else f"full cache: {report.reason}"
+        print(
+            f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(kv_bytes(cache))} "
+            f"| saved in {path}",
+            file=sys.stderr,
+        )

@@ -24,14 +24,6 @@ from .lines import Lines
 from .loading import load_model, read_file
 from .progress import PrefillBar
 
-EXAMPLES = """Chat with a model; commands start with a slash, /help lists them.
-
-\b
-  mlx-snapkv chat --model demo
-  mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
-  mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
-"""
-
 
 def chat(
     model: flags.Model,
@@ -52,11 +44,18 @@ def chat(
     memory: Annotated[
         str,
         typer.Option(
-            help="What later turns vote over: what is left (drop) or all rows (the others). "
+            help="What later turns vote over: what is left (drop) or all entries (the others). "
             f"One of: {', '.join(MEMORIES)}."
         ),
     ] = "drop",
 ) -> None:
+    """Chat with a model; commands start with a slash, /help lists them.
+
+    \b
+      mlx-snapkv chat --model demo
+      mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
+      mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
+    """
     chosen = resolve_policy(snapkv, policy)
     lines = Lines(sys.stdin)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
@@ -85,9 +84,6 @@ def chat(
     Repl(conversation, lines).run()
 
 
-chat.__doc__ = EXAMPLES
-
-
 class Repl:
     """Reads lines, sends them, prints answers; a line with a slash is a command.
 
@@ -104,7 +100,7 @@ class Repl:
         self._commands: dict[str, tuple[Callable[[str], None], str]] = {
             "/file": (self._file, "FILE: put a document in front of the next message"),
             "/reset": (self._reset, "forget the conversation"),
-            "/stats": (self._stats, "rows kept, memory and speed of the last turn"),
+            "/stats": (self._stats, "entries kept, memory and speed of the last turn"),
             "/save": (self._save, "FILE: write the conversation to a .safetensors file"),
             "/load": (self._load, "FILE: go on with a saved conversation or text"),
             "/policy": (
@@ -185,9 +181,9 @@ class Repl:
             self._say("nothing has been said yet")
             return
         self._say(str(report))
-        layers = [f"{i}: {n}" for i, n in enumerate(report.rows_kept) if n is not None]
+        layers = [f"{i}: {n}" for i, n in enumerate(report.entries_kept) if n is not None]
         if layers:
-            self._say(f"rows by layer: {', '.join(layers)}")
+            self._say(f"entries by layer: {', '.join(layers)}")
         caches = self.conversation.prompt_cache
         held = format_bytes(kv_bytes(caches))
         if file_bytes(caches):

@@ -26,7 +26,7 @@ from . import flags
 from .loading import load_model
 
 N_SINK, N_WINDOW = 4, 32
-SHARE = 16  # the cut: one row in so many is kept
+SHARE = 16  # one entry in so many is kept
 
 
 @dataclass
@@ -55,7 +55,7 @@ def demo(
     ways = {"full cache": None, "sink + window": window, "SnapKV": snapkv}
     console.print(
         f"A document of about {len(prompts[0]):,} tokens hides {len(facts)} facts. Each question below is asked on "
-        f"three caches: all rows, and 1/{SHARE} of them ({budget} rows) chosen in two ways."
+        f"three caches: all entries, and 1/{SHARE} of them ({budget} entries) chosen in two ways."
     )
     jobs = [(fact, prompt, way) for fact, prompt in zip(facts, prompts) for way in ways]
     answers: dict[str, list[Answer]] = {way: [] for way in ways}
@@ -72,11 +72,9 @@ def demo(
 
 def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None) -> Answer:
     cache = make_prompt_cache(model)
-    text = ""
-    for response in stream_generate(
-        model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache
-    ):
-        text += response.text
+    asked = stream_generate(model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache)
+    responses = list(asked)
+    text, response = "".join(r.text for r in responses), responses[-1]
     return Answer(text.strip(), is_right(fact, text), response.generation_tps, kv_bytes(cache))
 
 
@@ -88,11 +86,7 @@ def _command() -> str:
 
 
 def _answers_table(facts: list[Fact], answers: dict[str, list[Answer]]) -> Table:
-    table = Table(title="Answers", title_justify="left")
-    table.add_column("question")
-    table.add_column("hidden")
-    for way in answers:
-        table.add_column(way)
+    table = Table("question", "hidden", *answers, title="Answers", title_justify="left")
     for i, fact in enumerate(facts):
         cells = [_mark(a[i]) for a in answers.values()]
         table.add_row(f"the {fact.attribute} of the {fact.subject}", fact.value, *cells)

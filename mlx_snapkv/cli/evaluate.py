@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +24,7 @@ from ..reporting import heatmap
 from ..reporting.setting import setting
 from . import flags
 from .loading import load_model, read_file
-from .options import whole_numbers, with_suffix, writable
+from .options import whole_numbers, with_suffix, writable, write_result
 from .print_table import print_table
 from .progress import StepBars
 
@@ -91,10 +91,7 @@ def needle(
     if haystack and not text.strip():
         raise SnapKVError(f"--haystack {' '.join(haystack)}: there is no text in it")
     grid = cells(_lengths(length), depths, questions)
-
-    def task(tokenizer) -> Needle:
-        return Needle(tokenizer, seed, needles, text or None)
-
+    task = partial(Needle, seed=seed, needles=needles, haystack=text or None)
     _evaluate(model, task, grid, policy or [], output, as_json)
 
 
@@ -111,16 +108,12 @@ def lines(
 ) -> None:
     """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
 
-    Without --policy, SnapKV with 1/8 of the rows, without pooling and pooled over 5, 7 and its default. These use
-    lookahead=0, since with its default of 4 the full rows would answer most of a number. The embedded models,
+    Without --policy, SnapKV with 1/8 of the entries, without pooling and pooled over 5, 7 and its default. These use
+    lookahead=0, since with its default of 4 the full cache would answer most of a number. The embedded models,
     which don't know LongEval's words, get lines of their own.
     """
     grid = cells(_lengths(length), depths, questions)
-    wording = FACTS if model in MODELS else LONGEVAL
-
-    def task(tokenizer) -> Lines:
-        return Lines(tokenizer, seed, wording)
-
+    task = partial(Lines, seed=seed, wording=FACTS if model in MODELS else LONGEVAL)
     _evaluate(model, task, grid, policy or POOLING, output, as_json)
 
 
@@ -151,13 +144,16 @@ def _evaluate(
     results = Results(fixed, None if base is None else with_suffix(base, ".jsonl"))
     records = _ask(model, tokenizer, task, grid, chosen, results, base)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
-    result = {"command": command, **fixed, **about, "summary": summary.summarise(records)}
+    found = summary.summarise(records)
+    result = {"command": command, **fixed, **about, "summary": found, "records": records}
     if as_json:
-        print(json.dumps(result | {"records": records}))
+        print(json.dumps(result))
     else:
-        print_table(summary.table(result["summary"], f"Retrieval: {result['task']}"))
+        print_table(summary.table(found, f"Retrieval: {result['task']}"))
     if base is not None:
-        written = _write(result | {"records": records}, base)
+        plots = heatmap.write_heatmaps(records, base)
+        page = summary.markdown(result, [plot.name for plot in plots])
+        written = [*write_result(base, result, page), *plots]
         print("wrote", *written, file=sys.stderr if as_json else sys.stdout)
 
 
@@ -165,9 +161,8 @@ def _ask(
     model, tokenizer, task: Task, grid: list[Cell], chosen: Contenders, results: Results, base
 ) -> list[dict[str, Any]]:
     done = sum(results.get(name, cell) is not None for cell in grid for name in chosen)
-    bar = StepBars(LINE_EVERY)
     try:
-        with bar:
+        with StepBars(LINE_EVERY) as bar:
             bar.start("asking", len(grid) * len(chosen), done)
             return run(model, tokenizer, task, grid, chosen, results, bar.advance)
     except KeyboardInterrupt:
@@ -177,12 +172,3 @@ def _ask(
                 soft_wrap=True,
             )
         raise
-
-
-def _write(result: dict[str, Any], base: Path) -> list[Path]:
-    """The result, its page and its heat maps; their paths."""
-    plots = heatmap.write_heatmaps(result["records"], base)
-    data, page = with_suffix(base, ".json"), with_suffix(base, ".md")
-    data.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    page.write_text(summary.markdown(result, [plot.name for plot in plots]), encoding="utf-8")
-    return [data, page, *plots]

@@ -11,7 +11,7 @@ from ..errors import SnapKVError
 
 
 def _possible(kv_bits: int | None) -> int | None:
-    """Raises: SnapKVError: rows can't have so many bits."""
+    """Raises: SnapKVError: entries can't have so many bits."""
     if kv_bits is not None and kv_bits not in BITS:
         raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {kv_bits}")
     return kv_bits
@@ -62,13 +62,13 @@ XtcProbability = Annotated[float, typer.Option(min=0, max=1, help="XTC probabili
 XtcThreshold = Annotated[float, typer.Option(min=0, max=0.5, help="XTC threshold.")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
 
-MaxKVSize = Annotated[int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in rows.")]
+MaxKVSize = Annotated[int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in entries.")]
 KVGroupSize = Annotated[
     int, typer.Option(callback=_possible_group, help="Values that share a scale: 32, 64 or 128.")
 ]
 KVBits = Annotated[
     int | None,
-    typer.Option(callback=_possible, help="Bits of the KV cache's rows: 2, 3, 4, 6 or 8."),
+    typer.Option(callback=_possible, help="Bits of the KV cache's entries: 2, 3, 4, 6 or 8."),
 ]
 Snapkv = Annotated[
     str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')

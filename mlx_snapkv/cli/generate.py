@@ -22,18 +22,6 @@ from .loading import encode, load_draft_model, load_model, read_prompt
 from .progress import PrefillBar
 from .saved_start import SavedStart
 
-EXAMPLES = """Answer a prompt, with a compressed KV cache if a policy is given.
-
-The answer goes to stdout; progress and figures go to stderr.
-
-\b
-  mlx-snapkv generate --model demo --prompt "What is the access code of the amber falcon?"
-  mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
-      --snapkv top_k=1024,min_ctx=0
-  cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
-  mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
-"""
-
 
 def generate(
     model: flags.Model,
@@ -61,6 +49,17 @@ def generate(
     quiet: flags.Quiet = False,
     json_output: flags.AsJson = False,
 ) -> None:
+    """Answer a prompt, with a compressed KV cache if a policy is given.
+
+    The answer goes to stdout; progress and figures go to stderr.
+
+    \b
+      mlx-snapkv generate --model demo --prompt "What is the access code of the amber falcon?"
+      mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
+          --snapkv top_k=1024,min_ctx=0
+      cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
+      mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
+    """
     chosen = resolve_policy(snapkv, policy)
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
@@ -139,13 +138,13 @@ def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show
 
 
 def kept_text(report: CompressionReport) -> str:
-    """What became of the prompt's rows, for the closing line."""
+    """What became of the prompt's entries, for the closing line."""
     if report.policy == NO_POLICY:
         return "full cache (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
     return (
-        f"{report.rows_text}, KV memory {format_bytes(report.kv_bytes_before)}"
+        f"{report.entries_text}, KV memory {format_bytes(report.kv_bytes_before)}"
         f" → {format_bytes(report.kv_bytes_after)}"
     )
 
@@ -173,6 +172,3 @@ def _as_json(
         | ({} if accepted is None else {"acceptance_rate": accepted})
         | {"peak_memory_gb": response.peak_memory, "compression": report.to_dict()}
     )
-
-
-generate.__doc__ = EXAMPLES

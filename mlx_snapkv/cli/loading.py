@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from datetime import datetime
@@ -29,7 +30,7 @@ def load_model(
         SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
     folder = MODELS.get(name) or _path(option, name)
-    exists = _exists(folder)
+    exists = os.path.exists(folder)  # which is False for a name that no file can have
     if exists and not (folder / "config.json").is_file():
         raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")
     if not exists and not _may_be_repository(name):
@@ -78,13 +79,6 @@ def _path(option: str, name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:
         raise SnapKVError(f"{option} {name}: no such home folder") from error
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name no file can have
-        return False
 
 
 def _may_be_repository(name: str) -> bool:
@@ -182,11 +176,7 @@ def _read_stdin() -> str:
 
 
 def read_file(option: str, path: str) -> str:
-    """The text of the file that an option names.
-
-    Raises:
-        SnapKVError: it can't be read or is not text.
-    """
+    """The text of the file that an option names; SnapKVError if it can't be read or is not text."""
     file = _path(option, path)
     try:
         data = file.read_bytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..models import listing
 
@@ -15,9 +15,9 @@ def models() -> None:
         ("Supported", "note", listing.supported()),
         ("Refused", "why", listing.refused()),
     ):
-        table = Table(title=f"{title}: {len(rows)} model types of mlx-lm", title_justify="left")
-        for name in ("model type", "also loads", last):
-            table.add_column(name, no_wrap=name == "model type")
+        columns = Column("model type", no_wrap=True), "also loads", last
+        heading = f"{title}: {len(rows)} model types of mlx-lm"
+        table = Table(*columns, title=heading, title_justify="left")
         for row in rows:
             table.add_row(*row)
         console.print(table)

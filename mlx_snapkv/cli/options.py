@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from ..errors import SnapKVError
 from ..reporting import plots
@@ -30,6 +32,20 @@ def writable(output: str, suffix: str) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise SnapKVError(f"--output {output}: {reason}") from error
     return base
+
+
+def write_json(base: Path, result: Any) -> Path:
+    """Write a result to `base`.json; that path."""
+    path = with_suffix(base, ".json")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def write_result(base: Path, result: Any, page: str) -> list[Path]:
+    """Write a result to `base`.json and its page to `base`.md; their paths."""
+    path = with_suffix(base, ".md")
+    path.write_text(page, encoding="utf-8")
+    return [write_json(base, result), path]
 
 
 def with_suffix(base: Path, suffix: str) -> Path:

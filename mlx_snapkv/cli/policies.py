@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from ..policies import POLICIES, Policy
 
-EXAMPLES = """List the eviction policies with their papers, options and defaults.
-
-Give one to generate, or two after each other:
-
-\b
-  --policy keydiff:budget=8192
-  --policy "keydiff:budget=25%,n_window=20%"
-  --policy "keydiff:budget=8192 then snapkv:top_k=1024"
-"""
-
 
 def policies() -> None:
+    """List the eviction policies with their papers, options and defaults.
+
+    Give one to generate, or two after each other:
+
+    \b
+      --policy keydiff:budget=8192
+      --policy "keydiff:budget=25%,n_window=20%"
+      --policy "keydiff:budget=8192 then snapkv:top_k=1024"
+    """
     for cls in POLICIES.values():
         paper = f" ({cls.paper})" if cls.paper else ""
         print(f"{cls.name}: {cls.summary}{paper}")
@@ -27,6 +26,3 @@ def defaults(cls: type[Policy]) -> dict[str, str]:
     policy = cls()
     values = {name: getattr(policy, name) for name in cls.options()}
     return {name: str(v).lower() if v in (True, None) else str(v) for name, v in values.items()}
-
-
-policies.__doc__ = EXAMPLES

@@ -76,7 +76,7 @@ class StepBars:
             disable=not self.console.is_terminal,
         )
 
-    def __enter__(self) -> StepBars:
+    def __enter__(self):
         self._progress.start()
         return self
 

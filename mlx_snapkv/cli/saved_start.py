@@ -30,14 +30,14 @@ class SavedStart:
         name: the model's name, as the user gave it.
         model: the model of that name.
         policy: how to compress a saved full cache.
-        quantization: of a saved full cache's rows, if it is asked for; without a policy mlx-lm does it.
+        quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Attributes:
         prompt_cache: what the answer continues.
         report: what compressing it on loading did.
 
     Raises:
-        SnapKVError: the file is not for this model, or its rows can't be compressed so.
+        SnapKVError: the file is not for this model, or its entries can't be compressed so.
     """
 
     def __init__(
@@ -53,9 +53,13 @@ class SavedStart:
         self.prompt_cache = self._saved.prompt_cache
         if self._saved.tokens is None:
             _require_name(file, name, self._saved.notes.get("model"))
-        if quantization is not None and (self._is_compressed() or self._is_quantised()):
-            how = "compressed" if self._is_compressed() else "quantised"
-            raise SnapKVError(f"{file} is {how} already, its rows stay as they are: drop --kv-bits")
+        self._is_compressed = is_compressed(self.prompt_cache)
+        quantised = any(cache.quantization for cache in layer_caches(self.prompt_cache))
+        if quantization is not None and (self._is_compressed or quantised):
+            how = "compressed" if self._is_compressed else "quantised"
+            raise SnapKVError(
+                f"{file} is {how} already, its entries stay as they are: drop --kv-bits"
+            )
         self.n_tokens = n_tokens(self.prompt_cache)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         if policy is not None:
@@ -96,27 +100,21 @@ class SavedStart:
     @property
     def kept(self) -> str:
         """What the answer starts from, for the closing line."""
-        rows = max(cache.n_entries for cache in layer_caches(self.prompt_cache))
+        entries = max(cache.n_entries for cache in layer_caches(self.prompt_cache))
         how = "full cache" if self.policy == NO_POLICY else self.policy
         asked = self.report.policy != NO_POLICY and not self.report.compressed
         why = f": {self.report.reason}" if asked else ""
         size = format_bytes(kv_bytes(self.prompt_cache))
-        return f"after {self.n_tokens} saved ones ({how}{why}), now {rows} rows, KV memory {size}"
+        return f"after {self.n_tokens} saved ones ({how}{why}), now {entries} entries, KV memory {size}"
 
     def to_dict(self) -> dict[str, Any]:
         return {"file": self._file, "tokens": self.n_tokens, "policy": self.policy}
 
-    def _is_compressed(self) -> bool:
-        return is_compressed(self.prompt_cache)
-
-    def _is_quantised(self) -> bool:
-        return any(cache.quantization for cache in layer_caches(self.prompt_cache))
-
     def _compress(
         self, model, policy: Policy | Stages, quantization: Quantization | None
     ) -> CompressionReport:
-        """Cut the full cache down by a policy that needs no queries."""
-        if self._is_compressed():
+        """Compress the full cache by a policy that needs no queries."""
+        if self._is_compressed:
             raise SnapKVError(
                 f"{self._file} is already compressed, by {self._saved.policy}: drop the policy"
             )

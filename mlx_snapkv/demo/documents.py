@@ -53,15 +53,16 @@ ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
     "pass phrase": _phrase,
 }
 
-_INTRODUCTIONS = (
-    "",
-    "",
-    "",
-    "Remember that ",
-    "Please note that ",
-    "As agreed, ",
-    "For the record, ",
-)
+# What a filler sentence may name two of.
+_TWICE = {
+    "person": words.PEOPLE,
+    "place": words.PLACES,
+    "thing": words.THINGS,
+    "verb": words.VERBS,
+    "quality": words.QUALITIES,
+}
+
+_INTRODUCTIONS = ("Remember that ", "Please note that ", "As agreed, ", "For the record, ")
 
 
 def made_up_word(rng: random.Random) -> str:
@@ -92,29 +93,20 @@ def make_facts(
 
 
 def fact_sentence(fact: Fact, rng: random.Random) -> str:
-    intro = rng.choice(_INTRODUCTIONS)
+    intro = rng.choice(("", "", "", *_INTRODUCTIONS))
     return intro + fact.clause if intro else fact.clause[0].upper() + fact.clause[1:]
 
 
 def filler_sentence(rng: random.Random) -> str:
     pick = rng.choice
-    return pick(words.FILLER_TEMPLATES).format(
-        person=pick(words.PEOPLE),
-        person2=pick(words.PEOPLE),
-        place=pick(words.PLACES),
-        place2=pick(words.PLACES),
-        thing=pick(words.THINGS),
-        thing2=pick(words.THINGS),
-        verb=pick(words.VERBS),
-        verb2=pick(words.VERBS),
-        quality=pick(words.QUALITIES),
-        quality2=pick(words.QUALITIES),
-        time=pick(words.TIMES),
-        adjective=pick(words.ADJECTIVES),
-        noun=pick(words.NOUNS),
-        number=rng.randint(2, 99),
-        number2=rng.randint(2, 999),
-    )
+    template = pick(words.FILLER_TEMPLATES)
+    twice = {f"{name}{n}": pick(known) for name, known in _TWICE.items() for n in ("", "2")}
+    once = {
+        "time": pick(words.TIMES),
+        "adjective": pick(words.ADJECTIVES),
+        "noun": pick(words.NOUNS),
+    }
+    return template.format(**twice, **once, number=rng.randint(2, 99), number2=rng.randint(2, 999))
 
 
 def make_document(

@@ -18,7 +18,7 @@ from ..entries.queries import Queries
 from ..entries.selection import has_nan, nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..policies.budgets import Quota, smallest_for_mass
+from ..policies.budgets import Quota, smallest_for_share
 from .decision import fits_reason
 from .report import CompressionReport
 
@@ -53,7 +53,9 @@ def compress_prompt_cache(
         raise SnapKVError("compress_prompt_cache needs a policy, such as SnapKV(top_k=4096)")
     layers = attention_layers(model, prompt_cache)
     if is_compressed([layer.cache_in(prompt_cache) for layer in layers]):
-        raise SnapKVError("this prompt cache is compressed already: give one that holds all rows")
+        raise SnapKVError(
+            "this prompt cache is compressed already: give one that holds all entries"
+        )
     if queries is not None and len(queries) != len(prompt_cache):
         raise SnapKVError(
             f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
@@ -61,7 +63,7 @@ def compress_prompt_cache(
     n_tokens = _common_length(layers, prompt_cache)
     stages = dict.fromkeys(chosen.stages)
     quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, len(layers))]
-    if all(stage.mass is None for stage in stages) and all(n_tokens <= q.rows for q in quotas):
+    if all(stage.mass is None for stage in stages) and all(n_tokens <= q.entries for q in quotas):
         return CompressionReport(str(chosen), n_tokens, fits_reason(n_tokens, chosen))
     return Compression(
         layers,
@@ -122,10 +124,10 @@ class Compression:
         for layer, *quotas in zip(self.layers, *self._quotas()):
             report.kv_bytes_before += layer.entries_in(self.prompt_cache).full_nbytes
             choices.append(self._choose(layer, quotas))
-            report.mass_kept[layer.index] = choices[-1].share
+            report.attention_share[layer.index] = choices[-1].share
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
-            report.rows_kept[layer.index] = choice.kept.shape[-1]
+            report.entries_kept[layer.index] = choice.kept.shape[-1]
             self._replace(layer, choice, uniform)
         mx.clear_cache()
         report.kv_bytes_after = kv_bytes(self.prompt_cache)
@@ -210,7 +212,7 @@ def _choice(entries: Entries, policy: Policy, quota: Quota) -> _Choice:
     if policy.obs_window and not policy.accumulates_attention:
         votes = entries.votes
     if policy.mass is not None and votes is not None:
-        quota = smallest_for_mass(scores, votes, quota, policy.mass)
+        quota = smallest_for_share(scores, votes, quota, policy.mass)
     kept = quota.select(scores)
     share = None
     if votes is not None:
@@ -244,5 +246,5 @@ def _one_by_one(keys: Stored, values: Stored) -> Iterator[tuple[Stored, Stored]]
 def _common_length(layers: list[AttentionLayer], prompt_cache: list) -> int:
     lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
     if len(lengths) != 1:
-        raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} rows")
+        raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} entries")
     return lengths.pop()

@@ -1,4 +1,4 @@
-"""What is decided before a prompt is read: whether to compress it, who votes, where the cut falls, in which chunks.
+"""What is decided before a prompt is read: whether to compress it and where, who votes, in which chunks.
 
 Every way in asks here, so that the same prompt and policy keep the same entries.
 """
@@ -49,7 +49,7 @@ class Decision:
 
 
 def decide(policy: Policy | Stages, n_prompt: int) -> Decision:
-    """Who votes on a prompt, and where the cut falls."""
+    """Who votes on a prompt, and where the compression falls."""
     _, decode_policy = policy.stages
     at = n_prompt if decode_policy.last_token else n_prompt - 1
     first = max(0, at - decode_policy.obs_window)
@@ -85,7 +85,7 @@ def gate(
 def fits_reason(n: int, policy: Policy | Stages) -> str:
     prefill_policy, _ = policy.stages
     parts = " (n_sink + top_k + n_window)" if prefill_policy.name == "snapkv" else ""
-    return f"the prompt's {n} rows fit the budget of {prefill_policy.budget}{parts}; lower it to compress"
+    return f"the prompt's {n} entries fit the budget of {prefill_policy.budget}{parts}; lower it to compress"
 
 
 def chunk_size(policy: Policy, limit: int | None, n_new: int, n_before: int) -> int:

@@ -29,9 +29,9 @@ ReportCallback = Callable[[CompressionReport], None]
 
 MAX_TOKENS = 256  # mlx-lm's own default
 
-# Options of mlx-lm that also decide what becomes of the rows.
+# Options of mlx-lm that also decide what becomes of the entries.
 _CONFLICTS = {
-    "max_kv_size": "max_kv_size also limits the rows: drop it or the policy",
+    "max_kv_size": "max_kv_size also limits the entries: drop it or the policy",
 }
 
 
@@ -91,7 +91,7 @@ def stream_generate(
     """`mlx_lm.stream_generate` with a compressed prompt; see `generate_step` for the keywords.
 
     With a draft model, the main model's cache is compressed and the draft's is kept in full. The first tokens, up to
-    the one after the cut, are the main model's alone; the greedy answer is that without a draft model.
+    the one after the compression, are the main model's alone; the greedy answer is that without a draft model.
 
     Yields:
         mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and

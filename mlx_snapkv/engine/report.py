@@ -15,47 +15,54 @@ class CompressionReport:
     Attributes:
         policy: the policy, as its command-line string, or NO_POLICY.
         prompt_tokens: tokens of the whole prompt.
-        reason: why nothing was compressed, with what to change; None when rows were dropped.
-        rows_kept: by layer of the model, rows per KV head; None for layers without a KV cache.
-        kv_bytes_before: bytes of all tokens' rows at the cut, those evicted before included.
+        reason: why nothing was compressed, with what to change; None when entries were dropped.
+        entries_kept: by layer of the model, entries per KV head; None for layers without a KV cache.
+        kv_bytes_before: bytes of all tokens' entries at the compression, those evicted before included.
         kv_bytes_after: bytes of the buffers of the caches that go on.
-        mass_kept: by layer, the share (0 to 1) of the voters' attention at the cut that went to rows kept; None
-            for policies without votes, and for those that go on evicting.
-        prefill_seconds: from the first chunk to the cut, selection excluded.
+        attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept; None for
+            policies without votes, and for those that go on evicting.
+        prefill_seconds: from the first chunk to the compression, selection excluded.
         selection_seconds: scoring, ranking and gathering, all evictions while reading included.
     """
 
     policy: str
     prompt_tokens: int
     reason: str | None = None
-    rows_kept: list[int | None] = field(default_factory=list)
+    entries_kept: list[int | None] = field(default_factory=list)
     kv_bytes_before: int = 0
     kv_bytes_after: int = 0
-    mass_kept: list[float | None] = field(default_factory=list)
+    attention_share: list[float | None] = field(default_factory=list)
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
 
     @classmethod
     def of(cls, policy: object, n_prompt: int, n_caches: int) -> CompressionReport:
         """A report to be filled in, of a model with so many caches."""
-        return cls(str(policy), n_prompt, rows_kept=[None] * n_caches, mass_kept=[None] * n_caches)
+        return cls(
+            str(policy), n_prompt, entries_kept=[None] * n_caches, attention_share=[None] * n_caches
+        )
 
     @property
     def compressed(self) -> bool:
         return self.reason is None
 
     @property
-    def rows(self) -> int:
-        """Rows kept per KV head, the most of any layer; 0 when nothing was compressed."""
-        return max((n for n in self.rows_kept if n is not None), default=0)
+    def entries(self) -> int:
+        """Entries kept per KV head, the most of any layer; 0 when nothing was compressed."""
+        return max((n for n in self.entries_kept if n is not None), default=0)
 
     @property
-    def rows_text(self) -> str:
-        """The rows kept in words: one number, or the range over the layers."""
-        kept = sorted(n for n in self.rows_kept if n is not None)
+    def entries_text(self) -> str:
+        """The entries kept in words: one number, or the range over the layers."""
+        kept = sorted(n for n in self.entries_kept if n is not None)
         if not kept or kept[0] == kept[-1]:
-            return f"{self.rows} rows kept"
-        return f"{kept[0]} to {kept[-1]} rows kept by layer"
+            return f"{self.entries} entries kept"
+        return f"{kept[0]} to {kept[-1]} entries kept by layer"
+
+    # What `entries`, `entries_kept` and `attention_share` were called before.
+    rows = property(lambda self: self.entries)
+    rows_kept = property(lambda self: self.entries_kept)
+    mass_kept = property(lambda self: self.attention_share)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,10 +70,10 @@ class CompressionReport:
     def __str__(self) -> str:
         if not self.compressed:
             return f"not compressed: {self.reason}"
-        mass = [m for m in self.mass_kept if m is not None]
-        share = f", {min(mass):.0%} to {max(mass):.0%} of the votes" if mass else ""
+        shares = [s for s in self.attention_share if s is not None]
+        share = f", {min(shares):.0%} to {max(shares):.0%} of the votes" if shares else ""
         return (
-            f"{self.prompt_tokens} prompt tokens, {self.rows_text}{share}, KV memory "
+            f"{self.prompt_tokens} prompt tokens, {self.entries_text}{share}, KV memory "
             f"{format_bytes(self.kv_bytes_before)} → {format_bytes(self.kv_bytes_after)}, "
             f"selection {self.selection_seconds:.2f} s"
         )

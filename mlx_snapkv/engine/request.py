@@ -42,7 +42,7 @@ class Request:
 
     Attributes:
         caches: the list to hand to mlx-lm.
-        decision: who votes, and where the cut falls.
+        decision: who votes, and where the compression falls.
         compress_seconds: what the compression itself took.
 
     Raises:
@@ -188,7 +188,7 @@ class Request:
         ).run()
         report.policy = str(self.policy)
         report.prefill_seconds = self._prefill_seconds or 0.0
-        if policy.schedule == "block" and report.rows >= decision.at:
+        if policy.schedule == "block" and report.entries >= decision.at:
             report.reason = fits_reason(decision.at, self.policy) + "; the answer is kept within it"
         return report
 

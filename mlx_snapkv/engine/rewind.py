@@ -29,10 +29,10 @@ class Rewind:
             cache.commit()
 
 
-def take_back_beyond(n_tokens: int, prompt_cache: list) -> None:
-    """Take back the token that some layers have been fed beyond `n_tokens`, when its step was interrupted.
+def rollback_beyond(n_tokens: int, prompt_cache: list) -> None:
+    """Roll back the token that some layers have been fed beyond `n_tokens`, when its step was interrupted.
 
-    Linear states and attention that is counted already can't be taken back: they have then seen that token.
+    Linear states and attention that is counted already can't be rolled back: they have then seen that token.
     """
     for cache in layer_caches(prompt_cache):
         if cache.offset > n_tokens:

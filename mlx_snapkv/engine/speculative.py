@@ -43,7 +43,7 @@ class DraftedRequest:
         options: mlx-lm's, as for its `stream_generate`; `prompt_cache` holds the main model's caches, then the draft's.
 
     Raises:
-        SnapKVError: a model's layers can't take tokens back, or the policy's rows would depend on the drafts.
+        SnapKVError: a model's layers can't take tokens back, or the policy's entries would depend on the drafts.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DraftedRequest:
         options: dict[str, Any],
     ):
         if options.get("kv_bits") is not None:
-            raise SnapKVError("a draft model can't check quantised rows exactly: drop kv_bits")
+            raise SnapKVError("a draft model can't check quantised entries exactly: drop kv_bits")
         if max_tokens < 0:
             raise SnapKVError(f"max_tokens must be at least 1 with a draft model, got {max_tokens}")
         self._model = model
@@ -173,7 +173,7 @@ def require_rewindable(model, prompt_cache: list | None) -> None:
         raise _cannot_rewind("main", model, kinds)
     if gives_way(caches):
         raise SnapKVError(
-            "a prompt cache that chooses rows by itself can't go on with a draft model: drop draft_model, or "
+            "a prompt cache that chooses entries by itself can't go on with a draft model: drop draft_model, or "
             "compress the prompt with snapkv and on_full=slide"
         )
 
@@ -193,12 +193,12 @@ def _cannot_rewind(role: str, model, kinds: set[str]) -> SnapKVError:
 
 
 def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_draft: int) -> None:
-    """Refuse policies whose rows would not be those of decoding token by token."""
+    """Refuse policies whose entries would not be those of decoding token by token."""
     _, decode_policy = policy.stages
     quotas = decode_policy.quotas(n_prompt, n_layers)
-    if decode_policy.mass is not None or len({quota.rows for quota in quotas}) > 1:
+    if decode_policy.mass is not None or len({quota.entries for quota in quotas}) > 1:
         raise SnapKVError(
-            "a draft model needs a policy that keeps equally many rows in every layer: "
+            "a draft model needs a policy that keeps equally many entries in every layer: "
             "give a number or a share, or drop draft_model"
         )
     if decode_policy.schedule == "once" and decode_policy.on_full in ("slide", "grow"):

@@ -72,7 +72,7 @@ def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
 
 
 def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.array, mx.array]:
-    """All weights at once `(B, n_kv_heads, group * n, T)`, and what makes a softmax of them `(B, n_kv_heads, group * n)`."""
+    """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
     logits = _logits(keys, observed, queries, (0, keys.shape[2]))
     top = logits.max(axis=-1)
     weights = mx.power(2, logits - top[..., None])

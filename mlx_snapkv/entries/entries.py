@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from ..errors import SnapKVError
 from .attention import attention_votes, attention_weights
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, unpack
 from .queries import Queries
-from .selection import gather_rows
+from .selection import gather_entries
 
 
 class _Missing:
@@ -41,7 +42,7 @@ class Entries:
     """What one layer offers a policy, by attribute; nothing is computed that is not asked for.
 
     Besides the fields: `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention` and `votes`, each
-    computed once. All of it is lazy.
+    computed once. All of it is lazy. Asking for one of the last four without observed queries is a SnapKVError.
 
     Attributes:
         stored_keys, stored_values: the layer's entries in order of position, as its cache stores them.
@@ -95,11 +96,7 @@ class Entries:
 
     @property
     def voters(self) -> Queries:
-        """The observed queries with their places.
-
-        Raises:
-            SnapKVError: none were observed.
-        """
+        """The observed queries with their places."""
         if self.observed is None:
             raise SnapKVError(
                 "a layer's queries are missing: pass queries=, or prefill with mlx_snapkv.prefill"
@@ -108,11 +105,7 @@ class Entries:
 
     @property
     def queries(self) -> mx.array:
-        """`(B, n_heads, n, head_dim)`: the observed queries, post-RoPE.
-
-        Raises:
-            SnapKVError: none were observed.
-        """
+        """`(B, n_heads, n, head_dim)`: the observed queries, post-RoPE."""
         return self.voters.heads
 
     @cached_property
@@ -120,25 +113,19 @@ class Entries:
         """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE.
 
         Raises:
-            SnapKVError: none were observed, the layer is not known, or the queries' positions aren't.
+            SnapKVError: the layer is not known, or the queries' positions aren't.
         """
-        voters = self.voters
-        start = voters.start
-        if start is None:
-            if self.given_positions is not None:
-                raise SnapKVError(
-                    "the positions of a layer's queries are missing: give Queries their start"
-                )
-            start = voters.places.start
-        return self.layer.undo_rope(voters.heads, start)
+        start = self.voters.start
+        if start is None and self.given_positions is not None:
+            raise SnapKVError(
+                "the positions of a layer's queries are missing: give Queries their start"
+            )
+        places = self.voters.places
+        return self.layer.undo_rope(self.queries, places.start if start is None else start)
 
     @cached_property
     def attention(self) -> mx.array:
-        """`(B, n_heads, n, T)` float32: every observed query's weights, causal, after the sinks' share.
-
-        Raises:
-            SnapKVError: none were observed.
-        """
+        """`(B, n_heads, n, T)` float32: every observed query's weights, causal, after the sinks' share."""
         return attention_weights(self.keys, self.voters)
 
     @cached_property
@@ -146,28 +133,16 @@ class Entries:
         """`(B, n_kv_heads, T)` float32: `attention`, summed over queries and averaged over a GQA group.
 
         It is not made from `attention`, and needs far less memory.
-
-        Raises:
-            SnapKVError: none were observed.
         """
         return attention_votes(self.keys, self.voters)
 
     def taken(self, chosen: mx.array) -> Entries:
         """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""
-        stored = (self.stored_keys, self.stored_values)
-        keys, values = (each(lambda part: gather_rows(part, chosen), x) for x in stored)
-        received = self.received
-        if received is not None:
-            received = mx.take_along_axis(received, chosen, axis=-1)
-        positions = mx.take_along_axis(self.positions, chosen, axis=-1)
-        return replace(
-            self,
-            stored_keys=keys,
-            stored_values=values,
-            observed=None,
-            given_positions=positions,
-            received=received,
-        )
+
+        def part(x: mx.array) -> mx.array:
+            return mx.take_along_axis(x, chosen, axis=-1)
+
+        return self._of(part, lambda x: gather_entries(x, chosen), observed=None)
 
     def between(self, start: int, stop: int) -> Entries:
         """The entries from `start` on, before `stop`; queries keep their places."""
@@ -177,13 +152,22 @@ class Entries:
         def part(x: mx.array) -> mx.array:
             return mx.contiguous(x[:, :, start:stop])
 
-        received = self.received
+        return self._of(part, lambda x: x[:, :, start:stop])
+
+    def _of(
+        self,
+        part: Callable[[mx.array], mx.array],
+        stored: Callable[[mx.array], mx.array],
+        **changes: Any,
+    ) -> Entries:
+        """Some of the entries: `part` of what is `(B, n_kv_heads, T)`, and `stored` of what has another axis."""
         return replace(
             self,
-            stored_keys=each(lambda x: x[:, :, start:stop], self.stored_keys),
-            stored_values=each(lambda x: x[:, :, start:stop], self.stored_values),
+            stored_keys=each(stored, self.stored_keys),
+            stored_values=each(stored, self.stored_values),
             given_positions=part(self.positions),
-            received=None if received is None else part(received),
+            received=None if self.received is None else part(self.received),
+            **changes,
         )
 
     def packed(self, quantization: Quantization | None) -> Entries:

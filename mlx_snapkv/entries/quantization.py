@@ -1,4 +1,4 @@
-"""Rows with fewer bits, in the form that mlx-lm's quantised attention reads."""
+"""Quantised entries, in the form that mlx-lm's quantised attention reads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ GROUP_SIZES = (32, 64, 128)
 # Packed values, scales and biases, as `mx.quantize` makes them: `(B, n_kv_heads, T, ...)` each.
 Parts = tuple[mx.array, mx.array, mx.array]
 
-# Rows as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or parts.
+# Entries as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or parts.
 Stored = Any
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How rows are quantised.
+    """How entries are quantised.
 
     Attributes:
         bits: per value, 2, 3, 4, 6 or 8.
@@ -33,12 +33,12 @@ class Quantization:
     bits: int
     group_size: int
 
-    def pack(self, rows: mx.array) -> Parts:
-        """Rows `(B, n_kv_heads, T, head_dim)`, quantised."""
-        return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))  # type: ignore[return-value]
+    def pack(self, entries: mx.array) -> Parts:
+        """Entries `(B, n_kv_heads, T, head_dim)`, quantised."""
+        return tuple(mx.quantize(entries, group_size=self.group_size, bits=self.bits))  # type: ignore[return-value]
 
     def unpack(self, parts: Any) -> mx.array:
-        """Rows `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
+        """Entries `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
         packed, scales, biases = parts
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
@@ -54,18 +54,18 @@ def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, 
     return None if bits is None else Quantization(bits, options.get("kv_group_size", 64)), others
 
 
-def pack(rows: mx.array, quantization: Quantization | None) -> Stored:
-    """Rows as they are to be stored."""
-    return rows if quantization is None else quantization.pack(rows)
+def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
+    """Entries as they are to be stored."""
+    return entries if quantization is None else quantization.pack(entries)
 
 
 def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
-    """Rows `(B, n_kv_heads, T, head_dim)` as the attention sees them."""
+    """Entries `(B, n_kv_heads, T, head_dim)` as the attention sees them."""
     return stored if quantization is None else quantization.unpack(stored)
 
 
 def arrays(stored: Stored) -> tuple[mx.array, ...]:
-    """The arrays that rows are stored in."""
+    """The arrays that entries are stored in."""
     return tuple(stored) if isinstance(stored, (tuple, list)) else (stored,)
 
 
@@ -78,19 +78,19 @@ def n_bytes(stored: Stored) -> int:
 
 
 def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> Stored:
-    """A function of every array that rows are stored in, and of their counterparts in `others`."""
+    """A function of every array that entries are stored in, and of their counterparts in `others`."""
     return tree_map(function, stored, *others)
 
 
-def write(stored: Stored, start: int, rows: Stored) -> None:
-    """Write rows in place, from row `start` on."""
-    for held, new in zip(arrays(stored), arrays(rows)):
+def write(stored: Stored, start: int, entries: Stored) -> None:
+    """Write entries in place, from row `start` on."""
+    for held, new in zip(arrays(stored), arrays(entries)):
         held[..., start : start + new.shape[2], :] = new
 
 
-def join(stored: Stored, rows: Stored) -> Stored:
-    """A copy with rows appended."""
-    return each(lambda *pair: mx.concatenate(list(pair), axis=2), stored, rows)
+def join(stored: Stored, entries: Stored) -> Stored:
+    """A copy with entries appended."""
+    return each(lambda *pair: mx.concatenate(list(pair), axis=2), stored, entries)
 
 
 def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:

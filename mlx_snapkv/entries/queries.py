@@ -46,8 +46,8 @@ class Statistics:
 class Recorder:
     """What a KV cache needs to keep queries: mixed into one with an `offset`.
 
-    Args:
-        first, last: logical positions whose queries are wanted, however they are cut into chunks.
+    Args, as of `start_recording`:
+        first, last: logical positions whose queries are wanted, in whatever chunks they come.
         newest: how many of those are wanted at most, the latest ones; None is all.
         statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, which
             needs `layer`; None counts nothing.
@@ -59,15 +59,9 @@ class Recorder:
     offset: int
     layer: Any = None
 
-    def __init__(
-        self,
-        first: float = 0,
-        last: float = math.inf,
-        newest: int | None = None,
-        statistics_from: int | None = None,
-    ):
+    def __init__(self, *wanted: Any, **more: Any):
         super().__init__()
-        self.start_recording(first, last, newest, statistics_from)
+        self.start_recording(*wanted, **more)
 
     def start_recording(
         self,

@@ -56,9 +56,11 @@ def has_nan(scores: mx.array) -> mx.array:
 
 def nan_scores() -> SnapKVError:
     """The error of scores that contain NaN."""
-    return SnapKVError("the scores of the prompt's rows contain NaN: the model gave NaN attention")
+    return SnapKVError(
+        "the scores of the prompt's entries contain NaN: the model gave NaN attention"
+    )
 
 
-def gather_rows(rows: mx.array, positions: mx.array) -> mx.array:
+def gather_entries(stored: mx.array, positions: mx.array) -> mx.array:
     """Entries `(B, n_kv_heads, T, D)` at `positions` `(B, n_kv_heads, n)`: `(B, n_kv_heads, n, D)`."""
-    return mx.take_along_axis(rows, positions[..., None], axis=2)
+    return mx.take_along_axis(stored, positions[..., None], axis=2)

@@ -1,4 +1,4 @@
-"""The hit rate H of SnapKV's section 3: do the rows that were voted for serve the tokens that follow?"""
+"""The hit rate H of SnapKV's section 3: do the entries that were voted for serve the tokens that follow?"""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ class Needle:
         rng = random.Random(f"{self.seed} {cell}")
         facts = make_facts(rng, self.needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
-        depths = [cell.depth, *_spread(self.needles - 1)]
+        n = self.needles - 1
+        # The others are in the middles of `n` equal parts of the document.
+        depths = [cell.depth, *((i + 0.5) / n for i in range(n))]
         prompt = fill(
             cell.length,
             list(zip(depths, sentences)),
@@ -50,8 +52,3 @@ class Needle:
             lambda document: question_prompt(self.tokenizer, document, facts[0].question),
         )
         return Question(prompt, facts[0].value)
-
-
-def _spread(n: int) -> list[float]:
-    """The middles of `n` equal parts of the document."""
-    return [(i + 0.5) / n for i in range(n)]

@@ -70,38 +70,25 @@ def run(
             continue
         question = task.ask(cell)
         for name in missing:
-            answered = _answer(model, tokenizer, question, contenders[name], generation)
+            options = {"policy": contenders[name], **generation}
+            answered = _answer(model, tokenizer, question, options)
             results.add({"policy": name, **vars(cell), **answered})
             on_answer()
     return [record for cell in cells for name in contenders if (record := results.get(name, cell))]
 
 
-def _answer(
-    model,
-    tokenizer,
-    question: Question,
-    policy: Policy | Stages | None,
-    generation: Mapping[str, Any],
-) -> dict[str, Any]:
+def _answer(model, tokenizer, question: Question, options: dict[str, Any]) -> dict[str, Any]:
     reports: list[CompressionReport] = []
     cache = make_prompt_cache(model)
-    text = generate(
-        model,
-        tokenizer,
-        question.prompt,
-        max_tokens=MAX_TOKENS,
-        policy=policy,
-        prompt_cache=cache,
-        on_report=reports.append,
-        **generation,
-    )
+    options |= {"prompt_cache": cache, "on_report": reports.append}
+    text = generate(model, tokenizer, question.prompt, max_tokens=MAX_TOKENS, **options)
     (report,) = reports
     return {
         "right": contains(text, question.expected),
         "answer": text.strip(),
         "expected": question.expected,
         "prompt_tokens": len(question.prompt),
-        "rows": report.rows if report.compressed else len(question.prompt),
+        "entries": report.entries if report.compressed else len(question.prompt),
         "kv_bytes": kv_bytes(cache),
-        "reason": report.reason if policy is not None else None,
+        "reason": report.reason if options["policy"] is not None else None,
     }

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from ..engine.report import format_bytes
-from ..reporting.tables import Table, as_markdown
+from ..reporting.tables import Table, as_markdown, setting_text
 from .results import Record
 
 REMARK = (
-    "Right answers of those asked for; an answer is right if the exact value stands in it. Rows are those kept per KV "
-    "head, the most of any layer; under schedule=block up to `block` more are held until the next cut. KV memory is "
-    "read from the arrays after the answer."
+    "Right answers of those asked for; an answer is right if the exact value stands in it. Entries are those kept per "
+    "KV head, the most of any layer; under schedule=block up to `block` more are held until the next eviction. KV "
+    "memory is read from the arrays after the answer."
 )
 
 
@@ -26,7 +27,7 @@ def summarise(records: list[Record]) -> list[dict[str, Any]]:
             "length": length,
             "right": sum(r["right"] for r in group),
             "asked": len(group),
-            "rows": max(r["rows"] for r in group),
+            "entries": max(r["entries"] for r in group),
             "kv_bytes": max(r["kv_bytes"] for r in group),
             "reason": next((r["reason"] for r in group if r["reason"] is not None), None),
         }
@@ -36,53 +37,42 @@ def summarise(records: list[Record]) -> list[dict[str, Any]]:
 
 
 def table(summary: list[dict[str, Any]], title: str) -> Table:
-    """A row a policy; for each length the right answers, the rows and the KV memory."""
+    """A row a policy; for each length the right answers, the entries and the KV memory."""
     lengths = sorted({s["length"] for s in summary})
     columns = ["policy"]
     for length in lengths:
-        columns += [f"{length:,} tokens", "rows", "KV memory"]
-    made = Table(title, " ".join([REMARK, *_reasons(summary)]), columns)
-    cells = {(s["policy"], s["length"]): s for s in summary}
-    for policy in dict.fromkeys(s["policy"] for s in summary):
-        row = [policy]
-        for length in lengths:
-            row += _cells(cells[policy, length])
-        made.rows.append(row)
-    return made
+        columns += [f"{length:,} tokens", "entries", "KV memory"]
+    remarks = [
+        f"Not compressed, so not counted: {s['policy']} at {s['length']:,} tokens ({s['reason']})."
+        for s in summary
+        if s["reason"] is not None
+    ]
+    cells = {(s["policy"], s["length"]): _cells(s) for s in summary}
+    rows = [
+        [policy, *itertools.chain.from_iterable(cells[policy, length] for length in lengths)]
+        for policy in dict.fromkeys(s["policy"] for s in summary)
+    ]
+    return Table(title, " ".join([REMARK, *remarks]), columns, rows)
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
     right = f"{found['right']}/{found['asked']}"
     if found["reason"] is not None:
         right = "not compressed"
-    return [right, f"{found['rows']:,}", format_bytes(found["kv_bytes"])]
-
-
-def _reasons(summary: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"Not compressed, so not counted: {s['policy']} at {s['length']:,} tokens ({s['reason']})."
-        for s in summary
-        if s["reason"] is not None
-    ]
+    return [right, f"{found['entries']:,}", format_bytes(found["kv_bytes"])]
 
 
 def markdown(result: dict[str, Any], plots: list[str]) -> str:
     """A page: setting, table, and the heat maps with the file names `plots`."""
-    machine = result["machine"]
     made = table(result["summary"], f"Retrieval: {result['task']}")
     lines = [
         f"# {made.title}",
         "",
-        f"Written by `{result['command']}` at commit {result['commit']}, never typed. Model: {result['model']}.",
-        "",
-        f"Machine: {machine['processor']}, {machine['system']}, {machine['device']}. "
-        + ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-        + ".",
+        setting_text(result),
         "",
         made.remark,
         "",
         *as_markdown(made),
         "",
-        *(f"![{plot}](<{plot}>)" for plot in plots),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(f"![{plot}](<{plot}>)" for plot in plots)]) + "\n"

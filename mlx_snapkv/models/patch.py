@@ -1,6 +1,6 @@
 """Recording the queries that the attention itself used.
 
-Two parts. A `Recorder` (recorder.py) is a KV cache that belongs to one request and says which
+Two parts. A `Recorder` (entries/queries.py) is a KV cache that belongs to one request and says which
 positions' queries it wants. While a family's attention class is patched, a call that is handed a recording
 cache leaves those queries with it; any other call is the original one. The class's `__call__` decides
 whether to record, and the queries are taken where the family's module calls mlx-lm's

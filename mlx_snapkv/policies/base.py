@@ -14,8 +14,7 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..errors import SnapKVError, UnknownOptionError
-from .budgets import Quota, is_amount, is_budget, layer_rows, mean_rows, require_room
-from .budgets import amount as rows_of
+from .budgets import Quota, amount, is_amount, is_budget, layer_entries, mean_entries, require_room
 
 SCHEDULES = ("once", "block")
 
@@ -43,7 +42,7 @@ class Policy(ABC):
         query_statistics: count statistics of the pre-RoPE queries of all the prompt's tokens but so many first
             ones, for `Entries.statistics`; None is none.
         last_token: the prompt's last token votes.
-        lookahead: answer tokens that vote, before the prompt is cut down; None leaves it to the policy.
+        lookahead: answer tokens that vote, before the prompt is compressed; None leaves it to the policy.
         prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
         mass: share of the votes to keep instead of a number of entries.
         on_full: what becomes of the answer's entries under "once", when they fill the recent window.
@@ -70,11 +69,7 @@ class Policy(ABC):
     block: int = 512
 
     def __init_subclass__(cls, **kwargs):
-        """Register a policy that has a name of its own.
-
-        Raises:
-            SnapKVError: another policy has it.
-        """
+        """Register a policy that has a name of its own; SnapKVError if another policy has it."""
         super().__init_subclass__(**kwargs)
         name = vars(cls).get("name")
         if name is None:
@@ -89,12 +84,11 @@ class Policy(ABC):
         self._require(
             "budget",
             is_budget(self.budget),
-            'a whole number of rows of at least 1, a share such as "25%", or "pyramid:" and either',
+            'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" and either',
         )
         self._require_count("n_sink")
-        self._require(
-            "n_window", is_amount(self.n_window), 'a whole number of rows or a share such as "10%"'
-        )
+        allowed = 'a whole number of entries or a share such as "10%"'
+        self._require("n_window", is_amount(self.n_window), allowed)
         self._require_count("min_ctx")
         self._require("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES))
         self._require_count("block", least=1)
@@ -113,7 +107,7 @@ class Policy(ABC):
 
     @property
     def n_lookahead(self) -> int:
-        """Answer tokens that vote, before the prompt is cut down, whatever the way in."""
+        """Answer tokens that vote, before the prompt is compressed, whatever the way in."""
         return self.lookahead or 0
 
     def reserved(self, n_voted: int) -> int:
@@ -127,7 +121,7 @@ class Policy(ABC):
 
     @property
     def observes_answer(self) -> bool:
-        """Whether the policy asks for the queries of the answer, behind the cut."""
+        """Whether the policy asks for the queries of the answer, after the compression."""
         return (self.schedule == "block" and self.observes) or self.on_full == "reselect"
 
     @property
@@ -140,9 +134,9 @@ class Policy(ABC):
         """Who chooses while the prompt is read, and who when it has been read."""
         return self, self
 
-    def window(self, rows: int) -> int:
-        """Recent entries that are always kept, of a budget of `rows` entries."""
-        return rows_of(self.n_window, rows)
+    def window(self, budget: int) -> int:
+        """Recent entries that are always kept, of a budget of so many."""
+        return amount(self.n_window, budget)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """What each full-attention layer keeps of a prompt.
@@ -150,22 +144,24 @@ class Policy(ABC):
         Raises:
             SnapKVError: a share of this prompt is less than what is kept in any case.
         """
-        mean = mean_rows(self.budget, n_prompt)
+        mean = mean_entries(self.budget, n_prompt)
         self._require_room(mean)
         least = self.n_sink + self.window(mean)
-        rows = layer_rows(self.budget, n_prompt, n_layers, least)
-        return [Quota(n, self.n_sink, self.window(mean)) for n in rows]
+        counts = layer_entries(self.budget, n_prompt, n_layers, least)
+        return [Quota(n, self.n_sink, self.window(mean)) for n in counts]
 
     def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """What each full-attention layer keeps while the prompt is read: under "once", everything."""
         quotas = self.quotas(n_prompt, n_layers)
         if self.schedule == "block":
             return quotas
-        return [dataclasses.replace(quota, rows=max(quota.rows, n_prompt)) for quota in quotas]
+        return [
+            dataclasses.replace(quota, entries=max(quota.entries, n_prompt)) for quota in quotas
+        ]
 
     def fits(self, n_prompt: int) -> bool:
         """Whether a prompt's entries all stay."""
-        return n_prompt <= mean_rows(self.budget, n_prompt)
+        return n_prompt <= mean_entries(self.budget, n_prompt)
 
     @classmethod
     def options(cls) -> list[str]:
@@ -208,24 +204,18 @@ class Policy(ABC):
         ]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
-    def _require_room(self, rows: int) -> None:
-        window = self.window(rows)
-        require_room(
-            self.name,
-            rows,
-            self.n_sink + window,
-            f"n_sink={self.n_sink} and n_window={window} rows are always kept",
-        )
+    def _require_room(self, budget: int) -> None:
+        window = self.window(budget)
+        why = f"n_sink={self.n_sink} and n_window={window} entries are always kept"
+        require_room(self.name, budget, self.n_sink + window, why)
         if self.schedule == "once":
-            self._require(
-                "n_window", window >= 1, "at least 1 row with schedule=once, where it slides"
-            )
+            allowed = "at least 1 entry with schedule=once, where it slides"
+            self._require("n_window", window >= 1, allowed)
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
-            raise SnapKVError(
-                f"{self.name} option {name} must be {allowed}, got {getattr(self, name)!r}"
-            )
+            got = getattr(self, name)
+            raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")
 
     def _require_count(self, name: str, least: int = 0, most: int = 2**31 - 1) -> None:
         value = getattr(self, name)

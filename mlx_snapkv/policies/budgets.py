@@ -12,21 +12,21 @@ from ..entries.selection import select_positions
 from ..errors import SnapKVError
 
 PYRAMID = "pyramid:"
-UNLIMITED = 2**30  # rows of a quota that is never reached
+UNLIMITED = 2**30  # entries of a quota that is never reached
 STEEPNESS = 20  # PyramidKV's beta: the top layer keeps 1/20 of the mean, if that is enough for sink and window
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What one layer keeps per KV head: `rows` in all, the first `n_sink` and the newest `n_window` for certain."""
+    """What one layer keeps per KV head: `entries` in all, the first `n_sink` and the newest `n_window` for certain."""
 
-    rows: int
+    entries: int
     n_sink: int
     n_window: int
 
     def select(self, scores: mx.array) -> mx.array:
-        """The positions to keep, uint32 `(B, n_kv_heads, min(rows, T))`, by scores `(B, n_kv_heads, T)`."""
-        top_k = self.rows - self.n_sink - self.n_window
+        """The positions to keep, uint32 `(B, n_kv_heads, min(entries, T))`, by scores `(B, n_kv_heads, T)`."""
+        top_k = self.entries - self.n_sink - self.n_window
         return select_positions(scores, n_sink=self.n_sink, top_k=top_k, n_window=self.n_window)
 
 
@@ -39,29 +39,29 @@ def is_amount(value: object, least: int = 0) -> bool:
 
 
 def amount(value: int | str, whole: int) -> int:
-    """The rows that a number or share of `whole` stands for; a share is rounded down."""
+    """The entries that a number or share of `whole` stands for; a share is rounded down."""
     if isinstance(value, str):
         return int((_share(value) or 0) * whole + 1e-9)
     return int(value)
 
 
 def is_budget(value: object) -> bool:
-    """An amount of at least one row, or a pyramid of one."""
+    """An amount of at least one entry, or a pyramid of one."""
     return is_amount(_mean(value), least=1)
 
 
-def mean_rows(budget: int | str, n_prompt: int) -> int:
-    """Rows that a budget grants each layer of a prompt, on average."""
+def mean_entries(budget: int | str, n_prompt: int) -> int:
+    """Entries that a budget grants each layer of a prompt, on average."""
     return amount(_mean(budget), n_prompt)
 
 
-def layer_rows(budget: int | str, n_prompt: int, n_layers: int, least: int) -> list[int]:
-    """Rows by full-attention layer, lowest first.
+def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -> list[int]:
+    """Entries by full-attention layer, lowest first.
 
     A pyramid falls linearly from layer to layer (PyramidKV, arXiv:2406.02069, section 4.2), around the same
     mean, and gives no layer fewer than `least`.
     """
-    mean = mean_rows(budget, n_prompt)
+    mean = mean_entries(budget, n_prompt)
     if not (isinstance(budget, str) and budget.startswith(PYRAMID)) or n_layers == 1:
         return [mean] * n_layers
     top = min(mean, max(least, mean // STEEPNESS))
@@ -69,28 +69,28 @@ def layer_rows(budget: int | str, n_prompt: int, n_layers: int, least: int) -> l
     return [top + spread * (n_layers - 1 - i) // (n_layers - 1) for i in range(n_layers)]
 
 
-def smallest_for_mass(scores: mx.array, votes: mx.array, quota: Quota, mass: float) -> Quota:
-    """The smallest quota, at most `quota`, whose entries receive the share `mass` of all votes.
+def smallest_for_share(scores: mx.array, votes: mx.array, quota: Quota, wanted: float) -> Quota:
+    """The smallest quota, at most `quota`, whose entries receive the share `wanted` of all votes.
 
     Every KV head keeps equally many entries, its best-scored ones, and the share is that of the layer's heads
     together. It waits for the scores, since what it gives is a shape: call it between two calls of the model.
 
     Args:
         scores, votes: `(B, n_kv_heads, T)`: what ranks the entries, and the attention they received.
-        mass: share of the attention, above 0 and at most 1.
+        wanted: share of the attention, above 0 and at most 1.
     """
     T = scores.shape[-1]
     n_sink, n_window = quota.n_sink, quota.n_window
     end = T - n_window
     if end <= n_sink:
-        return Quota(min(T, quota.rows), n_sink, n_window)
+        return Quota(min(T, quota.entries), n_sink, n_window)
     order = mx.argsort(-scores[..., n_sink:end], axis=-1)
     ranked = mx.take_along_axis(votes[..., n_sink:end], order, axis=-1)
     sure = votes[..., :n_sink].sum() + votes[..., end:].sum()
     share = (sure + mx.cumsum(ranked.sum(axis=(0, 1)))) / votes.sum()
-    short = int((share < mass).sum().item())  # type: ignore[arg-type]
-    enough = 0 if (sure / votes.sum()).item() >= mass else short + 1  # type: ignore[operator]
-    return Quota(min(quota.rows, T, n_sink + n_window + enough), n_sink, n_window)
+    short = int((share < wanted).sum().item())  # type: ignore[arg-type]
+    enough = 0 if (sure / votes.sum()).item() >= wanted else short + 1  # type: ignore[operator]
+    return Quota(min(quota.entries, T, n_sink + n_window + enough), n_sink, n_window)
 
 
 def _mean(budget: Any) -> Any:
@@ -110,7 +110,9 @@ def _share(text: str) -> float | None:
         return None
 
 
-def require_room(name: str, rows: int, kept: int, why: str) -> None:
-    """Raises: SnapKVError: `rows` are fewer than are kept in any case."""
-    if rows < kept:
-        raise SnapKVError(f"{name} option budget must be at least {kept} ({why}), got {rows} rows")
+def require_room(name: str, budget: int, kept: int, why: str) -> None:
+    """Raises: SnapKVError: `budget` is less than is kept in any case."""
+    if budget < kept:
+        raise SnapKVError(
+            f"{name} option budget must be at least {kept} ({why}), got {budget} entries"
+        )

@@ -33,11 +33,7 @@ class H2O(Policy):
     n_window: int | str = "50%"
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32 attention received.
-
-        Raises:
-            SnapKVError: nobody has kept count of it.
-        """
+        """`(B, n_kv_heads, T)` float32 attention received; SnapKVError if nobody has kept count of it."""
         if entries.received is None:
             raise SnapKVError(
                 "h2o needs the attention of all queries: prefill with mlx_snapkv.prefill"

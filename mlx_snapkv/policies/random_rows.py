@@ -1,4 +1,4 @@
-"""Random rows: the control that every other policy has to beat."""
+"""Random entries: the control that every other policy has to beat."""
 
 from __future__ import annotations
 

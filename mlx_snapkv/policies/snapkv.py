@@ -41,7 +41,7 @@ class SnapKV(Policy):
             request's way: the highest logit over heads and queries, one set for all heads.
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before, as the pull request does.
-        lookahead: answer tokens decoded on all entries, whose queries vote too, before the cut. None is 4, or
+        lookahead: answer tokens decoded on all entries, whose queries vote too, before the compression. None is 4, or
             none with last_token=False.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
@@ -126,15 +126,15 @@ class SnapKV(Policy):
         self._require("mass", ok and 0 < self.mass <= 1, "a share above 0 and at most 1")
         self._require("schedule", self.schedule == "once", "once with mass")
         if self.max_budget is not None:
-            allowed = 'a whole number of rows or a share such as "25%"'
+            allowed = 'a whole number of entries or a share such as "25%"'
             self._require("max_budget", is_amount(self.max_budget, least=1), allowed)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         quotas = super().quotas(n_prompt, n_layers)
         if self.mass is not None and self.max_budget is not None:
-            rows = amount(self.max_budget, n_prompt)
-            self._require_room(rows)
-            quotas = [Quota(rows, self.n_sink, self.n_window)] * n_layers
+            most = amount(self.max_budget, n_prompt)
+            self._require_room(most)
+            quotas = [Quota(most, self.n_sink, self.n_window)] * n_layers
         return quotas
 
     @property

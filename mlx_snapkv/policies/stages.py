@@ -43,7 +43,7 @@ class Stages:
 
     @property
     def n_lookahead(self) -> int:
-        """Answer tokens that vote, before the prompt is cut down."""
+        """Answer tokens that vote, before the prompt is compressed."""
         return self.decode_policy.n_lookahead
 
     def fits(self, n_prompt: int) -> bool:
@@ -57,13 +57,13 @@ class Stages:
         """
         wanted = self.decode_policy.quotas(n_prompt, n_layers)
         quotas = [
-            Quota(mine.rows, max(mine.n_sink, then.n_sink), max(mine.n_window, then.n_window))
+            Quota(mine.entries, max(mine.n_sink, then.n_sink), max(mine.n_window, then.n_window))
             for mine, then in zip(self.prefill_policy.quotas(n_prompt, n_layers), wanted)
         ]
         for quota in quotas:
             kept = quota.n_sink + quota.n_window
             why = f"what {self.decode_policy.name} always keeps"
-            require_room(self.prefill_policy.name, quota.rows, kept, why)
+            require_room(self.prefill_policy.name, quota.entries, kept, why)
         return quotas
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from .base import Policy
-from .budgets import Quota, layer_rows
+from .budgets import Quota, layer_entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class StreamingLLM(Policy):
         )
         super().__post_init__()
 
-    def window(self, rows: int) -> int:
-        return max(0, rows - self.n_sink)
+    def window(self, budget: int) -> int:
+        return max(0, budget - self.n_sink)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """A layer's recent entries fill its own budget, also in a pyramid."""
-        rows = layer_rows(self.budget, n_prompt, n_layers, self.n_sink + 1)
-        self._require_room(min(rows))
-        return [Quota(n, self.n_sink, n - self.n_sink) for n in rows]
+        counts = layer_entries(self.budget, n_prompt, n_layers, self.n_sink + 1)
+        self._require_room(min(counts))
+        return [Quota(n, self.n_sink, n - self.n_sink) for n in counts]
 
     def score(self, entries: Entries) -> mx.array:
         """The later, the higher."""

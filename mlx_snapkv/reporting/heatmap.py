@@ -13,9 +13,8 @@ LONGEST = 200  # characters of a policy in a file's name
 
 def write_heatmaps(records: list[dict[str, Any]], base: Path) -> list[Path]:
     """A `base`-<policy>.png for each policy of an evaluation's records, in order; their paths."""
-    policies = dict.fromkeys(r["policy"] for r in records)
     paths = []
-    for policy in policies:
+    for policy in dict.fromkeys(r["policy"] for r in records):
         slug = re.sub(r"[^\w.=]+", "-", policy.replace("%", "pct")).strip("-")[:LONGEST]
         paths.append(base.with_name(f"{base.name}-{slug}.png"))
         _plot([r for r in records if r["policy"] == policy], policy, paths[-1])

@@ -9,7 +9,7 @@ from ..errors import SnapKVError
 
 KINDS = {
     "full": ("full cache", "tab:gray"),
-    "rotating": ("max-kv-size, same rows as SnapKV", "tab:olive"),
+    "rotating": ("max-kv-size, same entries as SnapKV", "tab:olive"),
     "quantized": ("kv-bits", "tab:blue"),
     "snapkv": ("SnapKV", "tab:red"),
 }

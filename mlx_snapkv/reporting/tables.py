@@ -18,34 +18,36 @@ class Table:
     columns: list[str]
     rows: list[list[str]] = field(default_factory=list)
 
+    def add(self, *cells: str) -> None:
+        self.rows.append(list(cells))
+
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """All tables of a result, in reading order; those without records are left out."""
-    parts = (_decoding, _batches, _requests, _bounded, _needles)
-    made = [part(result) for part in parts]
+    made = [part(result) for part in (_decoding, _batches, _requests, _bounded, _needles)]
     return [table for table in made if table.rows]
 
 
 def markdown(result: dict[str, Any], name: str) -> str:
     """A page of the docs: setting, tables, and the plots whose file names start with `name`."""
-    machine, versions = result["machine"], result["versions"]
-    lines = [
-        "# Benchmarks",
-        "",
-        f"Written by `{result['command']}` at commit {result['commit']}, never typed. "
-        f"Model: {result['model']}.",
-        "",
-        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['system']}, "
-        f"{machine['device']}, BLAS: {machine['blas']}. "
-        + ", ".join(f"{name} {number}" for name, number in versions.items())
-        + ". Figures are for this machine; the ratios are what carries over, and only to machines of its kind.",
-    ]
+    what = "Figures are for this machine; the ratios are what carries over, and only to machines of its kind."
+    lines = ["# Benchmarks", "", f"{setting_text(result)} {what}"]
     for table in tables(result):
-        lines += ["", f"## {table.title}", "", table.remark, ""]
-        lines += as_markdown(table)
-    lines += ["", "## Plots", ""]
-    lines += [f"![{plot}]({name}-{plot}.png)" for plot in PLOTS]
+        lines += ["", f"## {table.title}", "", table.remark, "", *as_markdown(table)]
+    lines += ["", "## Plots", "", *(f"![{plot}]({name}-{plot}.png)" for plot in PLOTS)]
     return "\n".join(lines) + "\n"
+
+
+def setting_text(result: dict[str, Any]) -> str:
+    """How and where a result was measured: two paragraphs, which its page begins with."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return (
+        f"Written by `{result['command']}` at commit {result['commit']}, never typed. "
+        f"Model: {result['model']}.\n\n"
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['system']}, "
+        f"{machine['device']}, BLAS: {machine['blas']}. {versions}."
+    )
 
 
 def as_markdown(table: Table) -> list[str]:
@@ -64,25 +66,23 @@ def _by_key(records: list[dict[str, Any]], key: str) -> dict[int, list[dict[str,
 def _decoding(result: dict[str, Any]) -> Table:
     table = Table(
         "Decoding by context length",
-        "Steps of all caches in turn, medians; the caches hold random rows, since only shapes matter for speed. "
-        '"Same rows" compares with mlx-lm\'s plain cache holding as many rows: what a step costs at least.',
-        ["context", "cache", "rows", "tokens/s", "speed-up", "same rows", "KV memory"],
+        "Steps of all caches in turn, medians; the caches hold random entries, since only shapes matter for speed. "
+        '"Same entries" compares with mlx-lm\'s plain cache holding as many: what a step costs at least.',
+        ["context", "cache", "entries", "tokens/s", "speed-up", "same entries", "KV memory"],
     )
     for context, records in _by_key(result["decode"], "context").items():
         full = records[0]["step_seconds"]
         plain = next((r["step_seconds"] for r in records if r["kind"] == "plain"), None)
         for r in records:
             own = r["kind"] == "snapkv" and plain is not None
-            table.rows.append(
-                [
-                    f"{context:,}",
-                    r["contender"],
-                    f"{r['rows']:,}",
-                    f"{r['tokens_per_second']:.1f}",
-                    f"{full / r['step_seconds']:.2f}x",
-                    f"{r['step_seconds'] / plain:.3f}" if own else "",
-                    format_bytes(r["kv_bytes"]),
-                ]
+            table.add(
+                f"{context:,}",
+                r["contender"],
+                f"{r['entries']:,}",
+                f"{r['tokens_per_second']:.1f}",
+                f"{full / r['step_seconds']:.2f}x",
+                f"{r['step_seconds'] / plain:.3f}" if own else "",
+                format_bytes(r["kv_bytes"]),
             )
     return table
 
@@ -96,15 +96,13 @@ def _batches(result: dict[str, Any]) -> Table:
     for batch, records in _by_key(result["batch"], "batch").items():
         full = records[0]["step_seconds"]
         for r in records:
-            table.rows.append(
-                [
-                    f"{batch}",
-                    f"{r['context']:,}",
-                    r["contender"],
-                    f"{1000 * r['step_seconds']:.1f}",
-                    f"{r['tokens_per_second']:.1f}",
-                    f"{full / r['step_seconds']:.2f}x",
-                ]
+            table.add(
+                f"{batch}",
+                f"{r['context']:,}",
+                r["contender"],
+                f"{1000 * r['step_seconds']:.1f}",
+                f"{r['tokens_per_second']:.1f}",
+                f"{full / r['step_seconds']:.2f}x",
             )
     return table
 
@@ -115,25 +113,23 @@ def _requests(result: dict[str, Any]) -> Table:
         "Whole requests",
         f"Seconds until the first token, selection included; medians of {trials} requests made in turn (the full cache "
         "and SnapKV; the others made one, kv-bits at the first length only). "
-        'KV memory is read from the arrays after the answer. Ratios are to the full cache; "rows" is the share kept. '
+        'KV memory is read from the arrays after the answer. Ratios are to the full cache, "entries" is the part kept. '
         "The rotating cache is put in by hand where mlx-lm ignores --max-kv-size, as it does for this and most models.",
-        ["prompt", "cache", "prefill", "selection", "peak memory", "KV memory", "rows"],
+        ["prompt", "cache", "prefill", "selection", "peak memory", "KV memory", "entries"],
     )
     for context, records in _by_key(result["requests"], "context").items():
         full = records[0]
         for r in records:
             selection = r["selection_seconds"]
             share = selection / r["prefill_seconds"]
-            table.rows.append(
-                [
-                    f"{context:,}",
-                    r["contender"],
-                    f"{r['prefill_seconds']:.2f} s, {r['prefill_seconds'] / full['prefill_seconds']:.3f}",
-                    f"{selection:.2f} s, {share:.1%}" if selection else "",
-                    f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / full['peak_bytes']:.3f}",
-                    f"{format_bytes(r['kv_bytes'])}, {r['kv_bytes'] / full['kv_bytes']:.4f}",
-                    f"{min(1, r['rows'] / context):.4f}",
-                ]
+            table.add(
+                f"{context:,}",
+                r["contender"],
+                f"{r['prefill_seconds']:.2f} s, {r['prefill_seconds'] / full['prefill_seconds']:.3f}",
+                f"{selection:.2f} s, {share:.1%}" if selection else "",
+                f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / full['peak_bytes']:.3f}",
+                f"{format_bytes(r['kv_bytes'])}, {r['kv_bytes'] / full['kv_bytes']:.4f}",
+                f"{min(1, r['entries'] / context):.4f}",
             )
     return table
 
@@ -142,24 +138,21 @@ def _bounded(result: dict[str, Any]) -> Table:
     records = result["bounded"]
     table = Table(
         "Reading within a fixed budget",
-        "Rows are evicted while the prompt is read; one request each. Ratios are to the shortest prompt under the same "
-        "policy; KV memory is that of the buffers, room for the next block included.",
-        ["prompt", "cache", "rows at most", "prefill", "eviction", "peak memory", "KV memory"],
+        "Entries are evicted while the prompt is read; one request each. Ratios are to the shortest prompt under the "
+        "same policy; KV memory is that of the buffers, room for the next block included.",
+        ["prompt", "cache", "entries at most", "prefill", "eviction", "peak memory", "KV memory"],
     )
-    bounded = [r for r in records if r["kind"] == "bounded"]
+    first: dict[str, Any] = next((r for r in records if r["kind"] == "bounded"), {})
     for r in records:
-        first = bounded[0]
         own = r["kind"] == "bounded"
-        table.rows.append(
-            [
-                f"{r['context']:,}",
-                r["contender"],
-                f"{r['rows']:,}",
-                f"{r['prefill_seconds']:.1f} s, {r['prefill_seconds'] / first['prefill_seconds']:.2f}",
-                f"{r['selection_seconds']:.2f} s" if own else "",
-                f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / first['peak_bytes']:.3f}",
-                format_bytes(r["kv_bytes"]),
-            ]
+        table.add(
+            f"{r['context']:,}",
+            r["contender"],
+            f"{r['entries']:,}",
+            f"{r['prefill_seconds']:.1f} s, {r['prefill_seconds'] / first['prefill_seconds']:.2f}",
+            f"{r['selection_seconds']:.2f} s" if own else "",
+            f"{format_bytes(r['peak_bytes'])}, {r['peak_bytes'] / first['peak_bytes']:.3f}",
+            format_bytes(r["kv_bytes"]),
         )
     return table
 
@@ -168,15 +161,13 @@ def _needles(result: dict[str, Any]) -> Table:
     table = Table(
         "Retrieval",
         "Facts hidden in one document and asked for one by one; an answer is right if the exact value stands in it.",
-        ["prompt", "cache", "rows", "right"],
+        ["prompt", "cache", "entries", "right"],
     )
     for r in result["needle"]:
-        table.rows.append(
-            [
-                f"{r['context']:,}",
-                r["contender"],
-                f"{r['rows']:,}",
-                f"{r['right']}/{r['questions']}",
-            ]
+        table.add(
+            f"{r['context']:,}",
+            r["contender"],
+            f"{r['entries']:,}",
+            f"{r['right']}/{r['questions']}",
         )
     return table

@@ -47,11 +47,7 @@ class SealedWriter:
         return len(data)
 
     def seal(self) -> None:
-        """Put the checksum in its place, once everything is written.
-
-        Raises:
-            ValueError: there is no place for it.
-        """
+        """Put the checksum in its place, once everything is written; ValueError if there is no place for it."""
         if self._place is None:
             raise ValueError("no head")
         self._file.seek(self._place)

@@ -109,7 +109,7 @@ def load(path: str | Path, model) -> SavedPrompt:
             f"{path} was made with another model or other weights (mlx-lm {found['mlx_lm']}): "
             "give the model it was made with"
         )
-    tokens = _tokens(found) if ours else None
+    tokens = np.frombuffer(_unpack(found["tokens"]), np.uint32).tolist() if ours else None
     try:
         require_match(prompt_cache, model)
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
@@ -123,11 +123,7 @@ def load(path: str | Path, model) -> SavedPrompt:
 
 
 def require_writable(path: str | Path) -> Path:
-    """The path, if a file can be written there.
-
-    Raises:
-        SnapKVError: it can't, or the name does not end in `.safetensors`.
-    """
+    """The path, if a file can be written there; SnapKVError if it can't, or the name does not end in `.safetensors`."""
     path = _safetensors(path)
     if path.is_dir():
         raise SnapKVError(f"{path} is a folder: give a file name")
@@ -139,11 +135,7 @@ def require_writable(path: str | Path) -> Path:
 
 
 def _write(path: Path, prompt_cache: list, metadata: dict[str, str]) -> None:
-    """Write beside the file, and put the whole in its place.
-
-    Raises:
-        SnapKVError: the file can't be written.
-    """
+    """Write beside the file, and put the whole in its place; SnapKVError if the file can't be written."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
     try:
         with temporary.open("wb") as file:
@@ -151,10 +143,9 @@ def _write(path: Path, prompt_cache: list, metadata: dict[str, str]) -> None:
             save_prompt_cache(writer, prompt_cache, metadata)  # type: ignore[arg-type]
             writer.seal()
         os.replace(temporary, path)
-    except OSError as error:
-        raise SnapKVError(f"{path} can't be written: {error.strerror or error}") from error
-    except RuntimeError as error:
-        raise SnapKVError(f"{path} can't be written: {error}") from error
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SnapKVError(f"{path} can't be written: {reason}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -180,10 +171,6 @@ def _require_format(path: Path, found: dict[str, str]) -> None:
         )
     if not saved_checksum.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
-
-
-def _tokens(found: dict[str, str]) -> list[int]:
-    return np.frombuffer(_unpack(found["tokens"]), np.uint32).tolist()
 
 
 def _pack(data: bytes) -> str:

@@ -61,7 +61,7 @@ def test_only_full_attention_layers_are_filled(name):
         for layer in layers:
             filled = layer.cache_in(cache)
             assert type(filled) is CACHES.get(contender.kind, type(layer.cache_in(plain)))
-            rows = 1024 if contender.kind == "rotating" else contender.rows
+            rows = 1024 if contender.kind == "rotating" else contender.entries
             keys = filled.keys[0] if contender.kind == "quantized" else filled.keys
             assert keys.shape[0] == 2 and rows <= keys.shape[2] < rows + 512
         others = set(range(len(plain))) - {layer.index for layer in layers}

@@ -103,7 +103,7 @@ def test_one_token_needs_no_mask():
 
 
 def test_layers_of_different_sizes_refuse_one_mask_for_all():
-    with pytest.raises(SnapKVError, match="must keep equally many rows"):
+    with pytest.raises(SnapKVError, match="must keep equally many entries"):
         make_cache(uniform=False).make_mask(3, return_array=True)
     with pytest.raises(SnapKVError, match="sliding-window"):
         make_cache().make_mask(3, window_size=8)

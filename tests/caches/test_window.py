@@ -206,7 +206,7 @@ def test_bookkeeping_mlx_lm_relies_on():
     "changes, message",
     [
         ({"n_window": 0}, "n_window must be at least 1"),
-        ({"n_window": 1}, "don't hold 1 pinned rows"),
+        ({"n_window": 1}, "don't hold 1 pinned entries"),
         ({"offset": 2}, "offset must be at least"),
     ],
 )

@@ -75,7 +75,9 @@ def test_a_rotating_cache_has_no_rows_to_choose_among(loaded_llama, tmp_path):
     model(mx.arange(100)[None], cache=cache)
     path = tmp_path / "book.safetensors"
     save_prompt_cache(str(path), cache)
-    with pytest.raises(SnapKVError, match="RotatingKVCache has no rows that a policy can choose"):
+    with pytest.raises(
+        SnapKVError, match="RotatingKVCache has no entries that a policy can choose"
+    ):
         Conversation.load(path, model, tokenizer, policy=SMALL)
     assert ask(Conversation.load(path, model, tokenizer, max_tokens=4), "What is it?")
 
@@ -100,7 +102,7 @@ def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, tm
     save_prompt_cache(str(path), prefill(model, list(range(5, 205)), SMALL)[0])
     with pytest.raises(SnapKVError, match="needs a policy to go on with"):
         Conversation.load(path, model, tokenizer)
-    with pytest.raises(SnapKVError, match="needs memory=drop, the other rows are gone"):
+    with pytest.raises(SnapKVError, match="needs memory=drop, the other entries are gone"):
         Conversation.load(path, model, tokenizer, policy=SMALL, memory="recall")
     assert ask(Conversation.load(path, model, tokenizer, policy=SMALL, max_tokens=4), "What?")
 

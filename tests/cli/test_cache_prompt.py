@@ -86,7 +86,7 @@ def test_a_saved_full_cache_answers_as_an_uninterrupted_prompt(call, book, cache
 
 def test_a_compressed_prompt_is_continued(call, book, cache):
     file, err = cache("small.safetensors", "--policy", "keydiff:budget=50%,block=64")
-    assert "300 rows kept" in err
+    assert "300 entries kept" in err
     code, out, err = ask(call, book, file)
     assert (code, out.strip()) == (0, book[2])
     assert "saved ones (keydiff:budget=50%,block=64), now 3" in err
@@ -98,7 +98,7 @@ def test_a_full_cache_is_compressed_on_loading(call, book, cache):
     _, out, _ = ask(call, book, file, "--policy", "keydiff:budget=50%", "--json")
     result = json.loads(out)
     assert result["text"].strip() == book[2]
-    assert result["compression"]["rows_kept"] == [300, 300, 300]
+    assert result["compression"]["entries_kept"] == [300, 300, 300]
     assert result["prompt_cache"]["policy"] == "keydiff:budget=50%"
     _, _, err = ask(call, book, file, "--policy", "keydiff:min_ctx=9000")
     assert "full cache: the saved prompt's 600 tokens are below min_ctx=9000" in err
@@ -113,7 +113,7 @@ def test_rows_are_quantised_when_saved_or_when_loaded(call, book, cache, model, 
     plain, quantised = [], []
     for options, found in (([], plain), (bits, quantised)):
         small, told = cache("small.safetensors", *policy, *options, model=model)
-        assert "300 rows kept" in told
+        assert "300 entries kept" in told
         for file, more in ((small, []), (full, policy + options)):
             code, answer, err = ask(call, book, file, *more, model=model)
             assert code == 0 and "saved ones (keydiff:budget=50%" in err and "now 3" in err
@@ -172,7 +172,7 @@ def test_mistakes_are_told_in_one_sentence(call, book, cache, tmp_path):
         (
             small,
             ["--kv-bits", "4"],
-            "is compressed already, its rows stay as they are: drop --kv-bits",
+            "is compressed already, its entries stay as they are: drop --kv-bits",
         ),
         (full, ["--kv-bits", "5"], "--kv-bits must be 2, 3, 4, 6 or 8, got 5"),
         (full, ["--kv-bits", "8", "--kv-group-size", "9"], "--kv-group-size must be 32, 64 or 128"),

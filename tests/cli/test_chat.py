@@ -39,8 +39,8 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(document):
     code, out, err = script(lines, *POLICY)
     assert code == 0
     assert out.splitlines() == [fact.value for fact in facts]
-    assert "notes of today.txt: " in err and "100 rows kept" in err
-    assert "rows by layer: 0: 100, 1: 100, 2: 100" in err and "tokens/s" in err
+    assert "notes of today.txt: " in err and "100 entries kept" in err
+    assert "entries by layer: 0: 100, 1: 100, 2: 100" in err and "tokens/s" in err
     assert all(f"\n{command} " in err for command in ("/file", "/reset", "/policy", "/quit"))
 
 
@@ -57,7 +57,7 @@ def test_answers_are_decoded_from_quantised_rows(document):
     lines = [f"/file {path}", *(fact.question for fact in facts), "/stats"]
     code, out, err = script(lines, *POLICY, "--kv-bits", "8", "--kv-group-size", "32")
     assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
-    assert "100 rows kept" in err
+    assert "100 entries kept" in err
     code, out, err = script([], *POLICY, "--kv-bits", "8", "--kv-group-size", "128")
     assert (code, out, err.count("\n")) == (2, "", 1) and "must be one of [32, 64]" in err
 
@@ -84,7 +84,7 @@ def test_a_conversation_is_saved_and_loaded_in_another_chat(document, tmp_path):
     assert (code, out.splitlines()) == (0, [facts[0].value]) and "saved in" in err
     code, out, err = script([f'/load "{base}"', facts[1].question, "/stats"])
     assert (code, out.splitlines()) == (0, [facts[1].value])
-    assert "tokens loaded, policy snapkv" in err and "100 rows kept" in err
+    assert "tokens loaded, policy snapkv" in err and "100 entries kept" in err
 
 
 def test_a_files_own_settings_end_with_it(document, tmp_path):
@@ -97,7 +97,7 @@ def test_a_files_own_settings_end_with_it(document, tmp_path):
     code, out, err = script([*lines, "/reset", f"/file {path}", facts[1].question], *POLICY)
     assert (code, out.splitlines()) == (0, [f.value for f in (*facts, facts[1])])
     assert "policy keydiff:budget=300, memory drop, as it was saved" in err
-    assert "memory recall\n" in err and "100 rows kept" in err
+    assert "memory recall\n" in err and "100 entries kept" in err
 
 
 def test_a_text_that_cache_prompt_saved_can_be_asked_about(document, tmp_path):

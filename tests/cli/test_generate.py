@@ -73,7 +73,7 @@ def test_compression_is_reported(call, tmp_path):
     assert code == 0 and out.strip() == "482913"
     closing = err.strip().splitlines()[-1]
     assert re.search(
-        r"prompt tokens, 52 rows kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \| prompt", closing
+        r"prompt tokens, 52 entries kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \| prompt", closing
     )
 
 
@@ -99,7 +99,7 @@ def test_json_holds_answer_figures_and_report(call):
         "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason",
         "peak_memory_gb", "compression",
     }  # fmt: skip
-    assert result["compression"]["rows_kept"] == [22, 22, 22]
+    assert result["compression"]["entries_kept"] == [22, 22, 22]
     assert result["compression"]["reason"] is None
 
 

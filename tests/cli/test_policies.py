@@ -37,7 +37,7 @@ def test_the_defaults_as_printed_make_the_default_policy(name):
     "policy, words",
     [
         ("keydif", "unknown policy 'keydif' (did you mean 'keydiff'?)"),
-        ("keydiff:budget=0", "budget must be a whole number of rows of at least 1"),
+        ("keydiff:budget=0", "budget must be a whole number of entries of at least 1"),
         ("keydiff:budget=64,n_window=100", "budget must be at least 100"),
         ("keydiff:block=0", "block must be a whole number of at least 1, got 0"),
         ("snapkv:mass=1.5", "mass must be a share above 0 and at most 1, got 1.5"),

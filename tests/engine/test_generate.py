@@ -40,7 +40,7 @@ def test_the_reason_names_the_rows_there_would_be(tokens):
     reports = []
     policy = "min_ctx=0,top_k=162,n_sink=5,n_window=32,last_token=false"
     steps(make_llama(), tokens, snapkv=policy, on_report=reports.append)
-    assert "the prompt's 199 rows fit the budget of 199" in reports[0].reason
+    assert "the prompt's 199 entries fit the budget of 199" in reports[0].reason
 
 
 def test_a_prompt_as_long_as_min_ctx_is_compressed(tokens):

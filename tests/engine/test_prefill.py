@@ -97,7 +97,7 @@ def test_keeping_the_last_token_for_mlx_lm(tiny_model, tokens):
         ),
         (
             SnapKV(min_ctx=0),
-            "the prompt's 200 rows fit the budget of 4736 (n_sink + top_k + n_window); lower it to compress",
+            "the prompt's 200 entries fit the budget of 4736 (n_sink + top_k + n_window); lower it to compress",
         ),
     ],
 )

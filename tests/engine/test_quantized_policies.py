@@ -53,7 +53,7 @@ def test_every_cache_is_quantised_and_within_its_bound(model, tokens, policy, bi
         assert is_quantised(mine) and (mine.bits, mine.group_size) == (bits, 32)
         assert mine.offset == theirs.offset and mine.size() == theirs.size()
         if isinstance(mine, BlockKVCache) and "on_full=grow" not in policy:
-            assert mine.size() <= mine.capacity == mine.quota.rows + mine.block
+            assert mine.size() <= mine.capacity == mine.quota.entries + mine.block
         assert mine.nbytes < theirs.nbytes
     assert report.kv_bytes_after < unquantised.kv_bytes_after
     assert report.kv_bytes_before == unquantised.kv_bytes_before

@@ -182,7 +182,7 @@ def test_a_failure_before_the_cut_leaves_the_callers_caches_alone(main, draft, t
         ({"policy": "h2o:budget=40"}, "h2o with schedule=block lets every answer token vote"),
         ({"policy": "tova:budget=40"}, "tova with schedule=block"),
         ({"policy": KEYDIFF, "num_draft_tokens": 16}, "num_draft_tokens must be below the 16 tokens that"),
-        ({"policy": "keydiff:budget=pyramid:50"}, "equally many rows in every layer"),
+        ({"policy": "keydiff:budget=pyramid:50"}, "equally many entries in every layer"),
         ({"policy": RING, "kv_bits": 8}, "kv_bits"),
         ({"policy": RING, "max_kv_size": 64}, "max_kv_size"),
         ({"policy": RING, "max_tokens": -1}, "max_tokens must be at least 1"),
@@ -234,5 +234,5 @@ def test_a_given_cache_that_chooses_by_itself_is_refused(main, draft, tokenizer)
         if allowed:
             assert list(stream_generate(main, tokenizer, PROMPT[-1:], 20, draft, **options))
             continue
-        with pytest.raises(SnapKVError, match="chooses rows by itself can't go on with a draft"):
+        with pytest.raises(SnapKVError, match="chooses entries by itself can't go on with a draft"):
             stream_generate(main, tokenizer, PROMPT[-1:], 20, draft, **options)

@@ -78,5 +78,7 @@ def test_verbose_prints_the_answer_and_the_figures(demo_llama, ask, capsys):
     out = capsys.readouterr().out
     assert out.startswith(text)
     assert (
-        f"Prompt: {len(prompt)} tokens" in out and "Compression: " in out and "56 rows kept" in out
+        f"Prompt: {len(prompt)} tokens" in out
+        and "Compression: " in out
+        and "56 entries kept" in out
     )

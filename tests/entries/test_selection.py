@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.entries.selection import (
-    gather_rows,
+    gather_entries,
     has_nan,
     nan_scores,
     select_positions,
@@ -90,7 +90,7 @@ def test_the_highest_scores_are_kept(scores, data):
 def test_gather_takes_the_rows_of_each_head():
     rows = mx.arange(2 * 3 * 4 * 2).reshape(2, 3, 4, 2)
     kept = mx.array(np.random.default_rng(0).integers(0, 4, (2, 3, 2)), mx.uint32)
-    out = gather_rows(rows, kept)
+    out = gather_entries(rows, kept)
     for b in range(2):
         for h in range(3):
             assert out[b, h].tolist() == [rows[b, h, int(t)].tolist() for t in kept[b, h].tolist()]

@@ -30,8 +30,8 @@ def test_the_full_cache_finds_what_random_rows_lose(records):
     full, random = (of(summarise(records), p) for p in (FULL, "random:budget=3%"))
     assert (full["right"], full["asked"]) == (2, 2)
     assert random["right"] < 2
-    assert random["rows"] == 30 and random["reason"] is None
-    assert full["rows"] == max(r["prompt_tokens"] for r in records)
+    assert random["entries"] == 30 and random["reason"] is None
+    assert full["entries"] == max(r["prompt_tokens"] for r in records)
     assert random["kv_bytes"] < full["kv_bytes"]
 
 
@@ -89,7 +89,7 @@ def test_lines_show_what_pooling_is_worth(demo_llama):
         ("snapkv", "snapkv would compress nothing here: the prompt's 512 tokens are below min_ctx"),
         (
             "keydiff:budget=4096",
-            "would compress nothing here: the prompt's 512 rows fit the budget",
+            "would compress nothing here: the prompt's 512 entries fit the budget",
         ),
         ("snapkv:budget=10%,min_ctx=0", "snapkv option budget must be at least 640"),
         ("keydiff:budget=10% then snapkv:min_ctx=0,budget=5%", "budget must be at least 640"),

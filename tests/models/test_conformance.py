@@ -235,7 +235,7 @@ def test_a_wrapper_of_a_refused_type_gives_its_reason():
     text["rope_parameters"] = LLAMA4_ROPE | {"mscale_all_dim": 1.0, "factor": 1.0}
     model = make_model("mistral3", {"text_config": text})
     with pytest.raises(
-        UnsupportedModelError, match="'mistral3' can't be compressed: its rows are latents"
+        UnsupportedModelError, match="'mistral3' can't be compressed: its entries are latents"
     ):
         layers_of(model)
 

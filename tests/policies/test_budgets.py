@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError
-from mlx_snapkv.policies.budgets import Quota, layer_rows, smallest_for_mass
+from mlx_snapkv.policies.budgets import Quota, layer_entries, smallest_for_share
 
 
 @given(st.integers(1, 5000), st.integers(1, 60), st.integers(0, 100))
 def test_a_pyramid_falls_and_keeps_the_mean(mean, n_layers, least):
-    rows = layer_rows(f"pyramid:{mean}", 10_000, n_layers, min(least, mean))
+    rows = layer_entries(f"pyramid:{mean}", 10_000, n_layers, min(least, mean))
     assert rows == sorted(rows, reverse=True)
     assert min(rows) >= min(least, mean)
     assert abs(sum(rows) - mean * n_layers) <= n_layers
@@ -19,8 +19,8 @@ def test_a_pyramid_falls_and_keeps_the_mean(mean, n_layers, least):
 
 def test_pyramid_by_hand():
     """Top layer 100 / 20, bottom layer 200 - 5, linear between."""
-    assert layer_rows("pyramid:100", 1000, 3, 0) == [195, 100, 5]
-    assert layer_rows("pyramid:10%", 1000, 3, 50) == [150, 100, 50]
+    assert layer_entries("pyramid:100", 1000, 3, 0) == [195, 100, 5]
+    assert layer_entries("pyramid:10%", 1000, 3, 50) == [150, 100, 50]
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,17 @@ def test_mean_rows_of_a_prompt(budget, rows):
     "budget", [0, -1, 1.5, True, "", "0%", "101%", "x%", "nan%", "pyramid:", "5"]
 )
 def test_a_bad_budget_is_one_sentence(budget):
-    with pytest.raises(SnapKVError, match="keydiff option budget must be a whole number of rows"):
+    with pytest.raises(
+        SnapKVError, match="keydiff option budget must be a whole number of entries"
+    ):
         KeyDiff(budget=budget)
 
 
 def test_a_share_without_room_is_refused_when_the_prompt_is_known():
     policy = SnapKV(budget="25%", min_ctx=0)
-    with pytest.raises(SnapKVError, match=r"at least 640 .*, got 500 rows"):
+    with pytest.raises(SnapKVError, match=r"at least 640 .*, got 500 entries"):
         policy.quotas(2000, 4)
-    assert policy.quotas(4000, 4)[0].rows == 1000
+    assert policy.quotas(4000, 4)[0].entries == 1000
 
 
 def test_snapkvs_budget_and_top_k_say_the_same():
@@ -59,16 +61,16 @@ def test_mass_keeps_the_fewest_rows_that_reach_it(mass, n_sink, n_window, seed):
     votes = rng.exponential(size=(2, 40)) ** 3
     scores = votes + rng.normal(size=votes.shape) * 0.1
     votes, scores = (np.float32(x) for x in (votes, scores))
-    found = smallest_for_mass(
+    found = smallest_for_share(
         mx.array(scores[None]), mx.array(votes[None]), Quota(40, n_sink, n_window), mass
     )
     expected = reference.smallest_mass(scores, votes, n_sink, n_window, mass)
-    if found.rows != expected:  # rounding may decide one row, and nothing but rounding
+    if found.entries != expected:  # rounding may decide one row, and nothing but rounding
         kept = [
             votes[
                 h,
                 reference.select(
-                    scores[h], n_sink, min(found.rows, expected) - n_sink - n_window, n_window
+                    scores[h], n_sink, min(found.entries, expected) - n_sink - n_window, n_window
                 ),
             ]
             for h in (0, 1)
@@ -78,6 +80,6 @@ def test_mass_keeps_the_fewest_rows_that_reach_it(mass, n_sink, n_window, seed):
 
 def test_mass_stays_within_max_budget():
     votes = mx.ones((1, 1, 1000))
-    assert smallest_for_mass(votes, votes, Quota(100, 4, 8), 0.99).rows == 100
-    assert smallest_for_mass(votes, votes, Quota(1000, 4, 8), 0.5).rows == 500
-    assert SnapKV(mass=0.9, max_budget="50%").quotas(4000, 2)[1].rows == 2000
+    assert smallest_for_share(votes, votes, Quota(100, 4, 8), 0.99).entries == 100
+    assert smallest_for_share(votes, votes, Quota(1000, 4, 8), 0.5).entries == 500
+    assert SnapKV(mass=0.9, max_budget="50%").quotas(4000, 2)[1].entries == 2000

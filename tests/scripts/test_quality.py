@@ -16,9 +16,10 @@ def test_every_policy_is_measured_under_both_schedules_and_has_room(share, lengt
     found = ways(share, length)
     assert {(name, schedule) for name in POLICIES for schedule in ("once", "block")} <= set(found)
     for (_, schedule), text in found.items():
-        reading, answering = resolve_policy(policy=text).stages
-        assert schedule.endswith(answering.schedule) and schedule.startswith(reading.schedule)
-        assert answering.quotas(length, 3)[0].rows == length // share
+        prefill_policy, decode_policy = resolve_policy(policy=text).stages
+        assert schedule.endswith(decode_policy.schedule)
+        assert schedule.startswith(prefill_policy.schedule)
+        assert decode_policy.quotas(length, 3)[0].entries == length // share
         resolve_policy(policy=text).prefill_quotas(length - SLACK, 3)
 
 
@@ -49,7 +50,7 @@ def test_the_page_has_a_row_a_policy_and_schedule():
     assert lines[-6:] == [
         "Full cache: 1.00.",
         "",
-        "| policy | schedule | 1/4 of the rows | 1/8 of the rows |",
+        "| policy | schedule | 1/4 of the entries | 1/8 of the entries |",
         "| --- | --- | ---: | ---: |",
         "| tova | once | 1.00 | 0.75 |",
         "| tova | block | not compressed | 0.25 |",
