@@ -97,7 +97,7 @@ def test_keydiff_is_the_default(tiny_model, tokens):
     "options, words",
     [
         ({"on_full": "forget"}, "on_full must be slide, grow, reselect, keydiff, got 'forget'"),
-        ({"reserve": -1}, 'reserve must be a whole number or a share such as "50%", got -1'),
+        ({"reserve": -1}, 'reserve must be a whole number or a share such as "10%", got -1'),
         ({"reserve": "120%"}, "reserve must be .*, got '120%'"),
         ({"reserve": "half"}, "reserve must be .*, got 'half'"),
         ({"reserve": 0.5}, "reserve must be .*, got 0.5"),
