@@ -76,7 +76,7 @@ class SnapKV(Policy):
     last_token: bool = True  # type: ignore[misc]
     lookahead: int | None = None  # type: ignore[misc]
     on_full: str = "keydiff"  # type: ignore[misc]
-    reserve: int | str = "50%"
+    reserve: int | str = "10%"
     schedule: str = "once"
 
     def __post_init__(self):
@@ -100,7 +100,7 @@ class SnapKV(Policy):
             "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
         )
         self._require("on_full", self.on_full in ON_FULL, ", ".join(ON_FULL))
-        self._require("reserve", is_amount(self.reserve), 'a whole number or a share such as "50%"')
+        self._require("reserve", is_amount(self.reserve), 'a whole number or a share such as "10%"')
         if self.on_full != "keydiff":
             self._require("schedule", self.schedule == "once", f"once with on_full={self.on_full}")
         if self.on_full == "reselect":

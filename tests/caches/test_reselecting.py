@@ -36,15 +36,21 @@ def stacked(positions_by_head):
 
 PINNED = [[0, 1, 5, 9, 11, 20], [0, 1, 3, 8, 17, 30]]
 WINDOW = list(range(OFFSET - N_WINDOW, OFFSET))
+RESERVED = [[5, 20], [3, 17]]
+NONE: list[list[int]] = [[], []]
+ALL = [pinned[N_SINK:] for pinned in PINNED]
 
 
-def make(chooses=True, **options):
+def make(chooses=True, reserved=NONE, **options):
     keys, values = stacked([pinned + WINDOW for pinned in PINNED])
     how = options.get("quantization")
     if how is not None:
         keys, values = how.pack(keys), how.pack(values)
     if chooses:
         options |= {"policy": KeyDiff(), "block": PERIOD, "n_sink": N_SINK}
+    if any(reserved):
+        marks = [[p in kept for p in pinned] for pinned, kept in zip(PINNED, reserved)]
+        options["reserved"] = mx.array([marks])
     return SnapKVCache(
         keys, values, mx.array([PINNED], mx.uint32), offset=OFFSET, n_window=N_WINDOW, **options
     )
@@ -59,8 +65,8 @@ def feed(cache, start, n):
 class Simulation:
     """One head: the tokens it holds, in the order in which they will go, and KeyDiff's score in float64."""
 
-    def __init__(self, head):
-        self.head = head
+    def __init__(self, head, reserved=NONE):
+        self.head, self.reserved = head, reserved[head]
         self.pinned, self.window = list(PINNED[head]), list(WINDOW)
         self.since = 0
 
@@ -78,7 +84,9 @@ class Simulation:
         anchor = keys.mean(axis=0)
         likeness = dict(zip(held, keys @ anchor / np.linalg.norm(anchor)))
         middle = held[N_SINK : len(held) - len(recent)]
-        best = sorted(middle, key=likeness.__getitem__)[: N_PIN - N_SINK]
+        free = [p for p in middle if p not in self.reserved]
+        best = sorted(free, key=likeness.__getitem__)[: N_PIN - N_SINK - len(self.reserved)]
+        best += self.reserved
         self.pinned = sorted(held[:N_SINK] + best)
         self.window = sorted(set(held) - set(self.pinned) - set(recent)) + recent
         self.since = 0
@@ -93,8 +101,10 @@ def assert_holds(cache, simulations):
     assert cache.positions.shape == (B, H, cache.size())
 
 
-def test_it_holds_what_the_simulation_holds():
-    cache, simulations = make(), [Simulation(h) for h in range(H)]
+@pytest.mark.parametrize("reserved", [NONE, RESERVED, ALL])
+def test_it_holds_what_the_simulation_holds(reserved):
+    """The reserved entries survive any number of choices, and the shape stays."""
+    cache, simulations = make(reserved=reserved), [Simulation(h, reserved) for h in range(H)]
     for position in range(OFFSET, OFFSET + 60):
         for simulation in simulations:
             simulation.step(position)
@@ -150,10 +160,11 @@ def test_taking_back_what_came_after_a_choice_leaves_the_choice():
     assert_holds(cache, simulations)
 
 
+@pytest.mark.parametrize("reserved", [NONE, RESERVED])
 @pytest.mark.parametrize("rejected", range(1, 6))
-def test_a_choice_for_now_is_taken_back_with_the_tokens_before_it(rejected):
+def test_a_choice_for_now_is_taken_back_with_the_tokens_before_it(rejected, reserved):
     """As a draft's check does: two tokens up to the choice, three after it, some of the five rejected."""
-    cache, simulations = make(), [Simulation(h) for h in range(H)]
+    cache, simulations = make(reserved=reserved), [Simulation(h, reserved) for h in range(H)]
     for position in range(OFFSET, OFFSET + 2):
         feed(cache, position, 1)
     cache.mark()
@@ -175,9 +186,10 @@ def test_a_choice_for_now_is_taken_back_with_the_tokens_before_it(rejected):
     assert_holds(cache, simulations)
 
 
+@pytest.mark.parametrize("reserved", [NONE, RESERVED])
 @pytest.mark.parametrize("fed", [0, 3, 4, 9])
-def test_saved_and_loaded_it_goes_on_the_same(tmp_path, fed):
-    cache = make()
+def test_saved_and_loaded_it_goes_on_the_same(tmp_path, fed, reserved):
+    cache = make(reserved=reserved)
     for position in range(OFFSET, OFFSET + fed):
         feed(cache, position, 1)
     save_prompt_cache(str(tmp_path / "c.safetensors"), [cache])
@@ -187,6 +199,17 @@ def test_saved_and_loaded_it_goes_on_the_same(tmp_path, fed):
         for a, b in zip(feed(cache, position, 1), feed(loaded, position, 1)):
             assert mx.array_equal(a, b)
     assert mx.array_equal(cache.positions, loaded.positions)
+    for held, kept in zip(loaded.positions[0].tolist(), reserved):
+        assert set(kept) <= set(held)
+
+
+def test_with_all_voted_entries_reserved_the_window_only_slides():
+    cache, sliding = make(reserved=ALL), make(chooses=False)
+    for position in range(OFFSET, OFFSET + 30):
+        feed(cache, position, 1)
+        feed(sliding, position, 1)
+        for a, b in zip(cache.in_order(), sliding.in_order()):
+            assert mx.array_equal(a, b)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

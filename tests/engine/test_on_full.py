@@ -18,7 +18,7 @@ from mlx_snapkv import (
     prefill,
     unpatch_snapkv,
 )
-from scripts.measure_long_answers import question, recalls
+from scripts.measure_long_answers import SIZE, question, recalls
 
 SMALL = {"budget": 56, "n_sink": 4, "n_window": 32, "obs_window": 8, "min_ctx": 0, "lookahead": 0}
 
@@ -97,6 +97,11 @@ def test_keydiff_is_the_default(tiny_model, tokens):
     "options, words",
     [
         ({"on_full": "forget"}, "on_full must be slide, grow, reselect, keydiff, got 'forget'"),
+        ({"reserve": -1}, 'reserve must be a whole number or a share such as "10%", got -1'),
+        ({"reserve": "120%"}, "reserve must be .*, got '120%'"),
+        ({"reserve": "half"}, "reserve must be .*, got 'half'"),
+        ({"reserve": 0.5}, "reserve must be .*, got 0.5"),
+        ({"reserve": True}, "reserve must be .*, got True"),
         ({"on_full": "grow", "schedule": "block"}, "schedule must be once with on_full=grow"),
         ({"on_full": "reselect", "n_window": 40}, "n_window must be at least 64 for reselect"),
     ],
@@ -104,6 +109,25 @@ def test_keydiff_is_the_default(tiny_model, tokens):
 def test_a_mistake_is_one_sentence(options, words):
     with pytest.raises(SnapKVError, match=words):
         SnapKV(**options)
+
+
+def held(cache):
+    """By KV head, the positions of the entries."""
+    return [set(head) for head in cache.positions[0].tolist()]
+
+
+@pytest.mark.parametrize("reserve, n", [(0, 0), ("5%", 1), (7, 7), ("50%", 10), (99, 20)])
+def test_the_best_voted_entries_are_reserved(tiny_model, tokens, reserve, n):
+    """As many as asked for, those that a smaller budget would have kept, however long the answer."""
+    fewer = SMALL["budget"] - 20 + n
+    cut = answer(tiny_model, tokens, 1, "slide", budget=fewer)[1]
+    _, caches, _ = answer(tiny_model, tokens, 150, "keydiff", reserve=reserve)
+    for cache, small in zip(caches, cut):
+        voted = small._pinned_positions[0].tolist()
+        assert all(set(best) <= kept for best, kept in zip(voted, held(cache)))
+        assert cache.size() == 56
+        assert (cache._reserved is None) == (n == 0)
+        assert n == 0 or cache._reserved.sum(axis=-1).tolist() == [[n] * len(voted)]
 
 
 def test_positions_and_rows_agree_after_many_selections(tokens, tiny_model):
@@ -117,9 +141,9 @@ def test_positions_and_rows_agree_after_many_selections(tokens, tiny_model):
 def test_what_an_answer_said_is_found_again_if_its_keys_are_kept(demo_model):
     """The queries that will ask for it don't exist yet when rows are chosen, so votes can't know."""
     model, tokenizer = demo_model
-    asked = question(tokenizer, random.Random(1), "answer", 256)
+    asked = [question(tokenizer, random.Random(1), "answer", 256)]
     right = {
-        on_full: recalls(model, tokenizer, *asked, on_full)
+        on_full: recalls(model, tokenizer, asked, SnapKV(**SIZE, on_full=on_full))[0][0]
         for on_full in ("slide", "grow", "keydiff")
     }
     assert right == {"slide": False, "grow": True, "keydiff": True}
