@@ -67,8 +67,18 @@ def _decoding(result: dict[str, Any]) -> Table:
     table = Table(
         "Decoding by context length",
         "Steps of all caches in turn, medians; the caches hold random entries, since only shapes matter for speed. "
-        '"Same entries" compares with mlx-lm\'s plain cache holding as many: what a step costs at least.',
-        ["context", "cache", "entries", "tokens/s", "speed-up", "same entries", "KV memory"],
+        '"Same entries" compares with mlx-lm\'s plain cache holding as many: what a step costs at least. '
+        '"4 fed, 3 back" is what a draft\'s check costs the caches of all layers, attention left out.',
+        [
+            "context",
+            "cache",
+            "entries",
+            "tokens/s",
+            "speed-up",
+            "same entries",
+            "4 fed, 3 back",
+            "KV memory",
+        ],
     )
     for context, records in _by_key(result["decode"], "context").items():
         full = records[0]["step_seconds"]
@@ -82,6 +92,7 @@ def _decoding(result: dict[str, Any]) -> Table:
                 f"{r['tokens_per_second']:.1f}",
                 f"{full / r['step_seconds']:.2f}x",
                 f"{r['step_seconds'] / plain:.3f}" if own else "",
+                f"{1000 * r['rollback_seconds']:.2f} ms" if "rollback_seconds" in r else "",
                 format_bytes(r["kv_bytes"]),
             )
     return table
