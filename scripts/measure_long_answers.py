@@ -119,7 +119,7 @@ def of_fixed_shape(prompt_cache: list) -> list[SnapKVCache]:
 def share_of(voted: list[mx.array], held: list[mx.array]) -> float | None:
     """The share of positions `(B, n_kv_heads, n)` that are among others, over all layers; None without layers."""
     shares = [(a[..., :, None] == b[..., None, :]).any(axis=-1).mean() for a, b in zip(voted, held)]
-    return sum(share.item() for share in shares) / len(shares) if shares else None  # type: ignore[misc]
+    return float(mx.stack(shares).mean().item()) if shares else None  # type: ignore[arg-type]
 
 
 def policies(

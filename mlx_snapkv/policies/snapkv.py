@@ -50,7 +50,7 @@ class SnapKV(Policy):
             and drops next those with the least distinct keys, and "reselect" those that the last `obs_window`
             queries attend to least. "grow" keeps all of them, as in the paper (docs/long-answers.md).
         reserve: how many of the voted entries, those with most votes, on_full="keydiff" never drops: a number or a
-            share (docs/long-answers.md).
+            share. The more it is, the less stays of what the answer said (docs/long-answers.md).
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a longer recent
