@@ -72,7 +72,7 @@ class FullCache(LayerCache):
             raise TrimError(f"this cache holds {self.cache.offset} tokens, {n} can't be taken back")
         self.cache.trim(n)
 
-    def problem(self, like: KVCache) -> str | None:
+    def validate(self, like: KVCache) -> str | None:
         cache = self.cache
         if cache.empty():
             return None
@@ -117,7 +117,7 @@ class StateCache(LayerCache):
             raise TrimError("a linear state or sliding window goes back to a mark only")
         vars(self.cache).update(self._before)
 
-    def problem(self, like: Any) -> str | None:
+    def validate(self, like: Any) -> str | None:
         if isinstance(self.cache, RotatingKVCache):
             return validation.rotating_problem(self.cache, like)
         return validation.difference(

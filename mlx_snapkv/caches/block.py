@@ -263,7 +263,7 @@ class BlockKVCache(EvictingCache):
         self.quota = Quota(entries, n_sink, n_window)
         self._uncounted = uncounted or []
 
-    def problem(self, like: Any) -> str | None:
+    def validate(self, like: Any) -> str | None:
         found = validation.entries_problem(self.keys, self.values, like, self.quantization)
         return found or validation.unless(self._is_sound(like.keys))
 

@@ -76,7 +76,7 @@ class LayerCache(ABC):
     def commit(self) -> None:  # noqa: B027
         """End what `mark` began: the tokens since then stay."""
 
-    def problem(self, like: Any) -> str | None:
+    def validate(self, like: Any) -> str | None:
         """What is wrong with a cache that came from a file, in a few words; None if it is sound.
 
         Args:

@@ -122,6 +122,7 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         if isinstance(recorder, Recorder):
             self._queries, self._stop = list(recorder._queries), self.offset
             self.scale, self.sinks = recorder.scale, recorder.sinks
+            self._sums, self._n_counted = list(recorder._sums), recorder._n_counted
 
     def adopt(self, layer: Any) -> None:
         self.layer = layer
@@ -184,12 +185,14 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
             self.newest,
             self._stop,
             self._queries or None,
+            self._sums or None,
+            self._n_counted,
             None if how is None else how.bits,
             None if how is None else how.group_size,
         )
 
     def _take_decision_state(self, state: tuple) -> None:
-        policy, self.block, scale, sinks, newest, stop, queries, bits, group_size = state
+        policy, self.block, scale, sinks, newest, stop, queries, sums, n, bits, group_size = state
         self.policy = None if policy is None else resolve_policy(policy=policy)  # type: ignore[assignment]
         self.quantization = None if bits is None else Quantization(bits, group_size)
         if self.quantization is not None:
@@ -197,10 +200,11 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         self.start_recording(newest=newest)
         self.scale, self.sinks = float(scale), sinks
         self._stop, self._queries = stop, queries or []
+        self._sums, self._n_counted = sums or [], n
         self.layer = None
 
 
-N_DECISION = 9  # items of `_decision_state`
+N_DECISION = 11  # items of `_decision_state`
 
 
 def _kept(value: Any) -> Any:

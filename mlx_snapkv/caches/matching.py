@@ -78,4 +78,4 @@ def _problem(cache, like) -> str | None:
     """What is wrong with a cache that should hold what `like` holds, with more tokens."""
     if cache.empty() != like.empty():
         return "is empty" if cache.empty() else "should be empty"
-    return None if cache.empty() else layer_cache(cache).problem(like)
+    return None if cache.empty() else layer_cache(cache).validate(like)

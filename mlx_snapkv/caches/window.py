@@ -347,7 +347,7 @@ class SnapKVCache(EvictingCache):
         self._n = n_rows(self.keys)
         self._tail = None
 
-    def problem(self, like: Any) -> str | None:
+    def validate(self, like: Any) -> str | None:
         found = validation.entries_problem(self.keys, self.values, like, self.quantization)
         return found or validation.unless(self._is_sound(like.keys))
 

@@ -17,10 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mlx_lm.models.cache import CacheList
-
 from .. import models
-from ..entries.queries import Recorder
 from ..errors import UnsupportedModelError
 
 _SDPA = "scaled_dot_product_attention"
@@ -41,13 +38,10 @@ def _attend_and_record(attend):
     return scaled_dot_product_attention
 
 
-def _recorder_among(values: Iterable[Any]) -> Recorder | None:
-    """The recording cache handed to a call, on its own or inside a `CacheList`."""
-    for value in values:
-        for cache in value.caches if isinstance(value, CacheList) else (value,):
-            if isinstance(cache, Recorder):
-                return cache
-    return None
+def _recorder_among(values: Iterable[Any]) -> Any:
+    """The recording cache handed to a call, on its own or inside a `CacheList`; None if there is none."""
+    caches = (cache for value in values for cache in getattr(value, "caches", (value,)))
+    return next((cache for cache in caches if hasattr(cache, "record")), None)
 
 
 def _call_and_record(call):

@@ -314,7 +314,7 @@ def test_a_sound_cache_has_no_problem_and_a_broken_one_a_phrase(kind):
     cache = HOLDING[kind]()
     for n in (1, 2, 4, 1):
         feed_split(cache, n) if kind in EVICTING else feed(cache, n)
-        assert layer_cache(cache).problem(like()) is None
+        assert layer_cache(cache).validate(like()) is None
     for name, value in (("offset", -3), ("offset", 2.5), ("keys", cache.values)):
         broken = copy.deepcopy(cache)
         if name == "keys":
@@ -322,19 +322,19 @@ def test_a_sound_cache_has_no_problem_and_a_broken_one_a_phrase(kind):
             broken.keys = shorter[0] if len(shorter) == 1 else tuple(shorter)
         else:
             setattr(broken, name, value)
-        problem = layer_cache(broken).problem(like())
+        problem = layer_cache(broken).validate(like())
         assert problem and "\n" not in problem and not problem.endswith(".")
 
 
 def test_a_rotating_cache_and_a_state_have_problems_too():
     rotating, state = STATES["mlx-lm's sliding window"](), STATES["mlx-lm's state"]()
-    assert layer_cache(rotating).problem(like()) is None
+    assert layer_cache(rotating).validate(like()) is None
     rotating._idx = 100
-    assert layer_cache(rotating).problem(like())
+    assert layer_cache(rotating).validate(like())
     other = fed(ArraysCache(2))
-    assert layer_cache(state).problem(other) is None
+    assert layer_cache(state).validate(other) is None
     state[0] = mx.zeros((3,))
-    assert layer_cache(state).problem(other)
+    assert layer_cache(state).validate(other)
 
 
 @pytest.mark.parametrize("kind", EVICTING)
@@ -346,7 +346,7 @@ def test_saved_and_loaded_it_goes_on(kind, updates, tmp_path):
     path = str(tmp_path / "cache.safetensors")
     save_prompt_cache(path, [cache])
     (loaded,) = load_prompt_cache(path)
-    assert type(loaded) is type(cache) and loaded.problem(like()) is None
+    assert type(loaded) is type(cache) and loaded.validate(like()) is None
     assert str(loaded.policy) == str(cache.policy) and loaded.quantization == cache.quantization
     assert loaded.observes == cache.observes and not loaded.is_trimmable()
     assert_same(loaded, cache)

@@ -1,17 +1,19 @@
 """What a policy may ask a layer for, against float64 NumPy made from the model's weights.
 
-At the level of a recording cache and its entries: whether a request hands a policy all of it is the engine's matter.
+At the level of a recording cache and its entries, and last through a whole request.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVError
+from mlx_snapkv import SnapKVError, generate_step, prefill
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
@@ -192,3 +194,18 @@ def test_a_name_is_given_once(asking):
     assert POLICIES["asking"] is type(asking) and next(iter(POLICIES)) == "snapkv"
     with pytest.raises(SnapKVError, match="can't be called 'asking'"):
         type("Other", (Policy,), {"name": "asking"})
+
+
+@pytest.mark.parametrize("schedule", ["once", "block"])
+def test_a_whole_request_is_served_by_such_a_policy(asking, schedule):
+    """Read in chunks, with evictions while it is read and while it answers: all it asks for is there."""
+    model = make_llama()
+    policy = dataclasses.replace(asking, schedule=schedule, block=8, n_window=6)
+    tokens = mx.array(np.random.default_rng(0).integers(0, 64, T))
+    cache, reports = make_prompt_cache(model), []
+    options = {"prompt_cache": cache, "on_report": reports.append, "prefill_step_size": 16}
+    answer = [t for t, _ in generate_step(tokens, model, max_tokens=20, policy=policy, **options)]
+    assert len(answer) == 20 and reports[0].compressed and reports[0].entries == 20
+    assert all(c.size() <= 28 for c in cache)
+    read_by = prefill(model, tokens, dataclasses.replace(policy, schedule="once"))[0]
+    assert all(c.positions.shape[2] == 20 for c in read_by)
