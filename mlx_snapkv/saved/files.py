@@ -29,7 +29,7 @@ from . import checksum as saved_checksum
 from . import header as saved_header
 from .fingerprint import fingerprint
 
-FORMAT = 1
+FORMAT = 2  # 1 stored compressed caches otherwise; its full caches still load
 _MARK = "mlx_snapkv_format"
 
 
@@ -101,6 +101,11 @@ def load(path: str | Path, model) -> SavedPrompt:
         prompt_cache, _ = load_prompt_cache(str(path), return_metadata=True)
         mx.eval([cache.state for cache in prompt_cache])
     except Exception as error:  # whatever is in the file
+        if ours and found[_MARK] != str(FORMAT):
+            raise SnapKVError(
+                f"{path} has format {found[_MARK]}, whose compressed caches this version can't read: "
+                "save the prompt again"
+            ) from error
         raise SnapKVError(
             f"{path} is not a prompt cache that mlx-snapkv or mlx-lm can read"
         ) from error

@@ -4,6 +4,7 @@ import random
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import cache as mlx_cache
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, save_prompt_cache
 from saved_helpers import KEYDIFF, SNAPKV, read, saved_file
 from tiny_models import make_llama, make_qwen
@@ -104,8 +105,30 @@ def test_a_flipped_bit_among_the_rows_is_told(path, tokens, policy):
 
 def test_a_newer_format_is_told(path, tokens, monkeypatch):
     model = make_llama()
-    monkeypatch.setattr(files, "FORMAT", 2)
+    monkeypatch.setattr(files, "FORMAT", 3)
     saved_file(path, model, tokens)
     monkeypatch.undo()
-    with pytest.raises(SnapKVError, match="has format 2, this version reads up to 1: upgrade"):
+    with pytest.raises(SnapKVError, match="has format 3, this version reads up to 2: upgrade"):
         saved.load(path, model)
+
+
+def test_compressed_caches_of_an_older_format_are_told(path, tokens, monkeypatch):
+    model = make_llama()
+    with monkeypatch.context() as older:
+        older.setattr(files, "FORMAT", 1)
+        saved_file(path, model, tokens)
+    monkeypatch.delattr(
+        mlx_cache, "BlockKVCache"
+    )  # a name that the file tells, and this version does not know
+    with pytest.raises(
+        SnapKVError, match=r"has format 1, whose .* can't read: save the prompt again"
+    ):
+        saved.load(path, model)
+
+
+def test_full_caches_of_an_older_format_load(path, tokens, monkeypatch):
+    model = make_llama()
+    with monkeypatch.context() as older:
+        older.setattr(files, "FORMAT", 1)
+        saved_file(path, model, tokens, None)
+    assert saved.load(path, model).tokens == tokens.tolist()
