@@ -33,3 +33,9 @@ def assert_same(a, b):
 def is_quantised(cache):
     """Whether a cache of ours stores its entries with fewer bits."""
     return getattr(cache, "quantization", None) is not None
+
+
+def in_order(cache):
+    """Keys, values and positions of all entries held, in order of position."""
+    held = cache.held()
+    return held.stored_keys, held.stored_values, held.positions

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, join, n_rows, pack, write
+from ..entries.quantization import Quantization, Stored, each, join, n_rows, write
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
@@ -92,11 +92,6 @@ class BlockKVCache(EvictingCache):
     @property
     def room(self) -> float:
         return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the entries the attention is to see."""
-        self.append(pack(keys, self.quantization), pack(values, self.quantization))
-        return self.keys_and_values()
 
     def append(self, keys: Stored, values: Stored) -> None:
         L = n_rows(keys)

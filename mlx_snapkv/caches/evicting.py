@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
-from ..entries.quantization import Quantization, Stored, arrays, n_bytes
+from ..entries.quantization import Quantization, Stored, arrays, n_bytes, pack
 from ..entries.queries import Queries, Recorder
 from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
@@ -32,6 +32,15 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
     is_compressed = True
     _marked = False
     _before: dict[str, Any] | None = None  # the state before an eviction since the mark
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
+        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the entries the attention is to see."""
+        self.append(pack(keys, self.quantization), pack(values, self.quantization))
+        return self.keys_and_values()
+
+    @abstractmethod
+    def keys_and_values(self) -> tuple[Stored, Stored]:
+        """The entries as they lie in the buffers."""
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from typing import Any
 
 from mlx_lm.models.cache import KVCache
@@ -29,9 +30,9 @@ class FullRecorder(Recorder, LayerCache):
         self.start_recording(first, last, statistics_from=statistics_from)
         self._expect(capacity)
 
+    @abstractmethod
     def _expect(self, capacity: int) -> None:
         """Have room for `capacity` tokens at the next allocation."""
-        raise NotImplementedError
 
     def offload(self) -> None:
         """Put the entries to where they are kept between turns.
@@ -44,9 +45,9 @@ class FullRecorder(Recorder, LayerCache):
         """A cache of mlx-lm's with the same entries, quantised ones as they are."""
         return plain_cache(*self.keys_and_values())  # type: ignore[attr-defined]  # every cache of ours has it
 
+    @abstractmethod
     def fill(self, entries: Entries) -> None:
         """Hold these entries, all there are, in place of none."""
-        raise NotImplementedError
 
     def _with_queries(self, entries: Entries) -> Entries:
         """The entries, with the queries recorded to vote for them."""

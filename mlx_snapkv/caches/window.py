@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, join, n_rows, pack, write
+from ..entries.quantization import Quantization, Stored, each, join, n_rows, write
 from ..errors import SnapKVError
 from ..policies import Policy
 from . import ring, validation
@@ -102,11 +102,6 @@ class SnapKVCache(EvictingCache):
         self._newest = 0  # tokens that can be taken back: of the last update, or since the mark
         self._tail: tuple[Stored, Stored] | None = None  # what was written last behind the window
         self._uniform = uniform
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
-        """Add `(B, n_kv_heads, L, head_dim)` keys and values; the entries the attention is to see."""
-        self.append(pack(keys, self.quantization), pack(values, self.quantization))
-        return self.keys_and_values()
 
     def append(self, keys: Stored, values: Stored) -> None:
         L = n_rows(keys)
@@ -310,11 +305,6 @@ class SnapKVCache(EvictingCache):
         entries = rows.taken(mx.argsort(rows.positions, axis=-1))
         entries.observed = self._observed(n_queries, self._n)
         return entries
-
-    def in_order(self) -> tuple[Stored, Stored, mx.array]:
-        """Keys, values and positions of all entries, in order of position; the cache stays as it is."""
-        entries = self.held()
-        return entries.stored_keys, entries.stored_values, entries.positions
 
     def _rows(self) -> Entries:
         """The entries as they lie in the buffers."""

@@ -121,7 +121,8 @@ class Compression:
         started = time.perf_counter()
         report = CompressionReport.of(self.policy, self.n_tokens, len(self.prompt_cache))
         choices = []
-        for layer, *quotas in zip(self.layers, *self._quotas()):
+        by_stage = [stage.quotas(self.n_tokens, len(self.layers)) for stage in self._stages]
+        for layer, *quotas in zip(self.layers, *by_stage):
             report.kv_bytes_before += layer.entries_in(self.prompt_cache).full_nbytes
             choices.append(self._choose(layer, quotas))
             report.attention_share[layer.index] = choices[-1].share
@@ -134,14 +135,14 @@ class Compression:
         report.selection_seconds = time.perf_counter() - started
         return report
 
-    def _quotas(self) -> list[list[Quota]]:
-        stages = dict.fromkeys(self.policy.stages)
-        return [stage.quotas(self.n_tokens, len(self.layers)) for stage in stages]
+    @property
+    def _stages(self) -> list[Policy]:
+        """The policies that choose, one after the other."""
+        return list(dict.fromkeys(self.policy.stages))
 
     def _choose(self, layer: AttentionLayer, quotas: list[Quota]) -> _Choice:
         entries, _ = self._competing(layer)
-        stages = list(dict.fromkeys(self.policy.stages))
-        *earlier, last = zip(stages, quotas)
+        *earlier, last = zip(self._stages, quotas)
         places = None
         for stage, quota in earlier:
             places = _choice(entries, stage, quota).kept

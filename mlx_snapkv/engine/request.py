@@ -18,6 +18,7 @@ from ..caches.quantizable import require_quantizable
 from ..caches.recording import RecordingKVCache
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
+from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
@@ -63,10 +64,10 @@ class Request:
         self.prefill_policy, self.decode_policy = policy.stages
         self._callers = prompt_cache
         self._layers = attention_layers(model, prompt_cache)
-        self._held = held_tokens(model, prompt_cache)
+        self._held = self._layers[0].entries_in(prompt_cache).offset
         self._n_new = n_new
         self.decision = decide(policy, self._held + n_new)
-        self._observed = list({type(layer.attention): 0 for layer in self._layers})
+        self._observed = attention_classes(model)
         self._quantization = quantization
         if quantization is not None:
             require_quantizable(model, self._layers, quantization)

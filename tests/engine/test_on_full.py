@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import assert_same, assert_unpatched, plain, steps
+from request_helpers import assert_same, assert_unpatched, in_order, plain, steps
 
 from mlx_snapkv import (
     BlockKVCache,
@@ -133,7 +133,7 @@ def test_the_best_voted_entries_are_reserved(tiny_model, tokens, reserve, n):
 def test_positions_and_rows_agree_after_many_selections(tokens, tiny_model):
     _, caches, _ = answer(tiny_model, tokens, 300, "reselect")
     for cache in caches:
-        keys, _, positions = cache.in_order()
+        keys, _, positions = in_order(cache)
         assert positions.shape[2] == keys.shape[2] == cache.size() == 56
         assert mx.all(positions[..., 1:] > positions[..., :-1]).item()
 
