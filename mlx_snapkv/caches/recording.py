@@ -30,6 +30,10 @@ class FullRecorder(Recorder, LayerCache):
         self.start_recording(first, last, statistics_from=statistics_from)
         self._expect(capacity)
 
+    @property
+    def n_entries(self) -> int:
+        return self.offset
+
     @abstractmethod
     def _expect(self, capacity: int) -> None:
         """Have room for `capacity` tokens at the next allocation."""
@@ -81,10 +85,6 @@ class RecordingKVCache(FullRecorder, KVCache):
 
     def fill(self, entries: Entries) -> None:
         self.keys, self.values, self.offset = entries.keys, entries.values, len(entries)
-
-    @property
-    def n_entries(self) -> int:
-        return self.offset
 
     def held(self, n_queries: int = 0) -> Entries:
         return self._with_queries(FullCache(self).held())

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Parts, Quantization, each, join, n_bytes, n_rows
+from ..entries.quantization import Parts, Quantization, each, join, n_bytes, n_rows, rows
 
 
 class Store(Protocol):
@@ -97,17 +97,14 @@ class QuantizedStore:
         return self.quantization.unpack(self.keys), self.quantization.unpack(self.values)
 
     def truncate(self, n: int) -> None:
-        if n < self.n_entries and self.keys is not None and self.values is not None:
-            first = [
-                each(lambda x: mx.contiguous(x[:, :, :n]), parts)
-                for parts in (self.keys, self.values)
-            ]
+        if n < self.n_entries:
+            first = each(mx.contiguous, rows((self.keys, self.values), 0, n))
             mx.eval(first)  # so that the others are not kept alive
             self.hold(*first)
 
     @property
     def nbytes(self) -> int:
-        return n_bytes((*(self.keys or ()), *(self.values or ())))
+        return n_bytes((self.keys, self.values)) if self.n_entries else 0
 
     @property
     def file_nbytes(self) -> int:
@@ -115,6 +112,4 @@ class QuantizedStore:
 
     @property
     def entry_bytes(self) -> int:
-        if self.n_entries == 0:
-            return 0
-        return sum(x[:, :, :1].nbytes for x in self.entries())  # nothing is computed
+        return n_bytes(rows(self.entries(), 0, 1)) if self.n_entries else 0  # nothing is computed
