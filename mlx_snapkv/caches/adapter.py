@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +12,7 @@ from ..entries.quantization import Quantization, n_bytes, n_rows
 from ..errors import TrimError
 from . import validation
 from .contract import LayerCache
+from .snapshot import snapshot
 
 
 def layer_cache(cache: Any) -> LayerCache:
@@ -109,13 +109,13 @@ class StateCache(LayerCache):
         return 0
 
     def mark(self) -> None:
-        self._before = vars(copy.deepcopy(self.cache))
+        self._before = snapshot(vars(self.cache))
 
     def rollback(self, n: int) -> None:
         """To the mark, whatever `n` is; without a mark nothing can be taken back."""
         if not self._before:
             raise TrimError("a linear state or sliding window goes back to a mark only")
-        vars(self.cache).update(self._before)
+        vars(self.cache).update(snapshot(self._before))
 
     def validate(self, like: Any) -> str | None:
         if isinstance(self.cache, RotatingKVCache):

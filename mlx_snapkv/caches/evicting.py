@@ -16,6 +16,7 @@ from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
 from . import validation
 from .contract import LayerCache
+from .snapshot import snapshot
 
 
 class EvictingCache(Recorder, LayerCache, _BaseCache):
@@ -74,7 +75,7 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         """Let entries give way now; since a mark, so that it can be taken back."""
         before = None
         if self._marked and self._before is None:
-            before = {name: _kept(value) for name, value in vars(self).items()}
+            before = snapshot(vars(self))
         self._evict()
         if before is not None:
             self._before = before
@@ -255,12 +256,3 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         """Set attributes of a loaded state, where parts of quantised entries are in lists."""
         for name, value in zip(names, values, strict=True):
             setattr(self, name, tuple(value) if isinstance(value, list) else value)
-
-
-def _kept(value: Any) -> Any:
-    """A value that later writes into the original leave alone; it is copied only if there are such."""
-    if isinstance(value, mx.array):
-        return mx.stop_gradient(value)
-    if isinstance(value, tuple) and all(isinstance(part, mx.array) for part in value):
-        return tuple(map(mx.stop_gradient, value))
-    return list(value) if isinstance(value, list) else value

@@ -72,6 +72,10 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
             self.store.append(*self.fresh.keys_and_values())
             self.fresh = KVCache()
 
+    def growing_cache(self) -> Any:
+        self.offload()
+        return self.store.as_cache()
+
     def saved_form(self) -> Any:
         if self.store.n_entries:
             self.offload()

@@ -46,6 +46,10 @@ class FullRecorder(Recorder, LayerCache):
             SnapKVError: there is no room for them; they stay in memory then.
         """
 
+    @abstractmethod
+    def growing_cache(self) -> Any:
+        """A cache of mlx-lm's kind to read on with; what it is fed is held here, too."""
+
     def saved_form(self) -> Any:
         """A cache of mlx-lm's with the same entries, quantised ones as they are."""
         return plain_cache(*self.keys_and_values())  # type: ignore[attr-defined]  # every cache of ours has it
@@ -90,6 +94,10 @@ class RecordingKVCache(FullRecorder, KVCache):
 
     def sources(self) -> list[Source]:
         return [Plain(self)]
+
+    def growing_cache(self) -> KVCache:
+        self.step = KVCache.step
+        return self
 
     def fill(self, entries: Entries) -> None:
         self.keys, self.values, self.offset = entries.keys, entries.values, len(entries)

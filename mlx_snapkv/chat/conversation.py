@@ -11,13 +11,14 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 
 from ..caches.layers import attention_layers, is_compressed
-from ..caches.memories import make_caches, require_memory
+from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
 from ..engine.decision import gate
 from ..engine.generate import MAX_TOKENS, drive, without_compression
 from ..engine.prefill import mlx_generate
+from ..engine.recalling import VERIFY_BELOW, Recall, RecallingRequest
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import RecallingRequest, Request, held_tokens
+from ..engine.request import Request, held_tokens
 from ..engine.rewind import Rewind, rollback_beyond
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
@@ -38,6 +39,7 @@ class Conversation:
             own entries. "recall": all entries stay in memory beside the small cache, and every turn votes over all of
             them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with entries quantised
             between turns, "recall:file": with entries in a temporary file.
+        verify, verify_below: what an answer does with the entries that are kept besides; see `generate_step`.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
             a policy, `kv_bits` and `kv_group_size` are about the entries that answers are decoded from; those of a turn
@@ -62,33 +64,34 @@ class Conversation:
         *,
         policy: Policy | Stages | str | None = None,
         memory: str = "drop",
+        verify: str | None = None,
+        verify_below: float = VERIFY_BELOW,
         system: str | None = None,
         **generation: Any,
     ):
-        require_memory(memory)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         self.model = model
         self.tokenizer = tokenizer
         self.generation = generation
-        self.policy = self._usable(policy, memory)
-        self.memory = memory
+        self.memory, self.verify, self.verify_below = memory, verify, verify_below
+        self.policy = self._usable(policy)
         self.system = system
         self.reset()
 
-    def _usable(self, policy: Policy | Stages | str | None, memory: str) -> Policy | Stages | None:
+    @property
+    def _recall(self) -> Recall:
+        return Recall(self.memory, self.verify, self.verify_below)
+
+    def _usable(self, policy: Policy | Stages | str | None) -> Policy | Stages | None:
         chosen = resolve_policy(policy=policy)
+        self._recall.require(chosen)
         if chosen is None:
             return None
-        layers = attention_layers(self.model, make_caches(self.model, memory))
+        layers = attention_layers(self.model, make_caches(self.model, self.memory))
         quantization, _ = taken_from(self.generation)
         if quantization is not None:
             require_quantizable(self.model, layers, quantization)
-        if memory != "drop" and any(stage.accumulates_attention for stage in chosen.stages):
-            raise SnapKVError(
-                f"memory={memory} needs a policy that chooses by keys or by the last queries, "
-                f"and {chosen} counts the attention of all"
-            )
         return chosen
 
     def reset(self) -> None:
@@ -213,8 +216,9 @@ class Conversation:
             self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
             options["prompt_cache"] = self.prompt_cache
             return start(self.model, options)
-        kind = Request if self.memory == "drop" else RecallingRequest
-        request = kind(self.model, self.policy, tokens.size, self.prompt_cache, quantization)
+        wanted = self.model, self.policy, tokens.size, self.prompt_cache, quantization
+        recalls = self.memory != "drop"
+        request = RecallingRequest(*wanted, recall=self._recall) if recalls else Request(*wanted)
         on_report = functools.partial(setattr, self, "report")
         return drive(start, request, on_report, options, without_compression, keep=True)
 

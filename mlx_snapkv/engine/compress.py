@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
+from ..caches.evicting import EvictingCache
 from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
@@ -100,6 +102,7 @@ class Compression:
         n_voters: queries that vote, if the caches recorded them.
         queries: given ones, by cache.
         quantization: how the entries kept are to be stored, if not as they are.
+        make_cache: makes a layer's new cache, as `decode_cache` does.
     """
 
     layers: list[AttentionLayer]
@@ -110,6 +113,7 @@ class Compression:
     n_voters: int = 0
     queries: list[mx.array | None] | None = None
     quantization: Quantization | None = None
+    make_cache: Callable[..., EvictingCache] = decode_cache
 
     def run(self) -> CompressionReport:
         """Compress; what it did.
@@ -194,7 +198,7 @@ class Compression:
         mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
         entries.release()
         _, decode_policy = self.policy.stages
-        small = decode_cache(
+        small = self.make_cache(
             layer, kept, choice.scores, self.at, decode_policy, choice.quota, uniform
         )
         del entries, kept

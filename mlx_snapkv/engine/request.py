@@ -7,13 +7,13 @@ step, so the compression is a replacement of the list's entries between two of i
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from ..caches.block import BlockKVCache
 from ..caches.contract import LayerCache
-from ..caches.layers import AttentionLayer, attention_layers
+from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries
 from ..caches.quantizable import require_quantizable
 from ..caches.recording import RecordingKVCache
 from ..entries.quantization import Quantization
@@ -43,6 +43,7 @@ class Request:
 
     Attributes:
         caches: the list to hand to mlx-lm.
+        loop_model: the model to hand to it.
         decision: who votes, and where the compression falls.
         compress_seconds: what the compression itself took.
 
@@ -59,7 +60,7 @@ class Request:
         prompt_cache: list,
         quantization: Quantization | None = None,
     ):
-        self.model = model
+        self.model = self.loop_model = model
         self.policy = policy
         self.prefill_policy, self.decode_policy = policy.stages
         self._callers = prompt_cache
@@ -79,6 +80,10 @@ class Request:
     @property
     def _observes(self) -> bool:
         return any(stage.observes for stage in self.policy.stages)
+
+    @property
+    def _observes_answer(self) -> bool:
+        return self.decode_policy.observes_answer
 
     @property
     def _statistics_from(self) -> int | None:
@@ -154,7 +159,7 @@ class Request:
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """The same for the tokens after it is compressed, whose queries vote only if entries still give way by them."""
-        with recording(self._observed if self.decode_policy.observes_answer else []):
+        with recording(self._observed if self._observes_answer else []):
             yield
 
     def prompt_is_read(self) -> None:
@@ -176,7 +181,7 @@ class Request:
         self._callers[:] = self.caches
         return report
 
-    def _compressed(self, caches: list) -> CompressionReport:
+    def _compressed(self, caches: list, **how: Any) -> CompressionReport:
         decision, policy = self.decision, self.decode_policy
         report = Compression(
             self._layers,
@@ -186,6 +191,7 @@ class Request:
             n_tokens=decision.n_prompt,
             n_voters=decision.n_voters if policy.obs_window else 0,
             quantization=self._quantization,
+            **how,
         ).run()
         report.policy = str(self.policy)
         report.prefill_seconds = self._prefill_seconds or 0.0
@@ -200,47 +206,6 @@ class Request:
             )
 
 
-class RecallingRequest(Request):
-    """One more turn on full caches that stay: its queries vote over all entries ever read.
-
-    The caller's caches go on holding all entries, this turn's among them. The compressed ones, in `caches` after the
-    compression, serve its answer only.
-    """
-
-    def _prefill_caches(self) -> list:
-        capacity = self.decision.at + self.decision.n_ahead + 1
-        self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
-        for layer in self._layers:
-            cache = layer.cache_in(self._callers)
-            cache.observe(self.decision.first, self.decision.last, capacity, self._statistics_from)
-            cache.layer = layer
-        return list(self._callers)
-
-    @property
-    def _evicts(self) -> bool:
-        return False
-
-    def _replace(self) -> CompressionReport:
-        """Put compressed caches into `caches`, and the turn's entries to where they are kept.
-
-        Raises:
-            SnapKVError: there is no room for them there; some then stay in memory.
-        """
-        small = copies_but_entries(self._callers, self._layers)
-        report = self._compressed(small)
-        self.caches[:] = small
-        if report.compressed:
-            for layer in self._layers:
-                layer.cache_in(self._callers).offload()
-        return report
-
-
 def held_tokens(model, prompt_cache: list) -> int:
     """Tokens that a prompt cache has read."""
     return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
-
-
-def copies_but_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
-    """The same list with copies of all caches but those of the full-attention layers."""
-    memo = {id(cache): cache for cache in (layer.cache_in(prompt_cache) for layer in layers)}
-    return [copy.deepcopy(cache, memo) for cache in prompt_cache]

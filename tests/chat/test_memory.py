@@ -135,11 +135,11 @@ def test_the_files_go_with_the_conversation(demo_model, haystack):
     conversation.attach(document)
     ask(conversation, facts[0].question)
     layers = len(attention_layers(model, conversation.prompt_cache))
-    assert open_files() == before + layers
+    assert open_files() == before + 2 * layers
     conversation.reset()
     assert open_files() == before
     ask(conversation, document)
-    assert open_files() == before + layers
+    assert open_files() == before + 2 * layers
     del conversation
     assert open_files() == before
 
