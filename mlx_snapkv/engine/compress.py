@@ -14,7 +14,6 @@ from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
-from ..entries.selection import has_nan, nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota, smallest_for_share
@@ -220,11 +219,13 @@ def _choice(entries: Entries, policy: Policy, quota: Quota) -> _Choice:
     if votes is not None:
         share = mx.take_along_axis(votes, kept, axis=-1).sum() / votes.sum()
     of_kept = mx.take_along_axis(scores, kept, axis=-1)
-    nan = has_nan(scores)
+    nan = mx.any(mx.isnan(scores))
     mx.eval(kept, of_kept, share, nan)
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):
-        raise nan_scores()
+        raise SnapKVError(
+            "the scores of the prompt's entries contain NaN: the model gave NaN attention"
+        )
     return _Choice(kept, of_kept, quota, kept_share)
 
 

@@ -15,9 +15,8 @@ from .queries import Queries
 
 BLOCK_BYTES = 3 << 19  # of float32 logits made at a time
 HELD_BYTES = 8 << 20  # of logits and float32 keys, below which one pass over all keys will do
-LOG2_E = (
-    1.4426950408889634  # softmax by powers of two, which a CPU takes in a third of the time of exp
-)
+# Softmax by powers of two, which a CPU takes in a third of the time of exp.
+LOG2_E = 1.4426950408889634
 
 # The logit of what a query does not see: finite, since a block may hold nothing else for it.
 HIDDEN = -1e30
@@ -150,7 +149,6 @@ def _logits(
     places = observed.places
     if stop <= places.start + 1:
         return logits
-    own = mx.tile(
-        mx.arange(places.start, places.stop, places.step), queries.shape[2] // len(places)
-    )
+    own = mx.arange(places.start, places.stop, places.step)
+    own = mx.tile(own, queries.shape[2] // len(places))
     return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..errors import SnapKVError
-
 
 def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
     """Sink | `top_k` best of the middle | recent window, as sorted positions.
@@ -35,7 +33,7 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     """The `k` highest of `(..., T)` scores, `0 < k <= T`, as ascending uint32 positions `(..., k)`.
 
     Exact under ties: everything above the k-th highest score, then its equals from the left. NaN is the lowest
-    score there is, so that the result is well formed whatever the scores; see `has_nan`.
+    score there is, so that the result is well formed whatever the scores.
     """
     T = scores.shape[-1]
     scores = scores.astype(mx.float32)
@@ -47,20 +45,3 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
     ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
     return mx.sort(ranked, axis=-1)[..., :k]
-
-
-def has_nan(scores: mx.array) -> mx.array:
-    """Whether any score is NaN, a bool scalar; to be asked between two calls of the model, and then `nan_scores`."""
-    return mx.any(mx.isnan(scores))
-
-
-def nan_scores() -> SnapKVError:
-    """The error of scores that contain NaN."""
-    return SnapKVError(
-        "the scores of the prompt's entries contain NaN: the model gave NaN attention"
-    )
-
-
-def gather_entries(stored: mx.array, positions: mx.array) -> mx.array:
-    """Entries `(B, n_kv_heads, T, D)` at `positions` `(B, n_kv_heads, n)`: `(B, n_kv_heads, n, D)`."""
-    return mx.take_along_axis(stored, positions[..., None], axis=2)

@@ -6,17 +6,7 @@ from typing import Any
 
 from ..errors import UnsupportedModelError
 from .family import AttentionFamily
-from .table import FAMILIES, REFUSED, SUPPORTED
-
-__all__ = [
-    "FAMILIES",
-    "REFUSED",
-    "SUPPORTED",
-    "AttentionFamily",
-    "attention_classes",
-    "attentions",
-    "type_of",
-]
+from .table import REFUSED, SUPPORTED
 
 
 def attention_classes(model) -> list[type]:
