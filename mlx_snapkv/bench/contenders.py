@@ -1,7 +1,5 @@
 """The ways to hold a prompt's entries that are measured side by side."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoding speed: the contenders' steps in turn, in one process."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

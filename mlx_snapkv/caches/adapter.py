@@ -1,7 +1,5 @@
 """mlx-lm's own caches behind the contract."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

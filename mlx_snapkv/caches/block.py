@@ -1,7 +1,5 @@
 """The KV cache of a fixed budget: it evicts by itself whenever it is full."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

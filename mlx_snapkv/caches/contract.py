@@ -1,7 +1,5 @@
 """What the rest of the package may ask of any layer's cache."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import Any

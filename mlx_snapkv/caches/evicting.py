@@ -1,7 +1,5 @@
 """What the caches have in common that give entries way: who decides, and how that is taken back."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any

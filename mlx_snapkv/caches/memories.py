@@ -1,7 +1,5 @@
 """The memories of a conversation: what is kept of its entries between turns, and where."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache

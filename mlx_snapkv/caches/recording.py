@@ -1,7 +1,5 @@
 """A plain KV cache that keeps the queries of its own tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 from abc import abstractmethod
 from typing import Any

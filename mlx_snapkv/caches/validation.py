@@ -1,7 +1,5 @@
 """Whether caches that came from a file are those of a model: told by what one token leaves in fresh ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

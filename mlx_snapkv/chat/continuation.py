@@ -1,7 +1,5 @@
 """What is fed after a prompt that mlx-lm saved, whose own tokens its file does not tell."""
 
-from __future__ import annotations
-
 from ..errors import SnapKVError
 
 MARKER = "<query>"

@@ -1,7 +1,5 @@
 """`mlx-snapkv models`: which model types can be compressed, and why the others can't."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Column, Table
 

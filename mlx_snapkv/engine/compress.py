@@ -1,7 +1,5 @@
 """Replacing the full caches of a prompt by what a policy keeps of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time

@@ -1,7 +1,5 @@
 """mlx-lm's `generate_step`, `stream_generate` and `generate`, with a policy."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ mlx-lm's own `generate_step` drives: it is handed a list of recording caches, an
 step, so the compression is a replacement of the list's entries between two of its steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

@@ -5,8 +5,6 @@ model therefore reads the prompt and says its first tokens alone, as without a d
 mlx-lm's speculative loop goes on from there: the greedy answer is the one without a draft, token for token.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -5,8 +5,6 @@ Nothing is computed here, only graphs are made. Where a prompt is long they are 
 allocates some operations ahead of the one that it computes, so the blocks are small.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import mlx.core as mx

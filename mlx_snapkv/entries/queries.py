@@ -1,7 +1,5 @@
 """The queries that vote: what a policy is shown of them, and caches that keep those of their own tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Which entries stay: scores to positions. Pure functions of arrays, no model and no cache."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 

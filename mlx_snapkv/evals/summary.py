@@ -1,7 +1,5 @@
 """Right answers by policy and length, and the tables made of them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

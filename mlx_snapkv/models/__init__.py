@@ -1,7 +1,5 @@
 """Which attention modules a model has, and what is special about their families."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..errors import UnsupportedModelError

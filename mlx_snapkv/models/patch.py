@@ -7,8 +7,6 @@ whether to record, and the queries are taken where the family's module calls mlx
 `scaled_dot_product_attention`, so no forward code is copied and they are bit-equal for every family.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

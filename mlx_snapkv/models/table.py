@@ -4,8 +4,6 @@ An allow-list, by the name of the model's file in mlx-lm. What is safe depends o
 masks are made, what positions are taken from), so every type was read and is run by the conformance test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

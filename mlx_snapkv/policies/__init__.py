@@ -1,7 +1,5 @@
 """The eviction policies, one file each, and how a request names one."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any

@@ -4,8 +4,6 @@ Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of La
 2023 (arXiv:2306.14048).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", 2024 (arXiv:2406.11430).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context L
 Resource-Constrained Environments", 2025 (arXiv:2504.15364).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar

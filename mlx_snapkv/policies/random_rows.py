@@ -1,7 +1,5 @@
 """Random entries: the control that every other policy has to beat."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Two stages: one policy while the prompt is read, another when it has been read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..errors import SnapKVError

@@ -3,8 +3,6 @@
 Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv:2401.06104).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

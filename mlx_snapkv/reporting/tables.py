@@ -1,7 +1,5 @@
 """A result as tables: the same for the terminal and for the docs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
