@@ -10,6 +10,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes, rows
 from .adapter import plain_cache
 from .recording import FullRecorder
+from .sources import Plain, Source
 from .stores import Store
 
 
@@ -73,6 +74,10 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         if self.store.n_entries:
             self.offload()
         return self.store.as_cache() or super().saved_form()
+
+    def sources(self) -> list[Source]:
+        parts: list[Source] = [self.store, Plain(self.fresh)]
+        return [part for part in parts if part.n_entries]
 
     def fill(self, entries: Entries) -> None:
         if not self.store.take(entries):

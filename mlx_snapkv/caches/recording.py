@@ -10,6 +10,7 @@ from ..entries.entries import Entries
 from ..entries.queries import Queries, Recorder
 from .adapter import FullCache, plain_cache
 from .contract import LayerCache
+from .sources import Plain, Source
 
 
 class FullRecorder(Recorder, LayerCache):
@@ -48,6 +49,10 @@ class FullRecorder(Recorder, LayerCache):
         return plain_cache(*self.keys_and_values())  # type: ignore[attr-defined]  # every cache of ours has it
 
     @abstractmethod
+    def sources(self) -> list[Source]:
+        """Where its entries can be read from without the others, in order of position."""
+
+    @abstractmethod
     def fill(self, entries: Entries) -> None:
         """Hold these entries, all there are, in place of none."""
 
@@ -80,6 +85,9 @@ class RecordingKVCache(FullRecorder, KVCache):
 
     def _expect(self, capacity: int) -> None:
         self.step = max(KVCache.step, capacity - self.offset)
+
+    def sources(self) -> list[Source]:
+        return [Plain(self)]
 
     def fill(self, entries: Entries) -> None:
         self.keys, self.values, self.offset = entries.keys, entries.values, len(entries)

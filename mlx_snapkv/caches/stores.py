@@ -7,18 +7,17 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from ..entries.entries import Entries
 from ..entries.quantization import Parts, Quantization, each, join, n_bytes, n_rows, rows
+from ..entries.selection import take_entries
+from .sources import Source
 
 
-class Store(Protocol):
-    """A layer's entries, in order of position.
+class Store(Source, Protocol):
+    """A layer's entries, and where they are kept.
 
     Attributes:
-        n_entries: entries held.
         nbytes, file_nbytes: what they take in memory, and in a file.
         entry_bytes: what one token's keys and values take when they are read; 0 before the first.
     """
-
-    n_entries: int
 
     @property
     def nbytes(self) -> int: ...
@@ -58,6 +57,8 @@ class QuantizedStore:
         keys, values: their parts, `(B, n_kv_heads, n_entries, ...)` each; None before the first.
     """
 
+    waits = True
+
     def __init__(self, quantization: Quantization):
         self.quantization = quantization
         self.n_entries = 0
@@ -93,6 +94,14 @@ class QuantizedStore:
 
     def entries(self) -> tuple[mx.array, mx.array]:
         return self.quantization.unpack(self.keys), self.quantization.unpack(self.values)
+
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        return self.quantization.unpack(rows(self.keys, start, stop))
+
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        taken = each(lambda x: take_entries(x, places), (self.keys, self.values))
+        keys, values = map(self.quantization.unpack, taken)
+        return keys, values
 
     def truncate(self, n: int) -> None:
         if n < self.n_entries:

@@ -43,3 +43,13 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
     ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
     return mx.sort(ranked, axis=-1)[..., :k]
+
+
+def take_entries(buffer: mx.array, positions: mx.array) -> mx.array:
+    """Entries `(B, n_kv_heads, n, D)` at `positions` `(B, n_kv_heads, n)` of a contiguous `(B, n_kv_heads, T, D)`.
+
+    It is 2 to 6 times faster than to take them along an axis; any other buffer would be copied.
+    """
+    B, H, T, D = buffer.shape
+    rows = positions + mx.arange(0, B * H * T, T, dtype=mx.uint32).reshape(B, H, 1)
+    return mx.take(buffer.reshape(-1, D), rows.flatten(), axis=0).reshape(B, H, -1, D)
