@@ -183,9 +183,8 @@ class BlockKVCache(EvictingCache):
                 "this model makes one mask for all layers, so they must keep equally many entries: "
                 "give budget as a number or a share"
             )
-        return create_causal_mask(
-            N, min(self._n, self.quota.entries) if self._must_evict(N) else self._n
-        )
+        n = min(self._n, self.quota.entries) if self._must_evict(N) else self._n
+        return create_causal_mask(N, n)
 
     @property
     def positions(self) -> mx.array:

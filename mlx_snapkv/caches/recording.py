@@ -99,9 +99,6 @@ class RecordingKVCache(FullRecorder, KVCache):
     def kv_nbytes(self) -> int:
         return FullCache(self).kv_nbytes
 
-    def mark(self) -> None:
-        """Any number of tokens can always be taken back."""
-
     def rollback(self, n: int) -> None:
         FullCache(self).rollback(n)
 

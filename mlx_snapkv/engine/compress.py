@@ -56,7 +56,10 @@ def compress_prompt_cache(
         raise SnapKVError(
             f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
         )
-    n_tokens = _common_length(layers, prompt_cache)
+    lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
+    if len(lengths) != 1:
+        raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} entries")
+    n_tokens = lengths.pop()
     stages = dict.fromkeys(chosen.stages)
     quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, len(layers))]
     if all(stage.mass is None for stage in stages) and all(n_tokens <= q.entries for q in quotas):
@@ -91,12 +94,11 @@ class Compression:
 
     Attributes:
         layers: whose caches are to be replaced, in `prompt_cache`.
-        policy: what to keep; of two stages, the second chooses from what the first keeps.
+        policy, quantization: as of `compress_prompt_cache`.
         at: the entries of the tokens before this position compete; later ones are added as if they came afterwards.
         n_tokens: the prompt's length, which shares of it refer to.
         n_voters: queries that vote, if the caches recorded them.
         queries: given ones, by cache.
-        quantization: how the entries kept are to be stored, if not as they are.
     """
 
     layers: list[AttentionLayer]
@@ -109,11 +111,7 @@ class Compression:
     quantization: Quantization | None = None
 
     def run(self) -> CompressionReport:
-        """Compress; what it did.
-
-        Raises:
-            SnapKVError: a layer's queries are missing, or its scores are NaN; nothing is changed then.
-        """
+        """Compress; what it did. Raises as `compress_prompt_cache` does."""
         started = time.perf_counter()
         report = CompressionReport(str(self.policy), self.n_tokens)
         report.entries_kept = [None] * len(self.prompt_cache)
@@ -235,10 +233,3 @@ def _among(entries: Entries, places: mx.array) -> Entries:
         now = range(asked.start - dropped, asked.stop - dropped)
         chosen.observed = dataclasses.replace(entries.observed, places=now)
     return chosen
-
-
-def _common_length(layers: list[AttentionLayer], prompt_cache: list) -> int:
-    lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
-    if len(lengths) != 1:
-        raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} entries")
-    return lengths.pop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -227,7 +228,7 @@ class Policy(ABC):
 
 def _fields(cls: type[Policy]) -> list[dataclasses.Field]:
     """A policy's own options, then those that it shares with the others."""
-    own = list(vars(cls)["__annotations__"])
+    own = list(inspect.get_annotations(cls))
     return sorted(
         dataclasses.fields(cls), key=lambda f: own.index(f.name) if f.name in own else len(own)
     )
