@@ -214,11 +214,7 @@ class RecallingRequest(Request):
         return False
 
     def _replace(self) -> CompressionReport:
-        """Put compressed caches into `caches`, and the turn's entries to where they are kept.
-
-        Raises:
-            SnapKVError: there is no room for them there; some then stay in memory.
-        """
+        """Put compressed caches into `caches`, and offload the turn's entries; SnapKVError if some have no room."""
         small = copies_but_entries(self.prompt_cache, self._layers)
         report = self._compressed(small)
         self.caches[:] = small

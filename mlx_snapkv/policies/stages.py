@@ -39,11 +39,6 @@ class Stages:
     def min_ctx(self) -> int:
         return self.prefill_policy.min_ctx
 
-    @property
-    def n_lookahead(self) -> int:
-        """Answer tokens that vote, before the prompt is compressed."""
-        return self.decode_policy.n_lookahead
-
     def fits(self, n_prompt: int) -> bool:
         return self.prefill_policy.fits(n_prompt) and self.decode_policy.fits(n_prompt)
 
