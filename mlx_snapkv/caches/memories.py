@@ -8,7 +8,7 @@ from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
 from .adapter import has_all_entries, layer_cache, plain_cache
 from .file_store import FileStore
-from .layers import AttentionLayer, attention_layers
+from .layers import AttentionLayer, attention_layers, members
 from .offloaded import OffloadedKVCache
 from .quantizable import head_sizes
 from .recording import FullRecorder, RecordingKVCache
@@ -45,7 +45,7 @@ def make_caches(model, memory: str) -> list:
 def saved_forms(model, caches: list) -> list:
     """Caches that keep all entries, in kinds that mlx-lm knows; any others as they are."""
     forms = list(caches)
-    if any(isinstance(cache, FullRecorder) for cache in caches):
+    if any(isinstance(cache, FullRecorder) for cache in members(caches)):
         for layer in attention_layers(model, caches):
             layer.put(forms, layer.cache_in(caches).saved_form())
     return forms
