@@ -1,5 +1,7 @@
 """`mlx-snapkv models`: which model types can be compressed, and why the others can't."""
 
+from __future__ import annotations
+
 from rich.console import Console
 from rich.table import Column, Table
 

@@ -1,5 +1,7 @@
 """`mlx-snapkv policies`: the eviction policies, their papers and options."""
 
+from __future__ import annotations
+
 from ..policies import POLICIES, Policy
 
 
