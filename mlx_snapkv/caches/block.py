@@ -145,7 +145,9 @@ class BlockKVCache(EvictingCache):
             queries = mx.concatenate(self._uncounted, axis=2)
             stop = int(min(self.last, self.offset))
             asked = range(stop - queries.shape[2], stop)
-            received = received + self._rows(observed=self._queries_of(queries, asked)).votes
+            received = (
+                received + self._rows(observed=self.voters(queries, asked, received.shape)).votes
+            )
         return received
 
     def _must_evict(self, L: int) -> bool:
