@@ -1,7 +1,5 @@
 """mlx-lm's own caches behind the contract."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx
@@ -64,10 +62,8 @@ class FullCache(LayerCache):
     def kv_nbytes(self) -> int:
         return 0 if self.cache.empty() else n_bytes(self.cache.keys_and_values())
 
-    def mark(self) -> None:
-        """Any number of tokens can always be taken back."""
-
     def rollback(self, n: int) -> None:
+        """Any number of tokens can always be taken back."""
         if n > self.cache.offset:
             raise TrimError(f"this cache holds {self.cache.offset} tokens, {n} can't be taken back")
         self.cache.trim(n)

@@ -1,7 +1,5 @@
 """The caches that an answer is decoded from, once its prompt has been compressed."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from ..entries.entries import Entries

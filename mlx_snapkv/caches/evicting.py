@@ -1,7 +1,5 @@
 """What the caches have in common that give entries way: who decides, and how that is taken back."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
@@ -195,15 +193,7 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
                 f"{name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
-        return self._queries_of(self.queries[:, :, -n:], asked)
-
-    def _queries_of(self, heads: mx.array, asked: range) -> Queries:
-        """Queries at logical positions, in the places their tokens have among the entries held."""
-        first = self.offset - self._n
-        places = range(asked.start - first, asked.stop - first)
-        if self.layer is not None:
-            heads = self.layer.family.grouped(heads, self._heads[1])
-        return Queries(heads, places, self.scale, self.sinks, asked.start)
+        return self.voters(self.queries[:, :, -n:], asked, (*self._heads, self._n))
 
     def validate(self, like: Any) -> str | None:
         found = validation.entries_problem(self.keys, self.values, like, self.quantization)

@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..errors import UnsupportedModelError
-from ..models import AttentionFamily, attentions, type_of
+from ..models import attentions, type_of
+from ..models.family import AttentionFamily
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
 

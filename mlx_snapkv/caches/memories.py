@@ -1,7 +1,5 @@
 """The memories of a conversation: what is kept of its entries between turns, and where."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -10,7 +8,13 @@ from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
 from .adapter import has_all_entries, layer_cache, plain_cache
 from .file_store import FileStore
-from .layers import AttentionLayer, attention_layers, copies_but_entries, is_compressed
+from .layers import (
+    AttentionLayer,
+    attention_layers,
+    copies_but_entries,
+    is_compressed,
+    members,
+)
 from .offloaded import OffloadedKVCache
 from .quantizable import head_sizes
 from .recording import FullRecorder, RecordingKVCache
@@ -72,7 +76,7 @@ def lasting_forms(model, caches: list, memory: str) -> list:
 def saved_forms(model, caches: list) -> list:
     """Caches that keep all entries, in kinds that mlx-lm knows; any others as they are."""
     forms = list(caches)
-    if any(isinstance(cache, FullRecorder) for cache in caches):
+    if any(isinstance(cache, FullRecorder) for cache in members(caches)):
         for layer in attention_layers(model, caches):
             layer.put(forms, layer.cache_in(caches).saved_form())
     return forms

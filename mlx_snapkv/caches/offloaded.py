@@ -1,7 +1,5 @@
 """A KV cache whose entries are kept in a store between the turns of a conversation."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

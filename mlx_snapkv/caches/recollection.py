@@ -1,7 +1,5 @@
 """All entries of a layer while an answer is decoded from a few: what its tokens vote over, and gather from."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a cache is now, for later: nothing is copied before it is written over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Entries that are read in part: the keys of a span, or what was chosen."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Where a layer's entries are kept, and the store that holds them quantised in memory."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import mlx.core as mx

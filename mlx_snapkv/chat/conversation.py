@@ -25,7 +25,7 @@ from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from . import saved_chat
 from .common_prefix import common_prefix
-from .continuation import mlx_lm_suffix
+from .continuation import mlx_lm_suffix, rendered
 from .state import STATE, ChatState, first_messages
 
 
@@ -201,33 +201,26 @@ class Conversation:
 
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
-        max_tokens = options.pop("max_tokens", MAX_TOKENS)
 
-        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
-            mlx_options = {"max_tokens": max_tokens, **options}
-            return mlx_generate.stream_generate(model, self.tokenizer, tokens, **mlx_options)
-
+        given = {"tokenizer": self.tokenizer, "prompt": tokens}
+        start = functools.partial(mlx_generate.stream_generate, **given)
         quantization = None
+        n_prompt = len(self.read) + tokens.size
+        reason: str | None = "no policy was given"
         if self.policy is not None:
             quantization, options = taken_from(options)
-        n_prompt = len(self.read) + tokens.size
-        reason = self._reason_for_nothing(n_prompt, max_tokens)
+            n_answer = options.get("max_tokens", MAX_TOKENS)
+            goes_on = is_compressed(self.prompt_cache)
+            reason = None if goes_on else gate(self.policy, n_prompt, None, n_answer)
         if self.policy is None or reason is not None:
             self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
             options["prompt_cache"] = self.prompt_cache
-            return start(self.model, options)
+            return start(self.model, **options)
         wanted = self.model, self.policy, tokens.size, self.prompt_cache, quantization
         recalls = self.memory != "drop"
         request = RecallingRequest(*wanted, recall=self._recall) if recalls else Request(*wanted)
         on_report = functools.partial(setattr, self, "report")
         return drive(start, request, on_report, options, without_compression, keep=True)
-
-    def _reason_for_nothing(self, n_prompt: int, max_tokens: int) -> str | None:
-        if self.policy is None:
-            return "no policy was given"
-        if is_compressed(self.prompt_cache):
-            return None
-        return gate(self.policy, n_prompt, None, max_tokens)
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""
@@ -242,10 +235,7 @@ class Conversation:
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
     def _rendered(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        try:
-            return list(self.tokenizer.apply_chat_template(messages, **options))
-        except Exception as error:  # templates are code of the model's authors
-            raise SnapKVError(f"the chat template refused the conversation: {error}") from error
+        return list(rendered(self.tokenizer, messages, **options))
 
     def _remember(self, tokens: list[int]) -> None:
         """Tell what the cache has read of a turn from what it has not: when all entries are recalled, the answer."""

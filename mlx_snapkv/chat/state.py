@@ -1,7 +1,5 @@
 """A conversation as a file can hold it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 
 from ..policies import Policy, Stages

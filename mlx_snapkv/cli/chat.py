@@ -1,7 +1,5 @@
 """`mlx-snapkv chat`: a conversation in the terminal, its cache kept small."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

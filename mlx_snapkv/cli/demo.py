@@ -1,7 +1,5 @@
 """`mlx-snapkv demo`: the same questions with the full cache, with sink and window alone, and with SnapKV."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """`mlx-snapkv eval`: how many hidden facts are still found when the cache is compressed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """`mlx-snapkv generate`: one prompt, one answer."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a user types: with editing and history on a terminal, line by line from a file."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from typing import TextIO

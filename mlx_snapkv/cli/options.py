@@ -1,7 +1,5 @@
 """Option values that several commands read alike."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

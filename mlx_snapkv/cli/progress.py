@@ -1,7 +1,5 @@
 """The progress bars, on stderr: of a prefill, and of work done in steps."""
 
-from __future__ import annotations
-
 import time
 
 from rich.console import Console

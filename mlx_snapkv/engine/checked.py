@@ -5,12 +5,11 @@ as its own draft. mlx-lm's loop asks for one token at a time, samples and proces
 the full caches: already computed if it asks for a token that was drafted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 
@@ -44,7 +43,7 @@ class Checked:
         self._pace = _Pace(verified)
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
-        token = int(inputs.item())
+        ((token,),) = _numbers(inputs)
         self._verified.tokens += 1
         if self._ahead and self._ahead[0][0] == token:
             self._verified.accepted += 1
@@ -95,11 +94,15 @@ class Checked:
         checked = mx.concatenate(tokens, axis=1)
         logits = self._model(checked, cache=self._full)
         mx.eval(logits, checked)
-        drafts = [int(draft.item()) for draft in checked[0, 1:]]
+        ((_, *drafts),) = _numbers(checked)
         self._ahead = [(draft, logits[:, i : i + 1]) for i, draft in enumerate(drafts, start=1)]
         self._verified.drafted += n_drafts
         self._n_drafts, self._unread, self._last_draft = n_drafts, [], drafts[-1]
         return logits[:, :1]
+
+
+def _numbers(tokens: mx.array) -> Any:
+    return tokens.tolist()
 
 
 class _Pace:

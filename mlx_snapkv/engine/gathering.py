@@ -1,14 +1,12 @@
 """Small caches that are gathered anew, in the middle of an answer, from all entries that their layers have."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import mlx.core as mx
 
 from ..caches.layers import AttentionLayer
 from ..caches.recollection import Recollection
-from ..entries.selection import has_nan, nan_scores
+from ..entries.selection import nan_scores
 from ..policies import Policy, SnapKV
 from ..policies.budgets import Quota
 from .report import Verified
@@ -67,7 +65,7 @@ class Gathering:
                 held.voters, heads=held.queries[:, :, :1], places=range(place, place + 1)
             )
             scores = voter.score(everything.voted_by(asked))
-            chosen, nan = quota.select(scores), has_nan(scores)
+            chosen, nan = quota.select(scores), mx.any(mx.isnan(scores))
             mx.eval(chosen, nan)
             if nan.item():
                 raise nan_scores()

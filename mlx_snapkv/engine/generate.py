@@ -1,7 +1,5 @@
 """mlx-lm's `generate_step`, `stream_generate` and `generate`, with a policy."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -74,10 +72,7 @@ def generate_step(
         )
     if stream is not None:
         kwargs["stream"] = stream
-
-    def start(model, options: dict[str, Any]) -> Iterator[tuple[int, mx.array]]:
-        return mlx_generate.generate_step(prompt, model, **options)
-
+    start = functools.partial(mlx_generate.generate_step, prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
     recall = Recall(memory, verify, verify_below)
     return _served(start, model, len(prompt), max_tokens, chosen, recall, on_report, kwargs)
@@ -114,9 +109,8 @@ def stream_generate(
     tokens = encode_prompt(tokenizer, prompt)
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
-        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
-            return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
-
+        given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
+        start = functools.partial(mlx_generate.stream_generate, **given)
         n = len(tokens)
         return _served(
             start, model, n, max_tokens, chosen, recall, on_report, options, without_compression
@@ -184,7 +178,7 @@ def without_compression(response: GenerationResponse, seconds: float) -> Generat
 
 
 def _served(
-    start: Callable[[Any, dict[str, Any]], Iterator[Any]],
+    start: Callable[..., Iterator[Any]],
     model,
     n_prompt: int,
     max_tokens: int,
@@ -194,7 +188,7 @@ def _served(
     options: dict[str, Any],
     after: Callable[[Any, float], Any] = lambda item, seconds: item,
 ) -> Iterator[Any]:
-    """mlx-lm's own iterator, `start(model, options)`, if need be with a compression between two of its steps.
+    """mlx-lm's own iterator, `start(model, **options)`, if need be with a compression between two of its steps.
 
     `after` amends the items that come after it, given the seconds it took.
     """
@@ -239,7 +233,7 @@ def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
 
 
 def drive(
-    start: Callable[[Any, dict[str, Any]], Iterator[Any]],
+    start: Callable[..., Iterator[Any]],
     request: Request,
     on_report: ReportCallback,
     options: dict[str, Any],
@@ -258,7 +252,7 @@ def drive(
     begin = functools.partial(start, request.loop_model)
     if not request.decode_policy.last_token:
         return _compressed_before_last_token(begin, request, on_report, options)
-    return _compressed_at_token(begin(options), request, on_report, after, keep)
+    return _compressed_at_token(begin(**options), request, on_report, after, keep)
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
@@ -279,7 +273,7 @@ def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
 
     def items() -> Iterator[Any]:
         with observing(model, cache), served as going_on:
-            yield from start(going_on, options)
+            yield from start(going_on, **options)
 
     return items()
 
@@ -341,4 +335,4 @@ def _compressed_before_last_token(start, request: Request, on_report, options) -
                 patched.close()
                 patched.enter_context(request.decoding())
 
-        yield from start(options | {"prompt_progress_callback": callback})
+        yield from start(**options | {"prompt_progress_callback": callback})

@@ -1,7 +1,5 @@
 """Requests whose prompt's entries all stay, beside the few that the answer is decoded from."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,6 +68,7 @@ class Recall:
             )
 
 
+@dataclass
 class RecallingRequest(Request):
     """One more turn on full caches that stay: its queries vote over all entries ever read.
 
@@ -80,21 +79,22 @@ class RecallingRequest(Request):
         recall: whether the answer's tokens are verified.
     """
 
-    def __init__(self, model, *args, recall: Recall = Recall("recall"), **kwargs):
-        super().__init__(model, *args, **kwargs)
-        self._recall = recall
+    recall: Recall = Recall("recall")
+
+    def __post_init__(self):
         self._checked: Checked | None = None
-        if recall.verify is not None:
-            self.loop_model = Answered(model)
+        super().__post_init__()
+        if self.recall.verify is not None:
+            self.loop_model = Answered(self.model)
 
     def _prefill_caches(self) -> list:
         capacity = self.decision.at + self.decision.n_ahead + 1
         self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
         for layer in self._layers:
-            cache = layer.cache_in(self._callers)
+            cache = layer.cache_in(self.prompt_cache)
             cache.observe(self.decision.first, self.decision.last, capacity, self._statistics_from)
             cache.layer = layer
-        return list(self._callers)
+        return list(self.prompt_cache)
 
     @property
     def _evicts(self) -> bool:
@@ -102,7 +102,7 @@ class RecallingRequest(Request):
 
     @property
     def _observes_answer(self) -> bool:
-        return super()._observes_answer or self._recall.verify is not None
+        return super()._observes_answer or self.recall.verify is not None
 
     def _replace(self) -> CompressionReport:
         """Put compressed caches into `caches`, and the turn's entries to where they are kept.
@@ -110,30 +110,31 @@ class RecallingRequest(Request):
         Raises:
             SnapKVError: there is no room for them there; some then stay in memory.
         """
-        small = copies_but_entries(self._callers, self._layers)
-        make_cache = decode_cache if self._recall.verify is None else gathered_cache
+        small = copies_but_entries(self.prompt_cache, self._layers)
+        make_cache = decode_cache if self.recall.verify is None else gathered_cache
         report = self._compressed(small, make_cache=make_cache)
         self.caches[:] = small
         if report.compressed:
             for layer in self._layers:
-                layer.cache_in(self._callers).offload()
-            if self._recall.verify is not None:
-                report.verified = Verified(self._recall.verify)
+                layer.cache_in(self.prompt_cache).offload()
+            if self.recall.verify is not None:
+                report.verified = Verified(self.recall.verify)
                 self._verify(report.verified)
         return report
 
     def _verify(self, verified: Verified) -> None:
         everything = [
-            Recollection(layer.cache_in(self._callers).sources(), layer) for layer in self._layers
+            Recollection(layer.cache_in(self.prompt_cache).sources(), layer)
+            for layer in self._layers
         ]
         gathering = Gathering(self._layers, everything, self.caches, self.decode_policy, verified)
         if verified.verify == "unsure":
-            unsure = Unsure(self.model, gathering, self._recall.below, verified)
+            unsure = Unsure(self.model, gathering, self.recall.below, verified)
             self.loop_model.answering = unsure
             return
-        full = list(self._callers)
+        full = list(self.prompt_cache)
         for layer in self._layers:
-            layer.put(full, layer.cache_in(self._callers).growing_cache())
+            layer.put(full, layer.cache_in(self.prompt_cache).growing_cache())
         self._checked = Checked(self.model, full, list(self.caches), gathering, verified)
         self.loop_model.answering = self._checked
 

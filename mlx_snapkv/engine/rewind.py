@@ -1,7 +1,5 @@
 """Taking back what was fed to a prompt cache."""
 
-from __future__ import annotations
-
 import contextlib
 
 from ..caches.layers import layer_caches

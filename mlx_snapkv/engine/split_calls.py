@@ -1,7 +1,5 @@
 """Models for mlx-lm's loops that take several tokens in as if they came one by one."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`verify="unsure"`: a token that the small cache leaves in doubt is decoded again, from entries that it voted for."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from ..caches.layers import layer_caches

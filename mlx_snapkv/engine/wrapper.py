@@ -1,7 +1,5 @@
 """Models as mlx-lm's loops see them, with something done around their calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

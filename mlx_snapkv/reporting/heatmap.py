@@ -1,7 +1,5 @@
 """Accuracy by prompt length and depth, one picture a policy."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

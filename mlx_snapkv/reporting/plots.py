@@ -1,7 +1,5 @@
 """The plots of a result: decoding speed and KV memory against context length."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a measurement's figures depend on besides the code measured: versions, commit, machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
