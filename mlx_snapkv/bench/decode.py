@@ -26,7 +26,12 @@ def measure_decoding(
     records = []
     for (contender, cache), times in zip(found, seconds):
         step = statistics.median(times)
-        figures = {"batch": batch, "step_seconds": step, "tokens_per_second": batch / step}
+        figures = {
+            "batch": batch,
+            "steps": steps,
+            "step_seconds": step,
+            "tokens_per_second": batch / step,
+        }
         figures["kv_bytes"] = entries_bytes(cache)
         if contender.kind in ("plain", "snapkv"):
             figures["rollback_seconds"] = _rollback_seconds(model, cache, steps)

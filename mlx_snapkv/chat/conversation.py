@@ -19,11 +19,12 @@ from ..engine.prefill import mlx_generate
 from ..engine.recalling import VERIFY_BELOW, Recall, RecallingRequest
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, held_tokens
-from ..engine.rewind import Rewind, rollback_beyond
+from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from . import saved_chat
+from .before import Before
 from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix, rendered
 from .state import STATE, ChatState, first_messages
@@ -52,6 +53,7 @@ class Conversation:
         read, pending_tokens: tokens of the chat that the cache has read, and those after them that it has not.
         n_unknown: the first of those read that a file of mlx-lm's did not tell; they are listed as 0.
         attached: documents to be read with the next message.
+        said: what every message of the user's was made of: its documents, then what was typed.
 
     Raises:
         SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
@@ -97,12 +99,17 @@ class Conversation:
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""
         self.messages = first_messages(self.system)
-        self.report: CompressionReport | None = None
+        self.said: list[list[str]] = []
+        self.attached: list[str] = []
+        self.n_unknown = 0
+        self._read_nothing()
+
+    def _read_nothing(self) -> None:
         self.prompt_cache = make_caches(self.model, self.memory if self.policy else "drop")
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
-        self.n_unknown = 0
-        self.attached: list[str] = []
+        self.report: CompressionReport | None = None
+        self._before_last: Before | None = None
 
     def attach(self, text: str) -> int:
         """Put a document in front of the next message; the number of its tokens.
@@ -131,11 +138,52 @@ class Conversation:
         """
         if not text.strip():
             raise SnapKVError("the message is empty: give some text")
-        content = "\n\n".join([*self.attached, text])
-        messages = [*self.messages, {"role": "user", "content": content}]
+        parts = [*self.attached, text]
+        messages = [*self.messages, {"role": "user", "content": "\n\n".join(parts)}]
         tokens = self._unread(messages)
         options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
-        return self._answers(messages, tokens, options)
+        return self._answers(messages, parts, tokens, options)
+
+    def undo(self) -> str:
+        """Take back the last turn; what was typed in it. Its documents are attached again.
+
+        The last turn is taken back exactly, unless that would take more memory than the conversation's own. Turns
+        before it, and those of a file, are taken back to what the messages tell: a cache that holds all entries keeps
+        those of the tokens that stay; any other is emptied, and the next message reads the conversation again, its
+        question choosing among all entries.
+
+        Raises:
+            SnapKVError: nothing has been said yet, or a file of mlx-lm's does not tell what was.
+        """
+        if not self.said:
+            raise SnapKVError("nothing has been said yet, so there is nothing to take back")
+        *documents, typed = self.said[-1]
+        if self._before_last is None:
+            self._go_back_to_messages()
+        else:
+            self._before_last.restore(self)
+            self._before_last = None
+        self.attached = [*documents, *self.attached]
+        return typed
+
+    def _go_back_to_messages(self) -> None:
+        if self.n_unknown:
+            raise SnapKVError(
+                "this turn can't be taken back: the file that the conversation began with does not tell its text"
+            )
+        messages, said = self.messages[:-2], self.said[:-1]
+        told = self._rendered(messages, add_generation_prompt=False) if said else []
+        read, caches = self.read[: common_prefix([told, self.read])], self.prompt_cache
+        keeps = bool(read) and rolled_back_to(len(read), caches)
+        self._read_nothing()
+        self.messages, self.said = messages, said
+        if keeps:
+            self.read, self.prompt_cache = read, caches
+
+    @property
+    def undo_nbytes(self) -> int:
+        """Bytes of keys and values that are kept for `undo` alone."""
+        return 0 if self._before_last is None else self._before_last.kv_nbytes
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a `.safetensors` file, which is there as a whole or not at all.
@@ -176,17 +224,21 @@ class Conversation:
         return conversation
 
     def _answers(
-        self, messages: list[dict[str, str]], tokens: list[int], options: dict[str, Any]
+        self,
+        messages: list[dict[str, str]],
+        parts: list[str],
+        tokens: list[int],
+        options: dict[str, Any],
     ) -> Iterator[GenerationResponse]:
-        before: Rewind | None = Rewind(self.prompt_cache)
+        before = Before(self)
         answered: list[int] = []
         text = ""
         responses = self._served(mx.array(tokens), dict(options))
         try:
             for response in responses:
-                if before is not None:
+                if not answered:
                     before.release()
-                before = None  # what it holds is no longer needed
+                    self._before_last = None
                 answered.append(response.token)
                 text += response.text
                 yield response
@@ -194,10 +246,12 @@ class Conversation:
             responses.close()  # type: ignore[attr-defined]  # all of these are generators
             if answered:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
+                self.said = [*self.said, parts]
                 self.attached = []
                 self._remember(tokens + answered)
-            elif before is not None:
-                before.restore()
+                self._before_last = before if before.is_cheap(self) else None
+            else:
+                before.restore(self)
 
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""

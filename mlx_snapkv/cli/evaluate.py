@@ -149,7 +149,7 @@ def _evaluate(
     else:
         print_table(summary.table(found, f"Retrieval: {result['task']}"))
     if base is not None:
-        plots = heatmap.write_heatmaps(records, base)
+        plots = heatmap.write_heatmaps(result, base)
         page = summary.markdown(result, [plot.name for plot in plots])
         written = [*write_result(base, result, page), *plots]
         print("wrote", *written, file=sys.stderr if as_json else sys.stdout)

@@ -1,11 +1,15 @@
 """What a user types: with editing and history on a terminal, line by line from a file."""
 
 import io
+import sys
 from collections.abc import Iterator
 from typing import TextIO
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import Completer
 from prompt_toolkit.output import create_output
+from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.utils import is_dumb_terminal
 
 from ..errors import SnapKVError
 from .loading import require_text
@@ -18,19 +22,24 @@ class Lines:
 
     Args:
         stream: standard input; pasted text comes in as one message if it is a terminal.
+        completer: what Tab completes there.
     """
 
-    def __init__(self, stream: TextIO | None):
+    def __init__(self, stream: TextIO | None, completer: Completer | None = None):
         if stream is None:
             raise SnapKVError("standard input is closed, so there is nothing to chat about")
         self.interactive = stream.isatty()
         self._stream = stream
-        # Prompts are no part of the answers, so they don't go to stdout.
         self._session: PromptSession | None = None
-        if not self.interactive and isinstance(stream, io.TextIOWrapper):
+        if self.interactive and not is_dumb_terminal():
+            # Prompts are no part of the answers, so they don't go to stdout.
+            self._session = PromptSession(
+                output=create_output(always_prefer_tty=True),
+                completer=completer,
+                complete_style=CompleteStyle.READLINE_LIKE,
+            )
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
-        if self.interactive:
-            self._session = PromptSession(output=create_output(always_prefer_tty=True))
 
     def __iter__(self) -> Iterator[str]:
         while True:
@@ -41,6 +50,8 @@ class Lines:
                     parts[-1] = parts[-1][:-1]
                     parts.append(self._line("  "))
             except KeyboardInterrupt:  # what was typed is given up
+                if not parts and not (self._session and self._session.default_buffer.text):
+                    print("Ctrl-D or /quit leaves the chat", file=sys.stderr)
                 continue
             except EOFError:
                 if parts:
@@ -48,9 +59,23 @@ class Lines:
                 return
             yield "\n".join(parts)
 
+    def agree(self, question: str) -> bool:
+        """Whether the user at the terminal says yes."""
+        asked = f"{question} [y/N] "
+        try:
+            if self._session is None:
+                answer = self._line(asked)
+            else:  # in a session of its own: answers are no messages to go back to
+                answer = PromptSession(output=self._session.output).prompt(asked)
+        except (KeyboardInterrupt, EOFError):
+            return False
+        return answer.strip().lower() in ("y", "yes")
+
     def _line(self, prompt: str) -> str:
         if self._session is not None:
             return self._session.prompt(prompt)
+        if self.interactive:
+            print(prompt, end="", file=sys.stderr, flush=True)
         line = self._stream.readline()
         if not line:
             raise EOFError

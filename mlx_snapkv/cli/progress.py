@@ -13,6 +13,25 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+from rich.theme import Theme
+
+# The terminal's own colours, of which only green and red stand out on dark and on light ones alike.
+PALETTE = Theme(
+    {
+        "bar.back": "dim",
+        "bar.complete": "green",
+        "bar.finished": "green",
+        "bar.pulse": "green",
+        "progress.elapsed": "default",
+        "progress.percentage": "default",
+        "progress.remaining": "default",
+        "progress.download": "default",
+    }
+)
+
+
+def stderr_console() -> Console:
+    return Console(stderr=True, highlight=False, theme=PALETTE)
 
 
 class _TokenSpeed(ProgressColumn):
@@ -62,7 +81,7 @@ class StepBars:
     """
 
     def __init__(self, line_every: float = 0.0):
-        self.console = Console(stderr=True)
+        self.console = stderr_console()
         self._line_every = line_every
         self._progress = Progress(
             TextColumn("{task.description}"),

@@ -102,7 +102,7 @@ class Compression:
         n_tokens: the prompt's length, which shares of it refer to.
         n_voters: queries that vote, if the caches recorded them.
         queries: given ones, by cache.
-        make_cache: makes a layer's new cache, as `decode_cache` does.
+        make_cache: makes a layer's new cache; None is `decode_cache`.
     """
 
     layers: list[AttentionLayer]
@@ -113,7 +113,7 @@ class Compression:
     n_voters: int = 0
     queries: list[mx.array | None] | None = None
     quantization: Quantization | None = None
-    make_cache: Callable[..., EvictingCache] = decode_cache
+    make_cache: Callable[..., EvictingCache] | None = None
 
     def run(self) -> CompressionReport:
         """Compress; what it did. Raises as `compress_prompt_cache` does."""
@@ -194,7 +194,7 @@ class Compression:
         mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
         entries.release()
         _, decode_policy = self.policy.stages
-        small = self.make_cache(
+        small = (self.make_cache or decode_cache)(
             layer, kept, choice.scores, self.at, decode_policy, choice.quota, uniform
         )
         del entries, kept

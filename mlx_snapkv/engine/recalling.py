@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..caches.decode import decode_cache, gathered_cache
+from ..caches.decode import gathered_cache
 from ..caches.layers import copies_but_entries
 from ..caches.memories import require_memory
 from ..caches.recollection import Recollection
@@ -111,7 +111,7 @@ class RecallingRequest(Request):
             SnapKVError: there is no room for them there; some then stay in memory.
         """
         small = copies_but_entries(self.prompt_cache, self._layers)
-        make_cache = decode_cache if self.recall.verify is None else gathered_cache
+        make_cache = None if self.recall.verify is None else gathered_cache
         report = self._compressed(small, make_cache=make_cache)
         self.caches[:] = small
         if report.compressed:

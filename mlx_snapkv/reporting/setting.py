@@ -32,6 +32,13 @@ def setting() -> dict[str, Any]:
     }
 
 
+def title(what: str, result: dict[str, Any]) -> str:
+    """A picture's title: what it shows, of which model and on which machine."""
+    machine = result["machine"]
+    device = "GPU" if "gpu" in machine["device"] else "CPU"
+    return f"{what}\nModel: {result['model']}\n{machine['processor']}, {machine['cores']} cores, {device}"
+
+
 def _commit() -> str:
     """The checkout's commit, with "+" if it has changes; "unknown" outside a checkout."""
     here = Path(__file__).parent
