@@ -130,7 +130,10 @@ class _EntryFile:
             os.ftruncate(self._file.fileno(), n * self.entry_bytes)
 
     def _map(self, n: int) -> np.ndarray:
-        return np.memmap(self._file, self._bits, "r", shape=(n, *self._heads))
+        try:
+            return np.memmap(self._file, self._bits, "r", shape=(n, *self._heads))
+        except (OSError, ValueError) as error:
+            raise SnapKVError(f"entries kept in a file can't be read: {error}") from error
 
     def _rows(self, bits: np.ndarray) -> mx.array:
         return mx.array(bits).view(self._dtype)

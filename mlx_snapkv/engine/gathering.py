@@ -19,7 +19,7 @@ class Gathering:
         layers: those layers.
         recollections: all entries of each; `gather` adds the tokens that only the small cache holds.
         caches: the small caches, made by `gathered_cache`.
-        policy: what the prompt was compressed by; if it does not vote by queries, SnapKV does.
+        policy: what the prompt was compressed by; if it does not pool votes, SnapKV does.
         verified: where votes are counted.
     """
 
@@ -75,7 +75,7 @@ class Gathering:
 
 
 def _voter(policy: Policy, quota: Quota) -> Policy:
-    """Who makes scores of a query's attention: the policy itself, if it does that."""
-    if policy.obs_window:
+    """Who makes scores of one query's attention: the policy itself, if it pools them, or SnapKV."""
+    if policy.pools_votes:
         return policy
     return SnapKV(n_sink=quota.n_sink, n_window=max(1, quota.n_window), obs_window=1)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..caches.decode import gathered_cache
-from ..caches.layers import copies_but_entries
+from ..caches.layers import copies_but_entries, members
 from ..caches.memories import require_memory
 from ..caches.recollection import Recollection
 from ..errors import SnapKVError
@@ -86,6 +86,16 @@ class RecallingRequest(Request):
         super().__post_init__()
         if self.recall.verify is not None:
             self.loop_model = Answered(self.model)
+        if self.recall.verify == "all":
+            self._require_rewindable()
+
+    def _require_rewindable(self) -> None:
+        n_caches, n_full = len(list(members(self.prompt_cache))), len(self._layers)
+        if n_full < n_caches:
+            raise SnapKVError(
+                f"verify=all takes tokens back, and {n_caches - n_full} of {n_caches} layers can't "
+                "(linear or sliding-window attention): use verify=unsure"
+            )
 
     def _prefill_caches(self) -> list:
         capacity = self.decision.at + self.decision.n_ahead + 1

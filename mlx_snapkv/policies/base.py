@@ -41,6 +41,7 @@ class Policy(ABC):
     Class attributes, for policies that ask for more than keys and values:
         obs_window: how many of the last queries vote.
         accumulates_attention: all queries vote; the votes are in `Entries.received`.
+        pools_votes: a single query's votes, as it scores them, find what that token is about, with its surroundings.
         query_statistics: count statistics of the pre-RoPE queries of all the prompt's tokens but so many first
             ones, for `Entries.statistics`; None is none.
         last_token: the prompt's last token votes.
@@ -56,6 +57,7 @@ class Policy(ABC):
 
     obs_window: ClassVar[int] = 0
     accumulates_attention: ClassVar[bool] = False
+    pools_votes: ClassVar[bool] = False
     query_statistics: ClassVar[int | None] = None
     last_token: ClassVar[bool] = True
     lookahead: ClassVar[int | None] = 0
