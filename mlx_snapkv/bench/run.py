@@ -13,9 +13,12 @@ from .contenders import bounded_field
 from .decode import measure_decoding, requesters
 from .needle import measure_needles
 from .requests import measure_requests, n_trials
+from .verified import measure_verified
 
 BOUNDED = KeyDiff(budget=2048, block=512)
 VOCABULARY = 100  # token ids that every model has
+
+PARTS = ("decode", "batch", "verified", "requests", "bounded", "needle")
 
 Result = dict[str, list[dict[str, Any]]]
 
@@ -31,6 +34,7 @@ class Plan:
         trials: requests with the full cache and with SnapKV; steps: decoded per cache.
         questions: facts to ask for in every document; 0 is none.
         policy_for: SnapKV's options at a context length.
+        verified: context lengths at which verified answers are decoded.
         long_prompts: lengths of prompts that are read within a fixed budget, the first one with the full cache too.
     """
 
@@ -42,6 +46,7 @@ class Plan:
     steps: int
     questions: int
     policy_for: Callable[[int], Policy]
+    verified: list[int] = field(default_factory=list)
     long_prompts: list[int] = field(default_factory=list)
 
 
@@ -58,7 +63,7 @@ class Progress(Protocol):
 def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     """The records of every measurement, by its name; UnsupportedModelError if the model can't be compressed."""
     attention_layers(model, make_prompt_cache(model))
-    result: Result = {part: [] for part in ("decode", "batch", "requests", "bounded", "needle")}
+    result: Result = {part: [] for part in PARTS}
     progress.start("decoding", len(plan.contexts))
     for n in plan.contexts:
         result["decode"] += measure_decoding(model, n, 1, plan.policy_for(n), plan.steps)
@@ -68,6 +73,11 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     for size in plan.batches:
         policy = plan.policy_for(plan.batch_context)
         result["batch"] += measure_decoding(model, plan.batch_context, size, policy, plan.steps)
+        progress.advance()
+        progress.save(result)
+    progress.start("verified answers", len(plan.verified))
+    for n in plan.verified:
+        result["verified"] += measure_verified(model, n, plan.policy_for(n), plan.steps)
         progress.advance()
         progress.save(result)
     _measure_requests(model, plan, progress, result)

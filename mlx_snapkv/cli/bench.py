@@ -35,6 +35,9 @@ def bench(
         typer.Option(help="SnapKV's options; default: 1/16 of each context's entries, no gate."),
     ] = None,
     context: Annotated[str, typer.Option(help="Context lengths to decode at.")] = CONTEXTS,
+    verified: Annotated[
+        str, typer.Option(help="Context lengths at which verified answers are decoded.")
+    ] = "16384,32768,65536",
     batch_size: Annotated[
         str, typer.Option("--batch-size", "-b", help="Batch sizes to decode with.")
     ] = "1,2,4,8",
@@ -64,6 +67,7 @@ def bench(
     given = None if snapkv is None else SnapKV.from_string(snapkv)
     plan = Plan(
         contexts=whole_numbers("--context", context, least=LEAST),
+        verified=whole_numbers("--verified", verified, least=LEAST),
         batches=whole_numbers("--batch-size", batch_size, least=1),
         batch_context=batch_context,
         prompts=whole_numbers("--prompt-tokens", prompt_tokens, least=LEAST),
@@ -74,7 +78,7 @@ def bench(
         long_prompts=whole_numbers("--long-prompts", long_prompts, LONG),
     )
     base = None if output is None else writable(output, ".json")
-    for n in (*plan.contexts, *plan.prompts, batch_context):
+    for n in (*plan.contexts, *plan.verified, *plan.prompts, batch_context):
         plan.policy_for(n)  # a mistake in the options shows before anything is measured
     loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])

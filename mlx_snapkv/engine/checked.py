@@ -45,7 +45,7 @@ class Checked:
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
         ((token,),) = _numbers(inputs)
         self._verified.tokens += 1
-        if self._ahead and self._ahead[0][0] == token:
+        if token == self.next_draft:
             self._verified.accepted += 1
             return self._ahead.pop(0)[1]
         with self._pace.round():
@@ -54,6 +54,11 @@ class Checked:
             logits = self._round(token, n_drafts)
             mx.eval(logits)
         return logits
+
+    @property
+    def next_draft(self) -> int | None:
+        """The token that was drafted for the next call."""
+        return self._ahead[0][0] if self._ahead else None
 
     def close(self) -> None:
         """Take back the drafts that nobody has asked for."""

@@ -22,7 +22,9 @@ class Table:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """All tables of a result, in reading order; those without records are left out."""
-    made = [part(result) for part in (_decoding, _batches, _requests, _bounded, _needles)]
+    made = [
+        part(result) for part in (_decoding, _batches, _verified, _requests, _bounded, _needles)
+    ]
     return [table for table in made if table.rows]
 
 
@@ -114,6 +116,30 @@ def _batches(result: dict[str, Any]) -> Table:
                 f"{r['tokens_per_second']:.1f}",
                 f"{full / r['step_seconds']:.2f}x",
             )
+    return table
+
+
+def _verified(result: dict[str, Any]) -> Table:
+    records = result.get("verified", [])
+    table = Table(
+        "Verified answers by context length",
+        "verify=unsure where a token votes with the given chance, and verify=all where a draft is right with the given "
+        "chance, whatever the random entries make of it; a token's bytes are those of the entries it reads.",
+        ["context", "cache", "tokens/s", "speed-up", "entries read a token"],
+    )
+    for context, found in _by_key(records, "context").items():
+        full = found[0]["tokens_per_second"]
+        for r in found:
+            way = r["way"]
+            if "votes" in r:
+                way = (
+                    f"unsure, {r['votes']:.0%} of the tokens vote" if r["votes"] else "small cache"
+                )
+            if "right" in r:
+                way = f"all, {r['right']:.0%} of the drafts right: {r['accepted']:.0%} of the tokens drafted"
+            speed = r["tokens_per_second"]
+            read = format_bytes(r["bytes_per_token"])
+            table.add(f"{context:,}", way, f"{speed:.1f}", f"{speed / full:.2f}x", read)
     return table
 
 

@@ -105,11 +105,12 @@ def test_every_finished_part_is_saved(model):
             saved.append({name: len(records) for name, records in result.items()})
 
     sizes = {"trials": 1, "steps": 1, "questions": 0, "policy_for": snapkv_for}
-    plan = Plan([1024], [1], 1024, [1024], long_prompts=[3000], **sizes)
+    plan = Plan([1024], [1], 1024, [1024], long_prompts=[3000], verified=[1024], **sizes)
     result = run(model, None, plan, Progress())
-    assert len(saved) == 4 and saved[0]["decode"] == len(result["decode"]) > 0
+    assert len(saved) == 5 and saved[0]["decode"] == len(result["decode"]) > 0
     assert saved[0]["batch"] == 0 < saved[1]["batch"] and saved[1]["requests"] == 0
-    assert saved[3] == {name: len(records) for name, records in result.items()}
+    assert saved[1]["verified"] == 0 < saved[2]["verified"]
+    assert saved[4] == {name: len(records) for name, records in result.items()}
 
 
 def test_request_records_hold_the_rows_that_stay(model):

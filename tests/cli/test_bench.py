@@ -5,7 +5,7 @@ import fork_helpers
 import pytest
 
 SMALL = ["--context", "1024", "-b", "1", "--batch-context", "1024", "-n", "1", "--steps", "1"]
-SMALL += ["--long-prompts", "3000"]
+SMALL += ["--long-prompts", "3000", "--verified", "1024"]
 
 
 def run(*args):
@@ -48,7 +48,9 @@ def test_tables_files_and_plots(tmp_path):
     result = json.loads((base.parent / "result.json").read_text())
     assert result["command"].startswith("mlx-snapkv bench --model demo --context 1024")
     assert {"versions", "commit", "machine"} <= set(result)
-    assert all(result[name] for name in ("decode", "batch", "requests", "bounded", "needle"))
+    assert all(
+        result[name] for name in ("decode", "batch", "verified", "requests", "bounded", "needle")
+    )
     assert (base.parent / "result-decoding.png").read_bytes().startswith(b"\x89PNG")
 
 
