@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ from ..reporting import plots, tables
 from ..reporting.setting import setting
 from . import flags
 from .loading import load_model
-from .options import whole_numbers, writable, write_json, write_result
+from .options import ResultFiles, whole_numbers, write_json, write_result
 from .print_table import print_table
 from .progress import StepBars
 
@@ -75,30 +74,32 @@ def bench(
         policy_for=lambda n: given or snapkv_for(n),
         long_prompts=whole_numbers("--long-prompts", long_prompts, LONG),
     )
-    base = None if output is None else writable(output, ".json")
+    endings = [".json", ".md", *(f"-{plot}.png" for plot in plots.PLOTS)]
+    files = None if output is None else ResultFiles(output, endings)
     for n in (*plan.contexts, *plan.prompts, batch_context):
         plan.policy_for(n)  # a mistake in the options shows before anything is measured
     loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     about = {"command": command, **setting(), "model": model or NAME}
-    with _SavingBars(about, base) as bars:
+    with _SavingBars(about, files) as bars:
         result = about | run(loaded, tokenizer, plan, bars)
     for table in tables.tables(result):
         print_table(table)
         print()
-    if base is not None:
+    if files is not None:
+        base = files.base
         page = tables.markdown(result, base.name)
-        print("wrote", *write_result(base, result, page), *plots.write_plots(result, base))
+        print(files.told([*write_result(base, result, page), *plots.write_plots(result, base)]))
 
 
 class _SavingBars(StepBars):
     """A bar for each kind of measurement; saves what is done."""
 
-    def __init__(self, about: dict[str, Any], base: Path | None):
+    def __init__(self, about: dict[str, Any], files: ResultFiles | None):
         super().__init__()
         self._about = about
-        self._base = base
+        self._files = files
 
     def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
-        if self._base is not None:
-            write_json(self._base, self._about | result)
+        if self._files is not None:
+            write_json(self._files.base, self._about | result)

@@ -47,6 +47,7 @@ def cache_prompt(
     """
     chosen = resolve_policy(snapkv, policy)
     path = saved.require_writable(output)
+    replaced = path.exists()
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
     now = datetime.now()
@@ -74,6 +75,6 @@ def cache_prompt(
         kept = report.entries_text if report.compressed else f"full cache: {report.reason}"
         print(
             f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(kv_bytes(cache))} "
-            f"| saved in {path}",
+            f"| saved in {path}{', in place of the one that was there' if replaced else ''}",
             file=sys.stderr,
         )

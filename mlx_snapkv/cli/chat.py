@@ -12,6 +12,7 @@ import typer
 from mlx_lm.sample_utils import make_sampler
 from rich.console import Console
 
+from .. import saved
 from ..caches.layers import file_bytes, kv_bytes
 from ..caches.memories import MEMORIES
 from ..chat.conversation import Conversation
@@ -191,8 +192,10 @@ class Repl:
         self._say(f"KV memory held between turns: {held}; {self._speed}")
 
     def _save(self, name: str) -> None:
-        self.conversation.save(_named("/save", name))
-        self._say(f"saved in {name}")
+        path = saved.require_writable(_named("/save", name))
+        replaced = path.exists()
+        self.conversation.save(path)
+        self._say(f"saved in {path}{', in place of the one that was there' if replaced else ''}")
 
     def _load(self, name: str) -> None:
         now = self.conversation

@@ -24,7 +24,7 @@ from ..reporting import heatmap
 from ..reporting.setting import setting
 from . import flags
 from .loading import load_model, read_file
-from .options import whole_numbers, with_suffix, writable, write_result
+from .options import ResultFiles, whole_numbers, with_suffix, write_result
 from .print_table import print_table
 from .progress import StepBars
 
@@ -140,7 +140,9 @@ def _evaluate(
     task = make_task(tokenizer)
     about = setting()
     fixed = {**task.setting(), "model": name, "mlx-snapkv": __version__}
-    base = None if output is None else writable(output, ".jsonl")
+    endings = [".jsonl", ".json", ".md", *map(heatmap.ending, chosen)]
+    files = None if output is None else ResultFiles(output, endings)
+    base = None if files is None else files.base
     results = Results(fixed, None if base is None else with_suffix(base, ".jsonl"))
     records = _ask(model, tokenizer, task, grid, chosen, results, base)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
@@ -150,11 +152,12 @@ def _evaluate(
         print(json.dumps(result))
     else:
         print_table(summary.table(found, f"Retrieval: {result['task']}"))
-    if base is not None:
+    if files is not None:
+        base = files.base
         plots = heatmap.write_heatmaps(records, base)
         page = summary.markdown(result, [plot.name for plot in plots])
         written = [*write_result(base, result, page), *plots]
-        print("wrote", *written, file=sys.stderr if as_json else sys.stdout)
+        print(files.told(written), file=sys.stderr if as_json else sys.stdout)
 
 
 def _ask(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
-from ..reporting import plots
+from ..paths import reason, require_place
+from ..reporting import ownership, plots
 
 
 def whole_numbers(option: str, text: str, least: int) -> list[int]:
@@ -21,17 +23,38 @@ def whole_numbers(option: str, text: str, least: int) -> list[int]:
     return numbers
 
 
-def writable(output: str, suffix: str) -> Path:
-    """The path that all files' names start with; its folder is made if need be, before anything is measured."""
-    plots.require_matplotlib()
-    try:
-        base = Path(output).expanduser()
-        base.parent.mkdir(parents=True, exist_ok=True)
-        with_suffix(base, suffix).touch()
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SnapKVError(f"--output {output}: {reason}") from error
-    return base
+class ResultFiles:
+    """The files of a result: NAME and an ending each.
+
+    Args:
+        name: what the user gave for `--output`.
+        endings: of all files that will be written.
+
+    Raises:
+        SnapKVError: one can't be written, or is there and not by this package.
+    """
+
+    def __init__(self, name: str, endings: Iterable[str]):
+        plots.require_matplotlib()
+        try:
+            self.base = Path(name).expanduser()
+            paths = [with_suffix(self.base, ending) for ending in endings]
+            self._replaced = [path for path in paths if require_place(path)]
+            foreign = [path for path in self._replaced if not ownership.is_ours(path)]
+        except (OSError, RuntimeError, ValueError) as error:
+            raise SnapKVError(f"--output {name}: {reason(error)}") from error
+        if foreign:
+            raise SnapKVError(
+                f"--output {name}: {foreign[0]} is there already, and mlx-snapkv did not write it: "
+                "give another name"
+            )
+
+    def told(self, written: Iterable[Path]) -> str:
+        """What was written and what that replaced, in a line each."""
+        there = {path: path in self._replaced for path in written}
+        ways = {"wrote": False, "replaced": True}
+        lines = [[way, *(str(p) for p in there if there[p] is old)] for way, old in ways.items()]
+        return "\n".join(" ".join(line) for line in lines if len(line) > 1)
 
 
 def write_json(base: Path, result: Any) -> Path:

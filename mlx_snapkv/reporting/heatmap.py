@@ -8,6 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from .ownership import PNG_METADATA
+
 LONGEST = 200  # characters of a policy in a file's name
 
 
@@ -15,10 +17,15 @@ def write_heatmaps(records: list[dict[str, Any]], base: Path) -> list[Path]:
     """A `base`-<policy>.png for each policy of an evaluation's records, in order; their paths."""
     paths = []
     for policy in dict.fromkeys(r["policy"] for r in records):
-        slug = re.sub(r"[^\w.=]+", "-", policy.replace("%", "pct")).strip("-")[:LONGEST]
-        paths.append(base.with_name(f"{base.name}-{slug}.png"))
+        paths.append(base.with_name(base.name + ending(policy)))
         _plot([r for r in records if r["policy"] == policy], policy, paths[-1])
     return paths
+
+
+def ending(policy: str) -> str:
+    """What follows the base in the name of a policy's file."""
+    slug = re.sub(r"[^\w.=]+", "-", policy.replace("%", "pct")).strip("-")[:LONGEST]
+    return f"-{slug}.png"
 
 
 def accuracies(records: list[dict[str, Any]]) -> tuple[list[int], list[float], list[list[float]]]:
@@ -54,4 +61,4 @@ def _plot(records: list[dict[str, Any]], policy: str, path: Path) -> None:
     axes.set_ylabel("depth")
     axes.set_title(textwrap.fill(policy, 60), fontsize=8)
     figure.colorbar(image, label="right answers")
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure.savefig(path, dpi=120, metadata=PNG_METADATA)

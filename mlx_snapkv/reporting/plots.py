@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
+from .ownership import PNG_METADATA
 
 KINDS = {
     "full": ("full cache", "tab:gray"),
@@ -13,7 +14,6 @@ KINDS = {
     "quantized": ("kv-bits", "tab:blue"),
     "snapkv": ("SnapKV", "tab:red"),
 }
-
 
 PLOTS = ("decoding", "memory")
 
@@ -52,7 +52,7 @@ def _plot(result: dict[str, Any], key: str, label: str, path: Path) -> None:
     axes.set_title(result["model"], fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure.savefig(path, dpi=120, metadata=PNG_METADATA)
 
 
 def _lines(records: list[dict[str, Any]], key: str):

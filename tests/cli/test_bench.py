@@ -18,7 +18,8 @@ def run(*args):
 
 
 def test_tables_files_and_plots(tmp_path):
-    base = tmp_path / "new folder" / "result"
+    base = tmp_path / "folder" / "result"
+    base.parent.mkdir()
     code, out, err = run(
         "--model",
         "demo",
