@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..bench.contenders import snapkv_for
-from ..bench.random_model import NAME, make_random_model
-from ..bench.run import BOUNDED, Plan, run
 from ..errors import SnapKVError
-from ..policies import SnapKV
 from ..reporting import plots, tables
-from ..reporting.setting import setting
 from . import flags
 from .loading import load_model
-from .options import ResultFiles, whole_numbers, write_json, write_result
-from .print_table import print_table
-from .progress import StepBars
+from .options import ResultFiles, whole_numbers, write_result
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
-LONG = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill the buffers of a budget
 CONTEXTS = "4096,16384,32768,49152,65536,131072"
 
 
@@ -60,8 +52,17 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the full cache, mlx-lm's --max-kv-size and --kv-bits, and SnapKV, in turn, in one process."""
+    from ..bench.contenders import snapkv_for
+    from ..bench.random_model import NAME, make_random_model
+    from ..bench.run import BOUNDED, Plan, run
+    from ..policies import SnapKV
+    from ..reporting.setting import setting
+    from .print_table import print_table
+    from .progress import SavingBars
+
     if needle and model is None:
         raise SnapKVError("--needle needs a model that can answer: --model demo, for one")
+    long = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill a budget's buffers
     given = None if snapkv is None else SnapKV.from_string(snapkv)
     plan = Plan(
         contexts=whole_numbers("--context", context, least=LEAST),
@@ -72,7 +73,7 @@ def bench(
         steps=steps,
         questions=questions if needle else 0,
         policy_for=lambda n: given or snapkv_for(n),
-        long_prompts=whole_numbers("--long-prompts", long_prompts, LONG),
+        long_prompts=whole_numbers("--long-prompts", long_prompts, long),
     )
     endings = [".json", ".md", *(f"-{plot}.png" for plot in plots.PLOTS)]
     files = None if output is None else ResultFiles(output, endings)
@@ -81,7 +82,7 @@ def bench(
     loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     about = {"command": command, **setting(), "model": model or NAME}
-    with _SavingBars(about, files) as bars:
+    with SavingBars(about, files) as bars:
         result = about | run(loaded, tokenizer, plan, bars)
     for table in tables.tables(result):
         print_table(table)
@@ -90,16 +91,3 @@ def bench(
         base = files.base
         page = tables.markdown(result, base.name)
         print(files.told([*write_result(base, result, page), *plots.write_plots(result, base)]))
-
-
-class _SavingBars(StepBars):
-    """A bar for each kind of measurement; saves what is done."""
-
-    def __init__(self, about: dict[str, Any], files: ResultFiles | None):
-        super().__init__()
-        self._about = about
-        self._files = files
-
-    def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
-        if self._files is not None:
-            write_json(self._files.base, self._about | result)

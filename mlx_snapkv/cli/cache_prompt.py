@@ -6,20 +6,12 @@ import sys
 from datetime import datetime
 from typing import Annotated, Any
 
-import mlx.core as mx
 import typer
-from mlx_lm.models.cache import make_prompt_cache
-from rich.console import Console
 
-from .. import saved
-from ..caches.layers import kv_bytes
-from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
-from ..policies import resolve_policy
 from . import flags
 from .loading import load_model, read_prompt
 from .opening import opening_tokens
-from .progress import PrefillBar
 
 
 def cache_prompt(
@@ -45,6 +37,16 @@ def cache_prompt(
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt --policy keydiff:budget=25% -o book.safetensors
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+    from rich.console import Console
+
+    from .. import saved
+    from ..caches.layers import kv_bytes
+    from ..engine.prefill import prefill, read
+    from ..policies import resolve_policy
+    from .progress import PrefillBar
+
     chosen = resolve_policy(snapkv, policy)
     path = saved.require_writable(output)
     replaced = path.exists()

@@ -5,25 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import mlx.core as mx
 import typer
-from mlx_lm.sample_utils import make_sampler
-from rich.console import Console
 
-from .. import saved
-from ..caches.layers import file_bytes, kv_bytes
-from ..caches.memories import MEMORIES
-from ..chat.conversation import Conversation
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
-from ..policies import resolve_policy
-from ..policies.base import suggestion
 from . import flags
 from .lines import Lines
 from .loading import load_model, read_file
-from .progress import PrefillBar
+
+if TYPE_CHECKING:
+    from ..chat.conversation import Conversation
 
 
 def chat(
@@ -46,7 +39,7 @@ def chat(
         str,
         typer.Option(
             help="What later turns vote over: what is left (drop) or all entries (the others). "
-            f"One of: {', '.join(MEMORIES)}."
+            "One of: drop, recall, recall:8bit, recall:4bit, recall:file."
         ),
     ] = "drop",
 ) -> None:
@@ -57,6 +50,12 @@ def chat(
       mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
       mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
     """
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
+    from ..chat.conversation import Conversation
+    from ..policies import resolve_policy
+
     chosen = resolve_policy(snapkv, policy)
     lines = Lines(sys.stdin)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
@@ -93,6 +92,8 @@ class Repl:
     """
 
     def __init__(self, conversation: Conversation, lines: Lines):
+        from rich.console import Console
+
         self.conversation = conversation
         self._lines = lines
         self._policy_wanted, self._memory_wanted = conversation.policy, conversation.memory
@@ -140,11 +141,15 @@ class Repl:
             return
         name, _, rest = line.partition(" ")
         if name not in self._commands:
+            from ..policies.base import suggestion
+
             close = suggestion(name, self._commands)
             raise UnknownOptionError(f"unknown command {name}{close}: /help lists them")
         self._commands[name][0](rest.strip())
 
     def _answer(self, text: str) -> None:
+        from .progress import PrefillBar
+
         bar = PrefillBar(self._console)
         last = None
         responses: Any = self.conversation.send(text, bar.update)
@@ -177,6 +182,8 @@ class Repl:
         self._say("the conversation is forgotten")
 
     def _stats(self, _: str) -> None:
+        from ..caches.layers import file_bytes, kv_bytes
+
         report = self.conversation.report
         if report is None:
             self._say("nothing has been said yet")
@@ -192,7 +199,9 @@ class Repl:
         self._say(f"KV memory held between turns: {held}; {self._speed}")
 
     def _save(self, name: str) -> None:
-        path = saved.require_writable(_named("/save", name))
+        from ..saved import require_writable
+
+        path = require_writable(_named("/save", name))
         replaced = path.exists()
         self.conversation.save(path)
         self._say(f"saved in {path}{', in place of the one that was there' if replaced else ''}")
@@ -200,7 +209,7 @@ class Repl:
     def _load(self, name: str) -> None:
         now = self.conversation
         path = _named("/load", name)
-        self.conversation = loaded = Conversation.load(
+        self.conversation = loaded = type(now).load(
             path,
             now.model,
             now.tokenizer,
@@ -217,7 +226,7 @@ class Repl:
         """Forget the conversation, and what the file it came from may have brought with it."""
         now = self.conversation
         options = {"system": now.system, "policy": self._policy_wanted} | changes
-        self.conversation = Conversation(
+        self.conversation = type(now)(
             now.model, now.tokenizer, memory=self._memory_wanted, **options, **now.generation
         )
         self._policy_wanted = self.conversation.policy

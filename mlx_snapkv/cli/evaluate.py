@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,14 +19,13 @@ from ..evals.grid import Cell, Task, cells
 from ..evals.lines import FACTS, LONGEVAL, Lines
 from ..evals.needle import Needle
 from ..evals.results import Results
-from ..evals.run import Contenders, check, contenders, run
 from ..reporting import heatmap
-from ..reporting.setting import setting
 from . import flags
 from .loading import load_model, read_file
 from .options import ResultFiles, whole_numbers, with_suffix, write_result
-from .print_table import print_table
-from .progress import StepBars
+
+if TYPE_CHECKING:
+    from ..evals.run import Contenders
 
 LEAST = 256  # tokens of a prompt
 LINE_EVERY = 30.0  # seconds
@@ -132,6 +131,10 @@ def _evaluate(
     output: str | None,
     as_json: bool,
 ) -> None:
+    from ..evals.run import check, contenders
+    from ..reporting.setting import setting
+    from .print_table import print_table
+
     chosen = contenders(policies)
     model, tokenizer = load_model(name)
     if not tokenizer.has_chat_template:
@@ -163,6 +166,9 @@ def _evaluate(
 def _ask(
     model, tokenizer, task: Task, grid: list[Cell], chosen: Contenders, results: Results, base
 ) -> list[dict[str, Any]]:
+    from ..evals.run import run
+    from .progress import StepBars
+
     done = sum(results.get(name, cell) is not None for cell in grid for name in chosen)
     try:
         with StepBars(LINE_EVERY) as bar:

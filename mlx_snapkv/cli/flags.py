@@ -6,20 +6,19 @@ from typing import Annotated
 
 import typer
 
-from ..entries.quantization import BITS, GROUP_SIZES
 from ..errors import SnapKVError
 
 
 def _possible(kv_bits: int | None) -> int | None:
     """Raises: SnapKVError: entries can't have so many bits."""
-    if kv_bits is not None and kv_bits not in BITS:
+    if kv_bits not in (None, 2, 3, 4, 6, 8):
         raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {kv_bits}")
     return kv_bits
 
 
 def _possible_group(kv_group_size: int) -> int:
     """Raises: SnapKVError: mlx has no such groups."""
-    if kv_group_size not in GROUP_SIZES:
+    if kv_group_size not in (32, 64, 128):
         raise SnapKVError(f"--kv-group-size must be 32, 64 or 128, got {kv_group_size}")
     return kv_group_size
 

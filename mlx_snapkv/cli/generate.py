@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-from mlx_lm.generate import GenerationResponse
-from mlx_lm.sample_utils import make_sampler
-from rich.console import Console
-
-from ..engine.generate import stream_generate
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
-from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..policies import resolve_policy
 from . import flags
 from .loading import encode, load_draft_model, load_model, read_prompt
-from .progress import PrefillBar
-from .saved_start import SavedStart
+
+if TYPE_CHECKING:
+    from mlx_lm.generate import GenerationResponse
+
+    from .progress import PrefillBar
 
 
 def generate(
@@ -60,6 +56,16 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+    from rich.console import Console
+
+    from ..engine.generate import stream_generate
+    from ..entries.quantization import Quantization
+    from ..policies import resolve_policy
+    from .progress import PrefillBar
+    from .saved_start import SavedStart
+
     chosen = resolve_policy(snapkv, policy)
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
@@ -99,17 +105,24 @@ def generate(
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=bar.update,
     )
-    answer, last, n_drafted = _print_answer(responses, bar, show=not json_output)
-    accepted = None if draft is None else n_drafted / last.generation_tokens
-    report = reports[0] if start is None else start.report
+    answer = _Answer(drafted=draft is not None)
+
+    def close(how: str = "") -> None:
+        if not quiet and answer.last is not None:
+            kept = kept_text(*reports) if start is None else start.kept
+            print(how + closing_line(answer.last, kept, answer.accepted), file=sys.stderr)
+
+    try:
+        answer.take(responses, bar, show=not json_output)
+    except KeyboardInterrupt:
+        close("stopped: ")
+        raise
     if json_output:
-        result = _as_json(answer, last, report, accepted)
+        result = _as_json(model, answer, reports[0] if start is None else start.report)
         if start is not None:
             result["prompt_cache"] = start.to_dict()
         print(json.dumps(result, ensure_ascii=False))
-    if not quiet:
-        kept = kept_text(report) if start is None else start.kept
-        print(closing_line(last, kept, accepted), file=sys.stderr)
+    close()
 
 
 def _require_unset(**options: object) -> None:
@@ -120,25 +133,45 @@ def _require_unset(**options: object) -> None:
             raise SnapKVError(f"{option} can't be combined with --prompt-cache-file: drop it")
 
 
-def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool):
-    """Stream the answer to stdout; the whole text, the last response, and how many tokens the draft model gave."""
-    answer = []
-    n_drafted = 0
-    try:
-        for response in responses:
-            answer.append(response.text)
-            n_drafted += response.from_draft
-            if show:
-                print(response.text, end="", flush=True)
-    finally:
-        bar.close()
-        if answer and show:
-            print(flush=True)
-    return "".join(answer), response, n_drafted
+@dataclass
+class _Answer:
+    """What has come of an answer.
+
+    Attributes:
+        drafted: whether there is a draft model.
+        texts: of the tokens so far.
+        last: the newest response.
+        n_drafted: how many tokens the draft model gave.
+    """
+
+    drafted: bool
+    texts: list[str] = field(default_factory=list)
+    last: Any = None
+    n_drafted: int = 0
+
+    @property
+    def accepted(self) -> float | None:
+        """Share of the tokens that came from the draft model, if there is one."""
+        return self.n_drafted / self.last.generation_tokens if self.drafted else None
+
+    def take(self, responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool) -> None:
+        """All responses; their text is streamed to stdout if it is to be shown."""
+        try:
+            for self.last in responses:
+                self.texts.append(self.last.text)
+                self.n_drafted += self.last.from_draft
+                if show:
+                    print(self.last.text, end="", flush=True)
+        finally:
+            bar.close()
+            if self.texts and show:
+                print(flush=True)
 
 
-def kept_text(report: CompressionReport) -> str:
-    """What became of the prompt's entries, for the closing line."""
+def kept_text(report: CompressionReport | None = None) -> str:
+    """What became of the prompt's entries, for the closing line; without a report, nothing yet."""
+    if report is None:
+        return "all entries kept so far"
     if report.policy == NO_POLICY:
         return "full cache (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
@@ -162,13 +195,12 @@ def closing_line(response: GenerationResponse, kept: str, accepted: float | None
     )
 
 
-def _as_json(
-    text: str, response: GenerationResponse, report: CompressionReport, accepted: float | None
-) -> dict[str, Any]:
+def _as_json(model: str, answer: _Answer, report: CompressionReport) -> dict[str, Any]:
     fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason")
+    accepted = answer.accepted
     return (
-        {"text": text}
-        | {name: getattr(response, name) for name in fields}
+        {"model": model, "text": "".join(answer.texts)}
+        | {name: getattr(answer.last, name) for name in fields}
         | ({} if accepted is None else {"acceptance_rate": accepted})
-        | {"peak_memory_gb": response.peak_memory, "compression": report.to_dict()}
+        | {"peak_memory_gb": answer.last.peak_memory, "compression": report.to_dict()}
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from typing import TextIO
-
-from prompt_toolkit import PromptSession
-from prompt_toolkit.output import create_output
+from typing import TYPE_CHECKING, TextIO
 
 from ..errors import SnapKVError
 from .loading import require_text
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
 
 PROMPT = "> "
 
@@ -32,6 +32,9 @@ class Lines:
         if not self.interactive and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         if self.interactive:
+            from prompt_toolkit import PromptSession
+            from prompt_toolkit.output import create_output
+
             self._session = PromptSession(output=create_output(always_prefer_tty=True))
 
     def __iter__(self) -> Iterator[str]:

@@ -9,11 +9,6 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-import mlx.core as mx
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-from mlx_lm import load
-
 from ..demo import MODELS
 from ..errors import SnapKVError
 
@@ -41,6 +36,9 @@ def load_model(
     adapter = None if adapter_path is None else _path("--adapter-path", adapter_path)
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
+    import mlx.core as mx
+    from mlx_lm import load
+
     try:
         model, tokenizer, *_ = load(
             str(folder if exists else name),
@@ -82,6 +80,9 @@ def _path(option: str, name: str) -> Path:
 
 
 def _may_be_repository(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     try:
         validate_repo_id(name)
     except HFValidationError:

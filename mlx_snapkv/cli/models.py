@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Column, Table
-
-from ..models import listing
-
 
 def models() -> None:
     """List the model types that can be compressed, and the refused ones with the reason."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from ..models import listing
+
     console = Console()
     for title, last, rows in (
         ("Supported", "note", listing.supported()),

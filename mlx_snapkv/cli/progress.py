@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -15,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from .options import ResultFiles, write_json
 
 
 class _TokenSpeed(ProgressColumn):
@@ -95,3 +98,16 @@ class StepBars:
             self._printed = time.monotonic()
             done = f"{task.completed:.0f}/{task.total:.0f}"
             self.console.print(f"{task.description} {done}, {task.elapsed or 0:.0f} s")
+
+
+class SavingBars(StepBars):
+    """A bar for each kind of measurement; saves what is done."""
+
+    def __init__(self, about: dict[str, Any], files: ResultFiles | None):
+        super().__init__()
+        self._about = about
+        self._files = files
+
+    def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
+        if self._files is not None:
+            write_json(self._files.base, self._about | result)

@@ -95,8 +95,9 @@ def test_json_holds_answer_figures_and_report(call):
     )
     result = json.loads(out)
     assert code == 0
+    assert result["model"] == "demo"
     assert set(result) == {
-        "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason",
+        "model", "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason",
         "peak_memory_gb", "compression",
     }  # fmt: skip
     assert result["compression"]["entries_kept"] == [22, 22, 22]

@@ -1,0 +1,84 @@
+"""Standard streams that are closed, full or not read, and Ctrl-C, as the shell gives them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+MODULE = [sys.executable, "-m", "mlx_snapkv"]
+LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
+PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
+
+
+def shell(redirected, *args):
+    """The command with its streams redirected by the shell: (exit code, stdout, stderr)."""
+    command = ["sh", "-c", f'exec "$@" {redirected}', "sh", *MODULE, *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-", "<&-", "<&- 2>&-"])
+def test_an_answer_needs_no_other_stream(redirected):
+    code, out, err = shell(redirected, *PLAIN)
+    assert (code, out) == (0, "482913\n") and "Traceback" not in err
+
+
+@pytest.mark.parametrize("args", [PLAIN, ["policies"], ["--version"]], ids=lambda args: args[0])
+def test_an_answer_that_has_nowhere_to_go_is_told_at_once(args):
+    closed = "mlx-snapkv: standard output is closed, so there is nowhere to answer\n"
+    assert shell(">&-", *args) == (1, "", closed)
+
+
+@pytest.mark.parametrize("args", [["policies"], ["models"], ["--help"]], ids=lambda args: args[0])
+def test_an_answer_that_cannot_be_written(args):
+    assert shell(">/dev/full", *args) == (1, "", "mlx-snapkv: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    "args", [[*PLAIN, "-q"], ["policies"], ["models"], ["--version"]], ids=lambda args: args[0]
+)
+def test_a_reader_that_has_gone_is_exit_code_1_in_silence(args):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*MODULE, *args], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def interrupted(ready, *args):
+    """The command, sent Ctrl-C as soon as `ready(process)`: (exit code, stdout, stderr)."""
+    process = subprocess.Popen(
+        [*MODULE, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    while not ready(process):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("library", ["pydantic_core", "mlx/core", "_multiarray_umath"])
+def test_ctrl_c_while_the_program_starts(library):
+    def loaded(process):
+        return library in Path(f"/proc/{process.pid}/maps").read_text()
+
+    assert interrupted(loaded, *PLAIN) == (130, "", "\nmlx-snapkv: stopped\n")
+
+
+def test_ctrl_c_in_an_answer_closes_it_with_the_figures():
+    def answering(process):
+        return process.stdout.read(1)
+
+    args = [*PLAIN, "-m", "100000"]
+    code, out, err = interrupted(answering, *args)
+    assert code == 130 and out.endswith("\n")
+    *_, closing, empty, last = err.splitlines()
+    assert closing.startswith("stopped: 28 prompt tokens, full cache (no policy") and empty == ""
+    assert "generation" in closing and last == "mlx-snapkv: stopped"
