@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ..demo import MODELS
-from ..errors import SnapKVError
+from ..errors import SnapKVError, brief
 
 
 def load_model(
@@ -47,11 +47,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
-        if not exists and isinstance(error, OSError):
-            raise SnapKVError(
-                f"{option} {name}: no such folder, and the Hugging Face hub gave no such repository"
-            ) from error
-        raise SnapKVError(f"{option} {name}: mlx-lm can't load it: {_brief(error)}") from error
+        raise SnapKVError(f"{option} {name}: {_why(name, folder, error)}") from error
     if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
     return model, tokenizer
@@ -90,10 +86,17 @@ def _may_be_repository(name: str) -> bool:
     return "/" in name
 
 
-def _brief(error: Exception) -> str:
-    """The error's kind and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _why(name: str, folder: Path, error: Exception) -> str:
+    from mlx_lm.utils import hf_repo_to_path
+
+    from . import load_errors
+
+    if not folder.exists():
+        problem = load_errors.of_repository(name, error)
+        if problem is not None:
+            return problem
+        folder = hf_repo_to_path(name)
+    return f"can't be loaded: {load_errors.of_files(folder, error)}"
 
 
 def encode(
@@ -127,7 +130,7 @@ def encode(
                 messages, add_generation_prompt=True, **_dated(tokenizer, today)
             )
     except Exception as error:  # templates are code of the model's authors
-        raise SnapKVError(f"the chat template or tokenizer failed: {_brief(error)}") from error
+        raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
     if not tokens:
         raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
     return tokens

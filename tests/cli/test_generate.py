@@ -169,20 +169,31 @@ def test_mistakes_are_one_line_and_exit_code_2(call, args, message):
     [
         (lambda folder: None, "no such folder, and not the name of a Hugging Face repository"),
         (lambda folder: folder.mkdir(), "no config.json there"),
-        (lambda folder: _model(folder, "{"), "mlx-lm can't load it"),
+        (lambda folder: _model(folder, "{"), "config.json is no JSON: Expecting"),
+        (lambda folder: _model(folder, ""), "config.json is no JSON: Expecting"),
+        (lambda folder: _model(folder, "{}"), "config.json names no model_type"),
         (
             lambda folder: _demo_with(folder, model_type="no_such_type"),
             "no_such_type not supported",
         ),
-        (lambda folder: _demo_with(folder, hidden_size=64), "can't load it: .*shape"),
-        (lambda folder: _model(folder, '{"model_type": "llama"}'), "can't load it"),
-        (lambda folder: _model(folder, "[]"), "can't load it"),
+        (
+            lambda folder: _demo_with(folder, hidden_size=64),
+            "weights don't fit its config.json: ValueError: .*shape",
+        ),
+        (lambda folder: _model(folder, '{"model_type": "llama"}'), "no weights there: model.safe"),
+        (lambda folder: _model(folder, "[]"), "config.json is no JSON object"),
         (
             lambda folder: _demo_with(folder, num_attention_heads=0),
-            "can't load it: ZeroDivisionError",
+            "config.json does not describe such a model: ZeroDivisionError",
         ),
-        (lambda folder: _truncated(folder), "can't load it: RuntimeError"),
-        (lambda folder: _without_tokenizer(folder), "can't load it"),
+        (
+            lambda folder: _demo_with(folder, num_hidden_layers="x"),
+            "does not describe such a model",
+        ),
+        (lambda folder: _truncated(folder), "model.safetensors is damaged or cut short"),
+        (lambda folder: _with_tokenizer(folder, None), "no tokenizer there: tokenizer.json"),
+        (lambda folder: _with_tokenizer(folder, "hello"), "tokenizer.json is no JSON"),
+        (lambda folder: _with_tokenizer(folder, "{}"), "its tokenizer can't be read"),
         (
             lambda folder: _template(folder, "{{ raise_exception('System role not supported') }}"),
             "the chat template or tokenizer failed: TemplateError: System role not supported",
@@ -219,9 +230,11 @@ def _truncated(folder):
     weights.write_bytes(weights.read_bytes()[:1000])
 
 
-def _without_tokenizer(folder):
+def _with_tokenizer(folder, text):
     _demo_with(folder)
     (folder / "tokenizer.json").unlink()
+    if text is not None:
+        (folder / "tokenizer.json").write_text(text)
 
 
 def _template(folder, template):
