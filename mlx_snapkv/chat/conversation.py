@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, is_compressed
 from ..caches.memories import make_caches, require_memory
 from ..caches.quantizable import require_quantizable
 from ..engine.decision import gate
-from ..engine.generate import MAX_TOKENS, drive, without_compression
+from ..engine.generate import MAX_TOKENS, drive, require_no_conflict, without_compression
 from ..engine.prefill import mlx_generate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import RecallingRequest, Request, held_tokens
 from ..engine.rewind import Rewind, rollback_beyond
 from ..entries.quantization import taken_from
-from ..errors import SnapKVError
+from ..errors import SnapKVError, UnknownOptionError
 from ..policies import Policy, Stages, resolve_policy
+from ..policies.base import suggestion
 from . import saved_chat
 from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix
@@ -65,6 +68,7 @@ class Conversation:
         **generation: Any,
     ):
         require_memory(memory)
+        _require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         self.model = model
@@ -79,6 +83,7 @@ class Conversation:
         chosen = resolve_policy(policy=policy)
         if chosen is None:
             return None
+        require_no_conflict(self.generation)
         layers = attention_layers(self.model, make_caches(self.model, memory))
         quantization, _ = taken_from(self.generation)
         if quantization is not None:
@@ -94,7 +99,10 @@ class Conversation:
         """Forget everything but the options and the system prompt."""
         self.messages = first_messages(self.system)
         self.report: CompressionReport | None = None
-        self.prompt_cache = make_caches(self.model, self.memory if self.policy else "drop")
+        if self.policy is None:
+            self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
+        else:
+            self.prompt_cache = make_caches(self.model, self.memory)
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.n_unknown = 0
@@ -256,3 +264,16 @@ class Conversation:
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = known[:n], known[n:]
+
+
+def _require_known(generation: dict[str, Any]) -> None:
+    """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
+    found = inspect.signature(mlx_generate.generate_step).parameters.values()
+    own = ("prompt_cache", "input_embeddings")  # the conversation's to give
+    known = {p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name not in own}
+    for name in generation:
+        if name not in known:
+            close = suggestion(name, known)
+            raise UnknownOptionError(
+                f"unknown option {name!r} of a conversation{close}; known: {', '.join(sorted(known))}"
+            )

@@ -16,6 +16,7 @@ INTERRUPTED = 130  # exit code
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

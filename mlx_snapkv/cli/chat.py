@@ -12,6 +12,7 @@ import typer
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
 from . import flags
+from .generation import adapt_tokenizer, make_sampler, quantized_from
 from .lines import Lines
 from .loading import load_model, read_file
 
@@ -22,17 +23,25 @@ if TYPE_CHECKING:
 def chat(
     model: flags.Model,
     adapter_path: flags.AdapterPath = None,
+    quantize_activations: flags.QuantizeActivations = False,
     trust_remote_code: flags.TrustRemoteCode = False,
     temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
+    min_p: flags.MinP = 0.0,
+    top_k: flags.TopK = 0,
+    min_tokens_to_keep: flags.MinTokensToKeep = 1,
     xtc_probability: flags.XtcProbability = 0.0,
     xtc_threshold: flags.XtcThreshold = 0.1,
     seed: flags.Seed = None,
     max_tokens: flags.MaxTokens = 256,
     system_prompt: flags.SystemPrompt = None,
+    chat_template_config: flags.ChatTemplateConfig = None,
+    extra_eos_token: flags.ExtraEosToken = None,
     prefill_step_size: flags.PrefillStepSize = 2048,
+    max_kv_size: flags.MaxKVSize = None,
     kv_group_size: flags.KVGroupSize = 64,
     kv_bits: flags.KVBits = None,
+    quantized_kv_start: flags.QuantizedKVStart = None,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: Annotated[
@@ -50,24 +59,26 @@ def chat(
       mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
       mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
     """
-    import mlx.core as mx
-    from mlx_lm.sample_utils import make_sampler
-
     from ..chat.conversation import Conversation
     from ..policies import resolve_policy
 
     chosen = resolve_policy(snapkv, policy)
+    start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
     lines = Lines(sys.stdin)
-    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
-    if seed is not None:
-        mx.random.seed(seed)
-    newline = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+    loaded, tokenizer = load_model(
+        model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+    )
+    adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     sampler = make_sampler(
-        temp,
-        top_p,
+        tokenizer,
+        seed=seed,
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        min_tokens_to_keep=min_tokens_to_keep,
         xtc_probability=xtc_probability,
         xtc_threshold=xtc_threshold,
-        xtc_special_tokens=newline,
     )
     conversation = Conversation(
         loaded,
@@ -80,6 +91,8 @@ def chat(
         prefill_step_size=prefill_step_size,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
+        max_kv_size=max_kv_size,
+        **start_at,
     )
     Repl(conversation, lines).run()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..errors import SnapKVError
 from . import flags
+from .generation import adapt_tokenizer, make_sampler, quantized_from
 from .loading import encode, load_draft_model, load_model, read_prompt
 
 if TYPE_CHECKING:
@@ -24,25 +25,34 @@ def generate(
     prompt: flags.Prompt = None,
     prompt_file: flags.PromptFile = None,
     system_prompt: flags.SystemPrompt = None,
+    prefill_response: flags.PrefillResponse = None,
+    chat_template_config: flags.ChatTemplateConfig = None,
+    extra_eos_token: flags.ExtraEosToken = None,
     max_tokens: flags.MaxTokens = 256,
     temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
     min_p: flags.MinP = 0.0,
     top_k: flags.TopK = 0,
+    min_tokens_to_keep: flags.MinTokensToKeep = 1,
+    xtc_probability: flags.XtcProbability = 0.0,
+    xtc_threshold: flags.XtcThreshold = 0.1,
     seed: flags.Seed = None,
     max_kv_size: flags.MaxKVSize = None,
     kv_group_size: flags.KVGroupSize = 64,
     kv_bits: flags.KVBits = None,
+    quantized_kv_start: flags.QuantizedKVStart = None,
     prefill_step_size: flags.PrefillStepSize = 2048,
     ignore_chat_template: flags.IgnoreChatTemplate = False,
     draft_model: flags.DraftModel = None,
     num_draft_tokens: flags.NumDraftTokens = 3,
     adapter_path: flags.AdapterPath = None,
+    quantize_activations: flags.QuantizeActivations = False,
     trust_remote_code: flags.TrustRemoteCode = False,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     prompt_cache_file: flags.PromptCacheFile = None,
     quiet: flags.Quiet = False,
+    verbose: flags.Verbose = "True",
     json_output: flags.AsJson = False,
 ) -> None:
     """Answer a prompt, with a compressed KV cache if a policy is given.
@@ -56,8 +66,6 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
-    import mlx.core as mx
-    from mlx_lm.sample_utils import make_sampler
     from rich.console import Console
 
     from ..engine.generate import stream_generate
@@ -66,26 +74,47 @@ def generate(
     from .progress import PrefillBar
     from .saved_start import SavedStart
 
+    quiet = quiet or verbose.lower().startswith("f")
     chosen = resolve_policy(snapkv, policy)
+    start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
     text = read_prompt(prompt, prompt_file)
-    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    loaded, tokenizer = load_model(
+        model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+    )
+    adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     draft = None
     if draft_model is not None:
         draft = load_draft_model(draft_model, tokenizer, trust_remote_code)
     start = None
     if prompt_cache_file is None:
-        tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
+        tokens = encode(
+            tokenizer,
+            text,
+            system_prompt,
+            ignore_chat_template,
+            prefill_response=prefill_response,
+        )
     else:
         _require_unset(
-            system_prompt=system_prompt, max_kv_size=max_kv_size, draft_model=draft_model
+            system_prompt=system_prompt,
+            prefill_response=prefill_response,
+            max_kv_size=max_kv_size,
+            draft_model=draft_model,
         )
         quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
         start = SavedStart(prompt_cache_file, model, loaded, chosen, quantization)
         tokens = start.encode(tokenizer, text, ignore_chat_template)
-    if top_k >= len(tokenizer):
-        raise SnapKVError(f"--top-k must be below the vocabulary's {len(tokenizer)}, got {top_k}")
-    if seed is not None:
-        mx.random.seed(seed)
+    sampler = make_sampler(
+        tokenizer,
+        seed=seed,
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        min_tokens_to_keep=min_tokens_to_keep,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+    )
     bar = PrefillBar(Console(stderr=True, quiet=quiet))
     reports: list[CompressionReport] = []
     responses = stream_generate(
@@ -98,12 +127,13 @@ def generate(
         policy=chosen if start is None else None,
         on_report=reports.append,
         prompt_cache=None if start is None else start.prompt_cache,
-        sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
+        sampler=sampler,
         max_kv_size=max_kv_size,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=bar.update,
+        **start_at,
     )
     answer = _Answer(drafted=draft is not None)
 

@@ -18,6 +18,7 @@ def load_model(
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
     option: str = "--model",
+    quantize_activations: bool = False,
 ):
     """The model and tokenizer that mlx-lm loads for a folder, a hub repository or an embedded model's name.
 
@@ -43,6 +44,7 @@ def load_model(
         model, tokenizer, *_ = load(
             str(folder if exists else name),
             adapter_path=None if adapter is None else str(adapter),
+            model_config={"quantize_activations": quantize_activations},
             tokenizer_config={"trust_remote_code": trust_remote_code},
             trust_remote_code=trust_remote_code,
         )
@@ -105,30 +107,36 @@ def encode(
     system_prompt: str | None,
     ignore_chat_template: bool,
     today: datetime | None = None,
+    prefill_response: str | None = None,
 ) -> list[int]:
     """Token ids of the prompt, through the chat template unless there is none or it is to be ignored.
 
     Args:
         today: the date for templates that tell it to the model; by default that of the call.
+        prefill_response: what the answer is to begin with.
 
     Raises:
         SnapKVError: the template refuses, or nothing is left to read.
     """
     raw = ignore_chat_template or not tokenizer.has_chat_template
-    if raw and system_prompt is not None:
-        raise SnapKVError(
-            "--system-prompt needs a chat template: drop it or --ignore-chat-template"
-        )
+    for option, given in (
+        ("--system-prompt", system_prompt),
+        ("--prefill-response", prefill_response),
+    ):
+        if raw and given is not None:
+            raise SnapKVError(f"{option} needs a chat template: drop it or --ignore-chat-template")
     messages = [{"role": "user", "content": text}]
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})
+    ending = {"add_generation_prompt": True}
+    if prefill_response is not None:
+        messages.append({"role": "assistant", "content": prefill_response})
+        ending = {"add_generation_prompt": False, "continue_final_message": True}
     try:
         if raw:
             tokens = tokenizer.encode(text)
         else:
-            tokens = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, **_dated(tokenizer, today)
-            )
+            tokens = tokenizer.apply_chat_template(messages, **ending, **_dated(tokenizer, today))
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
     if not tokens:

@@ -186,15 +186,20 @@ def _served(
     if policy is None or reason is not None:
         on_report(CompressionReport(str(policy or NO_POLICY), n_prompt, reason))
         return _continued(start, model, options)
-    for name, message in _CONFLICTS.items():
-        if options.get(name) is not None:
-            raise SnapKVError(message)
+    require_no_conflict(options)
     given = options.get("prompt_cache")
     prompt_cache = make_prompt_cache(model) if given is None else given
     # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
     quantization, options = taken_from(options)
     request = Request(model, policy, n_prompt, prompt_cache, quantization)
     return drive(start, request, on_report, options, after, keep=given is not None)
+
+
+def require_no_conflict(options: dict[str, Any]) -> None:
+    """Raises: SnapKVError: one of mlx-lm's options can't be served together with a policy."""
+    for name, message in _CONFLICTS.items():
+        if options.get(name) is not None:
+            raise SnapKVError(message)
 
 
 def drive(

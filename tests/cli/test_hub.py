@@ -39,7 +39,9 @@ def test_offline_says_so_and_what_is_cached(cache):
 
 def test_no_network_says_so(cache, tmp_path):
     said = asked(tmp_path / "none", HF_ENDPOINT="http://127.0.0.1:9")
-    assert f"can't be reached, and the local cache holds no such repository ({tmp_path}/none" in said
+    assert (
+        f"can't be reached, and the local cache holds no such repository ({tmp_path}/none" in said
+    )
     said = asked(cache, "somebody/small", HF_ENDPOINT="http://127.0.0.1:9")
     assert "names no model_type" in said or "only a part of it" in said
 
