@@ -116,11 +116,15 @@ class Conversation:
         Raises:
             SnapKVError: the text is empty.
         """
-        if not text.strip():
-            raise SnapKVError("there is no text to attach")
-        n_tokens = len(self.tokenizer.encode(text, add_special_tokens=False))
+        n_tokens = self.count(text)
         self.attached.append(text)
         return n_tokens
+
+    def count(self, text: str) -> int:
+        """Tokens of a document; SnapKVError if it is empty."""
+        if not text.strip():
+            raise SnapKVError("there is no text to attach")
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def send(
         self, text: str, prompt_progress_callback: Callable[[int, int], None] | None = None

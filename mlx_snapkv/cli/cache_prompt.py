@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from . import flags
 from .loading import load_model, read_prompt
 from .opening import opening_tokens
+from .waiting import TOKENISING, waited_for
 
 
 def cache_prompt(
@@ -53,8 +55,10 @@ def cache_prompt(
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
     now = datetime.now()
-    tokens = opening_tokens(tokenizer, text, system_prompt, now)
-    bar = PrefillBar(Console(stderr=True, quiet=quiet))
+    console = Console(stderr=True, quiet=quiet)
+    opening = partial(opening_tokens, tokenizer, text, system_prompt, now)
+    tokens = waited_for(console, TOKENISING, opening)
+    bar = PrefillBar(console)
     options: dict[str, Any] = {
         "prefill_step_size": prefill_step_size,
         "prompt_progress_callback": bar.update,

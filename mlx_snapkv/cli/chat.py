@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from . import flags
 from .generation import adapt_tokenizer, make_sampler, quantized_from
 from .lines import Lines
 from .loading import load_model, read_file
+from .waiting import TOKENISING, waited_for
 
 if TYPE_CHECKING:
     from ..chat.conversation import Conversation
@@ -165,7 +167,8 @@ class Repl:
 
         bar = PrefillBar(self._console)
         last = None
-        responses: Any = self.conversation.send(text, bar.update)
+        send = partial(self.conversation.send, text, bar.update)
+        responses: Any = waited_for(self._console, TOKENISING, send)
         try:
             for last in responses:
                 print(last.text, end="", flush=True)
@@ -187,7 +190,10 @@ class Repl:
 
     def _file(self, name: str) -> None:
         path = _named("/file", name)
-        tokens = self.conversation.attach(read_file("/file", path))
+        text = read_file("/file", path)
+        count = partial(self.conversation.count, text)
+        tokens = waited_for(self._console, TOKENISING, count)
+        self.conversation.attached.append(text)
         self._say(f"{Path(path).name}: {tokens:,} tokens, to be read with your next message")
 
     def _reset(self, _: str) -> None:

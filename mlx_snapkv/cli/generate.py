@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
@@ -13,6 +14,7 @@ from ..errors import SnapKVError
 from . import flags
 from .generation import adapt_tokenizer, make_sampler, quantized_from
 from .loading import encode, load_draft_model, load_model, read_prompt
+from .waiting import TOKENISING, waited_for
 
 if TYPE_CHECKING:
     from mlx_lm.generate import GenerationResponse
@@ -87,7 +89,8 @@ def generate(
         draft = load_draft_model(draft_model, tokenizer, trust_remote_code)
     start = None
     if prompt_cache_file is None:
-        tokens = encode(
+        encoded = partial(
+            encode,
             tokenizer,
             text,
             system_prompt,
@@ -103,7 +106,9 @@ def generate(
         )
         quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
         start = SavedStart(prompt_cache_file, model, loaded, chosen, quantization)
-        tokens = start.encode(tokenizer, text, ignore_chat_template)
+        encoded = partial(start.encode, tokenizer, text, ignore_chat_template)
+    console = Console(stderr=True, quiet=quiet)
+    tokens = waited_for(console, TOKENISING, encoded)
     sampler = make_sampler(
         tokenizer,
         seed=seed,
@@ -115,7 +120,7 @@ def generate(
         xtc_probability=xtc_probability,
         xtc_threshold=xtc_threshold,
     )
-    bar = PrefillBar(Console(stderr=True, quiet=quiet))
+    bar = PrefillBar(console)
     reports: list[CompressionReport] = []
     responses = stream_generate(
         loaded,

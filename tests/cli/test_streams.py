@@ -49,6 +49,17 @@ def test_a_reader_that_has_gone_is_exit_code_1_in_silence(args):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("It was cold at the market. " * 100_000)
+
+    def tokenising(process):
+        return "tokenising the text" in process.stderr.readline()
+
+    code, out, err = interrupted(tokenising, *PLAIN, "--prompt-file", str(file))
+    assert (code, out, err) == (130, "", "\nmlx-snapkv: stopped\n")
+
+
 def interrupted(ready, *args):
     """The command, sent Ctrl-C as soon as `ready(process)`: (exit code, stdout, stderr)."""
     process = subprocess.Popen(
