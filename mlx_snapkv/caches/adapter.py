@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, n_bytes
+from ..entries.quantization import Quantization, n_bytes, n_rows
 from ..errors import TrimError
 from . import validation
 from .contract import LayerCache
@@ -62,7 +62,7 @@ class FullCache(LayerCache):
 
     @property
     def kv_nbytes(self) -> int:
-        return 0 if self.cache.empty() else sum(map(n_bytes, self.cache.keys_and_values()))
+        return 0 if self.cache.empty() else n_bytes(self.cache.keys_and_values())
 
     def mark(self) -> None:
         """Any number of tokens can always be taken back."""
@@ -79,7 +79,7 @@ class FullCache(LayerCache):
         return validation.entries_problem(
             cache.keys, cache.values, like, self.quantization
         ) or validation.unless(
-            validation.is_count(cache.offset, 1) and cache.offset <= validation.n_stored(cache.keys)
+            validation.is_count(cache.offset, 1) and cache.offset <= n_rows(cache.keys)
         )
 
 

@@ -10,12 +10,12 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, join, n_rows, write
+from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, write
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
 from . import validation
-from .evicting import N_DECISION, EvictingCache
+from .evicting import EvictingCache
 
 
 class BlockKVCache(EvictingCache):
@@ -122,17 +122,7 @@ class BlockKVCache(EvictingCache):
         self._received, self._uncounted = entries.received, []
 
     def held(self, n_queries: int = 0) -> Entries:
-        keys, values = self.keys_and_values()
-        return Entries(
-            keys,
-            values,
-            observed=self._observed(n_queries, self._n),
-            given_positions=self.positions,
-            received=self._counted(),
-            quantization=self.quantization,
-            layer=self.layer,
-            statistics=self.statistics,
-        )
+        return self._rows(observed=self._observed(n_queries), received=self._counted())
 
     def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         super().record(queries, scale, sinks)
@@ -157,10 +147,7 @@ class BlockKVCache(EvictingCache):
             queries = mx.concatenate(self._uncounted, axis=2)
             stop = int(min(self.last, self.offset))
             asked = range(stop - queries.shape[2], stop)
-            observed = self._queries_of(queries, asked, self._n)
-            keys, values = self.keys_and_values()
-            voting = Entries(keys, values, observed=observed, quantization=self.quantization)
-            received = received + voting.votes
+            received = received + self._rows(observed=self._queries_of(queries, asked)).votes
         return received
 
     def _must_evict(self, L: int) -> bool:
@@ -177,12 +164,9 @@ class BlockKVCache(EvictingCache):
             most = self.capacity if self.quota.entries < UNLIMITED else self._n + self.block
             first = min(most, self._expected or most)
             more = max(self._n, most if have else first) - have
-            self.keys, self.values = (
-                _grown(held, like, more)
-                for held, like in ((self.keys, keys), (self.values, values))
-            )
-        write(self.keys, start, keys)
-        write(self.values, start, values)
+            held = (self.keys, self.values) if have else rows((keys, values), 0, 0)
+            self.keys, self.values = grown(held, more)
+        write((self.keys, self.values), start, (keys, values))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.
@@ -207,21 +191,10 @@ class BlockKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, size())`: the original position of every entry."""
         kept, n_since = self._kept_positions, self._n - self._n_kept
         since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
         since = mx.broadcast_to(since, (*self._heads, n_since))
         return since if kept is None else mx.concatenate([kept, since], axis=2)
-
-    def keys_and_values(self) -> tuple[Stored, Stored]:
-        if n_rows(self.keys) == self._n:  # a slice would keep an eviction from writing in place
-            return self.keys, self.values
-        keys, values = (each(lambda x: x[..., : self._n, :], y) for y in (self.keys, self.values))
-        return keys, values
-
-    def size(self) -> int:
-        """Entries held."""
-        return self._n
 
     def _free(self) -> int:
         """Those since the last eviction whose attention is not counted yet."""
@@ -249,48 +222,25 @@ class BlockKVCache(EvictingCache):
 
     @state.setter
     def state(self, v: tuple) -> None:
-        *own, entries, n_sink, n_window, uncounted = v[:-N_DECISION]
-        for name, value in zip(_STATE, own, strict=True):
-            setattr(self, name, value)
-        first, last = self.first, self.last
-        self._take_decision_state(v[-N_DECISION:])
-        self.first, self.last = first, last
+        *own, entries, n_sink, n_window, uncounted = self._take_decision_state(v)
+        self._take(_STATE, own)
         self.quota = Quota(entries, n_sink, n_window)
         self._uncounted = uncounted or []
-
-    def validate(self, like: Any) -> str | None:
-        found = validation.entries_problem(self.keys, self.values, like, self.quantization)
-        return found or validation.unless(self._is_sound(like.keys))
 
     def _is_sound(self, keys: mx.array) -> bool:
         heads, quota, count = self._heads, self.quota, validation.is_count
         return (
-            all(
-                map(
-                    count,
-                    (
-                        quota.entries,
-                        quota.n_sink,
-                        quota.n_window,
-                        self._expected,
-                        self._stop,
-                        self._reach,
-                    ),
-                )
-            )
+            super()._is_sound(keys)
+            and all(map(count, (*dataclasses.astuple(quota), self._expected, self._reach, self._n)))
             and count(self._until, -1)
             and quota.n_sink + quota.n_window <= quota.entries
-            and count(self.block, 1)
-            and count(self.offset, 1)
-            and count(self._n)
             and self._n <= min(n_rows(self.keys), self.offset)
-            and (self.newest is None or count(self.newest))
             and self._stop <= self.offset + self.block
             and all(isinstance(x, (int, float)) for x in (self.first, self.last))
-            and all(isinstance(x, bool) for x in (self.accumulates, self._uniform))
+            and isinstance(self.accumulates, bool)
             and validation.is_per_entry(self._kept_positions, heads, self._n, mx.uint32)
             and validation.is_per_entry(self._received, heads, self._n, mx.float32)
-            and all(validation.are_queries(q, keys) for q in (*self._queries, *self._uncounted))
+            and all(validation.are_queries(q, keys) for q in self._uncounted)
         )
 
 
@@ -298,12 +248,3 @@ _STATE = (
     "keys", "values", "offset", "_n", "first", "last", "accumulates", "_kept_positions", "_received", "_expected",
     "_uniform", "_until", "_reach",
 )  # fmt: skip
-
-
-def _grown(held: Stored | None, like: Stored, more: int) -> Stored:
-    """Stored rows with room for more of them."""
-
-    def room(array: mx.array) -> mx.array:
-        return mx.zeros((*array.shape[:2], more, array.shape[3]), array.dtype)
-
-    return each(room, like) if held is None else join(held, each(room, like))

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization
+from ..entries.quantization import Quantization, n_bytes, rows
 
 
 class LayerCache(ABC):
@@ -54,7 +54,7 @@ class LayerCache(ABC):
     def full_nbytes(self) -> int:
         """Bytes of all the tokens' entries, had none been dropped or quantised."""
         entries = self.held()
-        return sum(self.offset * x[:, :, :1].nbytes for x in (entries.keys, entries.values))
+        return self.offset * n_bytes(rows((entries.keys, entries.values), 0, 1))
 
     @property
     def room(self) -> float:

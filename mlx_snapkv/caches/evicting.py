@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
-from ..entries.quantization import Quantization, Stored, arrays, n_bytes, pack
+from ..entries.entries import Entries
+from ..entries.quantization import Quantization, Stored, arrays, n_bytes, n_rows, pack, rows
 from ..entries.queries import Queries, Recorder
 from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
+from . import validation
 from .contract import LayerCache
 
 
@@ -30,6 +33,8 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
     values: Any
     policy: Policy | None
     is_compressed = True
+    _n = 0  # entries held: the first rows of the buffers
+    _uniform: bool  # all layers of the model hold equally many
     _marked = False
     _before: dict[str, Any] | None = None  # the state before an eviction since the mark
 
@@ -38,9 +43,16 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         self.append(pack(keys, self.quantization), pack(values, self.quantization))
         return self.keys_and_values()
 
-    @abstractmethod
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """The entries as they lie in the buffers."""
+        stored = self.keys, self.values
+        # A slice would keep an eviction from writing in place.
+        return stored if n_rows(stored) == self._n else rows(stored, 0, self._n)
+
+    @property
+    @abstractmethod
+    def positions(self) -> mx.array:
+        """uint32 `(B, n_kv_heads, size())`: the original position of every entry, as they lie in the buffers."""
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:
@@ -114,17 +126,12 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
 
     @property
     def bits(self) -> int:
-        """mlx-lm chooses its quantised attention by whether a cache has this."""
-        return self._how().bits
+        """mlx-lm chooses its quantised attention by whether a cache has this; one with plain entries has not."""
+        return self.quantization.bits  # type: ignore[union-attr]
 
     @property
     def group_size(self) -> int:
-        return self._how().group_size
-
-    def _how(self) -> Quantization:
-        if self.quantization is None:
-            raise AttributeError("these entries are not quantised")
-        return self.quantization
+        return self.quantization.group_size  # type: ignore[union-attr]
 
     def inherit(self, recorder: Any) -> None:
         """Let the queries that another cache has recorded vote, as those of the newest tokens, until others come."""
@@ -136,14 +143,18 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
     def adopt(self, layer: Any) -> None:
         self.layer = layer
 
+    def size(self) -> int:
+        """Entries held."""
+        return self._n
+
     @property
     def n_entries(self) -> int:
-        return self.size()
+        return self._n
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values, with the room for more."""
-        return 0 if self.keys is None else n_bytes(self.keys) + n_bytes(self.values)
+        return 0 if self.keys is None else n_bytes((self.keys, self.values))
 
     @property
     def kv_nbytes(self) -> int:
@@ -157,8 +168,19 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         """`(B, n_kv_heads)`."""
         return arrays(self.keys)[0].shape[:2]
 
-    def _observed(self, n: int, n_entries: int) -> Queries | None:
-        """The last `n` queries recorded, to vote for `n_entries` that end with the newest.
+    def _rows(self, **more: Any) -> Entries:
+        """The entries as they lie in the buffers, and what more is known of them."""
+        return Entries(
+            *self.keys_and_values(),
+            given_positions=self.positions,
+            quantization=self.quantization,
+            layer=self.layer,
+            statistics=self.statistics,
+            **more,
+        )
+
+    def _observed(self, n: int) -> Queries | None:
+        """The last `n` queries recorded, to vote for the entries held.
 
         Raises:
             SnapKVError: tokens were fed since, and their queries were not recorded.
@@ -172,15 +194,31 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
                 f"{name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
-        return self._queries_of(self.queries[:, :, -n:], asked, n_entries)
+        return self._queries_of(self.queries[:, :, -n:], asked)
 
-    def _queries_of(self, heads: mx.array, asked: range, n_entries: int) -> Queries:
-        """Queries at logical positions, in the places their tokens have among the newest `n_entries`."""
-        first = self.offset - n_entries
+    def _queries_of(self, heads: mx.array, asked: range) -> Queries:
+        """Queries at logical positions, in the places their tokens have among the entries held."""
+        first = self.offset - self._n
         places = range(asked.start - first, asked.stop - first)
         if self.layer is not None:
             heads = self.layer.family.grouped(heads, self._heads[1])
         return Queries(heads, places, self.scale, self.sinks, asked.start)
+
+    def validate(self, like: Any) -> str | None:
+        found = validation.entries_problem(self.keys, self.values, like, self.quantization)
+        return found or validation.unless(self._is_sound(like.keys))
+
+    def _is_sound(self, keys: mx.array) -> bool:
+        """Whether the numbers and arrays of a loaded state go together, and with plain `keys` of the same layer."""
+        count = validation.is_count
+        return (
+            count(self.offset, 1)
+            and count(self.block, 1)
+            and count(self._stop)
+            and (self.newest is None or count(self.newest))
+            and isinstance(self._uniform, bool)
+            and all(validation.are_queries(q, keys) for q in self._queries)
+        )
 
     def _decision_state(self) -> tuple:
         """The end of a cache's state: how it is stored and evicts, and the queries that wait to vote."""
@@ -200,20 +238,23 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
             None if how is None else how.group_size,
         )
 
-    def _take_decision_state(self, state: tuple) -> None:
-        policy, self.block, scale, sinks, newest, stop, queries, sums, n, bits, group_size = state
+    def _take_decision_state(self, state: Iterable) -> list:
+        """Set what `_decision_state` tells; what comes before it in the state."""
+        *before, policy, block, scale, sinks, newest, stop, queries, sums, n, bits, group = state
         self.policy = None if policy is None else resolve_policy(policy=policy)  # type: ignore[assignment]
-        self.quantization = None if bits is None else Quantization(bits, group_size)
-        if self.quantization is not None:
-            self.keys, self.values = tuple(self.keys), tuple(self.values)
+        self.block = block
+        self.quantization = None if bits is None else Quantization(bits, group)
         self.start_recording(newest=newest)
         self.scale, self.sinks = float(scale), sinks
         self._stop, self._queries = stop, queries or []
         self._sums, self._n_counted = sums or [], n
         self.layer = None
+        return before
 
-
-N_DECISION = 11  # items of `_decision_state`
+    def _take(self, names: Iterable[str], values: Iterable) -> None:
+        """Set attributes of a loaded state, where parts of quantised entries are in lists."""
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, tuple(value) if isinstance(value, list) else value)
 
 
 def _kept(value: Any) -> Any:

@@ -9,8 +9,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..entries.entries import Entries
+from ..entries.quantization import join, n_bytes, rows
 from .adapter import plain_cache
 from .recording import FullRecorder
+from .sources import Plain, Source
 from .stores import Store
 
 
@@ -60,11 +62,7 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         if self.store.n_entries == 0:
             return self.fresh.keys_and_values()
         stored = self.store.entries()
-        if self.fresh.offset == 0:
-            return stored
-        fresh = self.fresh.keys_and_values()
-        keys, values = (mx.concatenate([old, new], axis=2) for old, new in zip(stored, fresh))
-        return keys, values
+        return join(stored, self.fresh.keys_and_values()) if self.fresh.offset else stored
 
     def held(self, n_queries: int = 0) -> Entries:
         return self._with_queries(Entries(*self._computed()))
@@ -78,6 +76,10 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         if self.store.n_entries:
             self.offload()
         return self.store.as_cache() or super().saved_form()
+
+    def sources(self) -> list[Source]:
+        parts: list[Source] = [self.store, Plain(self.fresh)]
+        return [part for part in parts if part.n_entries]
 
     def fill(self, entries: Entries) -> None:
         if not self.store.take(entries):
@@ -101,10 +103,6 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         return create_attention_mask(N, self.offset, return_array, window_size)
 
     def size(self) -> int:
-        return self.offset
-
-    @property
-    def n_entries(self) -> int:
         return self.offset
 
     def empty(self) -> bool:
@@ -145,7 +143,7 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
     def _fresh_entry_bytes(self) -> int:
         if self.fresh.empty():
             return 0
-        return sum(x[:, :, :1].nbytes for x in self.fresh.keys_and_values())
+        return n_bytes(rows(self.fresh.keys_and_values(), 0, 1))
 
     @property  # type: ignore[misc]  # nothing sets the state of a conversation under way
     def state(self):

@@ -12,6 +12,7 @@ from ..entries.entries import Entries
 from ..entries.queries import Queries, Recorder
 from .adapter import FullCache, plain_cache
 from .contract import LayerCache
+from .sources import Plain, Source
 
 
 class FullRecorder(Recorder, LayerCache):
@@ -30,6 +31,10 @@ class FullRecorder(Recorder, LayerCache):
         self.start_recording(first, last, statistics_from=statistics_from)
         self._expect(capacity)
 
+    @property
+    def n_entries(self) -> int:
+        return self.offset
+
     @abstractmethod
     def _expect(self, capacity: int) -> None:
         """Have room for `capacity` tokens at the next allocation."""
@@ -44,6 +49,10 @@ class FullRecorder(Recorder, LayerCache):
     def saved_form(self) -> Any:
         """A cache of mlx-lm's with the same entries, quantised ones as they are."""
         return plain_cache(*self.keys_and_values())  # type: ignore[attr-defined]  # every cache of ours has it
+
+    @abstractmethod
+    def sources(self) -> list[Source]:
+        """Where its entries can be read from without the others, in order of position."""
 
     @abstractmethod
     def fill(self, entries: Entries) -> None:
@@ -79,12 +88,11 @@ class RecordingKVCache(FullRecorder, KVCache):
     def _expect(self, capacity: int) -> None:
         self.step = max(KVCache.step, capacity - self.offset)
 
+    def sources(self) -> list[Source]:
+        return [Plain(self)]
+
     def fill(self, entries: Entries) -> None:
         self.keys, self.values, self.offset = entries.keys, entries.values, len(entries)
-
-    @property
-    def n_entries(self) -> int:
-        return self.offset
 
     def held(self, n_queries: int = 0) -> Entries:
         return self._with_queries(FullCache(self).held())

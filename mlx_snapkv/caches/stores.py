@@ -8,19 +8,18 @@ import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Parts, Quantization, each, join, n_bytes, n_rows
+from ..entries.quantization import Parts, Quantization, each, join, n_bytes, n_rows, rows
+from ..entries.selection import take_entries
+from .sources import Source
 
 
-class Store(Protocol):
-    """A layer's entries, in order of position.
+class Store(Source, Protocol):
+    """A layer's entries, and where they are kept.
 
     Attributes:
-        n_entries: entries held.
         nbytes, file_nbytes: what they take in memory, and in a file.
         entry_bytes: what one token's keys and values take when they are read; 0 before the first.
     """
-
-    n_entries: int
 
     @property
     def nbytes(self) -> int: ...
@@ -60,6 +59,8 @@ class QuantizedStore:
         keys, values: their parts, `(B, n_kv_heads, n_entries, ...)` each; None before the first.
     """
 
+    waits = True
+
     def __init__(self, quantization: Quantization):
         self.quantization = quantization
         self.n_entries = 0
@@ -96,18 +97,23 @@ class QuantizedStore:
     def entries(self) -> tuple[mx.array, mx.array]:
         return self.quantization.unpack(self.keys), self.quantization.unpack(self.values)
 
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        return self.quantization.unpack(rows(self.keys, start, stop))
+
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        taken = each(lambda x: take_entries(x, places), (self.keys, self.values))
+        keys, values = map(self.quantization.unpack, taken)
+        return keys, values
+
     def truncate(self, n: int) -> None:
-        if n < self.n_entries and self.keys is not None and self.values is not None:
-            first = [
-                each(lambda x: mx.contiguous(x[:, :, :n]), parts)
-                for parts in (self.keys, self.values)
-            ]
+        if n < self.n_entries:
+            first = each(mx.contiguous, rows((self.keys, self.values), 0, n))
             mx.eval(first)  # so that the others are not kept alive
             self.hold(*first)
 
     @property
     def nbytes(self) -> int:
-        return n_bytes((*(self.keys or ()), *(self.values or ())))
+        return n_bytes((self.keys, self.values)) if self.n_entries else 0
 
     @property
     def file_nbytes(self) -> int:
@@ -115,6 +121,4 @@ class QuantizedStore:
 
     @property
     def entry_bytes(self) -> int:
-        if self.n_entries == 0:
-            return 0
-        return sum(x[:, :, :1].nbytes for x in self.entries())  # nothing is computed
+        return n_bytes(rows(self.entries(), 0, 1)) if self.n_entries else 0  # nothing is computed

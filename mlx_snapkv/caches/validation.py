@@ -8,17 +8,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..entries.quantization import Quantization, Stored, arrays
-
-CONTRADICTION = "has numbers that contradict each other"
+from ..entries.quantization import Quantization, Stored, n_rows
 
 
 def unless(sound: bool) -> str | None:
-    return None if sound else CONTRADICTION
-
-
-def n_stored(stored: Stored) -> int:
-    return arrays(stored)[0].shape[2]
+    return None if sound else "has numbers that contradict each other"
 
 
 def entries_problem(
@@ -41,7 +35,7 @@ def rotating_problem(cache: Any, like: Any) -> str | None:
         is_count(cache.offset, 1)
         and all(map(is_count, counts))
         and cache.keep <= cache.max_size
-        and cache._idx <= n_stored(cache.keys)
+        and cache._idx <= n_rows(cache.keys)
     )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, join, n_rows, write
+from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, write
 from ..errors import SnapKVError
 from ..policies import Policy
 from . import ring, validation
-from .evicting import N_DECISION, EvictingCache
+from .evicting import EvictingCache
 
 SLACK = 16  # rows behind the window, once several tokens have come at a time
 
@@ -117,12 +117,8 @@ class SnapKVCache(EvictingCache):
             row = self._n
             self._n += L
             self._grow(max(self._n, self.n_keep))
-            old = self._tail
-            self._tail = (
-                (keys, values) if old is None else (join(old[0], keys), join(old[1], values))
-            )
-        write(self.keys, row, keys)
-        write(self.values, row, values)
+            self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
+        write((self.keys, self.values), row, (keys, values))
         self.offset += L
         self._since += L
         self._newest = self._newest + L if self._marked else L
@@ -136,20 +132,13 @@ class SnapKVCache(EvictingCache):
         """Have room for `n` rows, and if they are more than the window's for some of slack."""
         more = max(n, self.n_keep + SLACK if n > self.n_keep else 0) - n_rows(self.keys)
         if more > 0:
-            self.keys, self.values = (
-                join(
-                    rows, each(lambda x: mx.zeros((*x.shape[:2], more, x.shape[3]), x.dtype), rows)
-                )
-                for rows in (self.keys, self.values)
-            )
+            self.keys, self.values = grown((self.keys, self.values), more)
 
     def _shrink(self, L: int) -> None:
         """Give up the room of a longer update than the next one, of `L` tokens."""
         if n_rows(self.keys) > self.n_keep + max(SLACK, L):
-            self.keys, self.values = (
-                each(lambda x: mx.contiguous(x[..., : self.n_keep, :]), rows)
-                for rows in (self.keys, self.values)
-            )
+            kept = rows((self.keys, self.values), 0, self.n_keep)
+            self.keys, self.values = each(mx.contiguous, kept)
 
     def _settles(self, L: int) -> bool:
         """Whether the pending tokens move into the window before an update of `L`: for one, or where slack ends."""
@@ -160,23 +149,16 @@ class SnapKVCache(EvictingCache):
         """Move the pending tokens into the window, over its oldest entries."""
         pending = self._n - self.n_keep
         if pending > 0:
-            for stored, tail in zip((self.keys, self.values), self._pending(pending)):
-                for first, row, n in ring.pieces(pending, self.n_window, self._oldest):
-                    moved = each(lambda x: x[..., first : first + n, :], tail)  # noqa: B023
-                    write(stored, self.n_pin + row, moved)
+            # Read from the buffers, they would be copied by the next write.
+            tail = self._tail or self.keys_and_values()
+            start = n_rows(tail) - pending
+            for first, row, n in ring.pieces(pending, self.n_window, self._oldest):
+                moved = rows(tail, start + first, start + first + n)
+                write((self.keys, self.values), self.n_pin + row, moved)
             self._oldest = (self._oldest + pending) % self.n_window
             self._n = self.n_keep
             self._newest = 0
         self._tail = None
-
-    def _pending(self, n: int) -> tuple[Stored, Stored]:
-        """Keys and values of the `n` pending tokens; if read from the buffers, the next write would copy these."""
-        keys, values = self._tail or self.keys_and_values()
-        first = n_rows(keys) - n
-        return (
-            each(lambda x: x[..., first:, :], keys),
-            each(lambda x: x[..., first:, :], values),
-        )
 
     def mark(self) -> None:
         if self._must_evict(1):
@@ -200,16 +182,12 @@ class SnapKVCache(EvictingCache):
             m, oldest = min(m, w), 0
         elif self._settles(N):
             m, oldest = min(m, w), (oldest + max(0, m - w)) % w
-        if m + N <= w or (N == 1 and m == w and not self._marked):
-            return (
-                None
-                if N == 1
-                else mx.array(ring.visible(p, m, w, N, 0))
-                if return_array
-                else "causal"
-            )
-        if not self._uniform and not return_array:
-            return None if N == 1 else "causal"
+        all_seen = m + N <= w or (N == 1 and m == w and not self._marked)
+        if all_seen or not (self._uniform or return_array):
+            if N == 1:
+                return None
+            if not return_array:
+                return "causal"
         return mx.array(ring.visible(p, m, w, N, oldest))
 
     @property
@@ -228,10 +206,10 @@ class SnapKVCache(EvictingCache):
         assert self.policy is not None
         if self._since <= self.block:
             self._settle()  # as if the tokens had come one by one
-        rows = self._rows()
-        order = mx.argsort(rows.positions, axis=-1)
-        entries = rows.taken(order)
-        entries.observed = self._observed(self.policy.obs_window, self._n)
+        held = self._rows()
+        order = mx.argsort(held.positions, axis=-1)
+        entries = held.taken(order)
+        entries.observed = self._observed(self.policy.obs_window)
         scores = self.policy.score(entries)
         reserved = self._reserved
         if reserved is not None:
@@ -240,7 +218,7 @@ class SnapKVCache(EvictingCache):
             scores = mx.where(reserved, mx.inf, scores)
         recent = self.n_window - self.block
         layout = ring.layout(scores, self.n_pin, self.n_keep, recent, self.n_sink)
-        moved = rows.taken(mx.take_along_axis(order, layout, axis=-1))
+        moved = held.taken(mx.take_along_axis(order, layout, axis=-1))
         if reserved is not None:
             best = layout[..., : self.n_pin]
             self._reserved = mx.take_along_axis(reserved, best, axis=-1)
@@ -258,9 +236,8 @@ class SnapKVCache(EvictingCache):
         if n > max(0, pending) and self._oldest:
             self._lay_out()  # the last token, alone, has overwritten the oldest
         if self._tail is not None:
-            left = n_rows(self._tail[0]) - n
-            keys, values = (each(lambda x: x[..., :left, :], y) for y in self._tail)
-            self._tail = (keys, values) if left > 0 else None
+            left = n_rows(self._tail) - n
+            self._tail = rows(self._tail, 0, left) if left > 0 else None
         self._n -= n
         self.offset -= n
         self._since -= n
@@ -269,15 +246,13 @@ class SnapKVCache(EvictingCache):
     def _lay_out(self) -> None:
         """Turn the ring so that its oldest entry comes first."""
         turned = mx.arange(self.n_window) + self._oldest
-        rows = mx.concatenate([mx.arange(self.n_pin), self.n_pin + turned % self.n_window])
-        self.keys, self.values = (
-            each(lambda x: mx.take(x, rows, axis=2), stored) for stored in (self.keys, self.values)
-        )
+        order = mx.concatenate([mx.arange(self.n_pin), self.n_pin + turned % self.n_window])
+        stored = self.keys, self.values
+        self.keys, self.values = each(lambda x: mx.take(x, order, axis=2), stored)
         self._oldest = 0
 
     @property
     def positions(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, size())`: the original position of every physical row."""
         n = self._n - self.n_pin
         m = min(n, self.n_window)
         age = mx.concatenate([(mx.arange(m) - self._oldest) % max(m, 1), mx.arange(m, n)])
@@ -294,77 +269,45 @@ class SnapKVCache(EvictingCache):
         left = self._left[..., self._left.shape[-1] - (n - new) :]
         return mx.concatenate([left, newest], axis=-1)
 
-    def keys_and_values(self) -> tuple[Stored, Stored]:
-        if n_rows(self.keys) == self._n:
-            return self.keys, self.values
-        keys, values = (each(lambda x: x[..., : self._n, :], y) for y in (self.keys, self.values))
-        return keys, values
-
     def held(self, n_queries: int = 0) -> Entries:
-        rows = self._rows()
-        entries = rows.taken(mx.argsort(rows.positions, axis=-1))
-        entries.observed = self._observed(n_queries, self._n)
+        held = self._rows()
+        entries = held.taken(mx.argsort(held.positions, axis=-1))
+        entries.observed = self._observed(n_queries)
         return entries
-
-    def _rows(self) -> Entries:
-        """The entries as they lie in the buffers."""
-        keys, values = self.keys_and_values()
-        return Entries(
-            keys,
-            values,
-            given_positions=self.positions,
-            quantization=self.quantization,
-            layer=self.layer,
-        )
-
-    def size(self) -> int:
-        """Rows held."""
-        return self._n
 
     @property
     def state(self) -> tuple:
         """Arrays, numbers, strings and None only, as `save_prompt_cache` wants it, the queries among them."""
-        own = (getattr(self, name) for name in _STATE)
+        own = (getattr(self, name) for name in _STATE[2:])
         return (*self.keys_and_values(), *own, *self._decision_state())
 
     @state.setter
     def state(self, v: tuple) -> None:
-        self.keys, self.values, *own = v
-        for name, value in zip(_STATE, own[:-N_DECISION], strict=True):
-            setattr(self, name, value)
-        self._take_decision_state(tuple(own[-N_DECISION:]))
+        self._take(_STATE, self._take_decision_state(v))
         self.n_pin = self._pinned_positions.shape[-1]
         self._n = n_rows(self.keys)
         self._tail = None
-
-    def validate(self, like: Any) -> str | None:
-        found = validation.entries_problem(self.keys, self.values, like, self.quantization)
-        return found or validation.unless(self._is_sound(like.keys))
 
     def _is_sound(self, keys: mx.array) -> bool:
         heads, left, count = self._heads, self._left, validation.is_count
         pinned = self._pinned_positions
         return (
-            pinned.shape == (*heads, self.n_pin)
+            super()._is_sound(keys)
+            and pinned.shape == (*heads, self.n_pin)
             and pinned.dtype == mx.uint32
             and validation.is_per_entry(self._reserved, heads, self.n_pin, mx.bool_)
-            and count(self.offset, 1)
             and count(self.n_window, 1)
-            and count(self.block, 1)
             and self.block <= self.n_window
-            and all(map(count, (self._oldest, self._newest, self._since, self.n_sink, self._stop)))
-            and isinstance(self._uniform, bool)
+            and all(map(count, (self._oldest, self._newest, self._since, self.n_sink)))
             and self.n_pin <= self._n <= self.offset
             and self._oldest < max(1, min(self._n - self.n_pin, self.n_window))
             and max(self._newest, self._stop) <= self.offset
-            and (self.newest is None or count(self.newest))
             and validation.is_per_entry(left, heads, self.offset, mx.uint32)
             and (left is None or left.shape[2] + self._since >= self._n - self.n_pin)
-            and all(validation.are_queries(q, keys) for q in self._queries)
         )
 
 
 _STATE = (
-    "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest", "_newest",
-    "_uniform",
+    "keys", "values", "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest",
+    "_newest", "_uniform",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,12 +179,8 @@ class Conversation:
             SnapKVError: the file is damaged, another model's, or can't go on with that policy.
         """
         state = saved_chat.load(path, model, policy, memory)
-        ways: dict[str, Any] = {
-            "policy": state.policy,
-            "memory": state.memory,
-            "system": state.system,
-        }
-        conversation = cls(model, tokenizer, **ways, **generation)
+        ways = {"policy": state.policy, "memory": state.memory, "system": state.system}
+        conversation = cls(model, tokenizer, **ways, **generation)  # type: ignore[arg-type]
         vars(conversation).update(vars(state))
         return conversation
 
@@ -230,7 +227,8 @@ class Conversation:
             return start(self.model, options)
         kind = Request if self.memory == "drop" else RecallingRequest
         request = kind(self.model, self.policy, tokens.size, self.prompt_cache, quantization)
-        return drive(start, request, self._take_report, options, without_compression, keep=True)
+        on_report = functools.partial(setattr, self, "report")
+        return drive(start, request, on_report, options, without_compression, keep=True)
 
     def _reason_for_nothing(self, n_prompt: int, max_tokens: int) -> str | None:
         if self.policy is None:
@@ -238,9 +236,6 @@ class Conversation:
         if is_compressed(self.prompt_cache):
             return None
         return gate(self.policy, n_prompt, None, max_tokens)
-
-    def _take_report(self, report: CompressionReport) -> None:
-        self.report = report
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ import mlx.core as mx
 from ..caches.decode import decode_cache
 from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, n_rows
+from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
 from ..entries.selection import has_nan, nan_scores
 from ..errors import SnapKVError
@@ -119,7 +118,9 @@ class Compression:
             SnapKVError: a layer's queries are missing, or its scores are NaN; nothing is changed then.
         """
         started = time.perf_counter()
-        report = CompressionReport.of(self.policy, self.n_tokens, len(self.prompt_cache))
+        report = CompressionReport(str(self.policy), self.n_tokens)
+        report.entries_kept = [None] * len(self.prompt_cache)
+        report.attention_share = [None] * len(self.prompt_cache)
         choices = []
         by_stage = [stage.quotas(self.n_tokens, len(self.layers)) for stage in self._stages]
         for layer, *quotas in zip(self.layers, *by_stage):
@@ -199,8 +200,8 @@ class Compression:
         del entries, kept
         voters = layer.cache_in(self.prompt_cache) if decode_policy.observes_answer else None
         small.inherit(voters)
-        for keys, values in _one_by_one(later.stored_keys, later.stored_values):
-            small.append(keys, values)
+        for i in range(len(later)):
+            small.append(*rows((later.stored_keys, later.stored_values), i, i + 1))
             small.inherit(voters)
         mx.eval(small.state)
         layer.put(self.prompt_cache, small)
@@ -235,13 +236,6 @@ def _among(entries: Entries, places: mx.array) -> Entries:
         now = range(asked.start - dropped, asked.stop - dropped)
         chosen.observed = dataclasses.replace(entries.observed, places=now)
     return chosen
-
-
-def _one_by_one(keys: Stored, values: Stored) -> Iterator[tuple[Stored, Stored]]:
-    """Keys and values, token by token."""
-    for i in range(n_rows(keys)):
-        one = [each(lambda x: x[:, :, i : i + 1], part) for part in (keys, values)]  # noqa: B023
-        yield one[0], one[1]
 
 
 def _common_length(layers: list[AttentionLayer], prompt_cache: list) -> int:

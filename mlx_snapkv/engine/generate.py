@@ -19,7 +19,7 @@ from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .decision import gate
-from .prefill import mlx_generate, observes, observing
+from .prefill import mlx_generate, observing
 from .report import NO_POLICY, CompressionReport
 from .request import Request
 from .speculative import DraftedRequest, require_rewindable
@@ -28,11 +28,6 @@ from .split_calls import gives_way, one_by_one, rewinding
 ReportCallback = Callable[[CompressionReport], None]
 
 MAX_TOKENS = 256  # mlx-lm's own default
-
-# Options of mlx-lm that also decide what becomes of the entries.
-_CONFLICTS = {
-    "max_kv_size": "max_kv_size also limits the entries: drop it or the policy",
-}
 
 
 def generate_step(
@@ -197,9 +192,8 @@ def _served(
 
 def require_no_conflict(options: dict[str, Any]) -> None:
     """Raises: SnapKVError: one of mlx-lm's options can't be served together with a policy."""
-    for name, message in _CONFLICTS.items():
-        if options.get(name) is not None:
-            raise SnapKVError(message)
+    if options.get("max_kv_size") is not None:
+        raise SnapKVError("max_kv_size also limits the entries: drop it or the policy")
 
 
 def drive(
@@ -237,20 +231,15 @@ def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
             "input_embeddings can't go on from a prompt cache whose entries give way: give token ids, or compress "
             "the prompt with snapkv and on_full=slide"
         )
+    served: contextlib.AbstractContextManager = contextlib.nullcontext(one_by_one(model, cache))
     if options.get("draft_model") is not None and is_compressed(cache):
-        return _rewound(start, model, options)
-    items = start(one_by_one(model, cache), options)
-    return _recorded(items, model, cache) if observes(cache) else items
+        served = rewinding(model, cache)
 
+    def items() -> Iterator[Any]:
+        with observing(model, cache), served as going_on:
+            yield from start(going_on, options)
 
-def _rewound(start, model, options: dict[str, Any]) -> Iterator[Any]:
-    with rewinding(model, options["prompt_cache"]) as rewindable:
-        yield from start(rewindable, options)
-
-
-def _recorded(items: Iterator[Any], model, prompt_cache: list) -> Iterator[Any]:
-    with observing(model, prompt_cache):
-        yield from items
+    return items()
 
 
 def _reason_for_nothing(

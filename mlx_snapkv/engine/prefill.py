@@ -117,13 +117,7 @@ def look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
     before.restore()
 
 
-def observes(prompt_cache: list) -> bool:
-    """Whether caches ask for the queries of the tokens that they are fed."""
-    return any(cache.observes for cache in layer_caches(prompt_cache))
-
-
 def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
-    """Patch the model's attention classes for the block if caches ask for queries."""
-    if not observes(prompt_cache):
-        return contextlib.nullcontext()
-    return recording(attention_classes(model))
+    """Patch the model's attention classes for the block if caches ask for the queries of what they are fed."""
+    observed = any(cache.observes for cache in layer_caches(prompt_cache))
+    return recording(attention_classes(model) if observed else [])

@@ -35,13 +35,6 @@ class CompressionReport:
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
 
-    @classmethod
-    def of(cls, policy: object, n_prompt: int, n_caches: int) -> CompressionReport:
-        """A report to be filled in, of a model with so many caches."""
-        return cls(
-            str(policy), n_prompt, entries_kept=[None] * n_caches, attention_share=[None] * n_caches
-        )
-
     @property
     def compressed(self) -> bool:
         return self.reason is None

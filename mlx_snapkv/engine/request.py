@@ -77,17 +77,13 @@ class Request:
         self._prefill_seconds: float | None = None
 
     @property
-    def _stages(self) -> tuple[Policy, Policy]:
-        return self.prefill_policy, self.decode_policy
-
-    @property
     def _observes(self) -> bool:
-        return any(stage.observes for stage in self._stages)
+        return any(stage.observes for stage in self.policy.stages)
 
     @property
     def _statistics_from(self) -> int | None:
-        wanted = [s.query_statistics for s in self._stages if s.query_statistics is not None]
-        return min(wanted, default=None)
+        wanted = [stage.query_statistics for stage in self.policy.stages]
+        return min((n for n in wanted if n is not None), default=None)
 
     def _prefill_caches(self) -> list:
         """Caches to read the prompt with."""
@@ -102,7 +98,7 @@ class Request:
         """A cache that records; one that evicts if entries give way, are counted, or go on from an earlier turn."""
         held, decision = layer.entries_in(self._callers), self.decision
         expected = decision.at + decision.n_ahead + 1 - self._held
-        accumulates = any(stage.accumulates_attention for stage in self._stages)
+        accumulates = any(stage.accumulates_attention for stage in self.policy.stages)
         once = not self._evicts
         if once and not accumulates and not self._held:
             cache = RecordingKVCache(decision.first, decision.last, expected, layer)
@@ -170,10 +166,14 @@ class Request:
         """Compress the caches and hand them to the caller's list."""
         self.prompt_is_read()
         started = time.perf_counter()
+        report = self._replace()
+        self.compress_seconds = time.perf_counter() - started
+        return report
+
+    def _replace(self) -> CompressionReport:
         self._require_unchanged()
         report = self._compressed(self.caches)
         self._callers[:] = self.caches
-        self.compress_seconds = time.perf_counter() - started
         return report
 
     def _compressed(self, caches: list) -> CompressionReport:
@@ -220,25 +220,19 @@ class RecallingRequest(Request):
     def _evicts(self) -> bool:
         return False
 
-    def compress(self) -> CompressionReport:
+    def _replace(self) -> CompressionReport:
         """Put compressed caches into `caches`, and the turn's entries to where they are kept.
 
         Raises:
             SnapKVError: there is no room for them there; some then stay in memory.
         """
-        self.prompt_is_read()
-        started = time.perf_counter()
         small = copies_but_entries(self._callers, self._layers)
         report = self._compressed(small)
         self.caches[:] = small
         if report.compressed:
             for layer in self._layers:
                 layer.cache_in(self._callers).offload()
-        self.compress_seconds = time.perf_counter() - started
         return report
-
-    def _require_unchanged(self) -> None:
-        """The caller's caches are those that are read with."""
 
 
 def held_tokens(model, prompt_cache: list) -> int:

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.layers import attention_layers, layer_caches, members
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .decision import decide
+from .decision import PREFILL_STEP_SIZE, decide
 from .prefill import mlx_generate, read
 from .report import CompressionReport
 from .split_calls import gives_way, rewinding
@@ -33,10 +34,11 @@ NUM_DRAFT_TOKENS = 2  # mlx-lm's own default
 Serve = Callable[..., Iterator[GenerationResponse]]
 
 
+@dataclass
 class DraftedRequest:
     """One request with a policy and a draft model.
 
-    Args:
+    Attributes:
         model, draft_model: mlx-lm models of one vocabulary.
         prompt: `(T,)` token ids.
         policy: what the main model keeps; the draft model keeps everything.
@@ -46,35 +48,32 @@ class DraftedRequest:
         SnapKVError: a model's layers can't take tokens back, or the policy's entries would depend on the drafts.
     """
 
-    def __init__(
-        self,
-        model,
-        draft_model,
-        tokenizer,
-        prompt: mx.array,
-        max_tokens: int,
-        policy: Policy | Stages,
-        options: dict[str, Any],
-    ):
-        if options.get("kv_bits") is not None:
+    model: Any
+    draft_model: Any
+    tokenizer: Any
+    prompt: mx.array
+    max_tokens: int
+    policy: Policy | Stages
+    options: dict[str, Any]
+
+    def __post_init__(self):
+        if self.options.get("kv_bits") is not None:
             raise SnapKVError("a draft model can't check quantised entries exactly: drop kv_bits")
-        if max_tokens < 0:
-            raise SnapKVError(f"max_tokens must be at least 1 with a draft model, got {max_tokens}")
-        self._model = model
-        decision = decide(policy, len(prompt))
-        self._n_alone = decision.n_ahead + 1 if decision.at == len(prompt) else 1
-        self._draft_model = draft_model
-        self._tokenizer = OneText(tokenizer)
-        self._prompt = prompt
-        self._max_tokens = max_tokens
-        self._options = options
-        self._given = options.get("prompt_cache")
-        self._main, self._draft = _split(self._given, model, draft_model)
-        _require_plain("main", model, self._main)
-        _require_plain("draft", draft_model, self._draft)
-        n_layers = sum(1 for _ in attention_layers(model, self._main))
-        num_draft = options.get("num_draft_tokens", NUM_DRAFT_TOKENS)
-        _require_exact(policy, len(prompt), n_layers, num_draft)
+        if self.max_tokens < 0:
+            raise SnapKVError(
+                f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
+            )
+        n_prompt = len(self.prompt)
+        decision = decide(self.policy, n_prompt)
+        self._n_alone = decision.n_ahead + 1 if decision.at == n_prompt else 1
+        self._one_text = OneText(self.tokenizer)
+        self._given = self.options.get("prompt_cache")
+        self._main, self._draft = _split(self._given, self.model, self.draft_model)
+        _require_plain("main", self.model, self._main)
+        _require_plain("draft", self.draft_model, self._draft)
+        n_layers = len(attention_layers(self.model, self._main))
+        num_draft = self.options.get("num_draft_tokens", NUM_DRAFT_TOKENS)
+        _require_exact(self.policy, n_prompt, n_layers, num_draft)
 
     def responses(
         self, serve: Serve, on_report: Callable[[CompressionReport], None] | None
@@ -91,13 +90,13 @@ class DraftedRequest:
             if on_report is not None:
                 on_report(report)
 
-        options = {k: v for k, v in self._options.items() if k != "num_draft_tokens"}
+        options = {k: v for k, v in self.options.items() if k != "num_draft_tokens"}
         options["prompt_cache"] = self._main
-        return self._in_turn(serve(self._tokenizer, options, compressed))
+        return self._in_turn(serve(self._one_text, options, compressed))
 
     def _in_turn(self, alone: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
         started = time.perf_counter()
-        self._draft_reads(self._prompt)
+        self._draft_reads(self.prompt)
         draft_seconds = time.perf_counter() - started
         said: list[GenerationResponse] = []
         with contextlib.closing(alone):  # type: ignore[type-var]
@@ -118,8 +117,15 @@ class DraftedRequest:
         if len(tokens) > 1:
             self._draft_reads(mx.array(tokens[:-1]))
         before = said[-1].generation_tokens / said[-1].generation_tps
-        with rewinding(self._model, self._main) as model:
-            for response in self._rest(model, tokens):
+        options = self.options | {
+            "prompt_cache": self._main + self._draft,
+            "logits_processors": self._processors(tokens[:-1]),
+        }
+        last, n_more = mx.array(tokens[-1:]), self.max_tokens - len(tokens)
+        with rewinding(self.model, self._main) as model:
+            for response in mlx_generate.stream_generate(
+                model, self._one_text, last, n_more, self.draft_model, **options
+            ):
                 n = len(tokens) + response.generation_tokens
                 yield dataclasses.replace(
                     response,
@@ -129,34 +135,18 @@ class DraftedRequest:
                     generation_tps=n / (before + time.perf_counter() - started),
                 )
 
-    def _rest(self, model, tokens: list[int]) -> Iterator[GenerationResponse]:
-        """mlx-lm's responses after `tokens`."""
-        options = self._options | {
-            "prompt_cache": self._main + self._draft,
-            "logits_processors": self._processors(tokens[:-1]),
-        }
-        last, n_more = mx.array(tokens[-1:]), self._max_tokens - len(tokens)
-        return mlx_generate.stream_generate(
-            model, self._tokenizer, last, n_more, self._draft_model, **options
-        )
-
     def _draft_reads(self, tokens: mx.array) -> None:
-        step = self._options.get("prefill_step_size")
-        read(
-            self._draft_model,
-            tokens,
-            self._draft,
-            {} if step is None else {"prefill_step_size": step},
-        )
+        step = self.options.get("prefill_step_size") or PREFILL_STEP_SIZE
+        read(self.draft_model, tokens, self._draft, {"prefill_step_size": step})
 
     def _processors(self, said: list[int]) -> list[Callable] | None:
         """The logits processors, told also of the tokens before those that the speculative loop sees."""
-        before = mx.concatenate([self._prompt, mx.array(said, self._prompt.dtype)])
+        before = mx.concatenate([self.prompt, mx.array(said, self.prompt.dtype)])
 
         def of_all(processor: Callable) -> Callable:
             return lambda tokens, logits: processor(mx.concatenate([before, tokens]), logits)
 
-        return [of_all(p) for p in self._options.get("logits_processors") or []] or None
+        return [of_all(p) for p in self.options.get("logits_processors") or []] or None
 
 
 def require_rewindable(model, prompt_cache: list | None) -> None:
@@ -204,11 +194,8 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
     if decode_policy.schedule == "once" and decode_policy.on_full in ("slide", "grow"):
         return
     if decode_policy.observes_answer:
-        way = (
-            "schedule=block"
-            if decode_policy.schedule == "block"
-            else f"on_full={decode_policy.on_full}"
-        )
+        on_full = f"on_full={decode_policy.on_full}"
+        way = "schedule=block" if decode_policy.schedule == "block" else on_full
         raise SnapKVError(
             f"{decode_policy.name} with {way} lets every answer token vote, which rejected drafts can't take back: "
             "use schedule=once with another on_full, or drop draft_model"

@@ -7,14 +7,18 @@ allocates some operations ahead of the one that it computes, so the blocks are s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from .queries import Queries
 
 BLOCK_BYTES = 3 << 19  # of float32 logits made at a time
+READ_BYTES = 12 << 20  # the same of keys that are read from elsewhere, each time with a wait
 HELD_BYTES = 8 << 20  # of logits and float32 keys, below which one pass over all keys will do
+KEPT_BYTES = 64 << 20  # of logits, below which keys that come in blocks are read once
 LOG2_E = (
     1.4426950408889634  # softmax by powers of two, which a CPU takes in a third of the time of exp
 )
@@ -23,7 +27,23 @@ LOG2_E = (
 HIDDEN = -1e30
 
 
-def attention_votes(keys: mx.array, observed: Queries) -> mx.array:
+@dataclass(frozen=True)
+class KeyBlocks:
+    """Keys that are read a block at a time, from wherever they are.
+
+    Attributes:
+        shape: `(B, n_kv_heads, T, head_dim)`.
+        read: `read(start, stop)` gives those entries' keys, `(B, n_kv_heads, stop - start, head_dim)`.
+        waits: what is read takes memory, so that each block is computed before the next is read.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: mx.Dtype
+    read: Callable[[int, int], mx.array]
+    waits: bool
+
+
+def attention_votes(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     """SnapKV's votes (section 3, "Voting"): `(B, n_kv_heads, T)` float32.
 
     Softmax over all entries up to the query's own position, summed over the observed queries, averaged over
@@ -36,7 +56,7 @@ def attention_votes(keys: mx.array, observed: Queries) -> mx.array:
     queries, group = _grouped(keys, observed)
     B, H, T, D = keys.shape
     held = 4 * B * H * T * (queries.shape[2] + (D if keys.dtype != mx.float32 else 0))
-    if held > HELD_BYTES:
+    if isinstance(keys, KeyBlocks) or held > HELD_BYTES:
         return _votes_in_blocks(keys, observed, queries) / group
     weights, share = _weights(keys, observed, queries)
     return (share[..., None, :] @ weights).squeeze(2) / group
@@ -80,19 +100,35 @@ def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.a
     return weights, mx.power(2, top - total)
 
 
-def _votes_in_blocks(keys: mx.array, observed: Queries, queries: mx.array) -> mx.array:
-    """The weights' sum over queries in two passes: the softmax's denominators, then the votes."""
-    spans = list(_spans(keys, observed, _block(queries)))
+def _votes_in_blocks(
+    keys: mx.array | KeyBlocks, observed: Queries, queries: mx.array
+) -> mx.array:
+    """The weights' sum over queries: the softmax's denominators, then the votes.
+
+    The keys are read for each of both, unless the logits of few queries can be kept in between.
+    """
+    elsewhere = isinstance(keys, KeyBlocks)
+    waits = isinstance(keys, KeyBlocks) and keys.waits
+    spans = list(_spans(keys, observed, _block(queries, READ_BYTES if waits else BLOCK_BYTES)))
+    keeps = elsewhere and 4 * math.prod(queries.shape[:3]) * keys.shape[2] <= KEPT_BYTES
+    kept: list[mx.array] = []
     sums: list[mx.array] = []
     for span in spans:
         logits = _logits(keys, observed, queries, span, after=sums[-1:])
         top = logits.max(axis=-1)
         sums.append(top + mx.log2(mx.power(2, logits - top[..., None]).sum(axis=-1)))
+        if keeps:
+            kept.append(logits)
+        if waits:
+            mx.eval(sums[-1], kept[-1:])
     total = _with_sinks(observed, mx.logsumexp(mx.stack(sums) / LOG2_E, axis=0) * LOG2_E)
     votes: list[mx.array] = []
-    for span in spans:
-        logits = _logits(keys, observed, queries, span, after=votes[-1:] or [total])
+    for i, span in enumerate(spans):
+        after = votes[-1:] or [total]
+        logits = kept[i] if keeps else _logits(keys, observed, queries, span, after=after)
         votes.append(mx.power(2, logits - total[..., None]).sum(axis=2))
+        if waits:
+            mx.eval(votes[-1])
     return mx.concatenate(votes, axis=-1)
 
 
@@ -107,7 +143,7 @@ def _with_sinks(observed: Queries, total: mx.array) -> mx.array:
     return both.reshape(B, H, n)
 
 
-def _grouped(keys: mx.array, observed: Queries) -> tuple[mx.array, int]:
+def _grouped(keys: mx.array | KeyBlocks, observed: Queries) -> tuple[mx.array, int]:
     """Queries `(B, n_kv_heads, group * n, head_dim)`, float32, scaled for logits to base 2; the size of a GQA group."""
     B, n_heads, n, D = observed.heads.shape
     H = keys.shape[1]
@@ -115,13 +151,13 @@ def _grouped(keys: mx.array, observed: Queries) -> tuple[mx.array, int]:
     return queries.reshape(B, H, (n_heads // H) * n, D), n_heads // H
 
 
-def _block(queries: mx.array) -> int:
+def _block(queries: mx.array, n_bytes: int = BLOCK_BYTES) -> int:
     """Entries whose logits are held at a time; for few queries their float32 keys are what counts."""
     B, H, n, D = queries.shape
-    return max(64, BLOCK_BYTES // (4 * B * H * max(n, D // 2)))
+    return max(64, n_bytes // (4 * B * H * max(n, D // 2)))
 
 
-def _spans(keys: mx.array, observed: Queries, block: int) -> Iterator[tuple[int, int]]:
+def _spans(keys: mx.array | KeyBlocks, observed: Queries, block: int) -> Iterator[tuple[int, int]]:
     """Blocks `[start, stop)` of T; none holds both entries that all queries see and others."""
     T = keys.shape[2]
     seen_by_all = max(0, min(T, observed.places.start + 1))
@@ -131,7 +167,7 @@ def _spans(keys: mx.array, observed: Queries, block: int) -> Iterator[tuple[int,
 
 
 def _logits(
-    keys: mx.array,
+    keys: mx.array | KeyBlocks,
     observed: Queries,
     queries: mx.array,
     span: tuple[int, int],
@@ -143,7 +179,7 @@ def _logits(
         after: what is to be computed before.
     """
     start, stop = span
-    part = keys[:, :, start:stop]
+    part = keys[:, :, start:stop] if isinstance(keys, mx.array) else keys.read(start, stop)
     if after:
         part = mx.depends(part, after)
     logits = queries @ part.astype(mx.float32).swapaxes(-1, -2)

@@ -64,9 +64,11 @@ def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
     return stored if quantization is None else quantization.unpack(stored)
 
 
-def arrays(stored: Stored) -> tuple[mx.array, ...]:
-    """The arrays that entries are stored in."""
-    return tuple(stored) if isinstance(stored, (tuple, list)) else (stored,)
+def arrays(stored: Stored) -> list[mx.array]:
+    """The arrays that entries are stored in, or keys and values together."""
+    if isinstance(stored, mx.array):
+        return [stored]
+    return [array for part in stored for array in arrays(part)]
 
 
 def n_rows(stored: Stored) -> int:
@@ -82,6 +84,11 @@ def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> 
     return tree_map(function, stored, *others)
 
 
+def rows(stored: Stored, start: int, stop: int) -> Stored:
+    """The rows `[start, stop)` of entries."""
+    return each(lambda x: x[:, :, start:stop], stored)
+
+
 def write(stored: Stored, start: int, entries: Stored) -> None:
     """Write entries in place, from row `start` on."""
     for held, new in zip(arrays(stored), arrays(entries)):
@@ -91,6 +98,11 @@ def write(stored: Stored, start: int, entries: Stored) -> None:
 def join(stored: Stored, entries: Stored) -> Stored:
     """A copy with entries appended."""
     return each(lambda *pair: mx.concatenate(list(pair), axis=2), stored, entries)
+
+
+def grown(stored: Stored, more: int) -> Stored:
+    """A copy with room for `more` rows."""
+    return each(lambda x: mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)]), stored)
 
 
 def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:

@@ -112,7 +112,7 @@ def test_the_file_has_no_name_and_goes_with_the_store(tmp_path, monkeypatch):
     before = open_files()
     store = FileStore()
     store.append(*rows_of(9, mx.float32))
-    assert open_files() == before + 1 and not list(tmp_path.iterdir())
+    assert open_files() == before + 2 and not list(tmp_path.iterdir())
     rows = store.entries()
     del store
     assert open_files() == before
@@ -134,7 +134,8 @@ def test_a_file_without_room_is_left_as_it_was(full_disk):
     with pytest.raises(SnapKVError, match=r"can't be kept in a file in .*: .*; set TMPDIR"):
         store.append(*rows_of(20, mx.float32, seed=1))
     assert store.n_entries == 20
-    assert os.fstat(store._file.fileno()).st_size == store.file_nbytes
+    sizes = [os.fstat(file._file.fileno()).st_size for file in store._files]
+    assert sizes == [20 * file.entry_bytes for file in store._files]
     assert_bits_equal(store.entries(), rows)
 
 
@@ -144,3 +145,17 @@ def test_a_temporary_folder_that_is_not_there_is_one_sentence(tmp_path, monkeypa
     with pytest.raises(SnapKVError, match="nowhere: No such file or directory"):
         store.append(*rows_of(2, mx.float32))
     assert store.n_entries == 0
+
+
+@pytest.mark.parametrize("make", [FileStore, lambda: QuantizedStore(Quantization(8, 64))])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_are_read_as_the_whole_is(make, dtype):
+    store = make()
+    for part in portions(rows_of(50, dtype), 20):
+        store.append(*part)
+    n = store.n_entries
+    keys, values = store.entries()
+    assert_bits_equal([store.read_keys(n - 30, n - 3)], [keys[:, :, n - 30 : n - 3]])
+    places = mx.sort(mx.random.randint(0, n, (2, 3, 17)), axis=-1).astype(mx.uint32)
+    wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in (keys, values)]
+    assert_bits_equal(store.gather(places), wanted)

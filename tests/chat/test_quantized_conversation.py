@@ -10,7 +10,7 @@ from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.memories import MEMORIES
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine.request import RecallingRequest, Request
+from mlx_snapkv.engine.request import Request
 
 SNAPKV = "snapkv:budget=96,n_sink=4,n_window=32,min_ctx=0"
 KEYDIFF = "keydiff:budget=128,block=64"
@@ -46,14 +46,13 @@ def bits_of(caches):
 def decoded_from(monkeypatch):
     """The bits of every turn's caches after its cut."""
     bits = []
-    for kind in (Request, RecallingRequest):
 
-        def compress(self, original=kind.compress):
-            report = original(self)
-            bits.append(bits_of(self.caches))
-            return report
+    def compress(self, original=Request.compress):
+        report = original(self)
+        bits.append(bits_of(self.caches))
+        return report
 
-        monkeypatch.setattr(kind, "compress", compress)
+    monkeypatch.setattr(Request, "compress", compress)
     return bits
 
 

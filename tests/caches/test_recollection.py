@@ -1,0 +1,70 @@
+"""All entries of a layer, wherever they are: what is gathered is what went in, votes are NumPy's in float64."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from mlx_lm.models.cache import KVCache
+
+from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.offloaded import OffloadedKVCache
+from mlx_snapkv.caches.recollection import Recollection
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.stores import QuantizedStore
+from mlx_snapkv.entries import attention
+from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.entries.queries import Queries
+
+B, H, D, T, SAID = 1, 2, 64, 300, 21
+
+SOURCES = {
+    "memory": lambda: RecordingKVCache(0, 0, KVCache.step),
+    "8 bits": lambda: OffloadedKVCache(QuantizedStore(Quantization(8, 64))),
+    "file": lambda: OffloadedKVCache(FileStore()),
+    "file, and newer ones in memory": lambda: OffloadedKVCache(FileStore()),
+}
+
+
+def recollected(kind):
+    """A recollection of `T` entries and an answer, and all of them, as they are read."""
+    mx.random.seed(1)
+    rows = [mx.random.normal((B, H, T + SAID, D)) for _ in range(2)]
+    cache = SOURCES[kind]()
+    for a, b in ((0, 100), (100, T)):
+        cache.update_and_fetch(*(x[:, :, a:b] for x in rows))
+        if "newer" not in kind or b < T:
+            cache.offload()
+    held = cache.held()
+    found = Recollection(cache.sources(), layer=None)
+    for a, b in ((T, T + 1), (T + 1, T + SAID)):
+        found.append(*(x[:, :, a:b] for x in rows))
+    answer = [x[:, :, T:] for x in rows]
+    return found, [
+        mx.concatenate([x, y], axis=2) for x, y in zip((held.keys, held.values), answer)
+    ]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_gathers_prompt_and_answer(kind):
+    found, (keys, values) = recollected(kind)
+    places = mx.sort(mx.random.randint(0, T + SAID, (B, H, 90)), axis=-1).astype(mx.uint32)
+    gathered = found.gather(places)
+    assert len(found) == T + SAID
+    assert mx.array_equal(gathered.positions, places)
+    for got, whole in ((gathered.keys, keys), (gathered.values, values)):
+        assert mx.array_equal(got, mx.take_along_axis(whole, places[..., None], axis=2))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["keys read once", "keys read twice"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_votes_over_all(kind, kept, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 50_000)
+    monkeypatch.setattr(attention, "READ_BYTES", 50_000)
+    if not kept:
+        monkeypatch.setattr(attention, "KEPT_BYTES", 0)
+    found, (keys, _) = recollected(kind)
+    queries = mx.random.normal((B, 2 * H, 3, D))
+    places = range(T + SAID - 2, T + SAID + 1)
+    votes = found.voted_by(Queries(queries, places, 0.125)).votes
+    wanted = reference.votes(queries, keys, places, 0.125)
+    np.testing.assert_allclose(np.array(votes), wanted, rtol=1e-5, atol=1e-7)
