@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engine.report import NO_POLICY, CompressionReport, format_bytes
+from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
 from . import flags
 from .generation import adapt_tokenizer, make_sampler, quantized_from
@@ -211,10 +211,7 @@ def kept_text(report: CompressionReport | None = None) -> str:
         return "full cache (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
-    return (
-        f"{report.entries_text}, KV memory {format_bytes(report.kv_bytes_before)}"
-        f" → {format_bytes(report.kv_bytes_after)}"
-    )
+    return f"{report.entries_text}, {report.memory_text}"
 
 
 def closing_line(response: GenerationResponse, kept: str, accepted: float | None = None) -> str:

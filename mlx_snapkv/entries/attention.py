@@ -100,9 +100,7 @@ def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.a
     return weights, mx.power(2, top - total)
 
 
-def _votes_in_blocks(
-    keys: mx.array | KeyBlocks, observed: Queries, queries: mx.array
-) -> mx.array:
+def _votes_in_blocks(keys: mx.array | KeyBlocks, observed: Queries, queries: mx.array) -> mx.array:
     """The weights' sum over queries: the softmax's denominators, then the votes.
 
     The keys are read for each of both, unless the logits of few queries can be kept in between.

@@ -39,9 +39,7 @@ def recollected(kind):
     for a, b in ((T, T + 1), (T + 1, T + SAID)):
         found.append(*(x[:, :, a:b] for x in rows))
     answer = [x[:, :, T:] for x in rows]
-    return found, [
-        mx.concatenate([x, y], axis=2) for x, y in zip((held.keys, held.values), answer)
-    ]
+    return found, [mx.concatenate([x, y], axis=2) for x, y in zip((held.keys, held.values), answer)]
 
 
 @pytest.mark.parametrize("kind", SOURCES)
