@@ -1,7 +1,5 @@
 """The package's errors: each message is one sentence that says what to change."""
 
-from __future__ import annotations
-
 
 class SnapKVError(ValueError):
     """A request that can't be carried out as asked."""

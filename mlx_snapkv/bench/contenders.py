@@ -1,7 +1,5 @@
 """The ways to hold a prompt's entries that are measured side by side."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +8,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..caches.decode import decode_cache
 from ..caches.layers import AttentionLayer, attention_layers, layer_caches, members
+from ..caches.quantizable import head_sizes
 from ..entries.entries import Entries
 from ..policies import Policy, SnapKV
 
@@ -66,13 +65,14 @@ def snapkv_for(context: int) -> SnapKV:
     return SnapKV(top_k=entries - n_sink - n_window, n_sink=n_sink, n_window=n_window, min_ctx=0)
 
 
-def contenders(context: int, policy: Policy, head_dim: int) -> list[Contender]:
+def contenders(model, context: int, policy: Policy) -> list[Contender]:
     """What is measured at a context length; SnapKV comes last and is absent below its gate."""
     entries = policy.quotas(context, 1)[0].entries
     found = [Contender("full cache", "full", context)]
     if entries < context:
         found.append(Contender(f"max-kv-size {entries}", "rotating", entries))
-    group = next((g for g in (64, 32) if head_dim % g == 0), None)
+    sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
+    group = next((g for g in (64, 32) if all(size % g == 0 for size in sizes)), None)
     if group is not None:
         for bits in (8, 4):
             options = {"kv_bits": bits, "kv_group_size": group, "quantized_kv_start": 0}
@@ -99,9 +99,8 @@ def decoding_cache(model, contender: Contender, context: int, batch: int) -> lis
     mx.eval(model(mx.zeros((batch, 8), mx.int32), cache=prompt_cache))
     for layer in attention_layers(model, prompt_cache):
         keys, values = layer.cache_in(prompt_cache).keys_and_values()
-        n = {"rotating": context, "plain": contender.entries - 1}.get(
-            contender.kind, contender.entries
-        )
+        rows = {"rotating": context, "plain": contender.entries - 1}
+        n = rows.get(contender.kind, contender.entries)
         held = [
             mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype) for x in (keys, values)
         ]

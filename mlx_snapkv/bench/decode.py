@@ -1,13 +1,10 @@
 """Decoding speed: the contenders' steps in turn, in one process."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, members
 from ..policies import Policy
@@ -21,7 +18,7 @@ def measure_decoding(
 ) -> list[dict[str, Any]]:
     """One record a contender: its median step after a prompt of `context` tokens, and its entries' bytes."""
     found = []
-    for contender in contenders(context, policy, head_dim(model)):
+    for contender in contenders(model, context, policy):
         cache = decoding_cache(model, contender, context, batch)
         if _can_decode(model, cache, batch):
             found.append((contender, cache))
@@ -29,7 +26,12 @@ def measure_decoding(
     records = []
     for (contender, cache), times in zip(found, seconds):
         step = statistics.median(times)
-        figures = {"batch": batch, "step_seconds": step, "tokens_per_second": batch / step}
+        figures = {
+            "batch": batch,
+            "steps": steps,
+            "step_seconds": step,
+            "tokens_per_second": batch / step,
+        }
         figures["kv_bytes"] = entries_bytes(cache)
         if contender.kind in ("plain", "snapkv"):
             figures["rollback_seconds"] = _rollback_seconds(model, cache, steps)
@@ -57,17 +59,9 @@ def _rollback_seconds(model, cache: list[Any], steps: int) -> float:
     return statistics.median(seconds[WARM_UP:])
 
 
-def head_dim(model) -> int:
-    """Head size of the model's keys."""
-    prompt_cache = make_prompt_cache(model)
-    mx.eval(model(mx.zeros((1, 1), mx.int32), cache=prompt_cache))
-    layer = attention_layers(model, prompt_cache)[0]
-    return layer.cache_in(prompt_cache).keys.shape[3]
-
-
 def requesters(model, context: int, policy: Policy) -> list[Contender]:
     """The contenders that make whole requests: all but the plain cache, which no request leaves behind."""
-    return [c for c in contenders(context, policy, head_dim(model)) if c.kind != "plain"]
+    return [c for c in contenders(model, context, policy) if c.kind != "plain"]
 
 
 def _can_decode(model, cache: list[Any], batch: int) -> bool:

@@ -1,7 +1,5 @@
 """The retrieval column: facts hidden in a document, asked for with every contender."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

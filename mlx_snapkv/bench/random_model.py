@@ -1,7 +1,5 @@
 """A random LLaMA on which attention dominates at long contexts, even on a CPU."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.models import llama
 

@@ -1,7 +1,5 @@
 """Whole requests: seconds until the first token, peak memory, and the entries that stay."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """All measurements of one model, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol

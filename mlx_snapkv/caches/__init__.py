@@ -5,8 +5,6 @@ from mlx_lm.models import cache as mlx_cache
 from .block import BlockKVCache
 from .window import SnapKVCache
 
-__all__ = ["BlockKVCache", "SnapKVCache"]
-
 # mlx-lm's `load_prompt_cache` looks classes up by name.
 for _kind in (SnapKVCache, BlockKVCache):
     setattr(mlx_cache, _kind.__name__, _kind)

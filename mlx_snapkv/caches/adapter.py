@@ -1,8 +1,5 @@
 """mlx-lm's own caches behind the contract."""
 
-from __future__ import annotations
-
-import copy
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +10,7 @@ from ..entries.quantization import Quantization, n_bytes, n_rows
 from ..errors import TrimError
 from . import validation
 from .contract import LayerCache
+from .snapshot import snapshot
 
 
 def layer_cache(cache: Any) -> LayerCache:
@@ -64,10 +62,8 @@ class FullCache(LayerCache):
     def kv_nbytes(self) -> int:
         return 0 if self.cache.empty() else n_bytes(self.cache.keys_and_values())
 
-    def mark(self) -> None:
-        """Any number of tokens can always be taken back."""
-
     def rollback(self, n: int) -> None:
+        """Any number of tokens can always be taken back."""
         if n > self.cache.offset:
             raise TrimError(f"this cache holds {self.cache.offset} tokens, {n} can't be taken back")
         self.cache.trim(n)
@@ -109,13 +105,13 @@ class StateCache(LayerCache):
         return 0
 
     def mark(self) -> None:
-        self._before = vars(copy.deepcopy(self.cache))
+        self._before = snapshot(vars(self.cache))
 
     def rollback(self, n: int) -> None:
         """To the mark, whatever `n` is; without a mark nothing can be taken back."""
         if not self._before:
             raise TrimError("a linear state or sliding window goes back to a mark only")
-        vars(self.cache).update(self._before)
+        vars(self.cache).update(snapshot(self._before))
 
     def validate(self, like: Any) -> str | None:
         if isinstance(self.cache, RotatingKVCache):

@@ -1,7 +1,5 @@
 """The KV cache of a fixed budget: it evicts by itself whenever it is full."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -147,7 +145,9 @@ class BlockKVCache(EvictingCache):
             queries = mx.concatenate(self._uncounted, axis=2)
             stop = int(min(self.last, self.offset))
             asked = range(stop - queries.shape[2], stop)
-            received = received + self._rows(observed=self._queries_of(queries, asked)).votes
+            received = (
+                received + self._rows(observed=self.voters(queries, asked, received.shape)).votes
+            )
         return received
 
     def _must_evict(self, L: int) -> bool:
@@ -185,9 +185,8 @@ class BlockKVCache(EvictingCache):
                 "this model makes one mask for all layers, so they must keep equally many entries: "
                 "give budget as a number or a share"
             )
-        return create_causal_mask(
-            N, min(self._n, self.quota.entries) if self._must_evict(N) else self._n
-        )
+        n = min(self._n, self.quota.entries) if self._must_evict(N) else self._n
+        return create_causal_mask(N, n)
 
     @property
     def positions(self) -> mx.array:

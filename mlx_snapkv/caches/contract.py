@@ -1,7 +1,5 @@
 """What the rest of the package may ask of any layer's cache."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -61,8 +59,7 @@ class LayerCache(ABC):
         """Tokens that fit in before entries give way; infinite if none ever do."""
         return math.inf
 
-    @abstractmethod
-    def mark(self) -> None:
+    def mark(self) -> None:  # noqa: B027
         """Start to be able to take back, exactly, what is fed from now on; what came before stays."""
 
     @abstractmethod

@@ -1,7 +1,5 @@
 """The caches that an answer is decoded from, once its prompt has been compressed."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from ..entries.entries import Entries
@@ -68,3 +66,28 @@ def _reserved(scores: mx.array, policy: Policy, n_sink: int) -> mx.array | None:
         return None
     best = top_positions(scores[..., n_sink:], n) + n_sink
     return mx.put_along_axis(mx.zeros(scores.shape, mx.bool_), best, mx.array(True), axis=-1)
+
+
+def gathered_cache(
+    layer: AttentionLayer,
+    kept: Entries,
+    scores: mx.array,
+    offset: int,
+    policy: Policy,
+    quota: Quota,
+    uniform: bool,
+) -> EvictingCache:
+    """The same for an answer whose tokens may gather anew: of what it holds nothing gives way by itself."""
+    cache = BlockKVCache(
+        policy,
+        Quota(UNLIMITED, 0, 0),
+        policy.answer_block,
+        layer=layer,
+        newest=1,
+        uniform=uniform,
+        quantization=kept.quantization,
+        accumulates=False,
+    )
+    cache.offset = offset
+    cache.hold(kept)
+    return cache

@@ -1,7 +1,5 @@
 """What the caches have in common that give entries way: who decides, and how that is taken back."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +14,7 @@ from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
 from . import validation
 from .contract import LayerCache
+from .snapshot import snapshot
 
 
 class EvictingCache(Recorder, LayerCache, _BaseCache):
@@ -74,7 +73,7 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         """Let entries give way now; since a mark, so that it can be taken back."""
         before = None
         if self._marked and self._before is None:
-            before = {name: _kept(value) for name, value in vars(self).items()}
+            before = snapshot(vars(self))
         self._evict()
         if before is not None:
             self._before = before
@@ -194,15 +193,7 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
                 f"{name} lets the answer's own queries vote, and they were not recorded: use mlx_snapkv's "
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
-        return self._queries_of(self.queries[:, :, -n:], asked)
-
-    def _queries_of(self, heads: mx.array, asked: range) -> Queries:
-        """Queries at logical positions, in the places their tokens have among the entries held."""
-        first = self.offset - self._n
-        places = range(asked.start - first, asked.stop - first)
-        if self.layer is not None:
-            heads = self.layer.family.grouped(heads, self._heads[1])
-        return Queries(heads, places, self.scale, self.sinks, asked.start)
+        return self.voters(self.queries[:, :, -n:], asked, (*self._heads, self._n))
 
     def validate(self, like: Any) -> str | None:
         found = validation.entries_problem(self.keys, self.values, like, self.quantization)
@@ -255,12 +246,3 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         """Set attributes of a loaded state, where parts of quantised entries are in lists."""
         for name, value in zip(names, values, strict=True):
             setattr(self, name, tuple(value) if isinstance(value, list) else value)
-
-
-def _kept(value: Any) -> Any:
-    """A value that later writes into the original leave alone; it is copied only if there are such."""
-    if isinstance(value, mx.array):
-        return mx.stop_gradient(value)
-    if isinstance(value, tuple) and all(isinstance(part, mx.array) for part in value):
-        return tuple(map(mx.stop_gradient, value))
-    return list(value) if isinstance(value, list) else value

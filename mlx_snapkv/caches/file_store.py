@@ -1,7 +1,5 @@
 """A layer's entries in files."""
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..errors import UnsupportedModelError
-from ..models import AttentionFamily, attentions, type_of
+from ..models import attentions, type_of
+from ..models.family import AttentionFamily
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
 
@@ -119,6 +121,12 @@ def kv_bytes(prompt_cache: list) -> int:
 def file_bytes(prompt_cache: list) -> int:
     """Bytes of the entries that are kept in files."""
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
+
+
+def copies_but_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
+    """The same list with copies of all caches but those of the full-attention layers."""
+    memo = {id(cache): cache for cache in (layer.cache_in(prompt_cache) for layer in layers)}
+    return [copy.deepcopy(cache, memo) for cache in prompt_cache]
 
 
 def is_compressed(prompt_cache: list) -> bool:

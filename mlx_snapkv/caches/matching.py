@@ -1,7 +1,5 @@
 """Whether a prompt cache that came from a file is one of a model's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The memories of a conversation: what is kept of its entries between turns, and where."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -10,7 +8,13 @@ from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
 from .adapter import has_all_entries, layer_cache, plain_cache
 from .file_store import FileStore
-from .layers import AttentionLayer, attention_layers
+from .layers import (
+    AttentionLayer,
+    attention_layers,
+    copies_but_entries,
+    is_compressed,
+    members,
+)
 from .offloaded import OffloadedKVCache
 from .quantizable import head_sizes
 from .recording import FullRecorder, RecordingKVCache
@@ -44,10 +48,35 @@ def make_caches(model, memory: str) -> list:
     return caches
 
 
+def recalling_caches(model, prompt_cache: list, memory: str) -> list:
+    """Caches that keep all entries as `memory` says, those of a prompt cache among them, which stays as it is.
+
+    Raises:
+        SnapKVError: it does not hold all entries of what it has read, or the model's can't be kept that way.
+    """
+    if is_compressed(prompt_cache):
+        raise SnapKVError(
+            f"memory={memory} needs a prompt cache with all entries, and this one is compressed"
+        )
+    empty = make_caches(model, memory)
+    layers = attention_layers(model, empty)
+    caches = copies_but_entries(prompt_cache, layers)
+    for layer in layers:
+        found = layer.cache_in(prompt_cache)
+        if not isinstance(found, OffloadedKVCache):
+            layer.put(caches, filled(layer.cache_in(empty), found))
+    return caches
+
+
+def lasting_forms(model, caches: list, memory: str) -> list:
+    """Caches of a memory for whoever goes on from them: mlx-lm's own, unless the entries are in files."""
+    return caches if memory == "recall:file" else saved_forms(model, caches)
+
+
 def saved_forms(model, caches: list) -> list:
     """Caches that keep all entries, in kinds that mlx-lm knows; any others as they are."""
     forms = list(caches)
-    if any(isinstance(cache, FullRecorder) for cache in caches):
+    if any(isinstance(cache, FullRecorder) for cache in members(caches)):
         for layer in attention_layers(model, caches):
             layer.put(forms, layer.cache_in(caches).saved_form())
     return forms
@@ -65,6 +94,8 @@ def filled(empty: Any, found: Any) -> Any:
         raise SnapKVError(
             f"its {type(found).__name__} has no entries that a policy can choose among: load it without a policy"
         )
+    if layer_cache(found).offset == 0:
+        return empty
     entries = layer_cache(found).held()
     if isinstance(empty, FullRecorder):
         empty.fill(entries)

@@ -1,7 +1,5 @@
 """A KV cache whose entries are kept in a store between the turns of a conversation."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -71,6 +69,10 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         if self.fresh.offset:
             self.store.append(*self.fresh.keys_and_values())
             self.fresh = KVCache()
+
+    def growing_cache(self) -> Any:
+        self.offload()
+        return self.store.as_cache()
 
     def saved_form(self) -> Any:
         if self.store.n_entries:

@@ -1,7 +1,5 @@
 """Whether a model's entries can be quantised so."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 

@@ -1,7 +1,5 @@
 """All entries of a layer while an answer is decoded from a few: what its tokens vote over, and gather from."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +30,8 @@ class Recollection:
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add the answer's next tokens, `(B, n_kv_heads, L, head_dim)` each."""
-        self._answer.update_and_fetch(keys, values)
+        if keys.shape[2]:
+            self._answer.update_and_fetch(keys, values)
 
     def voted_by(self, observed: Queries) -> Entries:
         """All entries, as a policy that votes scores them."""
@@ -40,7 +39,7 @@ class Recollection:
 
     def gather(self, positions: mx.array) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain."""
-        found: tuple[mx.array, ...] = ()
+        found: Any = ()
         first = 0
         for source in filter(_holds_any, self._sources):
             last = first + source.n_entries - 1
@@ -48,7 +47,8 @@ class Recollection:
             here = (positions >= first)[..., None]
             found = tuple(mx.where(here, *pair) for pair in zip(part, found)) if found else part
             first = last + 1
-        return Entries(*found, given_positions=positions, layer=self.layer)
+        keys, values = found
+        return Entries(keys, values, given_positions=positions, layer=self.layer)
 
     def keys(self, start: int, stop: int) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""

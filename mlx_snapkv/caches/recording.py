@@ -1,7 +1,5 @@
 """A plain KV cache that keeps the queries of its own tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 from abc import abstractmethod
 from typing import Any
@@ -9,20 +7,14 @@ from typing import Any
 from mlx_lm.models.cache import KVCache
 
 from ..entries.entries import Entries
-from ..entries.queries import Queries, Recorder
+from ..entries.queries import Recorder
 from .adapter import FullCache, plain_cache
 from .contract import LayerCache
 from .sources import Plain, Source
 
 
 class FullRecorder(Recorder, LayerCache):
-    """What the caches have in common that hold all entries, and keep queries for a policy to come.
-
-    Attributes:
-        layer: the layer of the model, for what the policy asks.
-    """
-
-    layer: Any = None
+    """What the caches have in common that hold all entries, and keep queries for a policy to come."""
 
     def observe(
         self, first: int, last: int, capacity: int, statistics_from: int | None = None
@@ -46,6 +38,10 @@ class FullRecorder(Recorder, LayerCache):
             SnapKVError: there is no room for them; they stay in memory then.
         """
 
+    @abstractmethod
+    def growing_cache(self) -> Any:
+        """A cache of mlx-lm's kind to read on with; what it is fed is held here, too."""
+
     def saved_form(self) -> Any:
         """A cache of mlx-lm's with the same entries, quantised ones as they are."""
         return plain_cache(*self.keys_and_values())  # type: ignore[attr-defined]  # every cache of ours has it
@@ -62,11 +58,7 @@ class FullRecorder(Recorder, LayerCache):
         """The entries, with the queries recorded to vote for them."""
         entries = dataclasses.replace(entries, layer=self.layer, statistics=self.statistics)
         if self.n_queries:
-            heads = self.queries
-            if self.layer is not None:
-                heads = self.layer.family.grouped(heads, entries.positions.shape[1])
-            asked = self.query_positions
-            entries.observed = Queries(heads, asked, self.scale, self.sinks, asked.start)
+            entries.observed = self.voters(self.queries, self.query_positions, entries.keys.shape)
         return entries
 
 
@@ -91,6 +83,10 @@ class RecordingKVCache(FullRecorder, KVCache):
     def sources(self) -> list[Source]:
         return [Plain(self)]
 
+    def growing_cache(self) -> KVCache:
+        self.step = KVCache.step
+        return self
+
     def fill(self, entries: Entries) -> None:
         self.keys, self.values, self.offset = entries.keys, entries.values, len(entries)
 
@@ -100,9 +96,6 @@ class RecordingKVCache(FullRecorder, KVCache):
     @property
     def kv_nbytes(self) -> int:
         return FullCache(self).kv_nbytes
-
-    def mark(self) -> None:
-        """Any number of tokens can always be taken back."""
 
     def rollback(self, n: int) -> None:
         FullCache(self).rollback(n)

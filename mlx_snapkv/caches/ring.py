@@ -1,7 +1,5 @@
 """The arithmetic of a window that slides in place: pure functions of whole numbers and scores."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 

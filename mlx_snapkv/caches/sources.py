@@ -1,8 +1,6 @@
 """Entries that are read in part: the keys of a span, or what was chosen."""
 
-from __future__ import annotations
-
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -37,7 +35,7 @@ class Plain:
     waits = False
 
     def __init__(self, cache: KVCache):
-        self._cache = cache
+        self._cache: Any = cache
 
     @property
     def n_entries(self) -> int:

@@ -1,14 +1,12 @@
 """Where a layer's entries are kept, and the store that holds them quantised in memory."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Parts, Quantization, each, join, n_bytes, n_rows, rows
+from ..entries.quantization import Quantization, each, n_bytes, rows
 from ..entries.selection import take_entries
 from .sources import Source
 
@@ -51,69 +49,66 @@ class Store(Source, Protocol):
 
 
 class QuantizedStore:
-    """Quantised entries, in memory.
+    """Quantised entries, in memory, in a cache of mlx-lm's.
 
     Each entry is quantised by itself, so that it does not matter in which portions they come.
 
     Attributes:
-        keys, values: their parts, `(B, n_kv_heads, n_entries, ...)` each; None before the first.
+        quantization: how they are quantised.
     """
 
     waits = True
 
     def __init__(self, quantization: Quantization):
-        self.quantization = quantization
-        self.n_entries = 0
-        self.keys: Parts | None = None
-        self.values: Parts | None = None
+        self.hold(QuantizedKVCache(quantization.group_size, quantization.bits))
+
+    def hold(self, cache: QuantizedKVCache) -> None:
+        """Hold the entries of this cache, and go on in it."""
+        self.quantization = Quantization(cache.bits, cache.group_size)
+        self._cache: Any = cache
+
+    @property
+    def n_entries(self) -> int:
+        return self._cache.offset
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        parts = []
-        for held, new in ((self.keys, keys), (self.values, values)):
-            packed = self.quantization.pack(new)
-            parts.append(packed if held is None else join(held, packed))
-            mx.eval(parts[-1])
-        self.hold(*parts)
-
-    def hold(self, keys: Parts, values: Parts) -> None:
-        """Hold these parts instead of whatever there was."""
-        self.keys, self.values = keys, values
-        self.n_entries = n_rows(keys)
+        self._cache.update_and_fetch(keys, values)
+        mx.eval(self._cache.keys)
+        mx.eval(self._cache.values)  # after the keys, for less memory at once
 
     def as_cache(self) -> QuantizedKVCache | None:
-        if not self.n_entries:
-            return None
-        cache: Any = QuantizedKVCache(self.quantization.group_size, self.quantization.bits)
-        cache.keys, cache.values, cache.offset = self.keys, self.values, self.n_entries
-        return cache
+        return self._cache if self.n_entries else None
 
     def take(self, entries: Entries) -> bool:
-        if entries.quantization is None:
+        how = entries.quantization
+        if how is None:
             return False
-        self.quantization = entries.quantization
-        self.hold(entries.stored_keys, entries.stored_values)
+        cache: Any = QuantizedKVCache(how.group_size, how.bits)
+        cache.keys, cache.values = entries.stored_keys, entries.stored_values
+        cache.offset = len(entries)
+        self.hold(cache)
         return True
 
     def entries(self) -> tuple[mx.array, mx.array]:
-        return self.quantization.unpack(self.keys), self.quantization.unpack(self.values)
+        keys, values = map(self.quantization.unpack, self._cache.keys_and_values())
+        return keys, values
 
     def read_keys(self, start: int, stop: int) -> mx.array:
-        return self.quantization.unpack(rows(self.keys, start, stop))
+        return self.quantization.unpack(rows(self._cache.keys, start, stop))
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
-        taken = each(lambda x: take_entries(x, places), (self.keys, self.values))
-        keys, values = map(self.quantization.unpack, taken)
+        stored = self._cache.keys, self._cache.values
+        keys, values = map(
+            self.quantization.unpack, each(lambda x: take_entries(x, places), stored)
+        )
         return keys, values
 
     def truncate(self, n: int) -> None:
-        if n < self.n_entries:
-            first = each(mx.contiguous, rows((self.keys, self.values), 0, n))
-            mx.eval(first)  # so that the others are not kept alive
-            self.hold(*first)
+        self._cache.trim(max(0, self.n_entries - n))
 
     @property
     def nbytes(self) -> int:
-        return n_bytes((self.keys, self.values)) if self.n_entries else 0
+        return n_bytes(self._cache.keys_and_values()) if self.n_entries else 0
 
     @property
     def file_nbytes(self) -> int:

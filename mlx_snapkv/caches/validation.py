@@ -1,7 +1,5 @@
 """Whether caches that came from a file are those of a model: told by what one token leaves in fresh ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,11 +46,10 @@ def difference(found: Any, wanted: Any, exact: bool = False) -> str | None:
         other = want[name]
         if array.dtype != other.dtype:
             return f"holds {array.dtype}, the model {other.dtype}".replace("mlx.core.", "")
-        if array.ndim != other.ndim:
+        rows = None if exact else array.ndim - 2
+        sizes = enumerate(zip(array.shape, other.shape))
+        if array.ndim != other.ndim or any(n != m and axis != rows for axis, (n, m) in sizes):
             return f"holds an array of shape {array.shape}, the model {other.shape}"
-        for axis, (n, m) in enumerate(zip(array.shape, other.shape)):
-            if n != m and (exact or axis != array.ndim - 2):
-                return f"holds an array of shape {array.shape}, the model {other.shape}"
     return None
 
 

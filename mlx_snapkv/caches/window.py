@@ -1,7 +1,5 @@
 """The decoding cache of a compressed prompt: a fixed shape."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where prompts part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

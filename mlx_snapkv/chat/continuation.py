@@ -1,6 +1,6 @@
 """What is fed after a prompt that mlx-lm saved, whose own tokens its file does not tell."""
 
-from __future__ import annotations
+from typing import Any
 
 from ..errors import SnapKVError
 
@@ -16,16 +16,18 @@ def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) 
         SnapKVError: the chat template fails, or leaves the question out.
     """
     if not ignore_chat_template and tokenizer.has_chat_template:
-        start = _rendered(tokenizer, MARKER).find(MARKER)
-        if start < 0:
+        options = {"tokenize": False, "add_generation_prompt": True}
+        chats = ([{"role": "user", "content": text}] for text in (MARKER, question))
+        marked, asked = (rendered(tokenizer, chat, **options) for chat in chats)
+        if MARKER not in marked:
             raise SnapKVError("this model's chat template leaves the question out")
-        question = _rendered(tokenizer, question)[start:]
+        question = asked[marked.index(MARKER) :]
     return tokenizer.encode(question, add_special_tokens=False)
 
 
-def _rendered(tokenizer, question: str) -> str:
-    messages = [{"role": "user", "content": question}]
+def rendered(tokenizer, messages: list[dict[str, str]], **options: Any) -> Any:
+    """What a chat template makes of messages; SnapKVError if it fails."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template refused the conversation: {error}") from error

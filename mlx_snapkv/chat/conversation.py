@@ -13,21 +13,23 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, is_compressed
-from ..caches.memories import make_caches, require_memory
+from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
 from ..engine.decision import gate
 from ..engine.generate import MAX_TOKENS, drive, require_no_conflict, without_compression
 from ..engine.prefill import mlx_generate
+from ..engine.recalling import VERIFY_BELOW, Recall, RecallingRequest
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import RecallingRequest, Request, held_tokens
-from ..engine.rewind import Rewind, rollback_beyond
+from ..engine.request import Request, held_tokens
+from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError, UnknownOptionError
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.base import suggestion
 from . import saved_chat
+from .before import Before
 from .common_prefix import common_prefix
-from .continuation import mlx_lm_suffix
+from .continuation import mlx_lm_suffix, rendered
 from .state import STATE, ChatState, first_messages
 
 
@@ -41,6 +43,7 @@ class Conversation:
             own entries. "recall": all entries stay in memory beside the small cache, and every turn votes over all of
             them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with entries quantised
             between turns, "recall:file": with entries in a temporary file.
+        verify, verify_below: what an answer does with the entries that are kept besides; see `generate_step`.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
             a policy, `kv_bits` and `kv_group_size` are about the entries that answers are decoded from; those of a turn
@@ -53,6 +56,7 @@ class Conversation:
         read, pending_tokens: tokens of the chat that the cache has read, and those after them that it has not.
         n_unknown: the first of those read that a file of mlx-lm's did not tell; they are listed as 0.
         attached: documents to be read with the next message.
+        said: what every message of the user's was made of: its documents, then what was typed.
 
     Raises:
         SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
@@ -65,49 +69,55 @@ class Conversation:
         *,
         policy: Policy | Stages | str | None = None,
         memory: str = "drop",
+        verify: str | None = None,
+        verify_below: float = VERIFY_BELOW,
         system: str | None = None,
         **generation: Any,
     ):
-        require_memory(memory)
         _require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         self.model = model
         self.tokenizer = tokenizer
         self.generation = generation
-        self.policy = self._usable(policy, memory)
-        self.memory = memory
+        self.memory, self.verify, self.verify_below = memory, verify, verify_below
+        self.policy = self._usable(policy)
         self.system = system
         self.reset()
 
-    def _usable(self, policy: Policy | Stages | str | None, memory: str) -> Policy | Stages | None:
+    @property
+    def _recall(self) -> Recall:
+        return Recall(self.memory, self.verify, self.verify_below)
+
+    def _usable(self, policy: Policy | Stages | str | None) -> Policy | Stages | None:
         chosen = resolve_policy(policy=policy)
+        self._recall.require(chosen)
         if chosen is None:
             return None
         require_no_conflict(self.generation)
-        layers = attention_layers(self.model, make_caches(self.model, memory))
+        layers = attention_layers(self.model, make_caches(self.model, self.memory))
         quantization, _ = taken_from(self.generation)
         if quantization is not None:
             require_quantizable(self.model, layers, quantization)
-        if memory != "drop" and any(stage.accumulates_attention for stage in chosen.stages):
-            raise SnapKVError(
-                f"memory={memory} needs a policy that chooses by keys or by the last queries, "
-                f"and {chosen} counts the attention of all"
-            )
         return chosen
 
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""
         self.messages = first_messages(self.system)
-        self.report: CompressionReport | None = None
+        self.said: list[list[str]] = []
+        self.attached: list[str] = []
+        self.n_unknown = 0
+        self._read_nothing()
+
+    def _read_nothing(self) -> None:
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
             self.prompt_cache = make_caches(self.model, self.memory)
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
-        self.n_unknown = 0
-        self.attached: list[str] = []
+        self.report: CompressionReport | None = None
+        self._before_last: Before | None = None
 
     def attach(self, text: str) -> int:
         """Put a document in front of the next message; the number of its tokens.
@@ -140,11 +150,52 @@ class Conversation:
         """
         if not text.strip():
             raise SnapKVError("the message is empty: give some text")
-        content = "\n\n".join([*self.attached, text])
-        messages = [*self.messages, {"role": "user", "content": content}]
+        parts = [*self.attached, text]
+        messages = [*self.messages, {"role": "user", "content": "\n\n".join(parts)}]
         tokens = self._unread(messages)
         options = {"prompt_progress_callback": prompt_progress_callback, **self.generation}
-        return self._answers(messages, tokens, options)
+        return self._answers(messages, parts, tokens, options)
+
+    def undo(self) -> str:
+        """Take back the last turn; what was typed in it. Its documents are attached again.
+
+        The last turn is taken back exactly, unless that would take more memory than the conversation's own. Turns
+        before it, and those of a file, are taken back to what the messages tell: a cache that holds all entries keeps
+        those of the tokens that stay; any other is emptied, and the next message reads the conversation again, its
+        question choosing among all entries.
+
+        Raises:
+            SnapKVError: nothing has been said yet, or a file of mlx-lm's does not tell what was.
+        """
+        if not self.said:
+            raise SnapKVError("nothing has been said yet, so there is nothing to take back")
+        *documents, typed = self.said[-1]
+        if self._before_last is None:
+            self._go_back_to_messages()
+        else:
+            self._before_last.restore(self)
+            self._before_last = None
+        self.attached = [*documents, *self.attached]
+        return typed
+
+    def _go_back_to_messages(self) -> None:
+        if self.n_unknown:
+            raise SnapKVError(
+                "this turn can't be taken back: the file that the conversation began with does not tell its text"
+            )
+        messages, said = self.messages[:-2], self.said[:-1]
+        told = self._rendered(messages, add_generation_prompt=False) if said else []
+        read, caches = self.read[: common_prefix([told, self.read])], self.prompt_cache
+        keeps = bool(read) and rolled_back_to(len(read), caches)
+        self._read_nothing()
+        self.messages, self.said = messages, said
+        if keeps:
+            self.read, self.prompt_cache = read, caches
+
+    @property
+    def undo_nbytes(self) -> int:
+        """Bytes of keys and values that are kept for `undo` alone."""
+        return 0 if self._before_last is None else self._before_last.kv_nbytes
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a `.safetensors` file, which is there as a whole or not at all.
@@ -185,17 +236,21 @@ class Conversation:
         return conversation
 
     def _answers(
-        self, messages: list[dict[str, str]], tokens: list[int], options: dict[str, Any]
+        self,
+        messages: list[dict[str, str]],
+        parts: list[str],
+        tokens: list[int],
+        options: dict[str, Any],
     ) -> Iterator[GenerationResponse]:
-        before: Rewind | None = Rewind(self.prompt_cache)
+        before = Before(self)
         answered: list[int] = []
         text = ""
         responses = self._served(mx.array(tokens), dict(options))
         try:
             for response in responses:
-                if before is not None:
+                if not answered:
                     before.release()
-                before = None  # what it holds is no longer needed
+                    self._before_last = None
                 answered.append(response.token)
                 text += response.text
                 yield response
@@ -203,39 +258,35 @@ class Conversation:
             responses.close()  # type: ignore[attr-defined]  # all of these are generators
             if answered:
                 self.messages = [*messages, {"role": "assistant", "content": text}]
+                self.said = [*self.said, parts]
                 self.attached = []
                 self._remember(tokens + answered)
-            elif before is not None:
-                before.restore()
+                self._before_last = before if before.is_cheap(self) else None
+            else:
+                before.restore(self)
 
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
-        max_tokens = options.pop("max_tokens", MAX_TOKENS)
 
-        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
-            mlx_options = {"max_tokens": max_tokens, **options}
-            return mlx_generate.stream_generate(model, self.tokenizer, tokens, **mlx_options)
-
+        given = {"tokenizer": self.tokenizer, "prompt": tokens}
+        start = functools.partial(mlx_generate.stream_generate, **given)
         quantization = None
+        n_prompt = len(self.read) + tokens.size
+        reason: str | None = "no policy was given"
         if self.policy is not None:
             quantization, options = taken_from(options)
-        n_prompt = len(self.read) + tokens.size
-        reason = self._reason_for_nothing(n_prompt, max_tokens)
+            n_answer = options.get("max_tokens", MAX_TOKENS)
+            goes_on = is_compressed(self.prompt_cache)
+            reason = None if goes_on else gate(self.policy, n_prompt, None, n_answer)
         if self.policy is None or reason is not None:
             self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
             options["prompt_cache"] = self.prompt_cache
-            return start(self.model, options)
-        kind = Request if self.memory == "drop" else RecallingRequest
-        request = kind(self.model, self.policy, tokens.size, self.prompt_cache, quantization)
+            return start(self.model, **options)
+        wanted = self.model, self.policy, tokens.size, self.prompt_cache, quantization
+        recalls = self.memory != "drop"
+        request = RecallingRequest(*wanted, recall=self._recall) if recalls else Request(*wanted)
         on_report = functools.partial(setattr, self, "report")
         return drive(start, request, on_report, options, without_compression, keep=True)
-
-    def _reason_for_nothing(self, n_prompt: int, max_tokens: int) -> str | None:
-        if self.policy is None:
-            return "no policy was given"
-        if is_compressed(self.prompt_cache):
-            return None
-        return gate(self.policy, n_prompt, None, max_tokens)
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""
@@ -250,10 +301,7 @@ class Conversation:
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
 
     def _rendered(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        try:
-            return list(self.tokenizer.apply_chat_template(messages, **options))
-        except Exception as error:  # templates are code of the model's authors
-            raise SnapKVError(f"the chat template refused the conversation: {error}") from error
+        return list(rendered(self.tokenizer, messages, **options))
 
     def _remember(self, tokens: list[int]) -> None:
         """Tell what the cache has read of a turn from what it has not: when all entries are recalled, the answer."""

@@ -1,7 +1,5 @@
 """Conversations in files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,10 @@ from .state import ChatState, first_messages
 
 
 def save(path: str | Path, model, state: ChatState) -> None:
-    """Write a conversation with a model to a file.
-
-    Raises:
-        SnapKVError: the file can't be written, or nothing has been said yet.
-    """
+    """Write a conversation with a model to a file; see `Conversation.save`."""
     if not state.read:
         raise SnapKVError("nothing has been said yet, so there is nothing to save")
-    noted = ("messages", "attached", "pending_tokens", "memory", "system", "n_unknown")
+    noted = ("messages", "said", "attached", "pending_tokens", "memory", "system", "n_unknown")
     notes = {name: getattr(state, name) for name in noted}
     caches = saved_forms(model, state.prompt_cache)
     saved.save(path, model, caches, state.read, state.policy or NO_POLICY, notes)
@@ -32,15 +26,7 @@ def save(path: str | Path, model, state: ChatState) -> None:
 def load(
     path: str | Path, model, policy: Policy | Stages | str | None = None, memory: str = "drop"
 ) -> ChatState:
-    """Read a conversation, or a text that waits for its first question.
-
-    Args:
-        policy, memory: for a full cache that was saved without a policy. A conversation that was saved with one
-            goes on with its own.
-
-    Raises:
-        SnapKVError: the file is damaged, another model's, or can't go on with that policy.
-    """
+    """Read a conversation, or a text that waits for its first question; see `Conversation.load`."""
     found = saved.load(path, model)
     notes = {} if found.tokens is None else found.notes  # mlx-lm's are about other things
     if found.tokens is not None and not {"messages", "text"} & set(notes):
@@ -70,6 +56,8 @@ def _take_notes(state: ChatState, notes: dict[str, Any]) -> None:
     """What `save` has noted of a conversation, or `mlx-snapkv cache-prompt` of a text."""
     state.system = notes.get("system", notes.get("system_prompt"))
     state.messages = notes.get("messages", first_messages(state.system))
+    asked = [m["content"] for m in state.messages if m["role"] == "user"]
+    state.said = notes.get("said", [[content] for content in asked])  # earlier files don't tell
     state.attached = notes.get("attached", [notes["text"]] if "text" in notes else [])
     state.pending_tokens = notes.get("pending_tokens", notes.get("owed", []))  # its earlier name
     state.n_unknown = notes.get("n_unknown", 0)

@@ -1,7 +1,5 @@
 """A conversation as a file can hold it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 
 from ..policies import Policy, Stages
@@ -13,6 +11,9 @@ class ChatState:
 
     All attributes are named as the conversation's own, which see. `prompt_cache` is of the kinds that `policy`
     and `memory` ask for.
+
+    Attributes:
+        said: what every message of the user's was made of: its documents, then what was typed.
     """
 
     prompt_cache: list
@@ -20,6 +21,7 @@ class ChatState:
     memory: str = "drop"
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
+    said: list[list[str]] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
     pending_tokens: list[int] = field(default_factory=list)

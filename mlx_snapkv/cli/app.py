@@ -1,7 +1,5 @@
 """The command's entry point: its sub-commands, and one line for every mistake."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`mlx-snapkv bench`: the ways to hold a prompt's entries, side by side in one process."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from typing import Annotated

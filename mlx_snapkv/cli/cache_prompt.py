@@ -1,7 +1,5 @@
 """`mlx-snapkv cache-prompt`: a long text, read once and saved."""
 
-from __future__ import annotations
-
 import sys
 from datetime import datetime
 from functools import partial

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +16,7 @@ import typer
 from ..demo.documents import Fact
 from ..demo.questions import is_right, make_haystack, question_prompt
 from ..engine.report import format_bytes
+from ..errors import SnapKVError
 from . import flags
 from .loading import load_model
 
@@ -39,16 +42,23 @@ def demo(
     tokens: Annotated[int, typer.Option(min=1024, help="Length of the document.")] = 2048,
     questions: flags.Facts = 3,
     seed: flags.DocumentSeed = 0,
+    save_document: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Keep the document in this file, to ask more about it."),
+    ] = None,
 ) -> None:
     """Hide facts in a long document and ask for them with three caches: full, sink + window, SnapKV."""
     from rich.console import Console
     from rich.progress import track
 
     from ..policies import SnapKV
+    from .progress import PALETTE, stderr_console
 
-    console = Console()
+    console = Console(highlight=False, theme=PALETTE)
     loaded, tokenizer = load_model(model)
     document, facts = make_haystack(tokenizer, random.Random(seed), questions, tokens)
+    if save_document is not None:
+        _save(document, save_document)
     prompts = [question_prompt(tokenizer, document, fact.question) for fact in facts]
     budget = len(prompts[0]) // SHARE
     top_k = budget - N_SINK - N_WINDOW
@@ -61,15 +71,38 @@ def demo(
     )
     jobs = [(fact, prompt, way) for fact, prompt in zip(facts, prompts) for way in ways]
     answers: dict[str, list[Answer]] = {way: [] for way in ways}
-    for fact, prompt, way in track(jobs, "asking", console=Console(stderr=True), transient=True):
+    for fact, prompt, way in track(jobs, "asking", console=stderr_console(), transient=True):
         answers[way].append(_ask(loaded, tokenizer, prompt, fact, ways[way]))
     console.print(_answers_table(facts, answers))
     console.print(_figures_table(answers))
+    file, question = "FILE", "QUESTION"
+    if save_document is not None:
+        file, question = shlex.quote(save_document), shlex.quote(facts[0].question)
     console.print(
-        f"Try your own: {_command()} generate --model {model} --prompt-file FILE --prompt QUESTION --snapkv "
-        f"top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0",
+        f"{'Try your own' if save_document is None else 'Ask again'}: {_command()} generate --model {model} "
+        f"--prompt-file {file} --prompt {question} "
+        f"--snapkv top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0",
         soft_wrap=True,
+        markup=False,
     )
+
+
+def _save(document: str, name: str) -> None:
+    """Write the document to a file, unless there is another text in it.
+
+    Raises:
+        SnapKVError: there is, or it can't be written.
+    """
+    try:
+        path = Path(name).expanduser()
+        if path.exists() and path.read_bytes() != document.encode():
+            raise SnapKVError(
+                f"--save-document {name}: there is such a file already, give another name"
+            )
+        path.write_text(document, encoding="utf-8")
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SnapKVError(f"--save-document {name}: {reason}") from error
 
 
 def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None) -> Answer:

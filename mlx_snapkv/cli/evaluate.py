@@ -157,7 +157,7 @@ def _evaluate(
         print_table(summary.table(found, f"Retrieval: {result['task']}"))
     if files is not None:
         base = files.base
-        plots = heatmap.write_heatmaps(records, base)
+        plots = heatmap.write_heatmaps(result, base)
         page = summary.markdown(result, [plot.name for plot in plots])
         written = [*write_result(base, result, page), *plots]
         print(files.told(written), file=sys.stderr if as_json else sys.stdout)

@@ -1,7 +1,5 @@
 """Options that several commands share or that are mlx-lm's own, each declared once."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
 from . import flags
-from .generation import adapt_tokenizer, make_sampler, quantized_from
+from .generation import adapt_tokenizer, make_sampler, quantized_from, seed_sampling
 from .loading import encode, load_draft_model, load_model, read_prompt
 from .waiting import TOKENISING, waited_for
 
@@ -109,9 +109,9 @@ def generate(
         encoded = partial(start.encode, tokenizer, text, ignore_chat_template)
     console = Console(stderr=True, quiet=quiet)
     tokens = waited_for(console, TOKENISING, encoded)
+    seed_sampling(seed)
     sampler = make_sampler(
         tokenizer,
-        seed=seed,
         temp=temp,
         top_p=top_p,
         min_p=min_p,

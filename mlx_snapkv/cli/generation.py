@@ -31,19 +31,21 @@ def adapt_tokenizer(
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
 
 
-def make_sampler(
-    tokenizer, *, seed: int | None, top_k: int, min_tokens_to_keep: int, **options: Any
-) -> Callable:
-    """mlx-lm's sampler with these options; SnapKVError if one is beyond the vocabulary."""
+def seed_sampling(seed: int | None) -> None:
     import mlx.core as mx
+
+    if seed is not None:
+        mx.random.seed(seed)
+
+
+def make_sampler(tokenizer, *, top_k: int, min_tokens_to_keep: int, **options: Any) -> Callable:
+    """mlx-lm's sampler with these options; SnapKVError if one is beyond the vocabulary."""
     from mlx_lm import sample_utils
 
     size = len(tokenizer)
     for name, given in (("--top-k", top_k), ("--min-tokens-to-keep", min_tokens_to_keep)):
         if given >= size:
             raise SnapKVError(f"{name} must be below the vocabulary's {size}, got {given}")
-    if seed is not None:
-        mx.random.seed(seed)
     return sample_utils.make_sampler(
         top_k=top_k,
         min_tokens_to_keep=min_tokens_to_keep,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
@@ -11,6 +12,7 @@ from .loading import require_text
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer
 
 PROMPT = "> "
 
@@ -20,22 +22,29 @@ class Lines:
 
     Args:
         stream: standard input; pasted text comes in as one message if it is a terminal.
+        completer: what Tab completes there.
     """
 
-    def __init__(self, stream: TextIO | None):
+    def __init__(self, stream: TextIO | None, completer: Completer | None = None):
         if stream is None:
             raise SnapKVError("standard input is closed, so there is nothing to chat about")
         self.interactive = stream.isatty()
         self._stream = stream
-        # Prompts are no part of the answers, so they don't go to stdout.
         self._session: PromptSession | None = None
-        if not self.interactive and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
-        if self.interactive:
-            from prompt_toolkit import PromptSession
-            from prompt_toolkit.output import create_output
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.output import create_output
+        from prompt_toolkit.shortcuts import CompleteStyle
+        from prompt_toolkit.utils import is_dumb_terminal
 
-            self._session = PromptSession(output=create_output(always_prefer_tty=True))
+        if self.interactive and not is_dumb_terminal():
+            # Prompts are no part of the answers, so they don't go to stdout.
+            self._session = PromptSession(
+                output=create_output(always_prefer_tty=True),
+                completer=completer,
+                complete_style=CompleteStyle.READLINE_LIKE,
+            )
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
         while True:
@@ -46,6 +55,8 @@ class Lines:
                     parts[-1] = parts[-1][:-1]
                     parts.append(self._line("  "))
             except KeyboardInterrupt:  # what was typed is given up
+                if not parts and not (self._session and self._session.default_buffer.text):
+                    print("Ctrl-D or /quit leaves the chat", file=sys.stderr)
                 continue
             except EOFError:
                 if parts:
@@ -53,9 +64,23 @@ class Lines:
                 return
             yield "\n".join(parts)
 
+    def agree(self, question: str) -> bool:
+        """Whether the user at the terminal says yes."""
+        asked = f"{question} [y/N] "
+        try:
+            if self._session is None:
+                answer = self._line(asked)
+            else:  # in a session of its own: answers are no messages to go back to
+                answer = PromptSession(output=self._session.output).prompt(asked)
+        except (KeyboardInterrupt, EOFError):
+            return False
+        return answer.strip().lower() in ("y", "yes")
+
     def _line(self, prompt: str) -> str:
         if self._session is not None:
             return self._session.prompt(prompt)
+        if self.interactive:
+            print(prompt, end="", file=sys.stderr, flush=True)
         line = self._stream.readline()
         if not line:
             raise EOFError

@@ -1,7 +1,5 @@
 """Models and prompts from what a user typed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

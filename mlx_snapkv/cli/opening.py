@@ -1,7 +1,5 @@
 """The tokens with which a conversation about one text begins, whatever is asked about it."""
 
-from __future__ import annotations
-
 from datetime import datetime
 
 from ..chat.common_prefix import common_prefix

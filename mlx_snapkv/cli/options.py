@@ -1,7 +1,5 @@
 """Option values that several commands read alike."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A result's table on the terminal."""
 
-from __future__ import annotations
-
 from rich import box
 from rich import table as rich_table
 from rich.console import Console

@@ -1,7 +1,5 @@
 """The progress bars, on stderr: of a prefill, and of work done in steps."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -16,8 +14,27 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+from rich.theme import Theme
 
 from .options import ResultFiles, write_json
+
+# The terminal's own colours, of which only green and red stand out on dark and on light ones alike.
+PALETTE = Theme(
+    {
+        "bar.back": "dim",
+        "bar.complete": "green",
+        "bar.finished": "green",
+        "bar.pulse": "green",
+        "progress.elapsed": "default",
+        "progress.percentage": "default",
+        "progress.remaining": "default",
+        "progress.download": "default",
+    }
+)
+
+
+def stderr_console() -> Console:
+    return Console(stderr=True, highlight=False, theme=PALETTE)
 
 
 class _TokenSpeed(ProgressColumn):
@@ -67,7 +84,7 @@ class StepBars:
     """
 
     def __init__(self, line_every: float = 0.0):
-        self.console = Console(stderr=True)
+        self.console = stderr_console()
         self._line_every = line_every
         self._progress = Progress(
             TextColumn("{task.description}"),

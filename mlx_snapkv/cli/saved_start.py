@@ -1,7 +1,5 @@
 """An answer that starts from a saved prompt."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The embedded models are trained on these documents, `mlx-snapkv demo` asks about
 measurements score answers on them. Everything is drawn from a `random.Random`, so a seed fixes the text.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

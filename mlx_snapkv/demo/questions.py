@@ -1,7 +1,5 @@
 """Prompts that ask for a hidden fact, and the judgement of an answer."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -1,20 +1,20 @@
 """Replacing the full caches of a prompt by what a policy keeps of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
+from ..caches.evicting import EvictingCache
 from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes, kv_dtype
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
-from ..entries.selection import has_nan, nan_scores
+from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota, smallest_for_share
@@ -59,7 +59,10 @@ def compress_prompt_cache(
         raise SnapKVError(
             f"queries must have one entry for each of {len(prompt_cache)} layers, got {len(queries)}"
         )
-    n_tokens = _common_length(layers, prompt_cache)
+    lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
+    if len(lengths) != 1:
+        raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} entries")
+    n_tokens = lengths.pop()
     stages = dict.fromkeys(chosen.stages)
     quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, len(layers))]
     if all(stage.mass is None for stage in stages) and all(n_tokens <= q.entries for q in quotas):
@@ -94,12 +97,12 @@ class Compression:
 
     Attributes:
         layers: whose caches are to be replaced, in `prompt_cache`.
-        policy: what to keep; of two stages, the second chooses from what the first keeps.
+        policy, quantization: as of `compress_prompt_cache`.
         at: the entries of the tokens before this position compete; later ones are added as if they came afterwards.
         n_tokens: the prompt's length, which shares of it refer to.
         n_voters: queries that vote, if the caches recorded them.
         queries: given ones, by cache.
-        quantization: how the entries kept are to be stored, if not as they are.
+        make_cache: makes a layer's new cache; None is `decode_cache`.
     """
 
     layers: list[AttentionLayer]
@@ -110,13 +113,10 @@ class Compression:
     n_voters: int = 0
     queries: list[mx.array | None] | None = None
     quantization: Quantization | None = None
+    make_cache: Callable[..., EvictingCache] | None = None
 
     def run(self) -> CompressionReport:
-        """Compress; what it did.
-
-        Raises:
-            SnapKVError: a layer's queries are missing, or its scores are NaN; nothing is changed then.
-        """
+        """Compress; what it did. Raises as `compress_prompt_cache` does."""
         started = time.perf_counter()
         report = CompressionReport(str(self.policy), self.n_tokens)
         report.entries_kept = [None] * len(self.prompt_cache)
@@ -195,7 +195,7 @@ class Compression:
         mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
         entries.release()
         _, decode_policy = self.policy.stages
-        small = decode_cache(
+        small = (self.make_cache or decode_cache)(
             layer, kept, choice.scores, self.at, decode_policy, choice.quota, uniform
         )
         del entries, kept
@@ -221,7 +221,7 @@ def _choice(entries: Entries, policy: Policy, quota: Quota) -> _Choice:
     if votes is not None:
         share = mx.take_along_axis(votes, kept, axis=-1).sum() / votes.sum()
     of_kept = mx.take_along_axis(scores, kept, axis=-1)
-    nan = has_nan(scores)
+    nan = mx.any(mx.isnan(scores))
     mx.eval(kept, of_kept, share, nan)
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):
@@ -237,10 +237,3 @@ def _among(entries: Entries, places: mx.array) -> Entries:
         now = range(asked.start - dropped, asked.stop - dropped)
         chosen.observed = dataclasses.replace(entries.observed, places=now)
     return chosen
-
-
-def _common_length(layers: list[AttentionLayer], prompt_cache: list) -> int:
-    lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
-    if len(lengths) != 1:
-        raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} entries")
-    return lengths.pop()

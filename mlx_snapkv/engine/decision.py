@@ -3,8 +3,6 @@
 Every way in asks here, so that the same prompt and policy keep the same entries.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """mlx-lm's `generate_step`, `stream_generate` and `generate`, with a policy."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -15,13 +13,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import is_compressed
+from ..caches.memories import lasting_forms, recalling_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .decision import gate
 from .prefill import mlx_generate, observing
+from .recalling import VERIFY_BELOW, Recall, RecallingRequest
 from .report import NO_POLICY, CompressionReport
-from .request import Request
+from .request import Request, held_tokens
+from .rewind import Rewind
 from .speculative import DraftedRequest, require_rewindable
 from .split_calls import gives_way, one_by_one, rewinding
 
@@ -37,6 +38,9 @@ def generate_step(
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
+    memory: str = "drop",
+    verify: str | None = None,
+    verify_below: float = VERIFY_BELOW,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, mx.array]]:
@@ -47,6 +51,11 @@ def generate_step(
         model: an mlx-lm model.
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`.
+        memory: "drop": entries that are not kept are gone. "recall", "recall:8bit", "recall:4bit", "recall:file": all
+            of the prompt's stay, in memory, quantised or in files, and in a `prompt_cache` that was given; the answer's
+            tokens are to be read again with what follows.
+        verify: what the answer does with the entries that stay. None: nothing. "unsure": a token of less probability
+            than `verify_below` votes over all of them, and is decoded again from those it votes for.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
         stream, **kwargs: mlx-lm's, untouched.
 
@@ -63,12 +72,10 @@ def generate_step(
         )
     if stream is not None:
         kwargs["stream"] = stream
-
-    def start(model, options: dict[str, Any]) -> Iterator[tuple[int, mx.array]]:
-        return mlx_generate.generate_step(prompt, model, **options)
-
+    start = functools.partial(mlx_generate.generate_step, prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
-    return _served(start, model, len(prompt), max_tokens, chosen, on_report, kwargs)
+    recall = Recall(memory, verify, verify_below)
+    return _served(start, model, len(prompt), max_tokens, chosen, recall, on_report, kwargs)
 
 
 def stream_generate(
@@ -80,6 +87,9 @@ def stream_generate(
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
+    memory: str = "drop",
+    verify: str | None = None,
+    verify_below: float = VERIFY_BELOW,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
@@ -93,20 +103,25 @@ def stream_generate(
         `generation_tps` leaves out the time that the selection took.
     """
     chosen = resolve_policy(snapkv, policy)
+    recall = Recall(memory, verify, verify_below)
+    if draft_model is not None and memory != "drop":
+        raise SnapKVError(f"a draft model can't be combined with memory={memory}: drop one of them")
     tokens = encode_prompt(tokenizer, prompt)
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
-        def start(model, options: dict[str, Any]) -> Iterator[GenerationResponse]:
-            return mlx_generate.stream_generate(model, tokenizer, tokens, max_tokens, **options)
-
+        given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
+        start = functools.partial(mlx_generate.stream_generate, **given)
         n = len(tokens)
-        return _served(start, model, n, max_tokens, chosen, on_report, options, without_compression)
+        return _served(
+            start, model, n, max_tokens, chosen, recall, on_report, options, without_compression
+        )
 
     options = {"draft_model": draft_model, **kwargs}
     if draft_model is None:
         return serve(tokenizer, options, on_report)
     require_rewindable(model, options.get("prompt_cache"))
-    if chosen is None or _reason_for_nothing(chosen, len(tokens), max_tokens, options):
+    reason = _reason_for_nothing(model, chosen, len(tokens), max_tokens, options, recall)
+    if chosen is None or reason is not None:
         return serve(tokenizer, options, on_report)
     request = DraftedRequest(model, draft_model, tokenizer, tokens, max_tokens, chosen, kwargs)
     return request.responses(serve, on_report)
@@ -163,21 +178,23 @@ def without_compression(response: GenerationResponse, seconds: float) -> Generat
 
 
 def _served(
-    start: Callable[[Any, dict[str, Any]], Iterator[Any]],
+    start: Callable[..., Iterator[Any]],
     model,
     n_prompt: int,
     max_tokens: int,
     policy: Policy | Stages | None,
+    recall: Recall,
     on_report: ReportCallback | None,
     options: dict[str, Any],
     after: Callable[[Any, float], Any] = lambda item, seconds: item,
 ) -> Iterator[Any]:
-    """mlx-lm's own iterator, `start(model, options)`, if need be with a compression between two of its steps.
+    """mlx-lm's own iterator, `start(model, **options)`, if need be with a compression between two of its steps.
 
     `after` amends the items that come after it, given the seconds it took.
     """
     on_report = on_report or (lambda report: None)
-    reason = _reason_for_nothing(policy, n_prompt, max_tokens, options)
+    recall.require(policy)
+    reason = _reason_for_nothing(model, policy, n_prompt, max_tokens, options, recall)
     if policy is None or reason is not None:
         on_report(CompressionReport(str(policy or NO_POLICY), n_prompt, reason))
         return _continued(start, model, options)
@@ -186,8 +203,32 @@ def _served(
     prompt_cache = make_prompt_cache(model) if given is None else given
     # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
     quantization, options = taken_from(options)
-    request = Request(model, policy, n_prompt, prompt_cache, quantization)
-    return drive(start, request, on_report, options, after, keep=given is not None)
+    if recall.memory == "drop":
+        request = Request(model, policy, n_prompt, prompt_cache, quantization)
+        return drive(start, request, on_report, options, after, keep=given is not None)
+    caches = recalling_caches(model, prompt_cache, recall.memory)
+    recalling = RecallingRequest(model, policy, n_prompt, caches, quantization, recall=recall)
+
+    def compressed(report: CompressionReport) -> None:
+        prompt_cache[:] = lasting_forms(model, caches, recall.memory)
+        on_report(report)
+
+    items = drive(start, recalling, compressed, options, after, keep=given is not None)
+    return _all_or_nothing(items, caches)
+
+
+def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
+    """The items of a request; if it fails before the first, its cache is as it was."""
+    before = Rewind(prompt_cache)
+    try:
+        first = next(items, None)
+    except BaseException:
+        before.restore()
+        raise
+    before.release()
+    if first is not None:
+        yield first
+        yield from items
 
 
 def require_no_conflict(options: dict[str, Any]) -> None:
@@ -197,7 +238,7 @@ def require_no_conflict(options: dict[str, Any]) -> None:
 
 
 def drive(
-    start: Callable[[Any, dict[str, Any]], Iterator[Any]],
+    start: Callable[..., Iterator[Any]],
     request: Request,
     on_report: ReportCallback,
     options: dict[str, Any],
@@ -213,10 +254,10 @@ def drive(
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(options.get("prefill_step_size")),
     }
-    begin = functools.partial(start, request.model)
+    begin = functools.partial(start, request.loop_model)
     if not request.decode_policy.last_token:
         return _compressed_before_last_token(begin, request, on_report, options)
-    return _compressed_at_token(begin(options), request, on_report, after, keep)
+    return _compressed_at_token(begin(**options), request, on_report, after, keep)
 
 
 def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
@@ -237,19 +278,27 @@ def _continued(start, model, options: dict[str, Any]) -> Iterator[Any]:
 
     def items() -> Iterator[Any]:
         with observing(model, cache), served as going_on:
-            yield from start(going_on, options)
+            yield from start(going_on, **options)
 
     return items()
 
 
 def _reason_for_nothing(
-    policy: Policy | Stages | None, n_prompt: int, max_tokens: int, options: dict[str, Any]
+    model,
+    policy: Policy | Stages | None,
+    n_prompt: int,
+    max_tokens: int,
+    options: dict[str, Any],
+    recall: Recall,
 ) -> str | None:
     if policy is None:
         return "no policy was given: pass snapkv or policy to compress"
     if options.get("input_embeddings") is not None:
         return "a prompt given as embeddings is not compressed"
-    return gate(policy, n_prompt, options.get("prompt_cache"), max_tokens)
+    given = options.get("prompt_cache")
+    if given is not None and recall.memory != "drop":
+        return gate(policy, held_tokens(model, given) + n_prompt, None, max_tokens)
+    return gate(policy, n_prompt, given, max_tokens)
 
 
 def _compressed_at_token(
@@ -291,4 +340,4 @@ def _compressed_before_last_token(start, request: Request, on_report, options) -
                 patched.close()
                 patched.enter_context(request.decoding())
 
-        yield from start(options | {"prompt_progress_callback": callback})
+        yield from start(**options | {"prompt_progress_callback": callback})

@@ -1,7 +1,5 @@
 """Reading a prompt on its own, for people who decode with mlx-lm directly."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Sequence

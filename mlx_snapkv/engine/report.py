@@ -1,11 +1,41 @@
 """What a request's compression did, in figures read from the arrays, or why it did nothing."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 NO_POLICY = "none"
+
+
+@dataclass
+class Verified:
+    """What an answer asked of the entries that it was not decoded from, counted as it goes on.
+
+    Attributes:
+        verify: "unsure" or "all".
+        tokens: fed to the model after the compression.
+        votes: times that all layers' queries voted over all entries.
+        drafted, accepted: tokens that the small cache proposed, and those of them that were right.
+        seconds: what the tokens took of a model whose drafts are checked, and `plain_seconds` what one takes without.
+    """
+
+    verify: str
+    tokens: int = 0
+    votes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Times as fast as the full cache."""
+        return self.tokens * self.plain_seconds / self.seconds if self.seconds else 1.0
+
+    def __str__(self) -> str:
+        if self.verify == "unsure":
+            return f"{self.votes} votes in {self.tokens} tokens"
+        share = self.accepted / max(1, self.tokens)
+        return f"{share:.0%} of the tokens drafted, {self.gain:.1f} times as fast as the full cache"
 
 
 @dataclass
@@ -24,6 +54,7 @@ class CompressionReport:
             policies without votes, and for those that go on evicting.
         prefill_seconds: from the first chunk to the compression, selection excluded.
         selection_seconds: scoring, ranking and gathering, all evictions while reading included.
+        verified: what the answer asks of all entries; None without `verify`.
     """
 
     policy: str
@@ -36,6 +67,7 @@ class CompressionReport:
     attention_share: list[float | None] = field(default_factory=list)
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
+    verified: Verified | None = None
 
     @property
     def compressed(self) -> bool:

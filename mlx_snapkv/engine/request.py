@@ -4,16 +4,15 @@ mlx-lm's own `generate_step` drives: it is handed a list of recording caches, an
 step, so the compression is a replacement of the list's entries between two of its steps.
 """
 
-from __future__ import annotations
-
 import contextlib
-import copy
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from ..caches.block import BlockKVCache
 from ..caches.contract import LayerCache
-from ..caches.layers import AttentionLayer, attention_layers
+from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries
 from ..caches.quantizable import require_quantizable
 from ..caches.recording import RecordingKVCache
 from ..entries.quantization import Quantization
@@ -27,6 +26,7 @@ from .decision import chunk_size, decide, fits_reason
 from .report import CompressionReport
 
 
+@dataclass
 class Request:
     """One request from its first chunk to its compression.
 
@@ -34,15 +34,14 @@ class Request:
     they were. They may hold earlier turns, in full or compressed: then the queries of the new tokens vote over the
     entries held and their own. What was dropped before is gone.
 
-    Args:
+    Attributes:
         model: an mlx-lm model.
         policy: what to keep.
         n_new: tokens to read.
         prompt_cache: the caller's cache list.
         quantization: how the entries kept are to be quantised, if at all.
-
-    Attributes:
         caches: the list to hand to mlx-lm.
+        loop_model: the model to hand to it.
         decision: who votes, and where the compression falls.
         compress_seconds: what the compression itself took.
 
@@ -51,26 +50,21 @@ class Request:
             what is always kept.
     """
 
-    def __init__(
-        self,
-        model,
-        policy: Policy | Stages,
-        n_new: int,
-        prompt_cache: list,
-        quantization: Quantization | None = None,
-    ):
-        self.model = model
-        self.policy = policy
-        self.prefill_policy, self.decode_policy = policy.stages
-        self._callers = prompt_cache
-        self._layers = attention_layers(model, prompt_cache)
-        self._held = self._layers[0].entries_in(prompt_cache).offset
-        self._n_new = n_new
-        self.decision = decide(policy, self._held + n_new)
-        self._observed = attention_classes(model)
-        self._quantization = quantization
-        if quantization is not None:
-            require_quantizable(model, self._layers, quantization)
+    model: Any
+    policy: Policy | Stages
+    n_new: int
+    prompt_cache: list
+    quantization: Quantization | None = None
+
+    def __post_init__(self):
+        self.loop_model = self.model
+        self.prefill_policy, self.decode_policy = self.policy.stages
+        self._layers = attention_layers(self.model, self.prompt_cache)
+        self._held = self._layers[0].entries_in(self.prompt_cache).offset
+        self.decision = decide(self.policy, self._held + self.n_new)
+        self._observed = attention_classes(self.model)
+        if self.quantization is not None:
+            require_quantizable(self.model, self._layers, self.quantization)
         self.caches = self._prefill_caches()
         self.compress_seconds = 0.0
         self._started = 0.0
@@ -81,13 +75,17 @@ class Request:
         return any(stage.observes for stage in self.policy.stages)
 
     @property
+    def _observes_answer(self) -> bool:
+        return self.decode_policy.observes_answer
+
+    @property
     def _statistics_from(self) -> int | None:
         wanted = [stage.query_statistics for stage in self.policy.stages]
         return min((n for n in wanted if n is not None), default=None)
 
     def _prefill_caches(self) -> list:
         """Caches to read the prompt with."""
-        caches = copies_but_entries(self._callers, self._layers)
+        caches = copies_but_entries(self.prompt_cache, self._layers)
         quotas = self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
         uniform = len(set(quotas)) == 1
         for layer, quota in zip(self._layers, quotas):
@@ -96,7 +94,7 @@ class Request:
 
     def _prefill_cache(self, layer: AttentionLayer, quota: Quota, uniform: bool) -> LayerCache:
         """A cache that records; one that evicts if entries give way, are counted, or go on from an earlier turn."""
-        held, decision = layer.entries_in(self._callers), self.decision
+        held, decision = layer.entries_in(self.prompt_cache), self.decision
         expected = decision.at + decision.n_ahead + 1 - self._held
         accumulates = any(stage.accumulates_attention for stage in self.policy.stages)
         once = not self._evicts
@@ -119,7 +117,7 @@ class Request:
             expected=expected,
             uniform=uniform,
             # What is plain is quantised when it has been chosen, and never twice.
-            quantization=None if once and plain else self._quantization,
+            quantization=None if once and plain else self.quantization,
             accumulates=accumulates,
             until=decision.at,
             reach=decision.n_ahead,
@@ -128,7 +126,7 @@ class Request:
         if entries is not None:
             block.offset = self._held
             block.hold(entries)
-            block.inherit(layer.cache_in(self._callers))
+            block.inherit(layer.cache_in(self.prompt_cache))
         return block
 
     @property
@@ -140,8 +138,8 @@ class Request:
         """Tokens to read at a time: a block where entries are evicted, else as `chunk_size` has it."""
         if self._evicts:
             return min(limit or self.prefill_policy.block, self.prefill_policy.block)
-        n_before = self.decision.first - self._held if self._observes else self._n_new
-        return chunk_size(self.prefill_policy, limit, self._n_new, n_before)
+        n_before = self.decision.first - self._held if self._observes else self.n_new
+        return chunk_size(self.prefill_policy, limit, self.n_new, n_before)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -154,7 +152,7 @@ class Request:
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """The same for the tokens after it is compressed, whose queries vote only if entries still give way by them."""
-        with recording(self._observed if self.decode_policy.observes_answer else []):
+        with recording(self._observed if self._observes_answer else []):
             yield
 
     def prompt_is_read(self) -> None:
@@ -173,10 +171,10 @@ class Request:
     def _replace(self) -> CompressionReport:
         self._require_unchanged()
         report = self._compressed(self.caches)
-        self._callers[:] = self.caches
+        self.prompt_cache[:] = self.caches
         return report
 
-    def _compressed(self, caches: list) -> CompressionReport:
+    def _compressed(self, caches: list, **how: Any) -> CompressionReport:
         decision, policy = self.decision, self.decode_policy
         report = Compression(
             self._layers,
@@ -185,7 +183,8 @@ class Request:
             at=decision.at,
             n_tokens=decision.n_prompt,
             n_voters=decision.n_voters if policy.obs_window else 0,
-            quantization=self._quantization,
+            quantization=self.quantization,
+            **how,
         ).run()
         report.policy = str(self.policy)
         report.prefill_seconds = self._prefill_seconds or 0.0
@@ -194,53 +193,12 @@ class Request:
         return report
 
     def _require_unchanged(self) -> None:
-        if any(layer.entries_in(self._callers).offset != self._held for layer in self._layers):
+        if any(layer.entries_in(self.prompt_cache).offset != self._held for layer in self._layers):
             raise SnapKVError(
                 "another request has filled this prompt cache meanwhile: give each its own"
             )
 
 
-class RecallingRequest(Request):
-    """One more turn on full caches that stay: its queries vote over all entries ever read.
-
-    The caller's caches go on holding all entries, this turn's among them. The compressed ones, in `caches` after the
-    compression, serve its answer only.
-    """
-
-    def _prefill_caches(self) -> list:
-        capacity = self.decision.at + self.decision.n_ahead + 1
-        self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
-        for layer in self._layers:
-            cache = layer.cache_in(self._callers)
-            cache.observe(self.decision.first, self.decision.last, capacity, self._statistics_from)
-            cache.layer = layer
-        return list(self._callers)
-
-    @property
-    def _evicts(self) -> bool:
-        return False
-
-    def _replace(self) -> CompressionReport:
-        """Put compressed caches into `caches`, and the turn's entries to where they are kept.
-
-        Raises:
-            SnapKVError: there is no room for them there; some then stay in memory.
-        """
-        small = copies_but_entries(self._callers, self._layers)
-        report = self._compressed(small)
-        self.caches[:] = small
-        if report.compressed:
-            for layer in self._layers:
-                layer.cache_in(self._callers).offload()
-        return report
-
-
 def held_tokens(model, prompt_cache: list) -> int:
     """Tokens that a prompt cache has read."""
     return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
-
-
-def copies_but_entries(prompt_cache: list, layers: list[AttentionLayer]) -> list:
-    """The same list with copies of all caches but those of the full-attention layers."""
-    memo = {id(cache): cache for cache in (layer.cache_in(prompt_cache) for layer in layers)}
-    return [copy.deepcopy(cache, memo) for cache in prompt_cache]

@@ -1,10 +1,8 @@
 """Taking back what was fed to a prompt cache."""
 
-from __future__ import annotations
-
 import contextlib
 
-from ..caches.layers import layer_caches
+from ..caches.layers import kv_bytes, layer_caches, members
 from ..errors import TrimError
 
 
@@ -27,6 +25,25 @@ class Rewind:
         """Go on from what was fed since."""
         for cache, _ in self._marked:
             cache.commit()
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of keys and values that nothing else holds: of caches that others have taken the place of."""
+        now = {id(cache) for cache in members(self._list)}
+        return kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
+
+
+def rolled_back_to(n_tokens: int, prompt_cache: list) -> bool:
+    """Roll back to the first `n_tokens`, and tell whether that is possible; if not, the cache is of no more use."""
+    caches = layer_caches(prompt_cache)
+    if any(cache.is_compressed for cache in caches):
+        return False
+    try:
+        for cache in caches:
+            cache.rollback(cache.offset - n_tokens)
+    except TrimError:
+        return False
+    return True
 
 
 def rollback_beyond(n_tokens: int, prompt_cache: list) -> None:

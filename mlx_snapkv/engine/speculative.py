@@ -5,8 +5,6 @@ model therefore reads the prompt and says its first tokens alone, as without a d
 mlx-lm's speculative loop goes on from there: the greedy answer is the one without a draft, token for token.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -224,11 +222,10 @@ class OneText(TokenizerWrapper):
     """A tokenizer whose detokenizer goes on with its text from one call of mlx-lm to the next."""
 
     def __init__(self, tokenizer):
-        wrapped = (
-            tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        )
-        vars(self).update(vars(wrapped))
-        self._one = wrapped.detokenizer
+        if not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
+        vars(self).update(vars(tokenizer))
+        self._one = tokenizer.detokenizer
 
     @property
     def detokenizer(self):

@@ -1,40 +1,33 @@
 """Models for mlx-lm's loops that take several tokens in as if they came one by one."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..caches.contract import LayerCache
 from ..caches.layers import layer_caches
+from .wrapper import WrappedModel
 
 
-class SplitCalls(nn.Module):
+class SplitCalls(WrappedModel):
     """A model that takes in several tokens as if they came one by one, on caches whose entries give way.
 
     Such a cache evicts when it is full, and sooner if several tokens at once would not fit in. So a call that would
     cross that point is made in two pieces or more, and every eviction comes when it would come to single tokens.
 
     Args:
-        model: an mlx-lm model, in `self["wrapped"]`; its attributes are this one's too.
+        model: an mlx-lm model.
         marks: mark the caches before every call, so that its tokens can be taken back.
     """
 
     def __init__(self, model, marks: bool = False):
-        super().__init__()
-        self["wrapped"] = model
+        super().__init__(model)
         self._marks = marks
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self["wrapped"], name)
-
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        """Logits `(B, L, vocab_size)` of tokens `(B, L)`; with `kwargs`, the model's own call."""
         model = self["wrapped"]
         caches = layer_caches(cache)
         if self._marks:

@@ -5,8 +5,6 @@ Nothing is computed here, only graphs are made. Where a prompt is long they are 
 allocates some operations ahead of the one that it computes, so the blocks are small.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,9 +17,9 @@ BLOCK_BYTES = 3 << 19  # of float32 logits made at a time
 READ_BYTES = 12 << 20  # the same of keys that are read from elsewhere, each time with a wait
 HELD_BYTES = 8 << 20  # of logits and float32 keys, below which one pass over all keys will do
 KEPT_BYTES = 64 << 20  # of logits, below which keys that come in blocks are read once
-LOG2_E = (
-    1.4426950408889634  # softmax by powers of two, which a CPU takes in a third of the time of exp
-)
+
+# Softmax by powers of two, which a CPU takes in a third of the time of exp.
+LOG2_E = 1.4426950408889634
 
 # The logit of what a query does not see: finite, since a block may hold nothing else for it.
 HIDDEN = -1e30
@@ -184,7 +182,6 @@ def _logits(
     places = observed.places
     if stop <= places.start + 1:
         return logits
-    own = mx.tile(
-        mx.arange(places.start, places.stop, places.step), queries.shape[2] // len(places)
-    )
+    own = mx.arange(places.start, places.stop, places.step)
+    own = mx.tile(own, queries.shape[2] // len(places))
     return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)

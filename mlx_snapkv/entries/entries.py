@@ -13,7 +13,6 @@ from ..errors import SnapKVError
 from .attention import attention_votes, attention_weights
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, unpack
 from .queries import Queries
-from .selection import gather_entries
 
 
 class _Missing:
@@ -138,21 +137,17 @@ class Entries:
 
     def taken(self, chosen: mx.array) -> Entries:
         """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""
-
-        def part(x: mx.array) -> mx.array:
-            return mx.take_along_axis(x, chosen, axis=-1)
-
-        return self._of(part, lambda x: gather_entries(x, chosen), observed=None)
+        return self._of(
+            lambda x: mx.take_along_axis(x, chosen, axis=-1),
+            lambda x: mx.take_along_axis(x, chosen[..., None], axis=2),
+            observed=None,
+        )
 
     def between(self, start: int, stop: int) -> Entries:
         """The entries from `start` on, before `stop`; queries keep their places."""
         if (start, stop) == (0, len(self)):
             return self
-
-        def part(x: mx.array) -> mx.array:
-            return mx.contiguous(x[:, :, start:stop])
-
-        return self._of(part, lambda x: x[:, :, start:stop])
+        return self._of(lambda x: mx.contiguous(x[:, :, start:stop]), lambda x: x[:, :, start:stop])
 
     def _of(
         self,

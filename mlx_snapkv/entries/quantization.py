@@ -1,7 +1,5 @@
 """Quantised entries, in the form that mlx-lm's quantised attention reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

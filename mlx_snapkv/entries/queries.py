@@ -1,7 +1,5 @@
 """The queries that vote: what a policy is shown of them, and caches that keep those of their own tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +51,7 @@ class Recorder:
             needs `layer`; None counts nothing.
 
     Attributes:
-        layer: the cache's layer, an object with `undo_rope(queries, offset)`.
+        layer: the cache's layer, an object with `undo_rope(queries, offset)` and a `family`.
     """
 
     offset: int
@@ -134,6 +132,14 @@ class Recorder:
         away = total / self._n_counted
         covariance = products / self._n_counted - away.swapaxes(-1, -2) @ away
         return Statistics((shift + away).squeeze(2), covariance)
+
+    def voters(self, queries: mx.array, asked: range, shape: tuple[int, ...]) -> Queries:
+        """Queries of logical positions, to vote for entries `(B, n_kv_heads, T)` that end with the newest."""
+        first = self.offset - shape[2]
+        if self.layer is not None:
+            queries = self.layer.family.grouped(queries, shape[1])
+        places = range(asked.start - first, asked.stop - first)
+        return Queries(queries, places, self.scale, self.sinks, asked.start)
 
     @property
     def queries(self) -> mx.array:

@@ -1,7 +1,5 @@
 """What is asked: cells of prompt length and depth, and the question of each."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

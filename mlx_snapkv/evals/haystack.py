@@ -1,7 +1,5 @@
 """Documents of a wanted length with sentences hidden at wanted depths."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import random

@@ -1,7 +1,5 @@
 """The hit rate H of SnapKV's section 3: do the entries that were voted for serve the tokens that follow?"""
 
-from __future__ import annotations
-
 import mlx.core as mx
 
 from ..errors import SnapKVError

@@ -7,8 +7,6 @@ The embedded models know one kind of sentence only and can't do the task in Long
 full cache. For them the lines are facts of `demo/documents.py` with one attribute, and numbers of eight digits.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

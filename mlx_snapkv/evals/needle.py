@@ -4,8 +4,6 @@ Kamradt, "Needle In A Haystack: Pressure Testing LLMs", 2023; SnapKV's section 4
 `demo/documents.py`: invented values of several tokens, which no model can guess and of which no part will do.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from dataclasses import dataclass

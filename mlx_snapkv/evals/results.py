@@ -1,7 +1,5 @@
 """Records of a run, in a file of JSON lines that a later run goes on from."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

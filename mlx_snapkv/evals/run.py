@@ -1,7 +1,5 @@
 """Asking every question with the full cache and with each policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any

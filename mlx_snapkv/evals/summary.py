@@ -1,7 +1,5 @@
 """Right answers by policy and length, and the tables made of them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -65,14 +63,6 @@ def _cells(found: dict[str, Any]) -> list[str]:
 def markdown(result: dict[str, Any], plots: list[str]) -> str:
     """A page: setting, table, and the heat maps with the file names `plots`."""
     made = table(result["summary"], f"Retrieval: {result['task']}")
-    lines = [
-        f"# {made.title}",
-        "",
-        setting_text(result),
-        "",
-        made.remark,
-        "",
-        *as_markdown(made),
-        "",
-    ]
-    return "\n".join([*lines, *(f"![{plot}](<{plot}>)" for plot in plots)]) + "\n"
+    pictures = "\n".join(f"![{plot}](<{plot}>)" for plot in plots)
+    parts = [f"# {made.title}", setting_text(result), made.remark, as_markdown(made), pictures]
+    return "\n\n".join(parts) + "\n"

@@ -1,22 +1,10 @@
 """Which attention modules a model has, and what is special about their families."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..errors import UnsupportedModelError
 from .family import AttentionFamily
-from .table import FAMILIES, REFUSED, SUPPORTED
-
-__all__ = [
-    "FAMILIES",
-    "REFUSED",
-    "SUPPORTED",
-    "AttentionFamily",
-    "attention_classes",
-    "attentions",
-    "type_of",
-]
+from .table import REFUSED, SUPPORTED
 
 
 def attention_classes(model) -> list[type]:

@@ -1,7 +1,5 @@
 """An attention class of mlx-lm, and what is special about it."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

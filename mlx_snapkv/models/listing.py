@@ -1,7 +1,5 @@
 """The supported and the refused model types, as `mlx-snapkv models` and the docs show them."""
 
-from __future__ import annotations
-
 from mlx_lm.utils import MODEL_REMAPPING
 
 from . import table

@@ -7,18 +7,18 @@ whether to record, and the queries are taken where the family's module calls mlx
 `scaled_dot_product_attention`, so no forward code is copied and they are bit-equal for every family.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from .. import models
 from ..errors import UnsupportedModelError
+from . import attention_classes
+from .table import FAMILIES
 
 _SDPA = "scaled_dot_product_attention"
 _lock = threading.RLock()
@@ -62,20 +62,13 @@ def _call_and_record(call):
     return __call__
 
 
+@dataclass
 class _Replacement:
     """An attribute wrapped while anyone holds it, and restored when the last holder lets go."""
 
-    def __init__(self, owner, name: str, wrap):
-        self.owner, self.name = owner, name
-        self.original = vars(owner)[name]
-        self.wrapped = wrap(self.original)
-        self.holders = 0
-        setattr(owner, name, self.wrapped)
-
-    def restore(self) -> None:
-        # If someone else has patched over ours, theirs stays; ours below it does nothing by itself.
-        if vars(self.owner)[self.name] is self.wrapped:
-            setattr(self.owner, self.name, self.original)
+    original: Any
+    wrapped: Any
+    holders: int = 0
 
 
 _Key = tuple[Any, str]
@@ -99,7 +92,9 @@ def _hold(cls: type) -> list[_Key]:
         keys: list[_Key] = []
         for owner, name, wrap in _targets(cls):
             if (owner, name) not in _replacements:
-                _replacements[owner, name] = _Replacement(owner, name, wrap)
+                original = vars(owner)[name]
+                _replacements[owner, name] = _Replacement(original, wrap(original))
+                setattr(owner, name, _replacements[owner, name].wrapped)
             _replacements[owner, name].holders += 1
             keys.append((owner, name))
         return keys
@@ -107,12 +102,14 @@ def _hold(cls: type) -> list[_Key]:
 
 def _release(keys: list[_Key]) -> None:
     with _lock:
-        for key in keys:
-            replacement = _replacements[key]
-            replacement.holders -= 1
-            if replacement.holders == 0:
-                del _replacements[key]
-                replacement.restore()
+        for owner, name in keys:
+            held = _replacements[owner, name]
+            held.holders -= 1
+            if held.holders == 0:
+                del _replacements[owner, name]
+                # If someone else has patched over ours, theirs stays; ours below it does nothing by itself.
+                if vars(owner)[name] is held.wrapped:
+                    setattr(owner, name, held.original)
 
 
 @contextlib.contextmanager
@@ -130,8 +127,8 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
 def _classes_to_patch(model) -> list[type]:
     """The attention classes of a model's full-attention layers, or of every supported family."""
     if model is None:
-        return [family.attention_class() for family in models.FAMILIES.values()]
-    return models.attention_classes(model)
+        return [family.attention_class() for family in FAMILIES.values()]
+    return attention_classes(model)
 
 
 def patch_for_snapkv(model=None) -> None:

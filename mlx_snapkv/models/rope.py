@@ -1,7 +1,5 @@
 """Queries as they were before a layer's RoPE, of which nothing is known but that it can be called."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

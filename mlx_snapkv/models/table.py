@@ -4,8 +4,6 @@ An allow-list, by the name of the model's file in mlx-lm. What is safe depends o
 masks are made, what positions are taken from), so every type was read and is run by the conformance test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -34,22 +32,10 @@ def _replaces_attention(layer) -> bool:
     return type(layer.self_attn).__name__ == "LinearSubblockReplacement"
 
 
-class _Frequencies:
+def _of_frequencies(attention) -> Callable[..., mx.array]:
     """The RoPE of families that keep its frequencies, and no object to call."""
-
-    def __init__(self, attention):
-        self._frequencies = attention._rope_freqs
-
-    def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
-        return mx.fast.rope(
-            x,
-            x.shape[-1],
-            traditional=False,
-            base=None,
-            scale=1.0,
-            offset=offset,
-            freqs=self._frequencies,
-        )
+    fixed = {"traditional": False, "base": None, "scale": 1.0, "freqs": attention._rope_freqs}
+    return lambda x, offset: mx.fast.rope(x, x.shape[-1], offset=offset, **fixed)
 
 
 def _alike(names: str, **special: Any) -> list[Family]:
@@ -73,7 +59,7 @@ FAMILIES: dict[str, Family] = {
         Family("qwen", rope="rotary_emb"),
         *_alike("gptj:GPTJAttention", scale="scale_attn"),
         *_alike("gpt2 gpt_bigcode", rope=None, note="learned positions"),
-        *_alike("nanochat talkie", rope=_Frequencies),
+        *_alike("nanochat talkie", rope=_of_frequencies),
         Family("plamo", tiled=True, rope="rotary_emb", note="query heads are tiled over KV heads"),
         Family("nanbeige", note="every pass of its loop has entries of its own"),
         *_alike(

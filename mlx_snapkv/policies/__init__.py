@@ -1,7 +1,5 @@
 """The eviction policies, one file each, and how a request names one."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any
@@ -13,27 +11,13 @@ from .stages import THEN, Stages
 # The registry, and so every list of the policies, is in the order of these imports; SnapKV is the first.
 # isort: off
 from .snapkv import SnapKV
-from .keydiff import KeyDiff
-from .streaming_llm import StreamingLLM
-from .h2o import H2O
-from .tova import TOVA
-from .key_norm import KeyNorm
-from .random_rows import RandomRows
+from .keydiff import KeyDiff as KeyDiff
+from .streaming_llm import StreamingLLM as StreamingLLM
+from .h2o import H2O as H2O
+from .tova import TOVA as TOVA
+from .key_norm import KeyNorm as KeyNorm
+from .random_rows import RandomRows as RandomRows
 # isort: on
-
-__all__ = [
-    "H2O",
-    "POLICIES",
-    "TOVA",
-    "KeyDiff",
-    "KeyNorm",
-    "Policy",
-    "RandomRows",
-    "SnapKV",
-    "Stages",
-    "StreamingLLM",
-    "resolve_policy",
-]
 
 # A policy is its file: those that no import above names follow, in the order of their files' names.
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -155,9 +157,7 @@ class Policy(ABC):
         quotas = self.quotas(n_prompt, n_layers)
         if self.schedule == "block":
             return quotas
-        return [
-            dataclasses.replace(quota, entries=max(quota.entries, n_prompt)) for quota in quotas
-        ]
+        return [dataclasses.replace(q, entries=max(q.entries, n_prompt)) for q in quotas]
 
     def fits(self, n_prompt: int) -> bool:
         """Whether a prompt's entries all stay."""
@@ -165,7 +165,10 @@ class Policy(ABC):
 
     @classmethod
     def options(cls) -> list[str]:
-        return [f.name for f in _fields(cls)]
+        """The names of its own options, then those that it shares with the others."""
+        own = list(inspect.get_annotations(cls))
+        names = [f.name for f in dataclasses.fields(cls)]
+        return sorted(names, key=lambda name: own.index(name) if name in own else len(own))
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Policy:
@@ -197,11 +200,9 @@ class Policy(ABC):
         return cls.from_options(options)
 
     def __str__(self) -> str:
-        changed = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in _fields(type(self))
-            if getattr(self, f.name) != f.default
-        ]
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in self.options()}
+        changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name]]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
     def _require_room(self, budget: int) -> None:
@@ -225,24 +226,14 @@ class Policy(ABC):
         self._require(name, ok, f"a whole number of {allowed}")
 
 
-def _fields(cls: type[Policy]) -> list[dataclasses.Field]:
-    """A policy's own options, then those that it shares with the others."""
-    own = list(vars(cls)["__annotations__"])
-    return sorted(
-        dataclasses.fields(cls), key=lambda f: own.index(f.name) if f.name in own else len(own)
-    )
-
-
 def _parse(text: str) -> Any:
     """A value from the command line: a number, true or false, none, or the word itself."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
     for number in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return number(text)
-        except ValueError:
-            continue
     return text
 
 

@@ -1,7 +1,5 @@
 """How many entries a policy keeps of one prompt, layer by layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any

@@ -4,10 +4,7 @@ Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of La
 2023 (arXiv:2306.14048).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -25,10 +22,10 @@ class H2O(Policy):
     is dropped takes its votes with it.
     """
 
-    name: ClassVar[str] = "h2o"
-    summary: ClassVar[str] = "most attention received so far, and recent entries"
-    paper: ClassVar[str] = "Zhang et al. 2023, arXiv:2306.14048"
-    accumulates_attention: ClassVar[bool] = True
+    name = "h2o"
+    summary = "most attention received so far, and recent entries"
+    paper = "Zhang et al. 2023, arXiv:2306.14048"
+    accumulates_attention = True
 
     n_window: int | str = "50%"
 

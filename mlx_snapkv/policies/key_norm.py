@@ -3,10 +3,7 @@
 Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", 2024 (arXiv:2406.11430).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -18,9 +15,9 @@ from .base import Policy
 class KeyNorm(Policy):
     """The entries whose keys have the smallest L2 norm, per KV head (section 3)."""
 
-    name: ClassVar[str] = "key_norm"
-    summary: ClassVar[str] = "keys of the smallest L2 norm"
-    paper: ClassVar[str] = "Devoto et al. 2024, arXiv:2406.11430"
+    name = "key_norm"
+    summary = "keys of the smallest L2 norm"
+    paper = "Devoto et al. 2024, arXiv:2406.11430"
 
     def score(self, entries: Entries) -> mx.array:
         """Minus the squared norm, `(B, n_kv_heads, T)` float32, which ranks as the norm does."""

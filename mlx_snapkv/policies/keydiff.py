@@ -4,11 +4,8 @@ Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context L
 Resource-Constrained Environments", 2025 (arXiv:2504.15364).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -33,9 +30,9 @@ class KeyDiff(Policy):
             of the keys as they are (section 4.3).
     """
 
-    name: ClassVar[str] = "keydiff"
-    summary: ClassVar[str] = "keys least like the mean key"
-    paper: ClassVar[str] = "Park et al. 2025, arXiv:2504.15364"
+    name = "keydiff"
+    summary = "keys least like the mean key"
+    paper = "Park et al. 2025, arXiv:2504.15364"
 
     anchor: str = "mean"
     similarity: str = "cosine"
@@ -57,8 +54,8 @@ class KeyDiff(Policy):
         """`(B, n_kv_heads, 1, head_dim)`."""
         if self.anchor == "median":
             return self._median(keys)
-        total = _summed(keys, lambda part: self._weighted(part).sum(axis=2, keepdims=True))
-        return total / keys.shape[2]
+        sums = _by_block(keys, lambda part: self._weighted(part).sum(axis=2, keepdims=True))
+        return sum(sums[1:], sums[0]) / keys.shape[2]
 
     def _median(self, keys: mx.array) -> mx.array:
         """Of each coordinate, a few at a time: a median sorts a copy."""
@@ -98,10 +95,8 @@ class KeyDiff(Policy):
         return -mx.sqrt(mx.maximum(mine + theirs - 2 * product, 0))
 
     def _mean_similarity(self, keys: mx.array, all_keys: mx.array) -> mx.array:
-        total = _summed(
-            all_keys, lambda part: self._similarity(keys, part).sum(axis=-1), width=keys.shape[2]
-        )
-        return total / all_keys.shape[2]
+        sums = _by_block(all_keys, lambda k: self._similarity(keys, k).sum(axis=-1), keys.shape[2])
+        return sum(sums[1:], sums[0]) / all_keys.shape[2]
 
 
 def _squared(keys: mx.array) -> mx.array:
@@ -109,32 +104,24 @@ def _squared(keys: mx.array) -> mx.array:
 
 
 def _joined(keys: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
-    """`function` of the keys in float32, block by block, joined along T."""
-    parts: list[mx.array] = []
-    for block in _blocks(keys, keys.shape[3]):
-        parts.append(function(_after(parts[-1:], block).astype(mx.float32)))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+    return mx.concatenate(_by_block(keys, function), axis=2)
 
 
-def _summed(keys: mx.array, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
-    """`function` of the keys in float32, block by block, added up.
+def _by_block(
+    keys: mx.array, function: Callable[[mx.array], mx.array], width: int = 0
+) -> list[mx.array]:
+    """`function` of the keys in float32, block by block of T.
 
     Args:
-        width: numbers made of each key, if they are more than `head_dim`.
+        width: numbers made of each key, if they are more than `head_dim`; `BLOCK_BYTES` hold those of a block.
     """
-    total: list[mx.array] = []
-    for block in _blocks(keys, max(keys.shape[3], width)):
-        value = function(_after(total, block).astype(mx.float32))
-        total = [total[0] + value if total else value]
-    return total[0]
-
-
-def _blocks(keys: mx.array, width: int) -> Iterator[mx.array]:
-    """Parts of T of which `BLOCK_BYTES` hold `width` float32 numbers for each key."""
-    B, H, T, _ = keys.shape
-    block = max(64, BLOCK_BYTES // (4 * B * H * width))
-    for start in range(0, T, block):
-        yield keys[:, :, start : start + block]
+    B, H, T, D = keys.shape
+    size = max(64, BLOCK_BYTES // (4 * B * H * max(D, width)))
+    parts: list[mx.array] = []
+    for start in range(0, T, size):
+        block = _after(parts[-1:], keys[:, :, start : start + size])
+        parts.append(function(block.astype(mx.float32)))
+    return parts
 
 
 def _after(before: list[mx.array], block: mx.array) -> mx.array:

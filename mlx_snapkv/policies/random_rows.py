@@ -1,9 +1,6 @@
 """Random entries: the control that every other policy has to beat."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -22,9 +19,9 @@ class RandomRows(Policy):
         seed: another one keeps other entries.
     """
 
-    name: ClassVar[str] = "random"
-    summary: ClassVar[str] = "random entries, as a control"
-    paper: ClassVar[str] = ""
+    name = "random"
+    summary = "random entries, as a control"
+    paper = ""
 
     seed: int = 0
 

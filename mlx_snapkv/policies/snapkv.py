@@ -3,10 +3,7 @@
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024 (arXiv:2404.14469).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -57,9 +54,9 @@ class SnapKV(Policy):
     window), and pooling sees the middle only, so that votes for entries kept anyway don't leak out of them.
     """
 
-    name: ClassVar[str] = "snapkv"
-    summary: ClassVar[str] = "the prompt's last queries vote, pooled over neighbours"
-    paper: ClassVar[str] = "Li et al. 2024, arXiv:2404.14469"
+    name = "snapkv"
+    summary = "the prompt's last queries vote, pooled over neighbours"
+    paper = "Li et al. 2024, arXiv:2404.14469"
 
     top_k: int = 4096
     n_sink: int = 128

@@ -1,7 +1,5 @@
 """Two stages: one policy while the prompt is read, another when it has been read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..errors import SnapKVError
@@ -40,11 +38,6 @@ class Stages:
     @property
     def min_ctx(self) -> int:
         return self.prefill_policy.min_ctx
-
-    @property
-    def n_lookahead(self) -> int:
-        """Answer tokens that vote, before the prompt is compressed."""
-        return self.decode_policy.n_lookahead
 
     def fits(self, n_prompt: int) -> bool:
         return self.prefill_policy.fits(n_prompt) and self.decode_policy.fits(n_prompt)

@@ -3,10 +3,7 @@
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023 (arXiv:2309.17453).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -22,9 +19,9 @@ class StreamingLLM(Policy):
     Differs from the paper in that keys keep the rotation of their original position.
     """
 
-    name: ClassVar[str] = "streaming_llm"
-    summary: ClassVar[str] = "attention sinks and recent entries"
-    paper: ClassVar[str] = "Xiao et al. 2023, arXiv:2309.17453"
+    name = "streaming_llm"
+    summary = "attention sinks and recent entries"
+    paper = "Xiao et al. 2023, arXiv:2309.17453"
 
     n_sink: int = 4
     n_window: int | str = "100%"

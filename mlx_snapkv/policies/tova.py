@@ -3,10 +3,7 @@
 Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv:2401.06104).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -18,10 +15,10 @@ from .base import Policy
 class TOVA(Policy):
     """The attention of the last query, averaged over all heads: a layer's heads keep the same entries (section 3.2)."""
 
-    name: ClassVar[str] = "tova"
-    summary: ClassVar[str] = "the last query's attention, one set for all heads of a layer"
-    paper: ClassVar[str] = "Oren et al. 2024, arXiv:2401.06104"
-    obs_window: ClassVar[int] = 1
+    name = "tova"
+    summary = "the last query's attention, one set for all heads of a layer"
+    paper = "Oren et al. 2024, arXiv:2401.06104"
+    obs_window = 1
 
     n_window: int | str = 1
 

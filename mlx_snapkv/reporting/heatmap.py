@@ -1,7 +1,5 @@
 """Accuracy by prompt length and depth, one picture a policy."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap
@@ -9,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from .ownership import PNG_METADATA
+from .setting import title
 
 LONGEST = 200  # characters of a policy in a file's name
 
 
-def write_heatmaps(records: list[dict[str, Any]], base: Path) -> list[Path]:
+def write_heatmaps(result: dict[str, Any], base: Path) -> list[Path]:
     """A `base`-<policy>.png for each policy of an evaluation's records, in order; their paths."""
     paths = []
+    records = result["records"]
     for policy in dict.fromkeys(r["policy"] for r in records):
         paths.append(base.with_name(base.name + ending(policy)))
-        _plot([r for r in records if r["policy"] == policy], policy, paths[-1])
+        own = [r for r in records if r["policy"] == policy]
+        asked = len({r["question"] for r in own})
+        what = f"{textwrap.fill(policy, 60)}\n{asked} question{'s' * (asked > 1)} a cell"
+        _plot(own, title(what, result), paths[-1])
     return paths
 
 
@@ -43,7 +46,7 @@ def accuracies(records: list[dict[str, Any]]) -> tuple[list[int], list[float], l
     return lengths, depths, [[shares[depth, length] for length in lengths] for depth in depths]
 
 
-def _plot(records: list[dict[str, Any]], policy: str, path: Path) -> None:
+def _plot(records: list[dict[str, Any]], heading: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     lengths, depths, grid = accuracies(records)
@@ -54,11 +57,18 @@ def _plot(records: list[dict[str, Any]], policy: str, path: Path) -> None:
     for y, row in enumerate(grid):
         for x, share in enumerate(row):
             text = "not compressed" if math.isnan(share) else f"{share:.2f}"
-            axes.text(x, y, text, ha="center", va="center", fontsize=8)
+            color = "black" if math.isnan(share) else readable_on(image.cmap(share))
+            axes.text(x, y, text, ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set_xlabel("prompt (tokens)")
     axes.set_ylabel("depth")
-    axes.set_title(textwrap.fill(policy, 60), fontsize=8)
+    axes.set_title(heading, fontsize=8, loc="left")
     figure.colorbar(image, label="right answers")
     figure.savefig(path, dpi=120, metadata=PNG_METADATA)
+
+
+def readable_on(color: tuple[float, ...]) -> str:
+    """Black on light colours, white on dark ones, by their relative luminance."""
+    red, green, blue, _ = color
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"

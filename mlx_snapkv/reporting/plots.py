@@ -1,19 +1,36 @@
 """The plots of a result: decoding speed and KV memory against context length."""
 
-from __future__ import annotations
-
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..engine.report import format_bytes
 from ..errors import SnapKVError
 from .ownership import PNG_METADATA
+from .setting import title
 
-KINDS = {
-    "full": ("full cache", "tab:gray"),
-    "rotating": ("max-kv-size, same entries as SnapKV", "tab:olive"),
-    "quantized": ("kv-bits", "tab:blue"),
-    "snapkv": ("SnapKV", "tab:red"),
+
+@dataclass(frozen=True)
+class Line:
+    """How the line of a contender looks: those that may lie on each other differ in width, dashes and marks."""
+
+    name: str
+    color: str
+    style: str = "-"
+    marker: str = "o"
+    width: float = 2
+
+
+LINES = {
+    "full cache": Line("full cache", "0.4"),
+    "snapkv": Line("SnapKV", "#dd4b45", width=6),
+    "rotating": Line("max-kv-size,\nas many entries", "black", "--", "x", 1.2),
+    "kv-bits 8": Line("kv-bits 8", "#5a9bd4", marker="s", width=5),
+    "kv-bits 4": Line("kv-bits 4", "#0b2a6b", "--", "d", 1.2),
 }
+GAP = 0.075  # between two names beside the lines, as a part of the height of the plot
 
 PLOTS = ("decoding", "memory")
 
@@ -30,37 +47,82 @@ def require_matplotlib() -> None:
 
 def write_plots(result: dict[str, Any], base: Path) -> list[Path]:
     """Decoding speed and KV memory against context length, as `base`-decoding.png and `base`-memory.png."""
-    speed, memory = (base.with_name(f"{base.name}-{plot}.png") for plot in PLOTS)
-    _plot(result, "tokens_per_second", "decoded tokens/s", speed)
-    _plot(result, "kv_bytes", "bytes of keys and values", memory)
-    return [speed, memory]
+    paths = [base.with_name(f"{base.name}-{plot}.png") for plot in PLOTS]
+    for path, figure in zip(paths, figures(result)):
+        figure.savefig(path, dpi=120, metadata=PNG_METADATA)
+    return paths
 
 
-def _plot(result: dict[str, Any], key: str, label: str, path: Path) -> None:
+def figures(result: dict[str, Any]) -> list[Any]:
+    """The same as matplotlib's figures."""
+    steps = max((r["steps"] for r in result["decode"]), default=0)
+    speed = f"Decoded tokens/s, median of {steps} steps"
+    return [
+        _figure(result, "tokens_per_second", speed, "{:,g}".format),
+        _figure(result, "kv_bytes", "Memory of keys and values, one run", format_bytes),
+    ]
+
+
+def _figure(result: dict[str, Any], key: str, what: str, number: Callable[[float], str]) -> Any:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for name, color, style, points in _lines(result["decode"], key):
-        axes.plot(*zip(*points), marker="o", label=name, color=color, linestyle=style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    ends = []
+    for line, points in _lines(result["decode"], key):
+        axes.plot(
+            *zip(*points),
+            color=line.color,
+            linestyle=line.style,
+            linewidth=line.width,
+            marker=line.marker,
+            markersize=max(6, 2 * line.width),
+        )
+        ends.append((points[-1][1], line))
+    _name_lines(axes, ends)
     contexts = sorted({r["context"] for r in result["decode"]})
-    axes.set_xticks(contexts, [f"{c // 1024}k" if c >= 1024 else str(c) for c in contexts])
+    axes.set_xticks(contexts, [f"{c:,}" for c in contexts], rotation=30, ha="right")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("context length (tokens)")
-    axes.set_ylabel(label)
-    axes.set_title(result["model"], fontsize=9)
+    axes.set_title(title(what, result), fontsize=9, loc="left")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120, metadata=PNG_METADATA)
+    return figure
 
 
-def _lines(records: list[dict[str, Any]], key: str):
-    """Name, colour, line style and points of every line; kv-bits 8 and 4 are two lines of one colour."""
-    points: dict[tuple[str, str], list[tuple[int, float]]] = {}
+def _name_lines(axes: Any, ends: list[tuple[float, Line]]) -> None:
+    """Put each line's name beside its last point."""
+    low, high = (math.log(limit) for limit in axes.get_ylim())
+    ends = sorted(ends, key=lambda end: end[0])
+    at = [(math.log(value) - low) / (high - low) for value, _ in ends]
+    heights = [GAP * (1 + line.name.count("\n")) for _, line in ends]
+    for place, (_, line) in zip(_apart(at, heights), ends):
+        name = {"color": line.color, "fontsize": 9, "va": "center"}
+        axes.annotate(line.name, (1.02, place), xycoords="axes fraction", **name)
+
+
+def _apart(at: list[float], heights: list[float]) -> list[float]:
+    """Places in ascending order, moved from each other until things of these heights don't overlap."""
+    at = list(at)
+    for _ in range(100):
+        for i in range(len(at) - 1):
+            over = (heights[i] + heights[i + 1]) / 2 - (at[i + 1] - at[i])
+            if over > 0:
+                at[i], at[i + 1] = at[i] - over / 2, at[i + 1] + over / 2
+    return at
+
+
+def _lines(records: list[dict[str, Any]], key: str) -> list[tuple[Line, list[tuple[int, float]]]]:
+    """Every line and its points, the wide ones first: the narrow ones are seen on them."""
+    points: dict[str, list[tuple[int, float]]] = {}
     for r in records:
-        if r["kind"] in KINDS:
-            name = r["contender"] if r["kind"] == "quantized" else KINDS[r["kind"]][0]
-            points.setdefault((name, r["kind"]), []).append((r["context"], r[key]))
-    for (name, kind), line in points.items():
-        yield name, KINDS[kind][1], "--" if name.endswith(" 4") else "-", sorted(line)
+        name = r["kind"] if r["kind"] in LINES else r["contender"]
+        if name in LINES:
+            points.setdefault(name, []).append((r["context"], r[key]))
+    found = [(LINES[name], sorted(line)) for name, line in points.items()]
+    return sorted(found, key=lambda each: -each[0].width)

@@ -1,7 +1,5 @@
 """What a measurement's figures depend on besides the code measured: versions, commit, machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -9,13 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from .._version import __version__
 
 
 def setting() -> dict[str, Any]:
     """Versions, commit and machine, as a JSON object."""
+    import mlx.core as mx
+
     return {
         "versions": {
             "mlx-snapkv": __version__,
@@ -34,6 +32,13 @@ def setting() -> dict[str, Any]:
     }
 
 
+def title(what: str, result: dict[str, Any]) -> str:
+    """A picture's title: what it shows, of which model and on which machine."""
+    machine = result["machine"]
+    device = "GPU" if "gpu" in machine["device"] else "CPU"
+    return f"{what}\nModel: {result['model']}\n{machine['processor']}, {machine['cores']} cores, {device}"
+
+
 def _commit() -> str:
     """The checkout's commit, with "+" if it has changes; "unknown" outside a checkout."""
     here = Path(__file__).parent
@@ -50,6 +55,8 @@ def _commit() -> str:
 
 
 def _processor() -> str:
+    import mlx.core as mx
+
     if mx.metal.is_available():
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")

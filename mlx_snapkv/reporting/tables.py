@@ -1,7 +1,5 @@
 """A result as tables: the same for the terminal and for the docs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +31,7 @@ def markdown(result: dict[str, Any], name: str) -> str:
     what = "Figures are for this machine; the ratios are what carries over, and only to machines of its kind."
     lines = ["# Benchmarks", "", f"{setting_text(result)} {what}"]
     for table in tables(result):
-        lines += ["", f"## {table.title}", "", table.remark, "", *as_markdown(table)]
+        lines += ["", f"## {table.title}", "", table.remark, "", as_markdown(table)]
     lines += ["", "## Plots", "", *(f"![{plot}]({name}-{plot}.png)" for plot in PLOTS)]
     return "\n".join(lines) + "\n"
 
@@ -50,10 +48,11 @@ def setting_text(result: dict[str, Any]) -> str:
     )
 
 
-def as_markdown(table: Table) -> list[str]:
-    """The lines of a table, names to the left and figures to the right."""
+def as_markdown(table: Table) -> str:
+    """A table, names to the left and figures to the right."""
     rule = ["---" if i == 0 or c == "cache" else "---:" for i, c in enumerate(table.columns)]
-    return ["| " + " | ".join(cells) + " |" for cells in (table.columns, rule, *table.rows)]
+    lines = (table.columns, rule, *table.rows)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def _by_key(records: list[dict[str, Any]], key: str) -> dict[int, list[dict[str, Any]]]:

@@ -1,7 +1,5 @@
 """The checksum of a saved file: of every byte but its own digits, which stand in the file's head."""
 
-from __future__ import annotations
-
 import io
 import re
 import zlib

@@ -4,8 +4,6 @@ The format is mlx-lm's own, which its `load_prompt_cache` reads too, with more m
 `save_prompt_cache` made load as well.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

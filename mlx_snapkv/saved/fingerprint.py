@@ -1,7 +1,5 @@
 """Telling one model's weights from another's, quickly."""
 
-from __future__ import annotations
-
 import hashlib
 
 import mlx.core as mx

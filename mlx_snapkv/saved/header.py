@@ -1,7 +1,5 @@
 """The head of a safetensors file, checked against the file's size before anything reads the rest."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -10,7 +10,7 @@ from model_configs import make_model
 
 from mlx_snapkv import ReselectingSnapKVCache
 from mlx_snapkv.bench.contenders import contenders, decoding_cache, request_cache, snapkv_for
-from mlx_snapkv.bench.decode import head_dim, measure_decoding, requesters
+from mlx_snapkv.bench.decode import measure_decoding, requesters
 from mlx_snapkv.bench.needle import measure_needles
 from mlx_snapkv.bench.requests import measure_requests
 from mlx_snapkv.bench.run import Plan, run
@@ -41,20 +41,18 @@ def test_the_default_policy_keeps_a_sixteenth(context):
     assert policy.budget == context // 16 and policy.min_ctx == 0
 
 
-def test_below_its_gate_snapkv_is_not_a_contender():
-    kinds = [c.kind for c in contenders(1000, SnapKV(top_k=20, n_window=64, min_ctx=1001), 64)]
+def test_below_its_gate_snapkv_is_not_a_contender(model):
+    gated = SnapKV(top_k=20, n_window=64, min_ctx=1001)
+    kinds = [c.kind for c in contenders(model, 1000, gated)]
     assert kinds == ["full", "rotating", "quantized", "quantized"]
-    assert [c.kind for c in contenders(1000, SnapKV(min_ctx=0), 64)] == [
-        "full",
-        "quantized",
-        "quantized",
-    ]
+    kinds = [c.kind for c in contenders(model, 1000, SnapKV(min_ctx=0))]
+    assert kinds == ["full", "quantized", "quantized"]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gpt_oss"])
 def test_only_full_attention_layers_are_filled(name):
     model = make_model(name)
-    for contender in contenders(1024, snapkv_for(1024), head_dim(model)):
+    for contender in contenders(model, 1024, snapkv_for(1024)):
         cache = decoding_cache(model, contender, 1024, 2)
         plain = make_prompt_cache(model)
         layers = attention_layers(model, plain)
@@ -129,7 +127,7 @@ def test_request_records_hold_the_rows_that_stay(model):
 
 
 def test_the_rotating_cache_is_put_in_where_mlx_lm_ignores_the_option(model):
-    rotating = next(c for c in contenders(1024, snapkv_for(1024), 32) if c.kind == "rotating")
+    rotating = next(c for c in contenders(model, 1024, snapkv_for(1024)) if c.kind == "rotating")
     assert [type(c) for c in request_cache(model, rotating)] == [RotatingKVCache] * 4
 
 

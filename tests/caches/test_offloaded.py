@@ -11,7 +11,7 @@ from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.offloaded import OffloadedKVCache
 from mlx_snapkv.caches.stores import QuantizedStore
-from mlx_snapkv.engine.request import RecallingRequest
+from mlx_snapkv.engine.recalling import RecallingRequest
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.policies import resolve_policy
 

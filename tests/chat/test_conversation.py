@@ -12,7 +12,8 @@ from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.chat.conversation import Conversation
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine.request import RecallingRequest, Request, held_tokens
+from mlx_snapkv.engine.recalling import RecallingRequest
+from mlx_snapkv.engine.request import Request, held_tokens
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.policies import resolve_policy
 

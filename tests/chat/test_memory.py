@@ -4,11 +4,14 @@ import os
 import random
 import resource
 
+import mlx.core as mx
 import pytest
+from model_configs import make_model
 from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError
-from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes
+from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members
+from mlx_snapkv.caches.memories import make_caches, saved_forms
 from mlx_snapkv.demo.questions import is_right, make_haystack
 
 SMALL = "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0"
@@ -135,13 +138,25 @@ def test_the_files_go_with_the_conversation(demo_model, haystack):
     conversation.attach(document)
     ask(conversation, facts[0].question)
     layers = len(attention_layers(model, conversation.prompt_cache))
-    assert open_files() == before + layers
+    assert open_files() == before + 2 * layers
     conversation.reset()
     assert open_files() == before
     ask(conversation, document)
-    assert open_files() == before + layers
+    assert open_files() == before + 2 * layers
     del conversation
     assert open_files() == before
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm(memory):
+    model = make_model("falcon_h1")  # a state and entries in every layer
+    caches = make_caches(model, memory)
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
+    forms = list(members(saved_forms(model, caches)))
+    assert {type(form).__name__ for form in forms} == {"ArraysCache", "KVCache"}
+    for form, cache in zip(forms, members(caches)):
+        if form is not cache:
+            assert mx.array_equal(form.keys[:, :, :3], cache.keys_and_values()[0])
 
 
 def test_heads_that_can_not_be_quantised_are_refused():

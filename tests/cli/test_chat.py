@@ -3,6 +3,7 @@
 import os
 import pty
 import random
+import re
 import select
 import signal
 import subprocess
@@ -111,6 +112,57 @@ def test_a_text_that_cache_prompt_saved_can_be_asked_about(document, tmp_path):
     assert "policy keydiff:budget=300" in err
 
 
+def test_turns_are_taken_back_and_answered_again(document):
+    path, facts = document
+    first, second = (fact.question for fact in facts[:2])
+    again = [first, "/retry", second, "/retry", "/stats", "/undo", "/undo", "/files", second]
+    code, out, err = script([f"/file {path}", *again], *POLICY[:2])
+    answers = out.splitlines()
+    assert code == 0 and answers[:2] == [facts[0].value] * 2
+    assert answers[2] == answers[3] and answers[4:] == [facts[1].value]
+    assert err.count("the same answer, since temp is 0") == 2
+    assert re.search(r"held between turns: (.*), \1 for /undo; ", err)  # memory is drop
+    assert err.count("taken back: What is the") == 2
+    assert "and the document will be read with your next message" in err
+    assert "1  notes of today.txt, to be read with your next message" in err
+
+
+def test_files_are_listed_and_detached(document):
+    path, facts = document
+    lines = [f"/file {path}", "/file LICENSE", "/files", "/files detach LICENSE", facts[0].question]
+    code, out, err = script([*lines, "/files", "/reset", "/files"], *POLICY)
+    assert (code, out.splitlines()) == (0, [facts[0].value])
+    assert "1  notes of today.txt, to be read" in err and "2  LICENSE, to be read" in err
+    assert "LICENSE is detached" in err
+    assert "   notes of today.txt, part of the conversation" in err and "no file is attached" in err
+
+
+def test_sampling_is_changed_on_the_way(document):
+    path, facts = document
+    lines = ["/set", "/set temp 0.7", "/set --max-tokens 3", f"/file {path}", facts[0].question]
+    code, out, err = script([*lines, "/set temp 0", "/reset", f"/file {path}", facts[0].question])
+    assert code == 0
+    assert "temp 0, top_p 1, xtc_probability 0, xtc_threshold 0.1, max_tokens 24" in err
+    assert "temp 0.7, top_p 1, xtc_probability 0, xtc_threshold 0.1, max_tokens 3" in err
+    told = out.splitlines()[-1]  # a start again keeps the settings
+    assert facts[0].value.startswith(told) and told != facts[0].value
+
+
+def test_a_conversation_is_exported_as_markdown(document, tmp_path):
+    path, facts = document
+    notes, talk = tmp_path / "mine.md", tmp_path / "talk.md"
+    notes.write_text("mine")
+    said = [f"/file {path}", facts[0].question, f'/export "{talk}"', facts[1].question]
+    code, _, err = script([*said, f"/export {talk}", f"/export {notes}"], *POLICY)
+    assert code == 2 and f"/export {notes}: there is such a file already" in err
+    assert notes.read_text() == "mine"
+    headings = [line for line in talk.read_text().splitlines() if line.startswith("#")]
+    assert headings == ["# Chat with demo", *["## Question", "## Answer"] * 2]
+    for words in (*(f.question for f in facts[:2]), *(f.value for f in facts[:2])):
+        assert f"\n{words}\n" in talk.read_text()
+    assert "*File: notes of today.txt*" in talk.read_text() and len(talk.read_text()) < 1000
+
+
 def test_a_backslash_joins_lines():
     code, out, err = script(["/sys\\", "tem"], *POLICY)
     assert code == 2 and "unknown command /sys" in err and out == ""
@@ -125,6 +177,13 @@ def test_a_backslash_joins_lines():
         ("/load nowhere.safetensors", "nowhere.safetensors"),
         ("/file", "/file needs the name of a file"),
         ("/policy keydif", "did you mean 'keydiff'?"),
+        ("/undo", "nothing to take back"),
+        ("/set heat 1", "unknown setting heat: one of temp, top_p, "),
+        ("/set temp 200", "/set temp must be a number from 0 to 100, got '200'"),
+        ("/set max-tokens 1.5", "/set max_tokens must be a whole number from 1, got '1.5'"),
+        ("/files detach 1", "detach and the number or name of a waiting file"),
+        ("/export", "/export needs the name of a file"),
+        ("/export nowhere/talk.md", "/export nowhere/talk.md: No such file or directory"),
     ],
 )
 def test_a_mistake_in_a_script_ends_it_with_one_line(line, words):
@@ -160,20 +219,21 @@ def test_a_closed_standard_input_is_one_line():
 class Terminal:
     """A chat in a pseudo-terminal."""
 
-    def __init__(self, *options):
+    def __init__(self, *options, term="xterm", cwd=None):
         self.fd, its = pty.openpty()
         self.process = fork_helpers.Popen(
             [*COMMAND, *options], stdin=its, stdout=its, stderr=its, start_new_session=True,
-            env=os.environ | {"TERM": "xterm"},
+            env=os.environ | {"TERM": term}, cwd=cwd,
         )  # fmt: skip
         os.close(its)
-        self.seen = ""
+        self.seen = self.all = ""
 
     def wait_for(self, text):
         while text not in self.seen:
             ready, _, _ = select.select([self.fd], [], [], fork_helpers.AT_MOST)
             assert ready, f"{text!r} never came: {self.seen!r}"
-            self.seen += os.read(self.fd, 65536).decode(errors="replace")
+            came = os.read(self.fd, 65536).decode(errors="replace")
+            self.seen, self.all = self.seen + came, self.all + came
             if "\x1b[6n" in self.seen:  # prompt_toolkit asks where the cursor is
                 self.seen = self.seen.replace("\x1b[6n", "")
                 os.write(self.fd, b"\x1b[1;1R")
@@ -199,8 +259,8 @@ class Terminal:
 def terminal():
     made = []
 
-    def start(*options):
-        made.append(Terminal(*options))
+    def start(*options, **how):
+        made.append(Terminal(*options, **how))
         return made[-1]
 
     yield start
@@ -211,8 +271,16 @@ def terminal():
 def test_in_a_terminal_mistakes_do_not_end_it_and_end_of_file_does(terminal, document):
     path, facts = document
     chat = terminal(*POLICY)
+    chat.wait_for("demo, policy snapkv:")
+    chat.wait_for(", memory recall")
     chat.wait_for("/help lists commands")
     chat.wait_for(PROMPT)
+    chat.type("\x03")
+    chat.wait_for("Ctrl-D or /quit leaves the chat")
+    chat.wait_for(PROMPT)
+    chat.type("given up\x03")
+    chat.wait_for(PROMPT)
+    assert "leaves the chat" not in chat.all.partition("leaves the chat")[2]
     chat.type("/fiel\r")
     chat.wait_for("did you mean '/file'?")
     chat.type(f"/file {path}\r")
@@ -240,3 +308,86 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal, document):
     chat.wait_for("to be read")
     chat.type("/quit\r")
     assert chat.exit_code() == 0
+
+
+def test_tab_completes_commands_and_file_names(terminal, document):
+    path, _ = document
+    chat = terminal(cwd=path.parent)
+    chat.wait_for(PROMPT)
+    chat.type("/he\t\r")
+    chat.wait_for("leave (also Ctrl-D)")
+    chat.type("/policy keyd\t\r")
+    chat.wait_for("policy keydiff")
+    chat.type("/file no\t\r")
+    chat.wait_for("notes of today.txt: ")
+    chat.type("/quit\r")
+    assert chat.exit_code() == 0
+
+
+def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, document, tmp_path):
+    path, facts = document
+    mine = tmp_path / "mine.md"
+    mine.write_text("mine")
+    chat = terminal(*POLICY)
+    chat.wait_for(PROMPT)
+    chat.type("/system Be brief.\r")  # nothing is lost by it
+    chat.wait_for("with that system prompt")
+    chat.type(f"/file {path}\r")
+    chat.type(f"{facts[0].question}\r")
+    chat.wait_for(facts[0].value)
+    for command in ("/reset", "/load x.safetensors", "/policy none", "/system Be long."):
+        chat.type(f"{command}\r")
+        chat.wait_for("This conversation is not saved: replace it? [y/N]")
+        chat.type("\x03" if command == "/reset" else "\r")
+        chat.wait_for("the conversation goes on")
+    chat.type(f"/export {mine}\r")
+    chat.wait_for("lready: replace it? [y/N]")
+    chat.type("n\r")
+    chat.wait_for("nothing was written")
+    assert mine.read_text() == "mine"
+    chat.type(f"/save {tmp_path}/talk.safetensors\r")
+    chat.wait_for("saved in")
+    chat.type("/reset\r")
+    chat.wait_for("the conversation is forgotten")
+    chat.type(f"/file {path}\r")
+    chat.type(f"{facts[1].question}\r")
+    chat.wait_for(facts[1].value)
+    chat.type(f"/load {tmp_path}/talk.safetensors\r")
+    chat.wait_for("[y/N]")
+    chat.type("y\r")
+    chat.wait_for("tokens loaded")
+    chat.type("/quit\r")
+    assert chat.exit_code() == 0
+
+
+def test_a_dumb_terminal_gets_no_escape_codes(terminal, document):
+    path, facts = document
+    chat = terminal(*POLICY, term="dumb")
+    chat.wait_for("> ")
+    chat.type("\x03")
+    chat.wait_for("Ctrl-D or /quit leaves the chat")
+    chat.type(f"/file {path}\n")
+    chat.wait_for("to be read")
+    chat.type(f"{facts[1].question}\n")
+    chat.wait_for(facts[1].value)
+    chat.type("/reset\n")
+    chat.wait_for("[y/N]")
+    chat.type("y\n")
+    chat.wait_for("is forgotten")
+    chat.type("\x04")
+    assert chat.exit_code() == 0 and "\x1b" not in chat.all
+
+
+def test_colours_are_the_terminals_own(terminal, document):
+    """None of a fixed shade, which some background would hide."""
+    path, facts = document
+    chat = terminal(*POLICY, term="xterm-256color")
+    chat.wait_for(PROMPT)
+    chat.type(f"/file {path}\r")
+    chat.wait_for("to be read")
+    chat.type(f"{facts[1].question}\r")
+    chat.wait_for("\x1b[32m")  # the bar's green
+    chat.wait_for(facts[1].value)
+    chat.type("/fi\t\t")
+    chat.wait_for("/files")
+    assert not re.search(r"\x1b\[[\d;]*[34]8;", chat.all)

@@ -5,14 +5,8 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_snapkv import SnapKVError
-from mlx_snapkv.entries.selection import (
-    gather_entries,
-    has_nan,
-    nan_scores,
-    select_positions,
-    top_positions,
-)
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.selection import select_positions, top_positions
 
 
 def positions(scores, **parts):
@@ -57,13 +51,10 @@ def test_degenerate_cases(parts, expected):
     assert positions([0.0, 1, 2, 3, 4, 5], **parts) == expected
 
 
-def test_nan_is_the_lowest_score_and_can_be_asked_for():
+def test_nan_is_the_lowest_score():
     nan = float("nan")
     assert positions([0.0, nan, 1, nan, 2, 0], n_sink=1, top_k=2, n_window=1) == [0, 2, 4, 5]
     assert positions([0.0, nan, 1, nan, nan, 0], n_sink=1, top_k=2, n_window=1) == [0, 1, 2, 5]
-    assert has_nan(mx.array([[0.0, nan]])).item() and not has_nan(mx.array([0.0, mx.inf])).item()
-    with pytest.raises(SnapKVError, match="NaN"):
-        raise nan_scores()
 
 
 @given(
@@ -87,10 +78,10 @@ def test_the_highest_scores_are_kept(scores, data):
     assert not dropped or min(scores[i] for i in kept) >= max(dropped)
 
 
-def test_gather_takes_the_rows_of_each_head():
+def test_the_chosen_rows_are_taken_of_each_head():
     rows = mx.arange(2 * 3 * 4 * 2).reshape(2, 3, 4, 2)
     kept = mx.array(np.random.default_rng(0).integers(0, 4, (2, 3, 2)), mx.uint32)
-    out = gather_entries(rows, kept)
+    out = Entries(rows, rows).taken(kept).keys
     for b in range(2):
         for h in range(3):
             assert out[b, h].tolist() == [rows[b, h, int(t)].tolist() for t in kept[b, h].tolist()]

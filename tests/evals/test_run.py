@@ -9,6 +9,7 @@ from mlx_snapkv.evals.results import Results
 from mlx_snapkv.evals.run import FULL, check, contenders, run
 from mlx_snapkv.evals.summary import summarise, table
 from mlx_snapkv.reporting.heatmap import accuracies, write_heatmaps
+from mlx_snapkv.reporting.setting import setting
 
 GRID = cells([1024], 2, 1)
 POLICIES = contenders(["random:budget=3%", "snapkv"])
@@ -43,7 +44,7 @@ def test_an_uncompressed_prompt_never_counts_as_the_policys(records, tmp_path):
     assert "Not compressed, so not counted: snapkv at 1,024 tokens" in made.remark
     _, _, grid = accuracies([r for r in records if r["policy"] == "snapkv"])
     assert all(share != share for row in grid for share in row)  # NaN
-    paths = write_heatmaps(records, tmp_path / "n")
+    paths = write_heatmaps({"records": records, "model": "demo"} | setting(), tmp_path / "n")
     assert [p.name for p in paths] == [
         "n-full-cache.png",
         "n-random-budget=3pct.png",

@@ -155,4 +155,5 @@ def test_requests_that_name_no_policy(keywords, message):
     ],
 )
 def test_one_lookahead_for_every_way_in(text, n):
-    assert resolve_policy(policy=text).n_lookahead == n
+    _, decode_policy = resolve_policy(policy=text).stages
+    assert decode_policy.n_lookahead == n

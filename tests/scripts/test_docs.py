@@ -3,9 +3,11 @@
 import itertools
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import commands_page
+import fork_helpers
 import policies_page
 import pytest
 import write_docs
@@ -70,7 +72,9 @@ def _shown(text: str) -> list[list[str]]:
 def test_commands_are_found_in_the_docs():
     """Else the test of them would be one of nothing."""
     shown = _shown((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [words[0] for words in shown] == "generate generate chat cache-prompt generate".split()
+    assert [
+        words[0] for words in shown
+    ] == "demo generate generate chat cache-prompt generate".split()
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -80,10 +84,36 @@ def test_every_option_of_a_policy_is_explained_in_its_docstring(name):
     assert set(cls.options()) <= set(told)
 
 
-def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
-    (tmp_path / "story.txt").write_text("The access code of the amber falcon is 482913.\n")
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def readme_run(tmp_path_factory):
+    """What the README's commands print, given one after the other as they stand, and the folder they were given in."""
+    folder = tmp_path_factory.mktemp("reader")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    printed = []
+    for block in re.findall(r"^```\n(.*?)^```", readme, re.M | re.S)[1:]:  # the first is a drawing
+        typed = "\n".join(re.findall(r"^> (.*)", block, re.M))
+        for line in re.findall(r"^(?!>|make |\. \.venv/bin/activate$).+", block, re.M):
+            source, _, words = re.fullmatch(r"(cat (\S+) \| )?mlx-snapkv (.*)", line).groups()
+            given = (folder / source.split()[1]).read_text() if source else typed
+            command = [sys.executable, "-m", "mlx_snapkv", *shlex.split(words)]
+            done = fork_helpers.run(
+                command, input=given, capture_output=True, text=True, cwd=folder
+            )
+            assert done.returncode == 0, (line, done.stderr)
+            printed.append(done.stdout.splitlines())
+    return printed, folder
+
+
+def test_the_readmes_commands_run_as_they_stand(readme_run):
+    (demo, *answers), _ = readme_run
+    assert any("SnapKV" in line and "3/3" in line for line in demo)
+    oak, hawk = "6475938", "157815"
+    assert answers == [[oak], [hawk], [oak, hawk], [], [hawk]]
+
+
+def test_the_readmes_python_runs(readme_run, monkeypatch, capsys):
+    monkeypatch.chdir(readme_run[1])
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
     exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out.splitlines()[-1].strip() == "482913"
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "157815"

@@ -1,0 +1,248 @@
+"""The commands of a chat: lines that start with a slash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
+from prompt_toolkit.document import Document
+
+from ..caches.layers import file_bytes, kv_bytes
+from ..chat.conversation import Conversation
+from ..engine.report import format_bytes
+from ..errors import SnapKVError, UnknownOptionError
+from ..policies import POLICIES, resolve_policy
+from ..policies.base import suggestion
+from ..saved import require_writable
+from . import sampling
+from .chat_markdown import as_markdown
+from .chat_session import Session
+from .loading import read_file
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what may follow its name, what it is for, and what it does.
+
+    Attributes:
+        completer: what Tab completes after its name.
+    """
+
+    arguments: str
+    meaning: str
+    do: Callable[[Session, str], None]
+    completer: Completer | None = None
+
+
+def run_command(session: Session, line: str) -> None:
+    """Raises: SnapKVError: there is no such command, or it can't be done."""
+    name, _, rest = line.partition(" ")
+    if name not in COMMANDS:
+        close = suggestion(name, COMMANDS)
+        raise UnknownOptionError(f"unknown command {name}{close}: /help lists them")
+    COMMANDS[name].do(session, rest.strip())
+
+
+class CommandCompleter(Completer):
+    """Completes names of commands, and what follows them."""
+
+    def get_completions(self, document, complete_event) -> Iterator:
+        name, space, rest = document.text_before_cursor.partition(" ")
+        if not name.startswith("/"):
+            return
+        completer: Completer | None = WordCompleter(list(COMMANDS), WORD=True)
+        if space:
+            completer = COMMANDS[name].completer if name in COMMANDS else None
+        if completer is not None:
+            rest = rest if space else name
+            yield from completer.get_completions(Document(rest), complete_event)
+
+
+def _file(session: Session, name: str) -> None:
+    path = _named("/file", name)
+    text = read_file("/file", path)
+    tokens = session.attach(text)
+    session.names[text] = Path(path).name
+    session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")
+
+
+def _files(session: Session, rest: str) -> None:
+    attached = session.conversation.attached
+    if rest:
+        session.say(f"{session.name_of(attached.pop(_place(session, rest)))} is detached")
+        return
+    read = [text for *documents, _ in session.conversation.said for text in documents]
+    for text in read:
+        session.say(f"   {session.name_of(text)}, part of the conversation")
+    for n, text in enumerate(attached, start=1):
+        session.say(f"{n}  {session.name_of(text)}, to be read with your next message")
+    if not read and not attached:
+        session.say("no file is attached: /file FILE attaches one")
+
+
+def _place(session: Session, rest: str) -> int:
+    """Which of the waiting documents `detach NUMBER` or `detach NAME` names."""
+    word, _, which = rest.partition(" ")
+    names = [session.name_of(text) for text in session.conversation.attached]
+    known = [str(n) for n in range(1, len(names) + 1)]
+    which = which.strip()
+    if word != "detach" or which not in (*known, *names):
+        raise SnapKVError(
+            f"/files takes nothing or: detach and the number or name of a waiting file, got {rest!r}"
+        )
+    return known.index(which) if which in known else names.index(which)
+
+
+def _undo(session: Session, _: str) -> None:
+    typed = session.conversation.undo()
+    again = bool(session.conversation.said) and not session.conversation.read
+    how = "; the conversation will be read again with your next message" if again else ""
+    session.say(f"taken back: {' '.join(typed.split())[:60]}{how}{session.waiting}")
+
+
+def _retry(session: Session, _: str) -> None:
+    earlier = session.conversation.messages[-1:]
+    n_turns = len(session.conversation.said)
+    typed = session.conversation.undo()
+    try:
+        session.answer(typed)
+    finally:
+        if len(session.conversation.said) < n_turns:
+            session.say("the question was not answered again, and is taken back")
+    if session.sampling.temp == 0 and session.conversation.messages[-1:] == earlier:
+        session.say("the same answer, since temp is 0: /set temp 0.7 lets it differ")
+
+
+def _set(session: Session, rest: str) -> None:
+    name, _, value = rest.partition(" ")
+    if name:
+        session.sample(session.sampling.changed(name, value.strip()))
+    session.say(str(session.sampling))
+
+
+def _reset(session: Session, _: str) -> None:
+    if session.may_replace():
+        session.start_again()
+        session.say("the conversation is forgotten")
+
+
+def _stats(session: Session, _: str) -> None:
+    conversation = session.conversation
+    report = conversation.report
+    if report is None:
+        session.say("nothing has been said yet")
+        return
+    session.say(str(report))
+    layers = [f"{i}: {n}" for i, n in enumerate(report.entries_kept) if n is not None]
+    if layers:
+        session.say(f"entries by layer: {', '.join(layers)}")
+    held = format_bytes(kv_bytes(conversation.prompt_cache))
+    if file_bytes(conversation.prompt_cache):
+        held += f", {format_bytes(file_bytes(conversation.prompt_cache))} in files"
+    if conversation.undo_nbytes:
+        held += f", {format_bytes(conversation.undo_nbytes)} for /undo"
+    session.say(f"KV memory held between turns: {held}; {session.speed}")
+
+
+def _save(session: Session, name: str) -> None:
+    path = require_writable(_named("/save", name))
+    replaced = path.exists()
+    session.conversation.save(path)
+    session.saved()
+    session.say(f"saved in {path}{', in place of the one that was there' if replaced else ''}")
+
+
+def _load(session: Session, name: str) -> None:
+    path = _named("/load", name)
+    if not session.may_replace():
+        return
+    now = session.conversation
+    wanted = (session.policy_wanted, session.memory_wanted)
+    loaded = Conversation.load(
+        path, now.model, now.tokenizer, policy=wanted[0], memory=wanted[1], **now.generation
+    )
+    session.replace(loaded)
+    whose = "" if (loaded.policy, loaded.memory) == wanted else ", as it was saved"
+    session.say(f"{len(loaded.read):,} tokens loaded, {session.ways}{whose}")
+
+
+def _export(session: Session, name: str) -> None:
+    path = Path(_named("/export", name)).expanduser()
+    text = as_markdown(session)
+    ours = str(path.absolute()) in session.exported
+    if path.exists() and not ours:
+        if not session.lines.interactive:
+            raise SnapKVError(f"/export {path}: there is such a file already, give another name")
+        if not session.lines.agree(f"{path} is there already: replace it?"):
+            session.say("nothing was written")
+            return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SnapKVError(f"/export {path}: {getattr(error, 'strerror', None) or error}") from error
+    session.exported.add(str(path.absolute()))
+    session.say(f"written to {path}")
+
+
+def _policy(session: Session, text: str) -> None:
+    if not text:
+        session.say(f"policy: {session.conversation.policy or 'none'}")
+        return
+    policy = None if text == "none" else resolve_policy(policy=text)
+    if session.may_replace():
+        session.start_again(policy=policy)
+        session.say(f"a new conversation with policy {policy or 'none'}")
+
+
+def _system(session: Session, text: str) -> None:
+    if session.may_replace():
+        session.start_again(system=text or None)
+        session.say(f"a new conversation {'with that' if text else 'without a'} system prompt")
+
+
+def _help(session: Session, _: str) -> None:
+    for name, command in COMMANDS.items():
+        session.say(f"{f'{name} {command.arguments}':24} {command.meaning}")
+
+
+def _quit(session: Session, _: str) -> None:
+    raise StopIteration
+
+
+def _named(command: str, name: str) -> str:
+    """A file name as it was typed, with or without quotes."""
+    if not name:
+        raise SnapKVError(f"{command} needs the name of a file")
+    quoted = len(name) > 1 and name[0] == name[-1] and name[0] in "\"'"
+    return name[1:-1] if quoted else name
+
+
+_PATHS = PathCompleter(expanduser=True)
+
+COMMANDS = {
+    "/file": Command("FILE", "put a document in front of the next message", _file, _PATHS),
+    "/files": Command(
+        "[detach N]", "the files attached; detach one that waits", _files, WordCompleter(["detach"])
+    ),
+    "/undo": Command("", "take back the last turn", _undo),
+    "/retry": Command("", "answer the last question again", _retry),
+    "/set": Command(
+        "[NAME VALUE]", "how answers are sampled", _set, WordCompleter(list(sampling.NAMES))
+    ),
+    "/stats": Command("", "entries kept, memory and speed of the last turn", _stats),
+    "/save": Command("FILE", "write the conversation to a .safetensors file", _save, _PATHS),
+    "/load": Command("FILE", "go on with a saved conversation or text", _load, _PATHS),
+    "/export": Command("FILE", "write the conversation as Markdown", _export, _PATHS),
+    "/reset": Command("", "forget the conversation", _reset),
+    "/policy": Command(
+        "[POLICY]",
+        "start again with this policy; none for the full cache",
+        _policy,
+        WordCompleter(["none", *POLICIES]),
+    ),
+    "/system": Command("[TEXT]", "start again with this system prompt, or none", _system),
+    "/help": Command("", "this list", _help),
+    "/quit": Command("", "leave (also Ctrl-D)", _quit),
+}

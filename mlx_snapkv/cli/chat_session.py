@@ -1,0 +1,117 @@
+"""A chat under way: what its loop and its commands share."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ..chat.conversation import Conversation
+from .lines import Lines
+from .progress import PrefillBar, stderr_console
+from .sampling import Sampling
+from .waiting import TOKENISING, waited_for
+
+
+class Session:
+    """A conversation and the terminal or script that it is with. Answers go to stdout, all else to stderr.
+
+    Attributes:
+        model: the model's name, as the user gave it.
+        conversation: the one that the next message goes to.
+        sampling: how its answers are sampled.
+        policy_wanted, memory_wanted: what a new conversation gets, whatever a loaded one has brought with it.
+        names: of the documents attached, by their text.
+        exported: files that hold this chat already.
+        speed: of the last turn, in words.
+    """
+
+    def __init__(self, model: str, conversation: Conversation, sampling: Sampling, lines: Lines):
+        self.model = model
+        self.conversation = conversation
+        self.sampling = sampling
+        self.lines = lines
+        self.policy_wanted, self.memory_wanted = conversation.policy, conversation.memory
+        self.names: dict[str, str] = {}
+        self.exported: set[str] = set()
+        self.speed = ""
+        self._console = stderr_console()
+        self._in_file: list[dict[str, str]] = []  # the messages that are in a file
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def attach(self, text: str) -> int:
+        """Attach a document; the number of its tokens."""
+        n_tokens = waited_for(self._console, TOKENISING, partial(self.conversation.count, text))
+        self.conversation.attached.append(text)
+        return n_tokens
+
+    def answer(self, text: str) -> None:
+        """Send a message, and print the answer as it comes."""
+        bar = PrefillBar(self._console)
+        last = None
+        send = partial(self.conversation.send, text, bar.update)
+        responses: Any = waited_for(self._console, TOKENISING, send)
+        try:
+            for last in responses:
+                print(last.text, end="", flush=True)
+        finally:
+            responses.close()  # now, and not when it is collected: it may have been interrupted
+            bar.close()
+            if last is not None:
+                print(flush=True)
+                self.speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
+
+    @property
+    def ways(self) -> str:
+        """The conversation's policy and memory."""
+        return f"policy {self.conversation.policy or 'none'}, memory {self.conversation.memory}"
+
+    @property
+    def waiting(self) -> str:
+        """What was attached and is still to be read."""
+        n = len(self.conversation.attached)
+        if not n:
+            return ""
+        them = "the document" if n == 1 else f"the {n} documents"
+        return f", and {them} will be read with your next message"
+
+    def name_of(self, document: str) -> str:
+        """The name of a document's file; how it begins if a saved conversation brought it."""
+        start = " ".join(document[:200].split())
+        return self.names.get(document) or f"“{start if len(start) <= 40 else start[:39] + '…'}”"
+
+    def saved(self) -> None:
+        """Take note that the conversation is in a file."""
+        self._in_file = self.conversation.messages
+
+    def may_replace(self) -> bool:
+        """Whether the conversation may be lost: it is in a file, or the user at the terminal agrees."""
+        lost = bool(self.conversation.said) and self.conversation.messages != self._in_file
+        if not lost or not self.lines.interactive:
+            return True
+        if self.lines.agree("This conversation is not saved: replace it?"):
+            return True
+        self.say("the conversation goes on")
+        return False
+
+    def replace(self, conversation: Conversation) -> None:
+        """Go on with another conversation."""
+        self.conversation = conversation
+        self.saved()
+
+    def start_again(self, **changes: Any) -> None:
+        """Forget the conversation, and what the file it came from may have brought with it."""
+        now = self.conversation
+        options = {"system": now.system, "policy": self.policy_wanted} | changes
+        self.replace(
+            Conversation(
+                now.model, now.tokenizer, memory=self.memory_wanted, **options, **now.generation
+            )
+        )
+        self.policy_wanted = self.conversation.policy
+
+    def sample(self, sampling: Sampling) -> None:
+        """Sample answers this way from now on."""
+        self.sampling = sampling
+        self.conversation.generation.update(sampling.options(self.conversation.tokenizer))

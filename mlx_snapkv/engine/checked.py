@@ -1,0 +1,141 @@
+"""`verify="all"`: the model drafts tokens on small caches, and checks them in one pass over all entries.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023 (arXiv:2211.17192), with the model
+as its own draft. mlx-lm's loop asks for one token at a time, samples and processes logits as ever, and gets those of
+the full caches: already computed if it asks for a token that was drafted.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from ..caches.layers import layer_caches
+from .gathering import Gathering
+from .report import Verified
+
+MOST_DRAFTS = 16
+FIRST_DRAFTS = 4
+PATIENCE = 100  # tokens after which drafting must have gained something
+
+
+class Checked:
+    """Answers a model's calls of one token from full caches, ahead of time where its drafts were right.
+
+    Args:
+        model: an mlx-lm model whose attention classes are patched.
+        full: its caches with all entries.
+        small: its caches to draft with.
+        verified: where tokens and drafts are counted.
+    """
+
+    def __init__(self, model, full: list, small: list, gathering: Gathering, verified: Verified):
+        self._model = model
+        self._full, self._small = full, small
+        self._gathering = gathering
+        self._verified = verified
+        self._n_drafts = 0  # of the last round
+        self._ahead: list[tuple[int, mx.array]] = []  # drafts, and the logits after each
+        self._unread: list[int] = []  # tokens that the small caches have not read
+        self._pace = _Pace(verified)
+
+    def __call__(self, inputs: mx.array, cache: list) -> mx.array:
+        ((token,),) = _numbers(inputs)
+        self._verified.tokens += 1
+        if self._ahead and self._ahead[0][0] == token:
+            self._verified.accepted += 1
+            return self._ahead.pop(0)[1]
+        with self._pace.round():
+            n_drafts = self._next_drafts()
+            self.close()
+            logits = self._round(token, n_drafts)
+            mx.eval(logits)
+        return logits
+
+    def close(self) -> None:
+        """Take back the drafts that nobody has asked for."""
+        n_right = self._n_drafts - len(self._ahead)
+        for cache in layer_caches(self._full):
+            cache.rollback(len(self._ahead))
+        # The small caches have not read the last draft.
+        for cache in layer_caches(self._small):
+            cache.rollback(max(0, self._n_drafts - 1 - n_right))
+        if self._n_drafts and not self._ahead:
+            self._unread = [self._last_draft]
+        self._ahead, self._n_drafts = [], 0
+
+    def _next_drafts(self) -> int:
+        """Drafts of the next round: two more if all of the last were right, else one fewer."""
+        if self._pace.plain:
+            return 0
+        if self._n_drafts == 0:
+            return FIRST_DRAFTS
+        return (
+            min(self._n_drafts + 2, MOST_DRAFTS) if not self._ahead else max(1, self._n_drafts - 1)
+        )
+
+    def _round(self, token: int, n_drafts: int) -> mx.array:
+        """Logits `(1, 1, vocab_size)` after a token, and drafts ahead of it."""
+        if n_drafts == 0:
+            self._unread.append(token)
+            return self._model(mx.array([[token]]), cache=self._full)
+        if self._gathering.is_due(self._small):
+            self._gathering.gather(self._small)
+            self._unread = []
+        tokens = [mx.array([[token]])]
+        unread = mx.array([[*self._unread, token]])
+        for _ in range(n_drafts):
+            logits = self._model(unread, cache=self._small)
+            unread = mx.argmax(logits[:, -1:], axis=-1)
+            tokens.append(unread)
+        checked = mx.concatenate(tokens, axis=1)
+        logits = self._model(checked, cache=self._full)
+        mx.eval(logits, checked)
+        ((_, *drafts),) = _numbers(checked)
+        self._ahead = [(draft, logits[:, i : i + 1]) for i, draft in enumerate(drafts, start=1)]
+        self._verified.drafted += n_drafts
+        self._n_drafts, self._unread, self._last_draft = n_drafts, [], drafts[-1]
+        return logits[:, :1]
+
+
+def _numbers(tokens: mx.array) -> Any:
+    return tokens.tolist()
+
+
+class _Pace:
+    """What rounds cost, against plain ones, which come first.
+
+    Attributes:
+        plain: a round is to be made without drafts: to be measured, or since drafts don't gain anything.
+    """
+
+    def __init__(self, verified: Verified):
+        self._verified = verified
+        self._plain_rounds = 2  # the first one warms up
+        self._before = (0, 0.0)  # tokens and seconds when drafts were last found to gain something
+
+    @property
+    def plain(self) -> bool:
+        return self._plain_rounds > 0
+
+    @contextlib.contextmanager
+    def round(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self._verified.seconds += seconds
+        if self._plain_rounds:
+            self._plain_rounds -= 1
+            self._verified.plain_seconds = seconds
+            self._before = self._verified.tokens, self._verified.seconds
+        elif self._verified.tokens - self._before[0] >= PATIENCE:
+            self._judge()
+
+    def _judge(self) -> None:
+        tokens, seconds = self._verified.tokens, self._verified.seconds
+        if seconds - self._before[1] >= (tokens - self._before[0]) * self._verified.plain_seconds:
+            self._plain_rounds = sys.maxsize
+        self._before = tokens, seconds

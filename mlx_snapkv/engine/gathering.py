@@ -1,0 +1,81 @@
+"""Small caches that are gathered anew, in the middle of an answer, from all entries that their layers have."""
+
+import dataclasses
+
+import mlx.core as mx
+
+from ..caches.layers import AttentionLayer
+from ..caches.recollection import Recollection
+from ..entries.selection import nan_scores
+from ..policies import Policy, SnapKV
+from ..policies.budgets import Quota
+from .report import Verified
+
+
+class Gathering:
+    """The small caches of a model's full-attention layers, and all entries of each layer.
+
+    Args:
+        layers: those layers.
+        recollections: all entries of each; `gather` adds the tokens that only the small cache holds.
+        caches: the small caches, made by `gathered_cache`.
+        policy: what the prompt was compressed by; if it does not vote by queries, SnapKV does.
+        verified: where votes are counted.
+    """
+
+    def __init__(
+        self,
+        layers: list[AttentionLayer],
+        recollections: list[Recollection],
+        caches: list,
+        policy: Policy,
+        verified: Verified,
+    ):
+        self._verified = verified
+        counts = [layer.entries_in(caches).n_entries for layer in layers]
+        self._most: int = max(counts) + policy.answer_block
+        quotas = policy.quotas(len(recollections[0]), len(layers))
+        self._layers = []
+        for layer, everything, n, quota in zip(layers, recollections, counts, quotas):
+            quota = Quota(n, quota.n_sink, quota.n_window)
+            self._layers.append((layer, everything, quota, _voter(policy, quota)))
+
+    def is_due(self, caches: list) -> bool:
+        """Whether a small cache holds `policy.answer_block` tokens more than what was gathered."""
+        return any(layer.entries_in(caches).n_entries >= self._most for layer, *_ in self._layers)
+
+    def gather(self, caches: list, newer: int = 0) -> None:
+        """Let a query of every layer vote over all its entries, and hold what that votes for.
+
+        Args:
+            newer: how many of the newest queries come after the one that votes.
+
+        Raises:
+            SnapKVError: the votes are NaN, or entries can't be read; every layer then holds what it held or what
+                it was to.
+        """
+        self._verified.votes += 1
+        for layer, everything, quota, voter in self._layers:
+            small = layer.cache_in(caches)
+            held = small.held(1 + newer)
+            newest = held.between(len(held) - max(0, small.offset - len(everything)), len(held))
+            everything.append(newest.keys, newest.values)
+            place = held.voters.start
+            asked = dataclasses.replace(
+                held.voters, heads=held.queries[:, :, :1], places=range(place, place + 1)
+            )
+            scores = voter.score(everything.voted_by(asked))
+            chosen, nan = quota.select(scores), mx.any(mx.isnan(scores))
+            mx.eval(chosen, nan)
+            if nan.item():
+                raise nan_scores()
+            small.offset = len(everything)
+            small.hold(everything.gather(chosen))
+            mx.eval(small.state)
+
+
+def _voter(policy: Policy, quota: Quota) -> Policy:
+    """Who makes scores of a query's attention: the policy itself, if it does that."""
+    if policy.obs_window:
+        return policy
+    return SnapKV(n_sink=quota.n_sink, n_window=max(1, quota.n_window), obs_window=1)

@@ -1,0 +1,148 @@
+"""Requests whose prompt's entries all stay, beside the few that the answer is decoded from."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..caches.decode import gathered_cache
+from ..caches.layers import copies_but_entries
+from ..caches.memories import require_memory
+from ..caches.recollection import Recollection
+from ..errors import SnapKVError
+from ..policies import Policy, Stages
+from .checked import Checked
+from .gathering import Gathering
+from .report import CompressionReport, Verified
+from .request import Request
+from .unsure import Unsure
+from .wrapper import Answered
+
+VERIFY = ("unsure", "all")
+VERIFY_BELOW = 0.999
+
+
+@dataclass(frozen=True)
+class Recall:
+    """What becomes of the entries that an answer is not decoded from, and what it does with them.
+
+    Attributes:
+        memory: "drop", "recall", "recall:8bit", "recall:4bit" or "recall:file".
+        verify: None: nothing, they are for later turns. "unsure": a token whose probability is less than `below` votes
+            over all entries, and is decoded again from those it votes for.
+        below: that probability, above 0 and at most 1; with 1 every token votes.
+
+    Raises:
+        SnapKVError: one of these is none of that, or they don't go together.
+    """
+
+    memory: str = "drop"
+    verify: str | None = None
+    below: float = VERIFY_BELOW
+
+    def __post_init__(self):
+        require_memory(self.memory)
+        if self.verify is None:
+            return
+        if self.verify not in VERIFY:
+            raise SnapKVError(f"verify must be {' or '.join(VERIFY)}, got {self.verify!r}")
+        if self.memory == "drop":
+            raise SnapKVError(
+                f"verify={self.verify} asks entries that memory=drop does not keep: give memory=recall"
+            )
+        if self.verify == "all" and "file" in self.memory:
+            raise SnapKVError(
+                f"verify=all reads all entries again and again, so they must be in memory, not memory={self.memory}: "
+                "give memory=recall, recall:8bit or recall:4bit, or verify=unsure"
+            )
+        if not 0 < self.below <= 1:
+            raise SnapKVError(f"verify_below must be above 0 and at most 1, got {self.below}")
+
+    def require(self, policy: Policy | Stages | None) -> None:
+        """Raises: SnapKVError: entries that stay can't be chosen from by this policy."""
+        if self.memory == "drop" or policy is None:
+            return
+        if any(stage.accumulates_attention for stage in policy.stages):
+            raise SnapKVError(
+                f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
+                f"and {policy} counts the attention of all"
+            )
+
+
+@dataclass
+class RecallingRequest(Request):
+    """One more turn on full caches that stay: its queries vote over all entries ever read.
+
+    The caller's caches go on holding all entries, this turn's among them. The compressed ones, in `caches` after the
+    compression, serve its answer only.
+
+    Args:
+        recall: whether the answer's tokens are verified.
+    """
+
+    recall: Recall = Recall("recall")
+
+    def __post_init__(self):
+        self._checked: Checked | None = None
+        super().__post_init__()
+        if self.recall.verify is not None:
+            self.loop_model = Answered(self.model)
+
+    def _prefill_caches(self) -> list:
+        capacity = self.decision.at + self.decision.n_ahead + 1
+        self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
+        for layer in self._layers:
+            cache = layer.cache_in(self.prompt_cache)
+            cache.observe(self.decision.first, self.decision.last, capacity, self._statistics_from)
+            cache.layer = layer
+        return list(self.prompt_cache)
+
+    @property
+    def _evicts(self) -> bool:
+        return False
+
+    @property
+    def _observes_answer(self) -> bool:
+        return super()._observes_answer or self.recall.verify is not None
+
+    def _replace(self) -> CompressionReport:
+        """Put compressed caches into `caches`, and the turn's entries to where they are kept.
+
+        Raises:
+            SnapKVError: there is no room for them there; some then stay in memory.
+        """
+        small = copies_but_entries(self.prompt_cache, self._layers)
+        make_cache = None if self.recall.verify is None else gathered_cache
+        report = self._compressed(small, make_cache=make_cache)
+        self.caches[:] = small
+        if report.compressed:
+            for layer in self._layers:
+                layer.cache_in(self.prompt_cache).offload()
+            if self.recall.verify is not None:
+                report.verified = Verified(self.recall.verify)
+                self._verify(report.verified)
+        return report
+
+    def _verify(self, verified: Verified) -> None:
+        everything = [
+            Recollection(layer.cache_in(self.prompt_cache).sources(), layer)
+            for layer in self._layers
+        ]
+        gathering = Gathering(self._layers, everything, self.caches, self.decode_policy, verified)
+        if verified.verify == "unsure":
+            unsure = Unsure(self.model, gathering, self.recall.below, verified)
+            self.loop_model.answering = unsure
+            return
+        full = list(self.prompt_cache)
+        for layer in self._layers:
+            layer.put(full, layer.cache_in(self.prompt_cache).growing_cache())
+        self._checked = Checked(self.model, full, list(self.caches), gathering, verified)
+        self.loop_model.answering = self._checked
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        try:
+            with super().decoding():
+                yield
+        finally:
+            if self._checked is not None:
+                self._checked.close()
