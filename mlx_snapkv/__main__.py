@@ -1,14 +1,12 @@
 """Where the command starts, `mlx-snapkv` or `python -m mlx_snapkv`."""
 
-import sys
+from .cli.interrupts import stop_at_once
 
 
 def main() -> None:
-    try:
-        from .cli.app import main
-    except KeyboardInterrupt:
-        print("\nmlx-snapkv: stopped", file=sys.stderr)
-        sys.exit(130)
+    stop_at_once()
+    from .cli.app import main
+
     main()
 
 

@@ -9,6 +9,7 @@ import typer
 from ..errors import SnapKVError
 from ..reporting import plots, tables
 from . import flags
+from .interrupts import listen
 from .loading import load_model
 from .options import ResultFiles, whole_numbers, write_result
 
@@ -77,6 +78,7 @@ def bench(
     files = None if output is None else ResultFiles(output, endings)
     for n in (*plan.contexts, *plan.prompts, batch_context):
         plan.policy_for(n)  # a mistake in the options shows before anything is measured
+    listen()
     loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     about = {"command": command, **setting(), "model": model or NAME}

@@ -1,18 +1,18 @@
 """What a user types: with editing and history on a terminal, line by line from a file."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import Completer
+from prompt_toolkit.output import create_output
+from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.utils import is_dumb_terminal
 
 from ..errors import SnapKVError
 from .loading import require_text
-
-if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import Completer
 
 PROMPT = "> "
 
@@ -31,11 +31,6 @@ class Lines:
         self.interactive = stream.isatty()
         self._stream = stream
         self._session: PromptSession | None = None
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.output import create_output
-        from prompt_toolkit.shortcuts import CompleteStyle
-        from prompt_toolkit.utils import is_dumb_terminal
-
         if self.interactive and not is_dumb_terminal():
             # Prompts are no part of the answers, so they don't go to stdout.
             self._session = PromptSession(

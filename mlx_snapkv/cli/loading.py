@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
+from .interrupts import listen
 
 
 def load_model(
@@ -38,6 +39,7 @@ def load_model(
     import mlx.core as mx
     from mlx_lm import load
 
+    listen()
     try:
         model, tokenizer, *_ = load(
             str(folder if exists else name),
