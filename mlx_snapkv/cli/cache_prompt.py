@@ -39,13 +39,12 @@ def cache_prompt(
     """
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
-    from rich.console import Console
 
     from .. import saved
     from ..caches.layers import kv_bytes
     from ..engine.prefill import prefill, read
     from ..policies import resolve_policy
-    from .progress import PrefillBar
+    from .progress import PrefillBar, stderr_console
 
     chosen = resolve_policy(snapkv, policy)
     path = saved.require_writable(output)
@@ -53,7 +52,7 @@ def cache_prompt(
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
     now = datetime.now()
-    console = Console(stderr=True, quiet=quiet)
+    console = stderr_console(quiet)
     opening = partial(opening_tokens, tokenizer, text, system_prompt, now)
     tokens = waited_for(console, TOKENISING, opening)
     bar = PrefillBar(console)

@@ -19,7 +19,7 @@ from .waiting import TOKENISING, waited_for
 if TYPE_CHECKING:
     from mlx_lm.generate import GenerationResponse
 
-    from .progress import PrefillBar
+    from .progress import PrefillBar, stderr_console
 
 
 def generate(
@@ -68,7 +68,6 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
-    from rich.console import Console
 
     from ..engine.generate import stream_generate
     from ..entries.quantization import Quantization
@@ -107,7 +106,7 @@ def generate(
         quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
         start = SavedStart(prompt_cache_file, model, loaded, chosen, quantization)
         encoded = partial(start.encode, tokenizer, text, ignore_chat_template)
-    console = Console(stderr=True, quiet=quiet)
+    console = stderr_console(quiet)
     tokens = waited_for(console, TOKENISING, encoded)
     seed_sampling(seed)
     sampler = make_sampler(

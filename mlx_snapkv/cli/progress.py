@@ -17,6 +17,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 from .options import ResultFiles, write_json
+from .slow_blas import LONG, tell_slow_blas
 
 # The terminal's own colours, of which only green and red stand out on dark and on light ones alike.
 PALETTE = Theme(
@@ -33,8 +34,8 @@ PALETTE = Theme(
 )
 
 
-def stderr_console() -> Console:
-    return Console(stderr=True, highlight=False, theme=PALETTE)
+def stderr_console(quiet: bool = False) -> Console:
+    return Console(stderr=True, highlight=False, theme=PALETTE, quiet=quiet)
 
 
 class _TokenSpeed(ProgressColumn):
@@ -64,6 +65,8 @@ class PrefillBar:
 
     def update(self, done: int, total: int) -> None:
         if done == 0:
+            if total >= LONG:
+                tell_slow_blas(self._progress.console)
             self._progress.start()
             self._progress.start_task(self._task)
         self._progress.update(self._task, completed=done, total=total)

@@ -1,6 +1,7 @@
 """Standard streams that are closed, full or not read, and Ctrl-C, as the shell gives them."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 MODULE = [sys.executable, "-m", "mlx_snapkv"]
 LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
+OPENBLAS = "*/openblas-pthread/libopenblas.so.0"
 PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
 
 
@@ -58,6 +60,27 @@ def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path)
 
     code, out, err = interrupted(tokenising, *PLAIN, "--prompt-file", str(file))
     assert (code, out, err) == (130, "", "\nmlx-snapkv: stopped\n")
+
+
+@pytest.mark.skipif(not list(Path("/usr/lib").glob(OPENBLAS)), reason="OpenBLAS is not here")
+def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("It was cold at the market. " * 400)
+    (library,) = Path("/usr/lib").glob(OPENBLAS)
+    hint = f"Long prompts are read several times faster with LD_PRELOAD={library}"
+    for preloaded, args, told in (
+        ("", ["--prompt-file", str(file)], 1),
+        (str(library), ["--prompt-file", str(file)], 0),
+        ("", [], 0),
+    ):
+        terminal, its = pty.openpty()
+        environment = os.environ | {"LD_PRELOAD": preloaded, "TERM": "xterm"}
+        command = [*MODULE, *PLAIN, "-m", "1", *args]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=its, env=environment, check=True)
+        os.set_blocking(terminal, False)
+        assert os.read(terminal, 1 << 16).decode().replace("\r\n", "").count(hint) == told
+        os.close(its)
+        os.close(terminal)
 
 
 def interrupted(ready, *args):
