@@ -19,7 +19,7 @@ from .waiting import TOKENISING, waited_for
 if TYPE_CHECKING:
     from mlx_lm.generate import GenerationResponse
 
-    from .progress import PrefillBar, stderr_console
+    from .progress import PrefillBar
 
 
 def generate(
@@ -72,7 +72,7 @@ def generate(
     from ..engine.generate import stream_generate
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
-    from .progress import PrefillBar
+    from .progress import PrefillBar, stderr_console
     from .saved_start import SavedStart
 
     quiet = quiet or verbose.lower().startswith("f")
