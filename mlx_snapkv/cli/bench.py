@@ -11,7 +11,7 @@ from ..reporting import plots, tables
 from . import flags
 from .interrupts import listen
 from .loading import load_model
-from .options import ResultFiles, whole_numbers, write_result
+from .options import MOST, ResultFiles, whole_numbers, write_result
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 CONTEXTS = "4096,16384,32768,49152,65536,131072"
@@ -30,7 +30,9 @@ def bench(
     batch_size: Annotated[
         str, typer.Option("--batch-size", "-b", help="Batch sizes to decode with.")
     ] = "1,2,4,8",
-    batch_context: Annotated[int, typer.Option(min=LEAST, help="Context of the batches.")] = 16384,
+    batch_context: Annotated[
+        int, typer.Option(min=LEAST, max=MOST, help="Context of the batches.")
+    ] = 16384,
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths of whole requests.")
     ] = "8192,16384",

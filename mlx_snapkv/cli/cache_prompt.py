@@ -9,6 +9,7 @@ import typer
 
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from . import flags
+from .generation import require_kv_bits
 from .loading import load_model, read_prompt
 from .opening import opening_tokens
 from .waiting import TOKENISING, waited_for
@@ -51,6 +52,7 @@ def cache_prompt(
     replaced = path.exists()
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    require_kv_bits(loaded, kv_bits, kv_group_size)
     now = datetime.now()
     console = stderr_console(quiet)
     opening = partial(opening_tokens, tokenizer, text, system_prompt, now)

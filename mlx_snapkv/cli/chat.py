@@ -9,7 +9,7 @@ import typer
 
 from ..errors import SnapKVError
 from . import flags
-from .generation import adapt_tokenizer, quantized_from, seed_sampling
+from .generation import adapt_tokenizer, quantized_from, require_kv_bits, seed_sampling
 from .loading import load_model
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def chat(
         model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
     )
     adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
+    require_kv_bits(loaded, kv_bits, kv_group_size)
     seed_sampling(seed)
     sampling = Sampling(
         temp=temp,

@@ -19,6 +19,7 @@ from ..engine.report import format_bytes
 from ..errors import SnapKVError
 from . import flags
 from .loading import load_model
+from .options import MOST
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +40,7 @@ class Answer:
 
 def demo(
     model: flags.Model = "demo",
-    tokens: Annotated[int, typer.Option(min=1024, help="Length of the document.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1024, max=MOST, help="Length of the document.")] = 2048,
     questions: flags.Facts = 3,
     seed: flags.DocumentSeed = 0,
     save_document: Annotated[

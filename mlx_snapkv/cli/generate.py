@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
 from . import flags
-from .generation import adapt_tokenizer, make_sampler, quantized_from, seed_sampling
+from .generation import (
+    adapt_tokenizer,
+    make_sampler,
+    quantized_from,
+    require_kv_bits,
+    seed_sampling,
+)
 from .loading import encode, load_draft_model, load_model, read_prompt
 from .waiting import TOKENISING, waited_for
 
@@ -88,6 +94,7 @@ def generate(
         draft = load_draft_model(draft_model, tokenizer, trust_remote_code)
     start = None
     if prompt_cache_file is None:
+        require_kv_bits(loaded, kv_bits, kv_group_size)
         encoded = partial(
             encode,
             tokenizer,

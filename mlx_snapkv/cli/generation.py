@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import SnapKVError
+from ..errors import SnapKVError, UnsupportedModelError
 
 # Of the template's own parameters, those that may be given beside its free ones.
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
@@ -52,6 +52,23 @@ def make_sampler(tokenizer, *, top_k: int, min_tokens_to_keep: int, **options: A
         xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
         **options,
     )
+
+
+def require_kv_bits(model, kv_bits: int | None, kv_group_size: int) -> None:
+    """Find out before anything is read whether a model's entries can be quantised so; SnapKVError if not."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..caches.layers import attention_layers
+    from ..caches.quantizable import require_quantizable
+    from ..entries.quantization import Quantization
+
+    if kv_bits is None:
+        return
+    try:
+        layers = attention_layers(model, make_prompt_cache(model))
+    except UnsupportedModelError:  # whose entries are mlx-lm's alone
+        return
+    require_quantizable(model, layers, Quantization(kv_bits, kv_group_size))
 
 
 def quantized_from(start: int | None, policy: Any) -> dict[str, int]:

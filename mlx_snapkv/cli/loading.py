@@ -6,6 +6,7 @@ import re
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
@@ -184,19 +185,28 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 def _read_stdin() -> str:
     if sys.stdin is None:
         raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
-    return _decode(sys.stdin.buffer.read(), "standard input")
+    return _decode(_read(sys.stdin.buffer), "standard input")
 
 
 def read_file(option: str, path: str) -> str:
     """The text of the file that an option names; SnapKVError if it can't be read or is not text."""
     file = _path(option, path)
     try:
-        data = file.read_bytes()
+        with file.open("rb") as stream:
+            data = _read(stream)
     except OSError as error:
         raise SnapKVError(f"{option} {path}: {error.strerror or error}") from error
     except ValueError as error:  # a name no file can have
         raise SnapKVError(f"{option} {path!r}: {error}") from error
     return _decode(data, f"{option} {path}")
+
+
+def _read(stream: BinaryIO) -> bytes:
+    """All bytes; no more after a zero byte, which no text has, and of which /dev/zero has no end."""
+    pieces: list[bytes] = []
+    while (not pieces or b"\0" not in pieces[-1]) and (piece := stream.read(1 << 20)):
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _decode(data: bytes, source: str) -> str:

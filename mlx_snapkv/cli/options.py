@@ -1,6 +1,7 @@
 """Option values that several commands read alike."""
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from ..errors import SnapKVError
 from ..paths import reason, require_place
 from ..reporting import ownership, plots
 
+MOST = 10_000_000  # tokens of a prompt
+
 
 def whole_numbers(option: str, text: str, least: int) -> list[int]:
     """Whole numbers from a comma-separated list; empty for an empty one."""
@@ -16,8 +19,10 @@ def whole_numbers(option: str, text: str, least: int) -> list[int]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = [0]
-    if any(n < least for n in numbers):
-        raise SnapKVError(f"{option} must be whole numbers from {least}, with commas, got {text!r}")
+    if any(not least <= n <= MOST for n in numbers):
+        raise SnapKVError(
+            f"{option} must be whole numbers from {least} to {MOST}, with commas, got {text!r}"
+        )
     return numbers
 
 
@@ -34,6 +39,8 @@ class ResultFiles:
 
     def __init__(self, name: str, endings: Iterable[str]):
         plots.require_matplotlib()
+        if not Path(name).name or name.endswith(os.sep):
+            raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
         try:
             self.base = Path(name).expanduser()
             paths = [with_suffix(self.base, ending) for ending in endings]

@@ -121,7 +121,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path):
         (["needle", "--policy", "snapkv:budget=1%,min_ctx=0"], "budget must be at least 640"),
         (
             ["needle", "--length", "4k"],
-            "--length must be whole numbers from 256, with commas, got '4k'",
+            "--length must be whole numbers from 256 to 10000000, with commas, got '4k'",
         ),
         (["needle", "--length", ""], "--length is empty"),
         (["needle", "--length", "256", "--needles", "50"], "--length must be at least"),

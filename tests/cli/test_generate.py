@@ -141,6 +141,8 @@ def test_mlx_lms_own_cache_options_reach_it(call):
         (["--prompt", "-"], "the prompt is empty: give some text"),
         (["--prompt", "-", "--prompt-file", "-"], "can't both read standard input"),
         (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file: No such file or directory"),
+        (["--prompt-file", "/dev/zero"], "--prompt-file /dev/zero is not UTF-8 text"),
+        (["--prompt", "x", "--kv-bits", "8", "--kv-group-size", "128"], "kv_group_size must be one of [32, 64]"),
         (["--prompt-file", "/"], "--prompt-file /: Is a directory"),
         (["--prompt-file", sys.executable], "is not UTF-8 text"),
         (["--prompt", "x", "--temp", "warm"], "Invalid value for '--temp'"),

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 
+import fork_helpers
 import pytest
 
 from mlx_snapkv import Conversation, SnapKVError
@@ -108,8 +109,23 @@ def test_replacing_a_result_is_said(call, tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["summary"]
 
 
+def test_a_disk_that_is_full_is_told_with_the_reason(tmp_path):
+    file = tmp_path / "a.safetensors"
+    program = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)); "
+    program += "from mlx_snapkv.__main__ import main; main()"
+    options = ["cache-prompt", "--model", "demo", "-q", "--prompt", "It was cold.", "-o", str(file)]
+    command = [sys.executable, "-c", program, *options]
+    done = fork_helpers.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"mlx-snapkv: {file} can't be written: File too large\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_command_makes_folders(call, cache_prompt, tmp_path):
     for command in (NEEDLE, ["bench"]):
         code, out, err = call(*command, "--output", str(tmp_path / "new" / "r"))
         assert (code, out, err.count("\n")) == (2, "", 1) and "there is no folder" in err
     assert list(tmp_path.iterdir()) == []
+    for name in ("", f"{tmp_path}/"):
+        code, out, err = call(*NEEDLE, "--output", name)
+        assert (code, out, err.count("\n")) == (2, "", 1) and "names a folder" in err
