@@ -1,3 +1,14 @@
-from .cli.app import main
+"""Where the command starts, `mlx-snapkv` or `python -m mlx_snapkv`."""
 
-main()
+from .cli.interrupts import stop_at_once
+
+
+def main() -> None:
+    stop_at_once()
+    from .cli.app import main
+
+    main()
+
+
+if __name__ == "__main__":
+    main()

@@ -15,3 +15,9 @@ class UnsupportedModelError(SnapKVError):
 
 class TrimError(SnapKVError):
     """A rewind past the tokens of the last update, whose evicted entries are gone."""
+
+
+def brief(error: Exception) -> str:
+    """The error's kind and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

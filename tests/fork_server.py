@@ -113,11 +113,15 @@ def main() -> None:
 
     sys.path[0] = str(Path(__file__).parents[1])
     import mlx_lm
+    import prompt_toolkit
     import transformers
 
+    import mlx_snapkv.api
+    import mlx_snapkv.bench.run
     import mlx_snapkv.cli.app
+    import mlx_snapkv.evals.run
 
-    del mlx_lm, transformers, mlx_snapkv
+    del mlx_lm, prompt_toolkit, transformers, mlx_snapkv
     gc.collect()
     gc.freeze()
     request = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -106,6 +106,13 @@ def layer_caches(prompt_cache: list) -> list[LayerCache]:
     return [layer_cache(cache) for cache in members(prompt_cache)]
 
 
+def kv_dtype(cache: LayerCache) -> str:
+    """What the numbers of a layer's entries are, which their bytes depend on: "float16", say, or "8 bits"."""
+    if cache.quantization is not None:
+        return f"{cache.quantization.bits} bits"
+    return str(cache.held().keys.dtype).removeprefix("mlx.core.")
+
+
 def kv_bytes(prompt_cache: list) -> int:
     """Bytes of the keys and values in the caches that grow with the prompt: full, compressed or of a fixed budget."""
     return sum(cache.kv_nbytes for cache in layer_caches(prompt_cache))

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, is_compressed
 from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
 from ..engine.decision import gate
-from ..engine.generate import MAX_TOKENS, drive, without_compression
+from ..engine.generate import MAX_TOKENS, drive, require_no_conflict, without_compression
 from ..engine.prefill import mlx_generate
 from ..engine.recalling import VERIFY_BELOW, Recall, RecallingRequest
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..entries.quantization import taken_from
-from ..errors import SnapKVError
+from ..errors import SnapKVError, UnknownOptionError
 from ..policies import Policy, Stages, resolve_policy
+from ..policies.base import suggestion
 from . import saved_chat
 from .before import Before
 from .common_prefix import common_prefix
@@ -71,6 +74,7 @@ class Conversation:
         system: str | None = None,
         **generation: Any,
     ):
+        _require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         self.model = model
@@ -90,6 +94,7 @@ class Conversation:
         self._recall.require(chosen)
         if chosen is None:
             return None
+        require_no_conflict(self.generation)
         layers = attention_layers(self.model, make_caches(self.model, self.memory))
         quantization, _ = taken_from(self.generation)
         if quantization is not None:
@@ -105,7 +110,10 @@ class Conversation:
         self._read_nothing()
 
     def _read_nothing(self) -> None:
-        self.prompt_cache = make_caches(self.model, self.memory if self.policy else "drop")
+        if self.policy is None:
+            self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
+        else:
+            self.prompt_cache = make_caches(self.model, self.memory)
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None
@@ -119,11 +127,15 @@ class Conversation:
         Raises:
             SnapKVError: the text is empty.
         """
-        if not text.strip():
-            raise SnapKVError("there is no text to attach")
-        n_tokens = len(self.tokenizer.encode(text, add_special_tokens=False))
+        n_tokens = self.count(text)
         self.attached.append(text)
         return n_tokens
+
+    def count(self, text: str) -> int:
+        """Tokens of a document; SnapKVError if it is empty."""
+        if not text.strip():
+            raise SnapKVError("there is no text to attach")
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def send(
         self, text: str, prompt_progress_callback: Callable[[int, int], None] | None = None
@@ -299,3 +311,16 @@ class Conversation:
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = known[:n], known[n:]
+
+
+def _require_known(generation: dict[str, Any]) -> None:
+    """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
+    found = inspect.signature(mlx_generate.generate_step).parameters.values()
+    own = ("prompt_cache", "input_embeddings")  # the conversation's to give
+    known = {p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name not in own}
+    for name in generation:
+        if name not in known:
+            close = suggestion(name, known)
+            raise UnknownOptionError(
+                f"unknown option {name!r} of a conversation{close}; known: {', '.join(sorted(known))}"
+            )

@@ -8,10 +8,13 @@ import typer
 
 from .._version import __version__
 from ..errors import SnapKVError
-from . import bench, cache_prompt, chat, demo, evaluate, generate, models, policies
+from . import bench, cache_prompt, chat, demo, evaluate, generate, models, policies, streams
+
+INTERRUPTED = 130  # exit code
 
 app = typer.Typer(
     help="KV-cache compression for mlx-lm: long prompts, small caches, the same answers.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -38,25 +41,37 @@ def root(
 
 
 def main() -> None:
-    """Run the command; a user's mistake is one line on stderr and exit code 2."""
+    """Run the command; a user's mistake is one line on stderr and exit code 2.
+
+    An answer that can't be written is exit code 1, in silence if its reader has gone.
+    """
+    streams.hold_standard_descriptors()
+    if not isinstance(sys.stderr, streams.Telling):
+        sys.stderr = streams.Telling(sys.stderr)  # type: ignore[assignment]
+    if sys.stdout is None:
+        fail("standard output is closed, so there is nowhere to answer", status=1)
     _require_temporary_folder()
     try:
         status = app(standalone_mode=False)
+        if status == INTERRUPTED:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
+        sys.stdout.flush()
     except SnapKVError as error:
         fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         print("\nmlx-snapkv: stopped", file=sys.stderr)
-        sys.exit(130)
-    except OSError as error:  # a full disk or a reader that has gone; no mistake of the command's
-        print(f"mlx-snapkv: {error.strerror or error}", file=sys.stderr)
+        streams.leave(INTERRUPTED)
+    except BrokenPipeError:
         os._exit(1)  # the usual exit would try to write the rest
+    except OSError as error:  # a full disk; no mistake of the command's
+        fail(error.strerror or str(error), status=1)
     except Exception as error:
         # Newer typers bring a click of their own, so its usage errors are told by what they can do.
         if not hasattr(error, "format_message"):
             raise
         fail(error.format_message())
     else:
-        sys.exit(status if isinstance(status, int) else 0)
+        streams.leave(status if isinstance(status, int) else 0)
 
 
 def _require_temporary_folder() -> None:
@@ -66,6 +81,6 @@ def _require_temporary_folder() -> None:
         fail(f"TMPDIR names no folder: {folder}")
 
 
-def fail(message: str) -> None:
+def fail(message: str, status: int = 2) -> None:
     print(f"mlx-snapkv: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    streams.leave(status)

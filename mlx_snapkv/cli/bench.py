@@ -2,26 +2,18 @@
 
 import shlex
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..bench.contenders import snapkv_for
-from ..bench.random_model import NAME, make_random_model
-from ..bench.run import BOUNDED, Plan, run
 from ..errors import SnapKVError
-from ..policies import SnapKV
 from ..reporting import plots, tables
-from ..reporting.setting import setting
 from . import flags
+from .interrupts import listen
 from .loading import load_model
-from .options import whole_numbers, writable, write_json, write_result
-from .print_table import print_table
-from .progress import StepBars
+from .options import MOST, ResultFiles, whole_numbers, write_result
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
-LONG = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill the buffers of a budget
 CONTEXTS = "4096,16384,32768,49152,65536,131072"
 
 
@@ -41,7 +33,9 @@ def bench(
     batch_size: Annotated[
         str, typer.Option("--batch-size", "-b", help="Batch sizes to decode with.")
     ] = "1,2,4,8",
-    batch_context: Annotated[int, typer.Option(min=LEAST, help="Context of the batches.")] = 16384,
+    batch_context: Annotated[
+        int, typer.Option(min=LEAST, max=MOST, help="Context of the batches.")
+    ] = 16384,
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths of whole requests.")
     ] = "8192,16384",
@@ -62,8 +56,17 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the full cache, mlx-lm's --max-kv-size and --kv-bits, and SnapKV, in turn, in one process."""
+    from ..bench.contenders import snapkv_for
+    from ..bench.random_model import NAME, make_random_model
+    from ..bench.run import BOUNDED, Plan, run
+    from ..policies import SnapKV
+    from ..reporting.setting import setting
+    from .print_table import print_table
+    from .progress import SavingBars
+
     if needle and model is None:
         raise SnapKVError("--needle needs a model that can answer: --model demo, for one")
+    long = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill a budget's buffers
     given = None if snapkv is None else SnapKV.from_string(snapkv)
     plan = Plan(
         contexts=whole_numbers("--context", context, least=LEAST),
@@ -75,32 +78,22 @@ def bench(
         steps=steps,
         questions=questions if needle else 0,
         policy_for=lambda n: given or snapkv_for(n),
-        long_prompts=whole_numbers("--long-prompts", long_prompts, LONG),
+        long_prompts=whole_numbers("--long-prompts", long_prompts, long),
     )
-    base = None if output is None else writable(output, ".json")
+    endings = [".json", ".md", *(f"-{plot}.png" for plot in plots.PLOTS)]
+    files = None if output is None else ResultFiles(output, endings)
     for n in (*plan.contexts, *plan.verified, *plan.prompts, batch_context):
         plan.policy_for(n)  # a mistake in the options shows before anything is measured
+    listen()
     loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     about = {"command": command, **setting(), "model": model or NAME}
-    with _SavingBars(about, base) as bars:
+    with SavingBars(about, files) as bars:
         result = about | run(loaded, tokenizer, plan, bars)
     for table in tables.tables(result):
         print_table(table)
         print()
-    if base is not None:
+    if files is not None:
+        base = files.base
         page = tables.markdown(result, base.name)
-        print("wrote", *write_result(base, result, page), *plots.write_plots(result, base))
-
-
-class _SavingBars(StepBars):
-    """A bar for each kind of measurement; saves what is done."""
-
-    def __init__(self, about: dict[str, Any], base: Path | None):
-        super().__init__()
-        self._about = about
-        self._base = base
-
-    def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
-        if self._base is not None:
-            write_json(self._base, self._about | result)
+        print(files.told([*write_result(base, result, page), *plots.write_plots(result, base)]))

@@ -2,22 +2,17 @@
 
 import sys
 from datetime import datetime
+from functools import partial
 from typing import Annotated, Any
 
-import mlx.core as mx
 import typer
-from mlx_lm.models.cache import make_prompt_cache
-from rich.console import Console
 
-from .. import saved
-from ..caches.layers import kv_bytes
-from ..engine.prefill import prefill, read
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
-from ..policies import resolve_policy
 from . import flags
+from .generation import require_kv_bits
 from .loading import load_model, read_prompt
 from .opening import opening_tokens
-from .progress import PrefillBar
+from .waiting import TOKENISING, waited_for
 
 
 def cache_prompt(
@@ -43,13 +38,26 @@ def cache_prompt(
       mlx-snapkv cache-prompt --model demo --prompt-file book.txt --policy keydiff:budget=25% -o book.safetensors
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from .. import saved
+    from ..caches.layers import kv_bytes
+    from ..engine.prefill import prefill, read
+    from ..policies import resolve_policy
+    from .progress import PrefillBar, stderr_console
+
     chosen = resolve_policy(snapkv, policy)
     path = saved.require_writable(output)
+    replaced = path.exists()
     text = read_prompt(prompt, prompt_file)
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    require_kv_bits(loaded, kv_bits, kv_group_size)
     now = datetime.now()
-    tokens = opening_tokens(tokenizer, text, system_prompt, now)
-    bar = PrefillBar(Console(stderr=True, quiet=quiet))
+    console = stderr_console(quiet)
+    opening = partial(opening_tokens, tokenizer, text, system_prompt, now)
+    tokens = waited_for(console, TOKENISING, opening)
+    bar = PrefillBar(console)
     options: dict[str, Any] = {
         "prefill_step_size": prefill_step_size,
         "prompt_progress_callback": bar.update,
@@ -72,6 +80,6 @@ def cache_prompt(
         kept = report.entries_text if report.compressed else f"full cache: {report.reason}"
         print(
             f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(kv_bytes(cache))} "
-            f"| saved in {path}",
+            f"| saved in {path}{', in place of the one that was there' if replaced else ''}",
             file=sys.stderr,
         )

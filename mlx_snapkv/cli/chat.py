@@ -1,44 +1,50 @@
 """`mlx-snapkv chat`: a conversation in the terminal, its cache kept small."""
 
-import sys
-from typing import Annotated
+from __future__ import annotations
 
-import mlx.core as mx
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
-from ..caches.memories import MEMORIES
-from ..chat.conversation import Conversation
 from ..errors import SnapKVError
-from ..policies import resolve_policy
 from . import flags
-from .chat_commands import CommandCompleter, run_command
-from .chat_session import Session
-from .lines import Lines
+from .generation import adapt_tokenizer, quantized_from, require_kv_bits, seed_sampling
 from .loading import load_model
-from .sampling import Sampling
+
+if TYPE_CHECKING:
+    from .chat_session import Session
 
 
 def chat(
     model: flags.Model,
     adapter_path: flags.AdapterPath = None,
+    quantize_activations: flags.QuantizeActivations = False,
     trust_remote_code: flags.TrustRemoteCode = False,
     temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
+    min_p: flags.MinP = 0.0,
+    top_k: flags.TopK = 0,
+    min_tokens_to_keep: flags.MinTokensToKeep = 1,
     xtc_probability: flags.XtcProbability = 0.0,
     xtc_threshold: flags.XtcThreshold = 0.1,
     seed: flags.Seed = None,
     max_tokens: flags.MaxTokens = 256,
     system_prompt: flags.SystemPrompt = None,
+    chat_template_config: flags.ChatTemplateConfig = None,
+    extra_eos_token: flags.ExtraEosToken = None,
     prefill_step_size: flags.PrefillStepSize = 2048,
+    max_kv_size: flags.MaxKVSize = None,
     kv_group_size: flags.KVGroupSize = 64,
     kv_bits: flags.KVBits = None,
+    quantized_kv_start: flags.QuantizedKVStart = None,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: Annotated[
         str,
         typer.Option(
             help="What later turns vote over: what is left (drop) or all entries (the others). "
-            f"One of: {', '.join(MEMORIES)}."
+            "One of: drop, recall, recall:8bit, recall:4bit, recall:file."
         ),
     ] = "drop",
 ) -> None:
@@ -49,12 +55,32 @@ def chat(
       mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
       mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
     """
+    from ..chat.conversation import Conversation
+    from ..policies import resolve_policy
+    from .chat_commands import CommandCompleter
+    from .chat_session import Session
+    from .lines import Lines
+    from .sampling import Sampling
+
     chosen = resolve_policy(snapkv, policy)
+    start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
     lines = Lines(sys.stdin, CommandCompleter())
-    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
-    if seed is not None:
-        mx.random.seed(seed)
-    sampling = Sampling(temp, top_p, xtc_probability, xtc_threshold, max_tokens)
+    loaded, tokenizer = load_model(
+        model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+    )
+    adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
+    require_kv_bits(loaded, kv_bits, kv_group_size)
+    seed_sampling(seed)
+    sampling = Sampling(
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        min_tokens_to_keep=min_tokens_to_keep,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+        max_tokens=max_tokens,
+    )
     conversation = Conversation(
         loaded,
         tokenizer,
@@ -65,6 +91,8 @@ def chat(
         prefill_step_size=prefill_step_size,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
+        max_kv_size=max_kv_size,
+        **start_at,
     )
     run(Session(model, conversation, sampling, lines))
 
@@ -96,6 +124,8 @@ def run(session: Session) -> None:
 
 
 def _take(session: Session, line: str) -> None:
+    from .chat_commands import run_command
+
     if line.startswith("/"):
         run_command(session, line)
     elif line:

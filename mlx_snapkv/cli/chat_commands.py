@@ -15,6 +15,7 @@ from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
 from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
+from ..saved import require_writable
 from . import sampling
 from .chat_markdown import as_markdown
 from .chat_session import Session
@@ -62,7 +63,7 @@ class CommandCompleter(Completer):
 def _file(session: Session, name: str) -> None:
     path = _named("/file", name)
     text = read_file("/file", path)
-    tokens = session.conversation.attach(text)
+    tokens = session.attach(text)
     session.names[text] = Path(path).name
     session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")
 
@@ -146,10 +147,11 @@ def _stats(session: Session, _: str) -> None:
 
 
 def _save(session: Session, name: str) -> None:
-    path = _named("/save", name)
+    path = require_writable(_named("/save", name))
+    replaced = path.exists()
     session.conversation.save(path)
     session.saved()
-    session.say(f"saved in {path}")
+    session.say(f"saved in {path}{', in place of the one that was there' if replaced else ''}")
 
 
 def _load(session: Session, name: str) -> None:

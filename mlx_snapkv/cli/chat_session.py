@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..chat.conversation import Conversation
 from .lines import Lines
 from .progress import PrefillBar, stderr_console
 from .sampling import Sampling
+from .waiting import TOKENISING, waited_for
 
 
 class Session:
@@ -38,11 +40,18 @@ class Session:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
+    def attach(self, text: str) -> int:
+        """Attach a document; the number of its tokens."""
+        n_tokens = waited_for(self._console, TOKENISING, partial(self.conversation.count, text))
+        self.conversation.attached.append(text)
+        return n_tokens
+
     def answer(self, text: str) -> None:
         """Send a message, and print the answer as it comes."""
         bar = PrefillBar(self._console)
         last = None
-        responses: Any = self.conversation.send(text, bar.update)
+        send = partial(self.conversation.send, text, bar.update)
+        responses: Any = waited_for(self._console, TOKENISING, send)
         try:
             for last in responses:
                 print(last.text, end="", flush=True)

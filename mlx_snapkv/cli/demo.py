@@ -1,5 +1,7 @@
 """`mlx-snapkv demo`: the same questions with the full cache, with sink and window alone, and with SnapKV."""
 
+from __future__ import annotations
+
 import os
 import random
 import shlex
@@ -7,25 +9,22 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from mlx_lm.models.cache import make_prompt_cache
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import track
-from rich.table import Table
 
-from ..caches.layers import kv_bytes
 from ..demo.documents import Fact
 from ..demo.questions import is_right, make_haystack, question_prompt
-from ..engine.generate import stream_generate
 from ..engine.report import format_bytes
 from ..errors import SnapKVError
-from ..policies import SnapKV
 from . import flags
 from .loading import load_model
-from .progress import PALETTE, stderr_console
+from .options import MOST
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..policies import SnapKV
 
 N_SINK, N_WINDOW = 4, 32
 SHARE = 16  # one entry in so many is kept
@@ -41,7 +40,7 @@ class Answer:
 
 def demo(
     model: flags.Model = "demo",
-    tokens: Annotated[int, typer.Option(min=1024, help="Length of the document.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1024, max=MOST, help="Length of the document.")] = 2048,
     questions: flags.Facts = 3,
     seed: flags.DocumentSeed = 0,
     save_document: Annotated[
@@ -50,6 +49,12 @@ def demo(
     ] = None,
 ) -> None:
     """Hide facts in a long document and ask for them with three caches: full, sink + window, SnapKV."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from ..policies import SnapKV
+    from .progress import PALETTE, stderr_console
+
     console = Console(highlight=False, theme=PALETTE)
     loaded, tokenizer = load_model(model)
     document, facts = make_haystack(tokenizer, random.Random(seed), questions, tokens)
@@ -102,6 +107,11 @@ def _save(document: str, name: str) -> None:
 
 
 def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None) -> Answer:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..caches.layers import kv_bytes
+    from ..engine.generate import stream_generate
+
     cache = make_prompt_cache(model)
     asked = stream_generate(model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache)
     responses = list(asked)
@@ -117,6 +127,8 @@ def _command() -> str:
 
 
 def _answers_table(facts: list[Fact], answers: dict[str, list[Answer]]) -> Table:
+    from rich.table import Table
+
     table = Table("question", "hidden", *answers, title="Answers", title_justify="left")
     for i, fact in enumerate(facts):
         cells = [_mark(a[i]) for a in answers.values()]
@@ -125,12 +137,16 @@ def _answers_table(facts: list[Fact], answers: dict[str, list[Answer]]) -> Table
 
 
 def _mark(answer: Answer) -> str:
+    from rich.markup import escape
+
     line = answer.text.splitlines()[0] if answer.text else ""
     shown = line if len(line) <= 24 else line[:23] + "…"
     return f"[green]right[/] {escape(shown)}" if answer.right else f"[red]wrong[/] {escape(shown)}"
 
 
 def _figures_table(answers: dict[str, list[Answer]]) -> Table:
+    from rich.table import Table
+
     table = Table(title="Figures", title_justify="left")
     for name in ("cache", "right", "tokens/s", "KV memory", "ratio"):
         table.add_column(name, justify="left" if name == "cache" else "right")

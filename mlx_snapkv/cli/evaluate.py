@@ -1,11 +1,13 @@
 """`mlx-snapkv eval`: how many hidden facts are still found when the cache is compressed."""
 
+from __future__ import annotations
+
 import json
 import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,14 +19,13 @@ from ..evals.grid import Cell, Task, cells
 from ..evals.lines import FACTS, LONGEVAL, Lines
 from ..evals.needle import Needle
 from ..evals.results import Results
-from ..evals.run import Contenders, check, contenders, run
 from ..reporting import heatmap
-from ..reporting.setting import setting
 from . import flags
 from .loading import load_model, read_file
-from .options import whole_numbers, with_suffix, writable, write_result
-from .print_table import print_table
-from .progress import StepBars
+from .options import ResultFiles, whole_numbers, with_suffix, write_result
+
+if TYPE_CHECKING:
+    from ..evals.run import Contenders
 
 LEAST = 256  # tokens of a prompt
 LINE_EVERY = 30.0  # seconds
@@ -130,6 +131,10 @@ def _evaluate(
     output: str | None,
     as_json: bool,
 ) -> None:
+    from ..evals.run import check, contenders
+    from ..reporting.setting import setting
+    from .print_table import print_table
+
     chosen = contenders(policies)
     model, tokenizer = load_model(name)
     if not tokenizer.has_chat_template:
@@ -138,7 +143,9 @@ def _evaluate(
     task = make_task(tokenizer)
     about = setting()
     fixed = {**task.setting(), "model": name, "mlx-snapkv": __version__}
-    base = None if output is None else writable(output, ".jsonl")
+    endings = [".jsonl", ".json", ".md", *map(heatmap.ending, chosen)]
+    files = None if output is None else ResultFiles(output, endings)
+    base = None if files is None else files.base
     results = Results(fixed, None if base is None else with_suffix(base, ".jsonl"))
     records = _ask(model, tokenizer, task, grid, chosen, results, base)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
@@ -148,16 +155,20 @@ def _evaluate(
         print(json.dumps(result))
     else:
         print_table(summary.table(found, f"Retrieval: {result['task']}"))
-    if base is not None:
+    if files is not None:
+        base = files.base
         plots = heatmap.write_heatmaps(result, base)
         page = summary.markdown(result, [plot.name for plot in plots])
         written = [*write_result(base, result, page), *plots]
-        print("wrote", *written, file=sys.stderr if as_json else sys.stdout)
+        print(files.told(written), file=sys.stderr if as_json else sys.stdout)
 
 
 def _ask(
     model, tokenizer, task: Task, grid: list[Cell], chosen: Contenders, results: Results, base
 ) -> list[dict[str, Any]]:
+    from ..evals.run import run
+    from .progress import StepBars
+
     done = sum(results.get(name, cell) is not None for cell in grid for name in chosen)
     try:
         with StepBars(LINE_EVERY) as bar:

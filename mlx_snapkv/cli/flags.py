@@ -4,28 +4,40 @@ from typing import Annotated
 
 import typer
 
-from ..entries.quantization import BITS, GROUP_SIZES
 from ..errors import SnapKVError
 
 
 def _possible(kv_bits: int | None) -> int | None:
     """Raises: SnapKVError: entries can't have so many bits."""
-    if kv_bits is not None and kv_bits not in BITS:
+    if kv_bits not in (None, 2, 3, 4, 6, 8):
         raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {kv_bits}")
     return kv_bits
 
 
 def _possible_group(kv_group_size: int) -> int:
     """Raises: SnapKVError: mlx has no such groups."""
-    if kv_group_size not in GROUP_SIZES:
+    if kv_group_size not in (32, 64, 128):
         raise SnapKVError(f"--kv-group-size must be 32, 64 or 128, got {kv_group_size}")
     return kv_group_size
+
+
+def _is_true(verbose: str) -> str:
+    """Raises: SnapKVError: it is none of the words that mlx-lm takes."""
+    if verbose.lower() not in ("true", "t", "false", "f"):
+        raise SnapKVError(f"--verbose must be True or False, got {verbose!r}")
+    return verbose
 
 
 Model = Annotated[
     str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
 ]
 AdapterPath = Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")]
+QuantizeActivations = Annotated[
+    bool,
+    typer.Option(
+        "--quantize-activations", "-qa", help="Quantise activations as their layers' weights are."
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow a tokenizer's own code.")
 ]
@@ -56,8 +68,18 @@ Temp = Annotated[float, typer.Option(min=0, max=100, help="Sampling temperature;
 TopP = Annotated[float, typer.Option(min=0, max=1, help="Sampling top-p; 1 is off.")]
 MinP = Annotated[float, typer.Option(min=0, max=1, help="Sampling min-p; 0 is off.")]
 TopK = Annotated[int, typer.Option(min=0, help="Sampling top-k; 0 is off.")]
+MinTokensToKeep = Annotated[int, typer.Option(min=1, help="Tokens that min-p keeps at least.")]
 XtcProbability = Annotated[float, typer.Option(min=0, max=1, help="XTC probability.")]
 XtcThreshold = Annotated[float, typer.Option(min=0, max=0.5, help="XTC threshold.")]
+ExtraEosToken = Annotated[
+    list[str] | None,
+    typer.Option(help="Token that also ends an answer; repeat it for several."),
+]
+ChatTemplateConfig = Annotated[
+    str | None,
+    typer.Option(help="Options of the chat template, as a JSON object.", metavar="JSON"),
+]
+PrefillResponse = Annotated[str | None, typer.Option(help="What the answer is to begin with.")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
 
 MaxKVSize = Annotated[int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in entries.")]
@@ -67,6 +89,12 @@ KVGroupSize = Annotated[
 KVBits = Annotated[
     int | None,
     typer.Option(callback=_possible, help="Bits of the KV cache's entries: 2, 3, 4, 6 or 8."),
+]
+QuantizedKVStart = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Tokens from which --kv-bits counts, without a policy; mlx-lm's 5000."
+    ),
 ]
 Snapkv = Annotated[
     str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
@@ -80,4 +108,7 @@ Facts = Annotated[int, typer.Option(min=1, max=32, help="Facts to hide and ask f
 DocumentSeed = Annotated[int, typer.Option(help="Seed of the documents.")]
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.")]
+Verbose = Annotated[
+    str, typer.Option(callback=_is_true, help="mlx-lm's name for it: False is --quiet.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]

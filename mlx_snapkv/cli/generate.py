@@ -1,24 +1,31 @@
 """`mlx-snapkv generate`: one prompt, one answer."""
 
+from __future__ import annotations
+
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-from mlx_lm.generate import GenerationResponse
-from mlx_lm.sample_utils import make_sampler
-from rich.console import Console
-
-from ..engine.generate import stream_generate
-from ..engine.report import NO_POLICY, CompressionReport, format_bytes
-from ..entries.quantization import Quantization
+from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
-from ..policies import resolve_policy
 from . import flags
+from .generation import (
+    adapt_tokenizer,
+    make_sampler,
+    quantized_from,
+    require_kv_bits,
+    seed_sampling,
+)
 from .loading import encode, load_draft_model, load_model, read_prompt
-from .progress import PrefillBar
-from .saved_start import SavedStart
+from .waiting import TOKENISING, waited_for
+
+if TYPE_CHECKING:
+    from mlx_lm.generate import GenerationResponse
+
+    from .progress import PrefillBar
 
 
 def generate(
@@ -26,25 +33,34 @@ def generate(
     prompt: flags.Prompt = None,
     prompt_file: flags.PromptFile = None,
     system_prompt: flags.SystemPrompt = None,
+    prefill_response: flags.PrefillResponse = None,
+    chat_template_config: flags.ChatTemplateConfig = None,
+    extra_eos_token: flags.ExtraEosToken = None,
     max_tokens: flags.MaxTokens = 256,
     temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
     min_p: flags.MinP = 0.0,
     top_k: flags.TopK = 0,
+    min_tokens_to_keep: flags.MinTokensToKeep = 1,
+    xtc_probability: flags.XtcProbability = 0.0,
+    xtc_threshold: flags.XtcThreshold = 0.1,
     seed: flags.Seed = None,
     max_kv_size: flags.MaxKVSize = None,
     kv_group_size: flags.KVGroupSize = 64,
     kv_bits: flags.KVBits = None,
+    quantized_kv_start: flags.QuantizedKVStart = None,
     prefill_step_size: flags.PrefillStepSize = 2048,
     ignore_chat_template: flags.IgnoreChatTemplate = False,
     draft_model: flags.DraftModel = None,
     num_draft_tokens: flags.NumDraftTokens = 3,
     adapter_path: flags.AdapterPath = None,
+    quantize_activations: flags.QuantizeActivations = False,
     trust_remote_code: flags.TrustRemoteCode = False,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     prompt_cache_file: flags.PromptCacheFile = None,
     quiet: flags.Quiet = False,
+    verbose: flags.Verbose = "True",
     json_output: flags.AsJson = False,
 ) -> None:
     """Answer a prompt, with a compressed KV cache if a policy is given.
@@ -58,27 +74,59 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
+
+    from ..engine.generate import stream_generate
+    from ..entries.quantization import Quantization
+    from ..policies import resolve_policy
+    from .progress import PrefillBar, stderr_console
+    from .saved_start import SavedStart
+
+    quiet = quiet or verbose.lower().startswith("f")
     chosen = resolve_policy(snapkv, policy)
+    start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
     text = read_prompt(prompt, prompt_file)
-    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    loaded, tokenizer = load_model(
+        model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+    )
+    adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     draft = None
     if draft_model is not None:
         draft = load_draft_model(draft_model, tokenizer, trust_remote_code)
     start = None
     if prompt_cache_file is None:
-        tokens = encode(tokenizer, text, system_prompt, ignore_chat_template)
+        require_kv_bits(loaded, kv_bits, kv_group_size)
+        encoded = partial(
+            encode,
+            tokenizer,
+            text,
+            system_prompt,
+            ignore_chat_template,
+            prefill_response=prefill_response,
+        )
     else:
         _require_unset(
-            system_prompt=system_prompt, max_kv_size=max_kv_size, draft_model=draft_model
+            system_prompt=system_prompt,
+            prefill_response=prefill_response,
+            max_kv_size=max_kv_size,
+            draft_model=draft_model,
         )
         quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
         start = SavedStart(prompt_cache_file, model, loaded, chosen, quantization)
-        tokens = start.encode(tokenizer, text, ignore_chat_template)
-    if top_k >= len(tokenizer):
-        raise SnapKVError(f"--top-k must be below the vocabulary's {len(tokenizer)}, got {top_k}")
-    if seed is not None:
-        mx.random.seed(seed)
-    bar = PrefillBar(Console(stderr=True, quiet=quiet))
+        encoded = partial(start.encode, tokenizer, text, ignore_chat_template)
+    console = stderr_console(quiet)
+    tokens = waited_for(console, TOKENISING, encoded)
+    seed_sampling(seed)
+    sampler = make_sampler(
+        tokenizer,
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        min_tokens_to_keep=min_tokens_to_keep,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+    )
+    bar = PrefillBar(console)
     reports: list[CompressionReport] = []
     responses = stream_generate(
         loaded,
@@ -90,24 +138,32 @@ def generate(
         policy=chosen if start is None else None,
         on_report=reports.append,
         prompt_cache=None if start is None else start.prompt_cache,
-        sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
+        sampler=sampler,
         max_kv_size=max_kv_size,
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         prefill_step_size=prefill_step_size,
         prompt_progress_callback=bar.update,
+        **start_at,
     )
-    answer, last, n_drafted = _print_answer(responses, bar, show=not json_output)
-    accepted = None if draft is None else n_drafted / last.generation_tokens
-    report = reports[0] if start is None else start.report
+    answer = _Answer(drafted=draft is not None)
+
+    def close(how: str = "") -> None:
+        if not quiet and answer.last is not None:
+            kept = kept_text(*reports) if start is None else start.kept
+            print(how + closing_line(answer.last, kept, answer.accepted), file=sys.stderr)
+
+    try:
+        answer.take(responses, bar, show=not json_output)
+    except KeyboardInterrupt:
+        close("stopped: ")
+        raise
     if json_output:
-        result = _as_json(answer, last, report, accepted)
+        result = _as_json(model, answer, reports[0] if start is None else start.report)
         if start is not None:
             result["prompt_cache"] = start.to_dict()
         print(json.dumps(result, ensure_ascii=False))
-    if not quiet:
-        kept = kept_text(report) if start is None else start.kept
-        print(closing_line(last, kept, accepted), file=sys.stderr)
+    close()
 
 
 def _require_unset(**options: object) -> None:
@@ -118,33 +174,50 @@ def _require_unset(**options: object) -> None:
             raise SnapKVError(f"{option} can't be combined with --prompt-cache-file: drop it")
 
 
-def _print_answer(responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool):
-    """Stream the answer to stdout; the whole text, the last response, and how many tokens the draft model gave."""
-    answer = []
-    n_drafted = 0
-    try:
-        for response in responses:
-            answer.append(response.text)
-            n_drafted += response.from_draft
-            if show:
-                print(response.text, end="", flush=True)
-    finally:
-        bar.close()
-        if answer and show:
-            print(flush=True)
-    return "".join(answer), response, n_drafted
+@dataclass
+class _Answer:
+    """What has come of an answer.
+
+    Attributes:
+        drafted: whether there is a draft model.
+        texts: of the tokens so far.
+        last: the newest response.
+        n_drafted: how many tokens the draft model gave.
+    """
+
+    drafted: bool
+    texts: list[str] = field(default_factory=list)
+    last: Any = None
+    n_drafted: int = 0
+
+    @property
+    def accepted(self) -> float | None:
+        """Share of the tokens that came from the draft model, if there is one."""
+        return self.n_drafted / self.last.generation_tokens if self.drafted else None
+
+    def take(self, responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool) -> None:
+        """All responses; their text is streamed to stdout if it is to be shown."""
+        try:
+            for self.last in responses:
+                self.texts.append(self.last.text)
+                self.n_drafted += self.last.from_draft
+                if show:
+                    print(self.last.text, end="", flush=True)
+        finally:
+            bar.close()
+            if self.texts and show:
+                print(flush=True)
 
 
-def kept_text(report: CompressionReport) -> str:
-    """What became of the prompt's entries, for the closing line."""
+def kept_text(report: CompressionReport | None = None) -> str:
+    """What became of the prompt's entries, for the closing line; without a report, nothing yet."""
+    if report is None:
+        return "all entries kept so far"
     if report.policy == NO_POLICY:
         return "full cache (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
-    return (
-        f"{report.entries_text}, KV memory {format_bytes(report.kv_bytes_before)}"
-        f" → {format_bytes(report.kv_bytes_after)}"
-    )
+    return f"{report.entries_text}, {report.memory_text}"
 
 
 def closing_line(response: GenerationResponse, kept: str, accepted: float | None = None) -> str:
@@ -160,13 +233,12 @@ def closing_line(response: GenerationResponse, kept: str, accepted: float | None
     )
 
 
-def _as_json(
-    text: str, response: GenerationResponse, report: CompressionReport, accepted: float | None
-) -> dict[str, Any]:
+def _as_json(model: str, answer: _Answer, report: CompressionReport) -> dict[str, Any]:
     fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason")
+    accepted = answer.accepted
     return (
-        {"text": text}
-        | {name: getattr(response, name) for name in fields}
+        {"model": model, "text": "".join(answer.texts)}
+        | {name: getattr(answer.last, name) for name in fields}
         | ({} if accepted is None else {"acceptance_rate": accepted})
-        | {"peak_memory_gb": response.peak_memory, "compression": report.to_dict()}
+        | {"peak_memory_gb": answer.last.peak_memory, "compression": report.to_dict()}
     )

@@ -6,14 +6,11 @@ import re
 import sys
 from datetime import datetime
 from pathlib import Path
-
-import mlx.core as mx
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-from mlx_lm import load
+from typing import BinaryIO
 
 from ..demo import MODELS
-from ..errors import SnapKVError
+from ..errors import SnapKVError, brief
+from .interrupts import listen
 
 
 def load_model(
@@ -21,6 +18,7 @@ def load_model(
     adapter_path: str | None = None,
     trust_remote_code: bool = False,
     option: str = "--model",
+    quantize_activations: bool = False,
 ):
     """The model and tokenizer that mlx-lm loads for a folder, a hub repository or an embedded model's name.
 
@@ -39,19 +37,20 @@ def load_model(
     adapter = None if adapter_path is None else _path("--adapter-path", adapter_path)
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
+    import mlx.core as mx
+    from mlx_lm import load
+
+    listen()
     try:
         model, tokenizer, *_ = load(
             str(folder if exists else name),
             adapter_path=None if adapter is None else str(adapter),
+            model_config={"quantize_activations": quantize_activations},
             tokenizer_config={"trust_remote_code": trust_remote_code},
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
-        if not exists and isinstance(error, OSError):
-            raise SnapKVError(
-                f"{option} {name}: no such folder, and the Hugging Face hub gave no such repository"
-            ) from error
-        raise SnapKVError(f"{option} {name}: mlx-lm can't load it: {_brief(error)}") from error
+        raise SnapKVError(f"{option} {name}: {_why(name, folder, error)}") from error
     if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
     return model, tokenizer
@@ -80,6 +79,9 @@ def _path(option: str, name: str) -> Path:
 
 
 def _may_be_repository(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -87,10 +89,17 @@ def _may_be_repository(name: str) -> bool:
     return "/" in name
 
 
-def _brief(error: Exception) -> str:
-    """The error's kind and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _why(name: str, folder: Path, error: Exception) -> str:
+    from mlx_lm.utils import hf_repo_to_path
+
+    from . import load_errors
+
+    if not folder.exists():
+        problem = load_errors.of_repository(name, error)
+        if problem is not None:
+            return problem
+        folder = hf_repo_to_path(name)
+    return f"can't be loaded: {load_errors.of_files(folder, error)}"
 
 
 def encode(
@@ -99,32 +108,38 @@ def encode(
     system_prompt: str | None,
     ignore_chat_template: bool,
     today: datetime | None = None,
+    prefill_response: str | None = None,
 ) -> list[int]:
     """Token ids of the prompt, through the chat template unless there is none or it is to be ignored.
 
     Args:
         today: the date for templates that tell it to the model; by default that of the call.
+        prefill_response: what the answer is to begin with.
 
     Raises:
         SnapKVError: the template refuses, or nothing is left to read.
     """
     raw = ignore_chat_template or not tokenizer.has_chat_template
-    if raw and system_prompt is not None:
-        raise SnapKVError(
-            "--system-prompt needs a chat template: drop it or --ignore-chat-template"
-        )
+    for option, given in (
+        ("--system-prompt", system_prompt),
+        ("--prefill-response", prefill_response),
+    ):
+        if raw and given is not None:
+            raise SnapKVError(f"{option} needs a chat template: drop it or --ignore-chat-template")
     messages = [{"role": "user", "content": text}]
     if system_prompt is not None:
         messages.insert(0, {"role": "system", "content": system_prompt})
+    ending = {"add_generation_prompt": True}
+    if prefill_response is not None:
+        messages.append({"role": "assistant", "content": prefill_response})
+        ending = {"add_generation_prompt": False, "continue_final_message": True}
     try:
         if raw:
             tokens = tokenizer.encode(text)
         else:
-            tokens = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, **_dated(tokenizer, today)
-            )
+            tokens = tokenizer.apply_chat_template(messages, **ending, **_dated(tokenizer, today))
     except Exception as error:  # templates are code of the model's authors
-        raise SnapKVError(f"the chat template or tokenizer failed: {_brief(error)}") from error
+        raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
     if not tokens:
         raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
     return tokens
@@ -170,19 +185,28 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 def _read_stdin() -> str:
     if sys.stdin is None:
         raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
-    return _decode(sys.stdin.buffer.read(), "standard input")
+    return _decode(_read(sys.stdin.buffer), "standard input")
 
 
 def read_file(option: str, path: str) -> str:
     """The text of the file that an option names; SnapKVError if it can't be read or is not text."""
     file = _path(option, path)
     try:
-        data = file.read_bytes()
+        with file.open("rb") as stream:
+            data = _read(stream)
     except OSError as error:
         raise SnapKVError(f"{option} {path}: {error.strerror or error}") from error
     except ValueError as error:  # a name no file can have
         raise SnapKVError(f"{option} {path!r}: {error}") from error
     return _decode(data, f"{option} {path}")
+
+
+def _read(stream: BinaryIO) -> bytes:
+    """All bytes; no more after a zero byte, which no text has, and of which /dev/zero has no end."""
+    pieces: list[bytes] = []
+    while (not pieces or b"\0" not in pieces[-1]) and (piece := stream.read(1 << 20)):
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _decode(data: bytes, source: str) -> str:

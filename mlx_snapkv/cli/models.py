@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Column, Table
+import json
 
-from ..models import listing
+from . import flags
 
 
-def models() -> None:
+def models(as_json: flags.AsJson = False) -> None:
     """List the model types that can be compressed, and the refused ones with the reason."""
-    console = Console()
-    for title, last, rows in (
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from ..models import listing
+
+    lists = (
         ("Supported", "note", listing.supported()),
         ("Refused", "why", listing.refused()),
-    ):
+    )
+    if as_json:
+        found = {}
+        for title, last, rows in lists:
+            names = ("model_type", "also_loads", last)
+            found[title.lower()] = [dict(zip(names, row)) for row in rows]
+        print(json.dumps(found))
+        return
+    console = Console()
+    for title, last, rows in lists:
         columns = Column("model type", no_wrap=True), "also loads", last
         heading = f"{title}: {len(rows)} model types of mlx-lm"
         table = Table(*columns, title=heading, title_justify="left")

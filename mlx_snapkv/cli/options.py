@@ -1,11 +1,16 @@
 """Option values that several commands read alike."""
 
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
-from ..reporting import plots
+from ..paths import reason, require_place
+from ..reporting import ownership, plots
+
+MOST = 10_000_000  # tokens of a prompt
 
 
 def whole_numbers(option: str, text: str, least: int) -> list[int]:
@@ -14,22 +19,47 @@ def whole_numbers(option: str, text: str, least: int) -> list[int]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = [0]
-    if any(n < least for n in numbers):
-        raise SnapKVError(f"{option} must be whole numbers from {least}, with commas, got {text!r}")
+    if any(not least <= n <= MOST for n in numbers):
+        raise SnapKVError(
+            f"{option} must be whole numbers from {least} to {MOST}, with commas, got {text!r}"
+        )
     return numbers
 
 
-def writable(output: str, suffix: str) -> Path:
-    """The path that all files' names start with; its folder is made if need be, before anything is measured."""
-    plots.require_matplotlib()
-    try:
-        base = Path(output).expanduser()
-        base.parent.mkdir(parents=True, exist_ok=True)
-        with_suffix(base, suffix).touch()
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SnapKVError(f"--output {output}: {reason}") from error
-    return base
+class ResultFiles:
+    """The files of a result: NAME and an ending each.
+
+    Args:
+        name: what the user gave for `--output`.
+        endings: of all files that will be written.
+
+    Raises:
+        SnapKVError: one can't be written, or is there and not by this package.
+    """
+
+    def __init__(self, name: str, endings: Iterable[str]):
+        plots.require_matplotlib()
+        if not Path(name).name or name.endswith(os.sep):
+            raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
+        try:
+            self.base = Path(name).expanduser()
+            paths = [with_suffix(self.base, ending) for ending in endings]
+            self._replaced = [path for path in paths if require_place(path)]
+            foreign = [path for path in self._replaced if not ownership.is_ours(path)]
+        except (OSError, RuntimeError, ValueError) as error:
+            raise SnapKVError(f"--output {name}: {reason(error)}") from error
+        if foreign:
+            raise SnapKVError(
+                f"--output {name}: {foreign[0]} is there already, and mlx-snapkv did not write it: "
+                "give another name"
+            )
+
+    def told(self, written: Iterable[Path]) -> str:
+        """What was written and what that replaced, in a line each."""
+        there = {path: path in self._replaced for path in written}
+        ways = {"wrote": False, "replaced": True}
+        lines = [[way, *(str(p) for p in there if there[p] is old)] for way, old in ways.items()]
+        return "\n".join(" ".join(line) for line in lines if len(line) > 1)
 
 
 def write_json(base: Path, result: Any) -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..policies import POLICIES, Policy
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..policies import Policy
 
 
 def policies() -> None:
@@ -15,6 +18,8 @@ def policies() -> None:
       --policy "keydiff:budget=25%,n_window=20%"
       --policy "keydiff:budget=8192 then snapkv:top_k=1024"
     """
+    from ..policies import POLICIES
+
     for cls in POLICIES.values():
         paper = f" ({cls.paper})" if cls.paper else ""
         print(f"{cls.name}: {cls.summary}{paper}")

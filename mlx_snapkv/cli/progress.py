@@ -1,6 +1,7 @@
 """The progress bars, on stderr: of a prefill, and of work done in steps."""
 
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -14,6 +15,9 @@ from rich.progress import (
 )
 from rich.text import Text
 from rich.theme import Theme
+
+from .options import ResultFiles, write_json
+from .slow_blas import LONG, tell_slow_blas
 
 # The terminal's own colours, of which only green and red stand out on dark and on light ones alike.
 PALETTE = Theme(
@@ -30,8 +34,8 @@ PALETTE = Theme(
 )
 
 
-def stderr_console() -> Console:
-    return Console(stderr=True, highlight=False, theme=PALETTE)
+def stderr_console(quiet: bool = False) -> Console:
+    return Console(stderr=True, highlight=False, theme=PALETTE, quiet=quiet)
 
 
 class _TokenSpeed(ProgressColumn):
@@ -61,6 +65,8 @@ class PrefillBar:
 
     def update(self, done: int, total: int) -> None:
         if done == 0:
+            if total >= LONG:
+                tell_slow_blas(self._progress.console)
             self._progress.start()
             self._progress.start_task(self._task)
         self._progress.update(self._task, completed=done, total=total)
@@ -112,3 +118,16 @@ class StepBars:
             self._printed = time.monotonic()
             done = f"{task.completed:.0f}/{task.total:.0f}"
             self.console.print(f"{task.description} {done}, {task.elapsed or 0:.0f} s")
+
+
+class SavingBars(StepBars):
+    """A bar for each kind of measurement; saves what is done."""
+
+    def __init__(self, about: dict[str, Any], files: ResultFiles | None):
+        super().__init__()
+        self._about = about
+        self._files = files
+
+    def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
+        if self._files is not None:
+            write_json(self._files.base, self._about | result)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_args
-
-from mlx_lm.sample_utils import make_sampler
 
 from ..errors import SnapKVError, UnknownOptionError
 from ..policies.base import suggestion
 from . import flags
+from .generation import make_sampler
 
 _FLAGS: dict[str, Any] = {
     "temp": flags.Temp,
     "top_p": flags.TopP,
+    "min_p": flags.MinP,
+    "top_k": flags.TopK,
+    "min_tokens_to_keep": flags.MinTokensToKeep,
     "xtc_probability": flags.XtcProbability,
     "xtc_threshold": flags.XtcThreshold,
     "max_tokens": flags.MaxTokens,
@@ -26,20 +28,18 @@ class Sampling:
 
     temp: float
     top_p: float
+    min_p: float
+    top_k: int
+    min_tokens_to_keep: int
     xtc_probability: float
     xtc_threshold: float
     max_tokens: int
 
     def options(self, tokenizer) -> dict[str, Any]:
         """The same as options of mlx-lm's `stream_generate`."""
-        sampler = make_sampler(
-            self.temp,
-            self.top_p,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-        )
-        return {"max_tokens": self.max_tokens, "sampler": sampler}
+        options = asdict(self)
+        max_tokens = options.pop("max_tokens")
+        return {"max_tokens": max_tokens, "sampler": make_sampler(tokenizer, **options)}
 
     def changed(self, name: str, text: str) -> Sampling:
         """These settings with another value of one.

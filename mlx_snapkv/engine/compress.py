@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..caches.decode import decode_cache
 from ..caches.evicting import EvictingCache
-from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes
+from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes, kv_dtype
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
@@ -133,6 +133,7 @@ class Compression:
             self._replace(layer, choice, uniform)
         mx.clear_cache()
         report.kv_bytes_after = kv_bytes(self.prompt_cache)
+        report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.prompt_cache))
         report.selection_seconds = time.perf_counter() - started
         return report
 

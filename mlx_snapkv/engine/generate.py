@@ -198,8 +198,7 @@ def _served(
     if policy is None or reason is not None:
         on_report(CompressionReport(str(policy or NO_POLICY), n_prompt, reason))
         return _continued(start, model, options)
-    if options.get("max_kv_size") is not None:
-        raise SnapKVError("max_kv_size also limits the entries: drop it or the policy")
+    require_no_conflict(options)
     given = options.get("prompt_cache")
     prompt_cache = make_prompt_cache(model) if given is None else given
     # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
@@ -230,6 +229,12 @@ def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
     if first is not None:
         yield first
         yield from items
+
+
+def require_no_conflict(options: dict[str, Any]) -> None:
+    """Raises: SnapKVError: one of mlx-lm's options can't be served together with a policy."""
+    if options.get("max_kv_size") is not None:
+        raise SnapKVError("max_kv_size also limits the entries: drop it or the policy")
 
 
 def drive(

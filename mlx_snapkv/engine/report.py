@@ -49,6 +49,7 @@ class CompressionReport:
         entries_kept: by layer of the model, entries per KV head; None for layers without a KV cache.
         kv_bytes_before: bytes of all tokens' entries at the compression, those evicted before included.
         kv_bytes_after: bytes of the buffers of the caches that go on.
+        kv_dtype: what the numbers of those entries are: "float16", say, or "8 bits".
         attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept; None for
             policies without votes, and for those that go on evicting.
         prefill_seconds: from the first chunk to the compression, selection excluded.
@@ -62,6 +63,7 @@ class CompressionReport:
     entries_kept: list[int | None] = field(default_factory=list)
     kv_bytes_before: int = 0
     kv_bytes_after: int = 0
+    kv_dtype: str = ""
     attention_share: list[float | None] = field(default_factory=list)
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
@@ -84,6 +86,16 @@ class CompressionReport:
             return f"{self.entries} entries kept"
         return f"{kept[0]} to {kept[-1]} entries kept by layer"
 
+    @property
+    def memory_text(self) -> str:
+        """The KV memory in words; buffers may have room for more than the entries kept."""
+        kept = [n for n in self.entries_kept if n is not None]
+        share = sum(kept) / max(1, len(kept) * self.prompt_tokens)
+        spare = self.kv_bytes_after > 1.05 * share * self.kv_bytes_before
+        room = ", with room for more" if spare else ""
+        before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
+        return f"KV memory {before} → {after} ({self.kv_dtype}{room})"
+
     # What `entries`, `entries_kept` and `attention_share` were called before.
     rows = property(lambda self: self.entries)
     rows_kept = property(lambda self: self.entries_kept)
@@ -98,8 +110,7 @@ class CompressionReport:
         shares = [s for s in self.attention_share if s is not None]
         share = f", {min(shares):.0%} to {max(shares):.0%} of the votes" if shares else ""
         return (
-            f"{self.prompt_tokens} prompt tokens, {self.entries_text}{share}, KV memory "
-            f"{format_bytes(self.kv_bytes_before)} → {format_bytes(self.kv_bytes_after)}, "
+            f"{self.prompt_tokens} prompt tokens, {self.entries_text}{share}, {self.memory_text}, "
             f"selection {self.selection_seconds:.2f} s"
         )
 

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from .ownership import PNG_METADATA
 from .setting import title
 
 LONGEST = 200  # characters of a policy in a file's name
@@ -16,13 +17,18 @@ def write_heatmaps(result: dict[str, Any], base: Path) -> list[Path]:
     paths = []
     records = result["records"]
     for policy in dict.fromkeys(r["policy"] for r in records):
-        slug = re.sub(r"[^\w.=]+", "-", policy.replace("%", "pct")).strip("-")[:LONGEST]
-        paths.append(base.with_name(f"{base.name}-{slug}.png"))
+        paths.append(base.with_name(base.name + ending(policy)))
         own = [r for r in records if r["policy"] == policy]
         asked = len({r["question"] for r in own})
         what = f"{textwrap.fill(policy, 60)}\n{asked} question{'s' * (asked > 1)} a cell"
         _plot(own, title(what, result), paths[-1])
     return paths
+
+
+def ending(policy: str) -> str:
+    """What follows the base in the name of a policy's file."""
+    slug = re.sub(r"[^\w.=]+", "-", policy.replace("%", "pct")).strip("-")[:LONGEST]
+    return f"-{slug}.png"
 
 
 def accuracies(records: list[dict[str, Any]]) -> tuple[list[int], list[float], list[list[float]]]:
@@ -59,7 +65,7 @@ def _plot(records: list[dict[str, Any]], heading: str, path: Path) -> None:
     axes.set_ylabel("depth")
     axes.set_title(heading, fontsize=8, loc="left")
     figure.colorbar(image, label="right answers")
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure.savefig(path, dpi=120, metadata=PNG_METADATA)
 
 
 def readable_on(color: tuple[float, ...]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..engine.report import format_bytes
 from ..errors import SnapKVError
+from .ownership import PNG_METADATA
 from .setting import title
 
 
@@ -48,7 +49,7 @@ def write_plots(result: dict[str, Any], base: Path) -> list[Path]:
     """Decoding speed and KV memory against context length, as `base`-decoding.png and `base`-memory.png."""
     paths = [base.with_name(f"{base.name}-{plot}.png") for plot in PLOTS]
     for path, figure in zip(paths, figures(result)):
-        figure.savefig(path, dpi=120, metadata={"Software": None})
+        figure.savefig(path, dpi=120, metadata=PNG_METADATA)
     return paths
 
 

@@ -7,13 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from .._version import __version__
 
 
 def setting() -> dict[str, Any]:
     """Versions, commit and machine, as a JSON object."""
+    import mlx.core as mx
+
     return {
         "versions": {
             "mlx-snapkv": __version__,
@@ -55,6 +55,8 @@ def _commit() -> str:
 
 
 def _processor() -> str:
+    import mlx.core as mx
+
     if mx.metal.is_available():
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")

@@ -22,6 +22,7 @@ from .._version import __version__
 from ..caches.matching import adopt, require_match, require_tokens
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
+from ..paths import reason, require_place
 from ..policies import Policy, Stages
 from . import checksum as saved_checksum
 from . import header as saved_header
@@ -59,7 +60,7 @@ def save(
     """Write a prompt cache to a file, which is there as a whole or not at all.
 
     Args:
-        path: of a `.safetensors` file; one that is there already is replaced.
+        path: of a `.safetensors` file; one that an earlier `save` wrote is replaced, any other file is an error.
         model: the mlx-lm model that filled the cache; the file will be good for no other.
         tokens: the ids of all tokens that were fed.
         policy: what compressed the cache.
@@ -126,29 +127,38 @@ def load(path: str | Path, model) -> SavedPrompt:
 
 
 def require_writable(path: str | Path) -> Path:
-    """The path, if a file can be written there; SnapKVError if it can't, or the name does not end in `.safetensors`."""
+    """The path, if `save` can write there.
+
+    Raises:
+        SnapKVError: it can't, or the name does not end in `.safetensors`, or another kind of file is there.
+    """
     path = _safetensors(path)
-    if path.is_dir():
-        raise SnapKVError(f"{path} is a folder: give a file name")
-    if not path.parent.is_dir():
-        raise SnapKVError(f"{path} can't be written: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise SnapKVError(f"{path} can't be written: the folder {path.parent} is read-only")
+    if require_place(path) and not _is_ours(path):
+        raise SnapKVError(
+            f"{path} is there already, and mlx-snapkv did not save it: give another name"
+        )
     return path
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return _MARK in saved_header.read(path)
+    except SnapKVError:
+        return False
 
 
 def _write(path: Path, prompt_cache: list, metadata: dict[str, str]) -> None:
     """Write beside the file, and put the whole in its place; SnapKVError if the file can't be written."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{path.stem}.{os.getpid()}.safetensors")
     try:
         with temporary.open("wb") as file:
             writer = saved_checksum.SealedWriter(file)
             save_prompt_cache(writer, prompt_cache, metadata)  # type: ignore[arg-type]
             writer.seal()
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SnapKVError(f"{path} can't be written: {reason}") from error
+        raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -204,6 +204,12 @@ def test_reset_forgets_everything_but_the_system_prompt(demo_llama):
             "memory must be drop, recall, recall:8bit, recall:4bit or recall:file, got 'forget'",
         ),
         ({"policy": "keydif"}, "did you mean 'keydiff'"),
+        (
+            {"max_token": 1},
+            r"unknown option 'max_token' of a conversation \(did you mean 'max_tokens'",
+        ),
+        ({"foo": 1}, "unknown option 'foo' of a conversation; known: kv_bits, kv_group_size"),
+        ({"policy": "snapkv", "max_kv_size": 9}, "max_kv_size also limits the entries"),
         ({"policy": "h2o", "memory": "recall:4bit"}, "memory=recall:4bit needs a policy that"),
         ({"policy": "h2o", "memory": "recall"}, "memory=recall needs a policy that"),
     ],

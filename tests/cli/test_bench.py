@@ -18,7 +18,8 @@ def run(*args):
 
 
 def test_tables_files_and_plots(tmp_path):
-    base = tmp_path / "new folder" / "result"
+    base = tmp_path / "folder" / "result"
+    base.parent.mkdir()
     code, out, err = run(
         "--model",
         "demo",
@@ -58,7 +59,10 @@ def test_tables_files_and_plots(tmp_path):
     "args, words",
     [
         (["--needle"], "--needle needs a model that can answer"),
-        (["--context", "4k"], "--context must be whole numbers from 1024, with commas, got '4k'"),
+        (
+            ["--context", "4k"],
+            "--context must be whole numbers from 1024 to 10000000, with commas, got '4k'",
+        ),
         (["-b", "0"], "--batch-size must be whole numbers from 1"),
         (["--snapkv", "topk=4"], "topk"),
         (["--output", "/dev/null/x"], "--output /dev/null/x: "),

@@ -142,8 +142,9 @@ def test_sampling_is_changed_on_the_way(document):
     lines = ["/set", "/set temp 0.7", "/set --max-tokens 3", f"/file {path}", facts[0].question]
     code, out, err = script([*lines, "/set temp 0", "/reset", f"/file {path}", facts[0].question])
     assert code == 0
-    assert "temp 0, top_p 1, xtc_probability 0, xtc_threshold 0.1, max_tokens 24" in err
-    assert "temp 0.7, top_p 1, xtc_probability 0, xtc_threshold 0.1, max_tokens 3" in err
+    others = "top_p 1, min_p 0, top_k 0, min_tokens_to_keep 1, xtc_probability 0, xtc_threshold 0.1"
+    assert f"temp 0, {others}, max_tokens 24" in err
+    assert f"temp 0.7, {others}, max_tokens 3" in err
     told = out.splitlines()[-1]  # a start again keeps the settings
     assert facts[0].value.startswith(told) and told != facts[0].value
 

@@ -73,7 +73,8 @@ def test_compression_is_reported(call, tmp_path):
     assert code == 0 and out.strip() == "482913"
     closing = err.strip().splitlines()[-1]
     assert re.search(
-        r"prompt tokens, 52 entries kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \| prompt", closing
+        r"prompt tokens, 52 entries kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \(float32\) \| prompt",
+        closing,
     )
 
 
@@ -95,8 +96,9 @@ def test_json_holds_answer_figures_and_report(call):
     )
     result = json.loads(out)
     assert code == 0
+    assert result["model"] == "demo"
     assert set(result) == {
-        "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason",
+        "model", "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason",
         "peak_memory_gb", "compression",
     }  # fmt: skip
     assert result["compression"]["entries_kept"] == [22, 22, 22]
@@ -139,6 +141,8 @@ def test_mlx_lms_own_cache_options_reach_it(call):
         (["--prompt", "-"], "the prompt is empty: give some text"),
         (["--prompt", "-", "--prompt-file", "-"], "can't both read standard input"),
         (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file: No such file or directory"),
+        (["--prompt-file", "/dev/zero"], "--prompt-file /dev/zero is not UTF-8 text"),
+        (["--prompt", "x", "--kv-bits", "8", "--kv-group-size", "128"], "kv_group_size must be one of [32, 64]"),
         (["--prompt-file", "/"], "--prompt-file /: Is a directory"),
         (["--prompt-file", sys.executable], "is not UTF-8 text"),
         (["--prompt", "x", "--temp", "warm"], "Invalid value for '--temp'"),
@@ -168,20 +172,31 @@ def test_mistakes_are_one_line_and_exit_code_2(call, args, message):
     [
         (lambda folder: None, "no such folder, and not the name of a Hugging Face repository"),
         (lambda folder: folder.mkdir(), "no config.json there"),
-        (lambda folder: _model(folder, "{"), "mlx-lm can't load it"),
+        (lambda folder: _model(folder, "{"), "config.json is no JSON: Expecting"),
+        (lambda folder: _model(folder, ""), "config.json is no JSON: Expecting"),
+        (lambda folder: _model(folder, "{}"), "config.json names no model_type"),
         (
             lambda folder: _demo_with(folder, model_type="no_such_type"),
             "no_such_type not supported",
         ),
-        (lambda folder: _demo_with(folder, hidden_size=64), "can't load it: .*shape"),
-        (lambda folder: _model(folder, '{"model_type": "llama"}'), "can't load it"),
-        (lambda folder: _model(folder, "[]"), "can't load it"),
+        (
+            lambda folder: _demo_with(folder, hidden_size=64),
+            "weights don't fit its config.json: ValueError: .*shape",
+        ),
+        (lambda folder: _model(folder, '{"model_type": "llama"}'), "no weights there: model.safe"),
+        (lambda folder: _model(folder, "[]"), "config.json is no JSON object"),
         (
             lambda folder: _demo_with(folder, num_attention_heads=0),
-            "can't load it: ZeroDivisionError",
+            "config.json does not describe such a model: ZeroDivisionError",
         ),
-        (lambda folder: _truncated(folder), "can't load it: RuntimeError"),
-        (lambda folder: _without_tokenizer(folder), "can't load it"),
+        (
+            lambda folder: _demo_with(folder, num_hidden_layers="x"),
+            "does not describe such a model",
+        ),
+        (lambda folder: _truncated(folder), "model.safetensors is damaged or cut short"),
+        (lambda folder: _with_tokenizer(folder, None), "no tokenizer there: tokenizer.json"),
+        (lambda folder: _with_tokenizer(folder, "hello"), "tokenizer.json is no JSON"),
+        (lambda folder: _with_tokenizer(folder, "{}"), "its tokenizer can't be read"),
         (
             lambda folder: _template(folder, "{{ raise_exception('System role not supported') }}"),
             "the chat template or tokenizer failed: TemplateError: System role not supported",
@@ -218,9 +233,11 @@ def _truncated(folder):
     weights.write_bytes(weights.read_bytes()[:1000])
 
 
-def _without_tokenizer(folder):
+def _with_tokenizer(folder, text):
     _demo_with(folder)
     (folder / "tokenizer.json").unlink()
+    if text is not None:
+        (folder / "tokenizer.json").write_text(text)
 
 
 def _template(folder, template):

@@ -31,9 +31,11 @@ def check(model, dtype, tokens, policy, **bits):
     model.set_dtype(dtype)
     cache = make_prompt_cache(model)
     plain = [type(c) for c in cache]
+    reports = []
     options = {"policy": policy, "prompt_cache": cache, "max_tokens": 24, **bits}
-    answer = list(generate_step(tokens, model, **options))
-    assert len(answer) == 24
+    answer = list(generate_step(tokens, model, **options, on_report=reports.append))
+    told = "8 bits" if bits else str(dtype).removeprefix("mlx.core.")
+    assert len(answer) == 24 and reports[0].kv_dtype == told and f"({told}" in str(reports[0])
     assert all(mx.isfinite(logprobs).all() for _, logprobs in answer)
     compressed = [c for c, was in zip(cache, plain, strict=True) if type(c) is not was]
     assert compressed and all(c.size() < tokens.size for c in compressed)

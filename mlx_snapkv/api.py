@@ -1,0 +1,42 @@
+"""What users import from `mlx_snapkv`, which loads this file when one of these names is first asked for."""
+
+from .caches import BlockKVCache, SnapKVCache
+from .chat.conversation import Conversation
+from .engine.compress import compress_prompt_cache
+from .engine.generate import generate, generate_step, stream_generate
+from .engine.prefill import prefill
+from .engine.report import CompressionReport
+from .errors import SnapKVError
+from .models.patch import patch_for_snapkv, unpatch_snapkv
+from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
+
+__all__ = [
+    "H2O",
+    "TOVA",
+    "BlockKVCache",
+    "CompressionReport",
+    "Conversation",
+    "KeyDiff",
+    "KeyNorm",
+    "QuantizedBlockKVCache",
+    "QuantizedReselectingSnapKVCache",
+    "QuantizedSnapKVCache",
+    "RandomRows",
+    "ReselectingSnapKVCache",
+    "SnapKV",
+    "SnapKVCache",
+    "SnapKVError",
+    "Stages",
+    "StreamingLLM",
+    "compress_prompt_cache",
+    "generate",
+    "generate_step",
+    "patch_for_snapkv",
+    "prefill",
+    "stream_generate",
+    "unpatch_snapkv",
+]
+
+# How entries are stored and who gives way are fields of these two classes; they were classes of their own.
+QuantizedSnapKVCache = ReselectingSnapKVCache = QuantizedReselectingSnapKVCache = SnapKVCache
+QuantizedBlockKVCache = BlockKVCache

@@ -1,0 +1,107 @@
+"""What `generate` and `chat` tell tokenizer and sampler alike, from mlx-lm's flags."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import SnapKVError, UnsupportedModelError
+
+# Of the template's own parameters, those that may be given beside its free ones.
+TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
+
+
+def adapt_tokenizer(
+    tokenizer, extra_eos_token: Sequence[str] | None, chat_template_config: str | None
+) -> None:
+    """Add tokens that end an answer, and options for the chat template.
+
+    Raises:
+        SnapKVError: the tokenizer has no such token, or the options are no JSON object.
+    """
+    for token in extra_eos_token or []:
+        if not _has_token(tokenizer, token):
+            raise SnapKVError(f"--extra-eos-token {token!r}: this tokenizer has no such token")
+        tokenizer.add_eos_token(token)
+    if chat_template_config is not None:
+        options = _template_options(tokenizer, chat_template_config)
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
+
+
+def seed_sampling(seed: int | None) -> None:
+    import mlx.core as mx
+
+    if seed is not None:
+        mx.random.seed(seed)
+
+
+def make_sampler(tokenizer, *, top_k: int, min_tokens_to_keep: int, **options: Any) -> Callable:
+    """mlx-lm's sampler with these options; SnapKVError if one is beyond the vocabulary."""
+    from mlx_lm import sample_utils
+
+    size = len(tokenizer)
+    for name, given in (("--top-k", top_k), ("--min-tokens-to-keep", min_tokens_to_keep)):
+        if given >= size:
+            raise SnapKVError(f"{name} must be below the vocabulary's {size}, got {given}")
+    return sample_utils.make_sampler(
+        top_k=top_k,
+        min_tokens_to_keep=min_tokens_to_keep,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        **options,
+    )
+
+
+def require_kv_bits(model, kv_bits: int | None, kv_group_size: int) -> None:
+    """Find out before anything is read whether a model's entries can be quantised so; SnapKVError if not."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..caches.layers import attention_layers
+    from ..caches.quantizable import require_quantizable
+    from ..entries.quantization import Quantization
+
+    if kv_bits is None:
+        return
+    try:
+        layers = attention_layers(model, make_prompt_cache(model))
+    except UnsupportedModelError:  # whose entries are mlx-lm's alone
+        return
+    require_quantizable(model, layers, Quantization(kv_bits, kv_group_size))
+
+
+def quantized_from(start: int | None, policy: Any) -> dict[str, int]:
+    """mlx-lm's option for `--quantized-kv-start`, if it is given; SnapKVError if a policy is, too."""
+    if start is None:
+        return {}
+    if policy is not None:
+        raise SnapKVError(
+            "--quantized-kv-start is for the full cache: a policy's entries are quantised when they are compressed; "
+            "drop it or the policy"
+        )
+    return {"quantized_kv_start": start}
+
+
+def _has_token(tokenizer, token: str) -> bool:
+    if token.isdecimal():
+        return int(token) < len(tokenizer)
+    found = tokenizer.convert_tokens_to_ids(token)
+    return found is not None and (found != tokenizer.unk_token_id or token == tokenizer.unk_token)
+
+
+def _template_options(tokenizer, text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise SnapKVError(
+            "--chat-template-config must be a JSON object, "
+            f"such as '{{\"enable_thinking\": false}}', got {text!r}"
+        )
+    own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
+    for name in options:
+        if name in own and name not in TEMPLATE_OPTIONS:
+            raise SnapKVError(f"--chat-template-config can't set {name!r}: the command does")
+    return options

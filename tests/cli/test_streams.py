@@ -1,0 +1,121 @@
+"""Standard streams that are closed, full or not read, and Ctrl-C, as the shell gives them."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+MODULE = [sys.executable, "-m", "mlx_snapkv"]
+LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
+OPENBLAS = "*/openblas-pthread/libopenblas.so.0"
+PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
+
+
+def shell(redirected, *args):
+    """The command with its streams redirected by the shell: (exit code, stdout, stderr)."""
+    command = ["sh", "-c", f'exec "$@" {redirected}', "sh", *MODULE, *args]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-", "<&-", "<&- 2>&-"])
+def test_an_answer_needs_no_other_stream(redirected):
+    code, out, err = shell(redirected, *PLAIN)
+    assert (code, out) == (0, "482913\n") and "Traceback" not in err
+
+
+@pytest.mark.parametrize("args", [PLAIN, ["policies"], ["--version"]], ids=lambda args: args[0])
+def test_an_answer_that_has_nowhere_to_go_is_told_at_once(args):
+    closed = "mlx-snapkv: standard output is closed, so there is nowhere to answer\n"
+    assert shell(">&-", *args) == (1, "", closed)
+
+
+@pytest.mark.parametrize("args", [["policies"], ["models"], ["--help"]], ids=lambda args: args[0])
+def test_an_answer_that_cannot_be_written(args):
+    assert shell(">/dev/full", *args) == (1, "", "mlx-snapkv: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    "args", [[*PLAIN, "-q"], ["policies"], ["models"], ["--version"]], ids=lambda args: args[0]
+)
+def test_a_reader_that_has_gone_is_exit_code_1_in_silence(args):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*MODULE, *args], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("It was cold at the market. " * 100_000)
+
+    def tokenising(process):
+        return "tokenising the text" in process.stderr.readline()
+
+    code, out, err = interrupted(tokenising, *PLAIN, "--prompt-file", str(file))
+    assert (code, out, err) == (130, "", "\nmlx-snapkv: stopped\n")
+
+
+@pytest.mark.skipif(not list(Path("/usr/lib").glob(OPENBLAS)), reason="OpenBLAS is not here")
+def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("It was cold at the market. " * 400)
+    (library,) = Path("/usr/lib").glob(OPENBLAS)
+    hint = f"Long prompts are read several times faster with LD_PRELOAD={library}"
+    for preloaded, args, told in (
+        ("", ["--prompt-file", str(file)], 1),
+        (str(library), ["--prompt-file", str(file)], 0),
+        ("", [], 0),
+    ):
+        terminal, its = pty.openpty()
+        environment = os.environ | {"LD_PRELOAD": preloaded, "TERM": "xterm"}
+        command = [*MODULE, *PLAIN, "-m", "1", *args]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=its, env=environment, check=True)
+        os.set_blocking(terminal, False)
+        assert (
+            os.read(terminal, 1 << 16).decode(errors="ignore").replace("\r\n", "").count(hint)
+            == told
+        )
+        os.close(its)
+        os.close(terminal)
+
+
+def interrupted(ready, *args):
+    """The command, sent Ctrl-C as soon as `ready(process)`: (exit code, stdout, stderr)."""
+    process = subprocess.Popen(
+        [*MODULE, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    while not ready(process):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("library", ["pydantic_core", "mlx/core", "_multiarray_umath"])
+def test_ctrl_c_while_the_program_starts(library):
+    def loaded(process):
+        return library in Path(f"/proc/{process.pid}/maps").read_text()
+
+    assert interrupted(loaded, *PLAIN) == (130, "", "\nmlx-snapkv: stopped\n")
+
+
+def test_ctrl_c_in_an_answer_closes_it_with_the_figures():
+    def answering(process):
+        return process.stdout.read(1)
+
+    args = [*PLAIN, "-m", "100000"]
+    code, out, err = interrupted(answering, *args)
+    assert code == 130 and out.endswith("\n")
+    *_, closing, empty, last = err.splitlines()
+    assert closing.startswith("stopped: 28 prompt tokens, full cache (no policy") and empty == ""
+    assert "generation" in closing and last == "mlx-snapkv: stopped"

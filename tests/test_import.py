@@ -1,0 +1,56 @@
+"""Importing the package, and starting the command, before MLX and mlx-lm are needed."""
+
+import subprocess
+import sys
+
+import pytest
+
+SLOW = "{'mlx', 'mlx_lm', 'transformers', 'huggingface_hub', 'numpy', 'prompt_toolkit', 'rich'}"
+
+
+def python(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("order", ["import mlx_snapkv, mlx_lm", "import mlx_lm, mlx_snapkv"])
+def test_mlx_lm_finds_our_caches_whichever_is_imported_first(order):
+    program = (
+        f"{order}\nfrom mlx_lm.models import cache\nprint(cache.SnapKVCache, cache.BlockKVCache)"
+    )
+    assert "caches.window.SnapKVCache" in python(program)
+
+
+def test_every_name_is_there_and_costs_nothing_before_it_is_used():
+    out = python(f"""
+import sys, mlx_snapkv
+assert not {SLOW} & set(sys.modules), {SLOW} & set(sys.modules)
+assert mlx_snapkv.__version__ and "SnapKV" in dir(mlx_snapkv)
+names = {{}}
+exec("from mlx_snapkv import *", names)
+assert set(mlx_snapkv.__all__) <= set(names)
+assert all(getattr(mlx_snapkv, name) is names[name] for name in mlx_snapkv.__all__)
+print(mlx_snapkv.saved.save.__name__, mlx_snapkv.errors.SnapKVError is names["SnapKVError"])
+try:
+    mlx_snapkv.nothing
+except AttributeError as error:
+    print(error)
+""")
+    assert out == "save True\nmodule 'mlx_snapkv' has no attribute 'nothing'\n"
+
+
+def test_version_and_help_import_nothing_slow():
+    python(f"""
+import sys
+from mlx_snapkv.__main__ import main
+commands = ["generate", "chat", "cache-prompt", "demo", "models", "policies", "bench", "eval"]
+for arguments in (["--version"], ["--help"], *([name, "--help"] for name in commands), ["eval", "needle", "--help"]):
+    sys.argv = ["mlx-snapkv", *arguments]
+    try:
+        main()
+    except SystemExit as exit:
+        assert exit.code == 0
+    found = {SLOW} & set(sys.modules)
+    assert not found, (arguments, found)
+""")
