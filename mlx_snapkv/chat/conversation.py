@@ -89,6 +89,15 @@ class Conversation:
     def _recall(self) -> Recall:
         return Recall(self.memory, self.verify, self.verify_below)
 
+    def verify_answers(self, verify: str | None) -> None:
+        """Let later answers be verified so, or not at all.
+
+        Raises:
+            SnapKVError: the conversation's memory or policy does not allow it.
+        """
+        Recall(self.memory, verify, self.verify_below).require(self.policy)
+        self.verify = verify
+
     def _usable(self, policy: Policy | Stages | str | None) -> Policy | Stages | None:
         chosen = resolve_policy(policy=policy)
         self._recall.require(chosen)

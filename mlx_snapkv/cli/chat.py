@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
 from . import flags
@@ -40,13 +38,9 @@ def chat(
     quantized_kv_start: flags.QuantizedKVStart = None,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
-    memory: Annotated[
-        str,
-        typer.Option(
-            help="What later turns vote over: what is left (drop) or all entries (the others). "
-            "One of: drop, recall, recall:8bit, recall:4bit, recall:file."
-        ),
-    ] = "drop",
+    memory: flags.Memory = "drop",
+    verify: flags.Verify = None,
+    verify_below: flags.VerifyBelow = 0.999,
 ) -> None:
     """Chat with a model; commands start with a slash, /help lists them.
 
@@ -86,6 +80,8 @@ def chat(
         tokenizer,
         policy=chosen,
         memory=memory,
+        verify=verify,
+        verify_below=verify_below,
         system=system_prompt,
         **sampling.options(tokenizer),
         prefill_step_size=prefill_step_size,

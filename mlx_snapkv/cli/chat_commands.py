@@ -161,8 +161,16 @@ def _load(session: Session, name: str) -> None:
     now = session.conversation
     wanted = (session.policy_wanted, session.memory_wanted)
     loaded = Conversation.load(
-        path, now.model, now.tokenizer, policy=wanted[0], memory=wanted[1], **now.generation
+        path,
+        now.model,
+        now.tokenizer,
+        policy=wanted[0],
+        memory=wanted[1],
+        verify_below=now.verify_below,
+        **now.generation,
     )
+    if loaded.memory != "drop":
+        loaded.verify_answers(now.verify)
     session.replace(loaded)
     whose = "" if (loaded.policy, loaded.memory) == wanted else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.ways}{whose}")
@@ -194,6 +202,12 @@ def _policy(session: Session, text: str) -> None:
     if session.may_replace():
         session.start_again(policy=policy)
         session.say(f"a new conversation with policy {policy or 'none'}")
+
+
+def _verify(session: Session, text: str) -> None:
+    if text:
+        session.conversation.verify_answers(None if text == "none" else text)
+    session.say(f"verify: {session.conversation.verify or 'none'}")
 
 
 def _system(session: Session, text: str) -> None:
@@ -230,6 +244,12 @@ COMMANDS = {
     "/retry": Command("", "answer the last question again", _retry),
     "/set": Command(
         "[NAME VALUE]", "how answers are sampled", _set, WordCompleter(list(sampling.NAMES))
+    ),
+    "/verify": Command(
+        "unsure|all|none",
+        "how later answers are verified by all entries",
+        _verify,
+        WordCompleter(["unsure", "all", "none"]),
     ),
     "/stats": Command("", "entries kept, memory and speed of the last turn", _stats),
     "/save": Command("FILE", "write the conversation to a .safetensors file", _save, _PATHS),

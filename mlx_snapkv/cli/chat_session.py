@@ -65,7 +65,9 @@ class Session:
     @property
     def ways(self) -> str:
         """The conversation's policy and memory."""
-        return f"policy {self.conversation.policy or 'none'}, memory {self.conversation.memory}"
+        now = self.conversation
+        verified = f", verify {now.verify}" if now.verify else ""
+        return f"policy {now.policy or 'none'}, memory {now.memory}{verified}"
 
     @property
     def waiting(self) -> str:
@@ -104,6 +106,9 @@ class Session:
         """Forget the conversation, and what the file it came from may have brought with it."""
         now = self.conversation
         options = {"system": now.system, "policy": self.policy_wanted} | changes
+        options["verify_below"] = now.verify_below
+        if options["policy"] is not None and self.memory_wanted != "drop":
+            options["verify"] = now.verify
         self.replace(
             Conversation(
                 now.model, now.tokenizer, memory=self.memory_wanted, **options, **now.generation

@@ -104,6 +104,24 @@ Policy = Annotated[
     typer.Option(help='Any policy, such as "keydiff:budget=25%"; see mlx-snapkv policies.'),
 ]
 
+Memory = Annotated[
+    str,
+    typer.Option(
+        help="Entries that are not kept: gone (drop), or all at hand for later turns and --verify: in memory (recall, "
+        "recall:8bit, recall:4bit) or in files (recall:file)."
+    ),
+]
+Verify = Annotated[
+    str | None,
+    typer.Option(
+        help="What an answer does with the entries at hand: doubtful tokens are decoded again from those they vote for "
+        "(unsure), or drafts are checked on all of them, for the full cache's own answer (all)."
+    ),
+]
+VerifyBelow = Annotated[
+    float, typer.Option(help="Probability under which a token is doubtful, for --verify unsure.")
+]
+
 Facts = Annotated[int, typer.Option(min=1, max=32, help="Facts to hide and ask for.")]
 DocumentSeed = Annotated[int, typer.Option(help="Seed of the documents.")]
 

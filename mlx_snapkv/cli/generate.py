@@ -58,6 +58,9 @@ def generate(
     trust_remote_code: flags.TrustRemoteCode = False,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
+    memory: flags.Memory = "drop",
+    verify: flags.Verify = None,
+    verify_below: flags.VerifyBelow = 0.999,
     prompt_cache_file: flags.PromptCacheFile = None,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = "True",
@@ -71,6 +74,8 @@ def generate(
       mlx-snapkv generate --model demo --prompt "What is the access code of the amber falcon?"
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --snapkv top_k=1024,min_ctx=0
+      mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
+          --snapkv top_k=1024,min_ctx=0 --memory recall --verify unsure
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
@@ -111,7 +116,8 @@ def generate(
             draft_model=draft_model,
         )
         quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
-        start = SavedStart(prompt_cache_file, model, loaded, chosen, quantization)
+        at_once = chosen if memory == "drop" else None
+        start = SavedStart(prompt_cache_file, model, loaded, at_once, quantization)
         encoded = partial(start.encode, tokenizer, text, ignore_chat_template)
     console = stderr_console(quiet)
     tokens = waited_for(console, TOKENISING, encoded)
@@ -135,7 +141,10 @@ def generate(
         max_tokens,
         draft,
         num_draft_tokens=num_draft_tokens,
-        policy=chosen if start is None else None,
+        policy=chosen if start is None or memory != "drop" else None,
+        memory=memory,
+        verify=verify,
+        verify_below=verify_below,
         on_report=reports.append,
         prompt_cache=None if start is None else start.prompt_cache,
         sampler=sampler,
@@ -146,11 +155,12 @@ def generate(
         prompt_progress_callback=bar.update,
         **start_at,
     )
+    recalls = chosen is not None and memory != "drop"
     answer = _Answer(drafted=draft is not None)
 
     def close(how: str = "") -> None:
         if not quiet and answer.last is not None:
-            kept = kept_text(*reports) if start is None else start.kept
+            kept = kept_text(*reports) if start is None or recalls else start.kept
             print(how + closing_line(answer.last, kept, answer.accepted), file=sys.stderr)
 
     try:
@@ -159,7 +169,7 @@ def generate(
         close("stopped: ")
         raise
     if json_output:
-        result = _as_json(model, answer, reports[0] if start is None else start.report)
+        result = _as_json(model, answer, reports[0] if start is None or recalls else start.report)
         if start is not None:
             result["prompt_cache"] = start.to_dict()
         print(json.dumps(result, ensure_ascii=False))
@@ -217,7 +227,8 @@ def kept_text(report: CompressionReport | None = None) -> str:
         return "full cache (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
-    return f"{report.entries_text}, {report.memory_text}"
+    asked = "" if report.verified is None else f", {report.verified}"
+    return f"{report.entries_text}, {report.memory_text}{asked}"
 
 
 def closing_line(response: GenerationResponse, kept: str, accepted: float | None = None) -> str:

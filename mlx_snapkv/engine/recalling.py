@@ -58,7 +58,11 @@ class Recall:
             raise SnapKVError(f"verify_below must be above 0 and at most 1, got {self.below}")
 
     def require(self, policy: Policy | Stages | None) -> None:
-        """Raises: SnapKVError: entries that stay can't be chosen from by this policy."""
+        """Raises: SnapKVError: entries that stay can't be chosen from by this policy, or there is none to verify."""
+        if policy is None and self.verify is not None:
+            raise SnapKVError(
+                f"verify={self.verify} needs a policy: without one the full cache answers anyway"
+            )
         if self.memory == "drop" or policy is None:
             return
         if any(stage.accumulates_attention for stage in policy.stages):

@@ -109,9 +109,10 @@ class CompressionReport:
             return f"not compressed: {self.reason}"
         shares = [s for s in self.attention_share if s is not None]
         share = f", {min(shares):.0%} to {max(shares):.0%} of the votes" if shares else ""
+        asked = "" if self.verified is None else f", {self.verified}"
         return (
             f"{self.prompt_tokens} prompt tokens, {self.entries_text}{share}, {self.memory_text}, "
-            f"selection {self.selection_seconds:.2f} s"
+            f"selection {self.selection_seconds:.2f} s{asked}"
         )
 
 

@@ -53,6 +53,26 @@ def test_rows_can_rest_in_a_file(document):
     assert "KV memory held between turns: 0 B, " in err and " in files; prompt" in err
 
 
+def test_verify_is_chosen_shown_and_refused(document):
+    path, facts = document
+    lines = [
+        f"/file {path}",
+        "/verify unsure",
+        facts[0].question,
+        "/stats",
+        "/verify none",
+        "/verify",
+    ]
+    code, out, err = script(lines, *POLICY)
+    assert code == 0 and out.splitlines() == [facts[0].value]
+    assert "verify: unsure" in err and re.search(r", \d+ votes in \d+ tokens", err)
+    assert err.count("verify: none") == 2
+    code, _, err = script(["/verify all"], *POLICY[:-1], "recall:file")
+    assert code == 2 and "must be in memory" in err
+    code, _, err = script([], "--verify", "unsure", *POLICY[2:])
+    assert code == 2 and "verify=unsure needs a policy" in err
+
+
 def test_answers_are_decoded_from_quantised_rows(document):
     path, facts = document
     lines = [f"/file {path}", *(fact.question for fact in facts), "/stats"]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from mlx_snapkv.cli import app
 from mlx_snapkv.demo import MODELS
+from mlx_snapkv.demo.questions import make_haystack
 
 MODULE = [sys.executable, "-m", "mlx_snapkv"]
 INSTALLED = [str(Path(sys.executable).with_name("mlx-snapkv"))]
@@ -326,3 +328,64 @@ def test_a_draft_model_of_another_vocabulary(call, tmp_path):
     code, out, err = call(*PLAIN, "--draft-model", str(folder))
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert "a draft model needs the model's own tokenizer" in err
+
+
+RECALLED = ["--snapkv", "top_k=20,n_sink=4,n_window=24,obs_window=16,min_ctx=0,lookahead=0"]
+
+
+@pytest.fixture(scope="module")
+def asked(demo_llama, tmp_path_factory):
+    """A file of 1,500 tokens, a question about it, and the answer."""
+    text, facts = make_haystack(demo_llama[1], random.Random(0), 4, 1500)
+    path = tmp_path_factory.mktemp("recall") / "story.txt"
+    path.write_text(text)
+    command = ["generate", "--model", "demo", "--prompt-file", str(path), "-m", "12"]
+    return [*command, "--prompt", facts[0].question], facts[0].value
+
+
+@pytest.mark.parametrize(
+    "options, closing",
+    [
+        (["--memory", "recall"], "entries kept, KV memory [^|]*"),
+        (["--memory", "recall:file", "--verify", "unsure"], r", \d+ votes in \d+ tokens "),
+        (
+            ["--memory", "recall", "--verify", "all"],
+            r", \d+% of the tokens drafted, [\d.]+ times as fast as the full cache ",
+        ),
+    ],
+)
+def test_an_answer_that_recalls(call, asked, options, closing):
+    command, value = asked
+    code, out, err = call(*command, *RECALLED, *options)
+    assert code == 0 and re.search(rf"{closing}\| prompt", err.splitlines()[-1])
+    if "--verify" in options:
+        assert out == value + "\n"
+        code, out, err = call(*command, *RECALLED, *options, "--json", "--quiet")
+        verified = json.loads(out)["compression"]["verified"]
+        assert verified["verify"] == options[-1] and verified["tokens"] > 0 and err == ""
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--verify", "unsure"], "verify=unsure asks entries that memory=drop does not keep"),
+        (["--verify", "maybe", "--memory", "recall"], "verify must be unsure or all, got 'maybe'"),
+        (["--memory", "recall:2bit"], "or recall:file, got 'recall:2bit'"),
+        (["--verify", "all", "--memory", "recall:file"], "must be in memory"),
+        (["--verify", "unsure", "--memory", "recall", "--verify-below", "2"], "at most 1, got 2.0"),
+    ],
+)
+def test_what_can_not_be_recalled_is_one_line(call, asked, options, message):
+    code, out, err = call(*asked[0], *RECALLED, *options)
+    assert (code, out) == (2, "") and message in err.splitlines()[-1]
+
+
+def test_a_saved_text_is_asked_with_every_entry_at_hand(call, asked, tmp_path):
+    (command, value), path = asked, tmp_path / "story.safetensors"
+    question = command[command.index("--prompt") + 1]
+    text = ["--prompt-file", command[command.index("--prompt-file") + 1]]
+    assert call("cache-prompt", "--model", "demo", *text, "-o", str(path))[0] == 0
+    options = ["--prompt-cache-file", str(path), "--prompt", question, *RECALLED, "-m", "12"]
+    ways = ["--memory", "recall", "--verify", "unsure"]
+    code, out, _ = call("generate", "--model", "demo", *options, *ways)
+    assert (code, out) == (0, value + "\n")
