@@ -119,7 +119,7 @@ class _Pace:
 
     def __init__(self, verified: Verified):
         self._verified = verified
-        self._plain_rounds = 2  # the first one warms up
+        self._plain_rounds = 2
         self._before = (0, 0.0)  # tokens and seconds when drafts were last found to gain something
 
     @property
@@ -134,7 +134,7 @@ class _Pace:
         self._verified.seconds += seconds
         if self._plain_rounds:
             self._plain_rounds -= 1
-            self._verified.plain_seconds = seconds
+            self._verified.plain_seconds = min(self._verified.plain_seconds or seconds, seconds)
             self._before = self._verified.tokens, self._verified.seconds
         elif self._verified.tokens - self._before[0] >= PATIENCE:
             self._judge()

@@ -37,41 +37,36 @@ class Gathering:
         quotas = policy.quotas(len(recollections[0]), len(layers))
         self._layers = []
         for layer, everything, n, quota in zip(layers, recollections, counts, quotas):
-            quota = Quota(n, quota.n_sink, quota.n_window)
+            quota = Quota(min(n, quota.entries), quota.n_sink, quota.n_window)
             self._layers.append((layer, everything, quota, _voter(policy, quota)))
 
     def is_due(self, caches: list) -> bool:
         """Whether a small cache holds `policy.answer_block` tokens more than what was gathered."""
         return any(layer.entries_in(caches).n_entries >= self._most for layer, *_ in self._layers)
 
-    def gather(self, caches: list, newer: int = 0) -> None:
-        """Let a query of every layer vote over all its entries, and hold what that votes for.
-
-        Args:
-            newer: how many of the newest queries come after the one that votes.
+    def gather(self, caches: list) -> None:
+        """Let the newest query of every layer vote over all its entries, and hold what that votes for.
 
         Raises:
             SnapKVError: the votes are NaN, or entries can't be read; every layer then holds what it held or what
                 it was to.
         """
         self._verified.votes += 1
+        nan = []
         for layer, everything, quota, voter in self._layers:
             small = layer.cache_in(caches)
-            held = small.held(1 + newer)
+            held = small.held(1)
             newest = held.between(len(held) - max(0, small.offset - len(everything)), len(held))
             everything.append(newest.keys, newest.values)
             place = held.voters.start
-            asked = dataclasses.replace(
-                held.voters, heads=held.queries[:, :, :1], places=range(place, place + 1)
-            )
+            asked = dataclasses.replace(held.voters, places=range(place, place + 1))
             scores = voter.score(everything.voted_by(asked))
-            chosen, nan = quota.select(scores), mx.any(mx.isnan(scores))
-            mx.eval(chosen, nan)
-            if nan.item():
-                raise nan_scores()
             small.offset = len(everything)
-            small.hold(everything.gather(chosen))
-            mx.eval(small.state)
+            small.hold(everything.gather(quota.select(scores)))
+            nan.append(mx.any(mx.isnan(scores)))
+            mx.eval(small.state, nan)  # layer by layer, for less memory at once
+        if any(flag.item() for flag in nan):
+            raise nan_scores()
 
 
 def _voter(policy: Policy, quota: Quota) -> Policy:
