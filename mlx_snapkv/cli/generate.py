@@ -79,7 +79,6 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
-
     from ..engine.generate import stream_generate
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
