@@ -67,23 +67,25 @@ def measure_verified(model, context: int, policy: Policy, steps: int) -> list[di
         keys = full_bytes / 2
         small_bytes = kv_bytes(plain.small)
 
-        def add(way: str, seconds: float, n_bytes: float, **rates: float) -> None:
-            about = {"context": context, "way": way, "steps": steps, "bytes_per_token": n_bytes}
-            records.append(about | rates | {"tokens_per_second": 1 / seconds})
+        def add(name: str, seconds: float, n_bytes: float, **rates: float) -> None:
+            about = {"context": context, "contender": name, "kind": name, "steps": steps}
+            figures = {"bytes_per_token": n_bytes, "tokens_per_second": 1 / seconds}
+            records.append(about | rates | figures)
 
         add("full cache", _seconds(lambda: model(plain.token, cache=plain.full), steps), full_bytes)
         for rate in VOTES:
             rng = random.Random(0)
             step = _unsure_step(plain, rate, rng)
             read = small_bytes * (1 + rate) + rate * (keys + small_bytes)
-            add("unsure", _seconds(step, steps), read, votes=rate)
+            name = f"unsure, {rate:.0%} vote" if rate else "small cache"
+            add(name, _seconds(step, steps), read, votes=rate)
         for right in RIGHT:
             answer = _Answer(model, context, policy, "all")
             seconds, verified = _checked_seconds(answer, right, steps)
             drafts, rounds = verified.drafted, verified.tokens - verified.accepted
             read = (rounds * full_bytes + drafts * small_bytes) / verified.tokens
             share = verified.accepted / verified.tokens
-            add("all", seconds, read, right=right, accepted=share)
+            add(f"all, {right:.0%} right", seconds, read, right=right, accepted=share)
             mx.clear_cache()
     return records
 

@@ -1,4 +1,4 @@
-"""The plots of a result: decoding speed and KV memory against context length."""
+"""The plots of a result: speed and KV memory against context length."""
 
 import math
 from collections.abc import Callable
@@ -29,10 +29,13 @@ LINES = {
     "rotating": Line("max-kv-size,\nas many entries", "black", "--", "x", 1.2),
     "kv-bits 8": Line("kv-bits 8", "#5a9bd4", marker="s", width=5),
     "kv-bits 4": Line("kv-bits 4", "#0b2a6b", "--", "d", 1.2),
+    "small cache": Line("small cache", "#dd4b45", width=6),
+    "unsure, 30% vote": Line("unsure,\n30% vote", "#0b2a6b", marker="s"),
+    "all, 70% right": Line("all, 70% of the\ndrafts right", "#5a9bd4", "--", "d"),
 }
 GAP = 0.075  # between two names beside the lines, as a part of the height of the plot
 
-PLOTS = ("decoding", "memory")
+PLOTS = ("decoding", "memory", "verified")
 
 
 def require_matplotlib() -> None:
@@ -46,24 +49,39 @@ def require_matplotlib() -> None:
 
 
 def write_plots(result: dict[str, Any], base: Path) -> list[Path]:
-    """Decoding speed and KV memory against context length, as `base`-decoding.png and `base`-memory.png."""
-    paths = [base.with_name(f"{base.name}-{plot}.png") for plot in PLOTS]
-    for path, figure in zip(paths, figures(result)):
-        figure.savefig(path, dpi=120, metadata=PNG_METADATA)
+    """The plots of what was measured, as `base`-NAME.png each, against context length."""
+    paths = []
+    for name, figure in figures(result).items():
+        paths.append(base.with_name(f"{base.name}-{name}.png"))
+        figure.savefig(paths[-1], dpi=120, metadata=PNG_METADATA)
     return paths
 
 
-def figures(result: dict[str, Any]) -> list[Any]:
-    """The same as matplotlib's figures."""
-    steps = max((r["steps"] for r in result["decode"]), default=0)
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    """The same as matplotlib's figures, by name, of `PLOTS`."""
+    decode, verified = result["decode"], result.get("verified", [])
+    steps = max((r["steps"] for r in decode + verified), default=0)
     speed = f"Decoded tokens/s, median of {steps} steps"
-    return [
-        _figure(result, "tokens_per_second", speed, "{:,g}".format),
-        _figure(result, "kv_bytes", "Memory of keys and values, one run", format_bytes),
-    ]
+    plots = {
+        "decoding": (decode, "tokens_per_second", speed, "{:,g}".format),
+        "memory": (decode, "kv_bytes", "Memory of keys and values, one run", format_bytes),
+        "verified": (
+            verified,
+            "tokens_per_second",
+            f"Verified answers, tokens/s, mean of {steps} steps",
+            "{:,g}".format,
+        ),
+    }
+    return {name: _figure(result, *plot) for name, plot in plots.items() if plot[0]}
 
 
-def _figure(result: dict[str, Any], key: str, what: str, number: Callable[[float], str]) -> Any:
+def _figure(
+    result: dict[str, Any],
+    records: list[dict[str, Any]],
+    key: str,
+    what: str,
+    number: Callable[[float], str],
+) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -72,7 +90,7 @@ def _figure(result: dict[str, Any], key: str, what: str, number: Callable[[float
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ends = []
-    for line, points in _lines(result["decode"], key):
+    for line, points in _lines(records, key):
         axes.plot(
             *zip(*points),
             color=line.color,
@@ -83,7 +101,7 @@ def _figure(result: dict[str, Any], key: str, what: str, number: Callable[[float
         )
         ends.append((points[-1][1], line))
     _name_lines(axes, ends)
-    contexts = sorted({r["context"] for r in result["decode"]})
+    contexts = sorted({r["context"] for r in records})
     axes.set_xticks(contexts, [f"{c:,}" for c in contexts], rotation=30, ha="right")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.report import format_bytes
-from .plots import PLOTS
+from .plots import figures
 
 
 @dataclass
@@ -34,7 +34,7 @@ def markdown(result: dict[str, Any], name: str) -> str:
     lines = ["# Benchmarks", "", f"{setting_text(result)} {what}"]
     for table in tables(result):
         lines += ["", f"## {table.title}", "", table.remark, "", as_markdown(table)]
-    lines += ["", "## Plots", "", *(f"![{plot}]({name}-{plot}.png)" for plot in PLOTS)]
+    lines += ["", "## Plots", "", *(f"![{plot}]({name}-{plot}.png)" for plot in figures(result))]
     return "\n".join(lines) + "\n"
 
 
@@ -120,26 +120,24 @@ def _batches(result: dict[str, Any]) -> Table:
 
 
 def _verified(result: dict[str, Any]) -> Table:
-    records = result.get("verified", [])
     table = Table(
         "Verified answers by context length",
         "verify=unsure where a token votes with the given chance, and verify=all where a draft is right with the given "
-        "chance, whatever the random entries make of it; a token's bytes are those of the entries it reads.",
-        ["context", "cache", "tokens/s", "speed-up", "entries read a token"],
+        'chance, whatever the random entries make of it. "Drafted" is the share of the tokens that were, the last '
+        "column the bytes of keys and values that a token reads.",
+        ["context", "cache", "tokens/s", "speed-up", "drafted", "entries read"],
     )
-    for context, found in _by_key(records, "context").items():
-        full = found[0]["tokens_per_second"]
-        for r in found:
-            way = r["way"]
-            if "votes" in r:
-                way = (
-                    f"unsure, {r['votes']:.0%} of the tokens vote" if r["votes"] else "small cache"
-                )
-            if "right" in r:
-                way = f"all, {r['right']:.0%} of the drafts right: {r['accepted']:.0%} of the tokens drafted"
-            speed = r["tokens_per_second"]
-            read = format_bytes(r["bytes_per_token"])
-            table.add(f"{context:,}", way, f"{speed:.1f}", f"{speed / full:.2f}x", read)
+    for context, records in _by_key(result.get("verified", []), "context").items():
+        full = records[0]["tokens_per_second"]
+        for r in records:
+            table.add(
+                f"{context:,}",
+                r["contender"],
+                f"{r['tokens_per_second']:.1f}",
+                f"{r['tokens_per_second'] / full:.2f}x",
+                f"{r['accepted']:.0%}" if "accepted" in r else "",
+                format_bytes(r["bytes_per_token"]),
+            )
     return table
 
 

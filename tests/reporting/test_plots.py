@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def drawn(request):
     """A result, its two pictures, and what measures their texts."""
     result = json.loads((DOCS / f"{request.param}.json").read_text(encoding="utf-8"))
-    pictures = figures(result)
+    pictures = list(figures(result).values())
     for figure in pictures:
         FigureCanvasAgg(figure).draw()
     return result, pictures
