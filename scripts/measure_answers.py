@@ -152,30 +152,34 @@ SHAPES = (
 INTRO = """\
 # Verified answers
 
-A policy keeps what the prompt's last tokens look at. The next link of a chain, or the second of three facts, nobody has voted
-for before the answer names it. With `memory="recall"` every entry stays at hand, and `verify` lets the answer use it:
+A policy keeps what the prompt's last tokens look at. The next link of a chain, or the second of three facts,
+nobody has voted for before the answer names it. With `memory="recall"` every entry stays at hand, and `verify`
+lets the answer use it:
 
-- `verify="unsure"`: when the most likely token has less than `verify_below`, its own queries vote over all entries, the small
-  cache is gathered anew (sink, recent window, and what they vote for), and that same token is decoded again. Entries may be in
-  memory, quantised or in files; linear and sliding-window layers go back by one token. An answer has 64 votes to spare and half
-  a vote a token; with `verify_below=1` every token votes.
-- `verify="all"`: the model drafts a few tokens on the small cache, and checks them in one pass over all entries. The answer is
-  the full cache's own, greedy or sampled: the sampler and the logits processors see the full cache's logits. After a round of
-  right drafts two more are made, else one fewer; where a hundred tokens were not faster than without drafts, it goes on
-  without. Entries must be in memory, and every layer able to take tokens back.
+- `verify="unsure"`: when the most likely token has less than `verify_below`, its own queries vote over all
+  entries, the small cache is gathered anew (sink, recent window, and what they vote for), and that same token
+  is decoded again. Entries may be in memory, quantised or in files; linear and sliding-window layers go back by
+  one token. An answer has 64 votes to spare and half a vote a token; with `verify_below=1` every token votes.
+- `verify="all"`: the model drafts a few tokens on the small cache, and checks them in one pass over all
+  entries. The answer is the full cache's own, greedy or sampled: the sampler and the logits processors see the
+  full cache's logits. After a round of right drafts two more are made, else one fewer; where a hundred tokens
+  were not faster than without drafts, it goes on without. Entries must be in memory, and every layer able to
+  take tokens back.
 
-Which to use: nothing for one fact and for summaries; `unsure` for several facts and chains, where most tokens are sure; `all`
-where the answer must be the full cache's own, and reading entries costs more than reading weights.
+Which to use: nothing for one fact and for summaries; `unsure` for several facts and chains, where most tokens
+are sure; `all` where the answer must be the full cache's own, and reading entries costs more than reading
+weights.
 """
 
 FOUND = """\
-`{model}`, documents of {tokens:,} tokens with the question at the end, exact whole answers, SnapKV without lookahead. After the
-names: the probability under which a token votes, and the share of the entries in the small cache. "Same as full" counts
-answers equal to the full cache's token for token.
+`{model}`, documents of {tokens:,} tokens with the question at the end, exact whole answers, SnapKV without
+lookahead. After the names: the probability under which a token votes, and the share of the entries in the small
+cache. "Same as full" counts answers equal to the full cache's token for token.
 """
 
 LONG = """\
-{} tokens that go on with a text, few of which are as sure as a fact's: how often they vote, and how many are drafted.
+{} tokens that go on with a text, few of which are as sure as a fact's: how often they vote, and how many are
+drafted.
 """
 
 COST = """\
@@ -183,8 +187,9 @@ Measured side by side on a model where attention dominates: [benchmarks-answers]
 
 ![tokens per second by context](benchmarks-answers-verified.png)
 
-**Arithmetic, not measured:** times fewer bytes a token reads than with the full cache; weights in 4 bits and entries in 16, 1/16
-of them in the small cache, 30% of the tokens voting; 4 drafts a round, 70% of the tokens drafted.
+**Arithmetic, not measured:** times fewer bytes a token reads than with the full cache; weights in 4 bits and
+entries in 16, 1/16 of them in the small cache, 30% of the tokens voting; 4 drafts a round, 70% of the tokens
+drafted.
 """
 
 
