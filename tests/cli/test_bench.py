@@ -45,6 +45,7 @@ def test_tables_files_and_plots(tmp_path):
     assert "decoding 1/1" in err and "whole requests 5/5" in err
     assert {p.name for p in base.parent.iterdir()} == {
         "result.json", "result.md", "result-decoding.png", "result-memory.png",
+        "result-verified.png",
     }  # fmt: skip
     result = json.loads((base.parent / "result.json").read_text())
     assert result["command"].startswith("mlx-snapkv bench --model demo --context 1024")
