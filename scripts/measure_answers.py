@@ -23,7 +23,7 @@ from mlx_snapkv.demo.tasks import TASKS, make_task
 SEED = 9_000_000
 MOST_TOKENS = 60
 PROSE_TOKENS = 200
-BELOW = (0.9, 0.99, 0.999, 1.0)
+BELOW = (0.99, 0.999, 1.0)
 
 
 def ways(entries: int) -> dict[str, dict[str, Any]]:
