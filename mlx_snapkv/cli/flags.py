@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..demo import MODELS
 from ..entries.quantization import BITS, GROUP_SIZES
 from ..errors import SnapKVError
 
@@ -25,7 +26,7 @@ def _possible_group(kv_group_size: int) -> int:
 
 
 Model = Annotated[
-    str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
+    str, typer.Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
 ]
 AdapterPath = Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")]
 TrustRemoteCode = Annotated[
