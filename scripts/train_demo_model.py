@@ -17,7 +17,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -27,6 +26,7 @@ from scripts.demo_training import architectures
 from scripts.demo_training.batches import ANSWER, COPY, TEXT, Mix, SequenceMaker
 from scripts.demo_training.muon import Muon
 from scripts.demo_training.priming import prime
+from scripts.demo_training.scores import exact_match
 from scripts.demo_training.tokenizer import train_tokenizer
 
 FIRST_TOKEN_WEIGHT = 5.0
@@ -88,14 +88,6 @@ def losses(model, ids: torch.Tensor, labels: torch.Tensor, text_weight: float, g
     correct = torch.ones_like(kinds, dtype=torch.bool)
     correct[picked] = logits.argmax(-1) == target
     return loss, exact_match(correct.numpy(), kinds.numpy())
-
-
-def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
-    hits = []
-    for row_ok, row_kind in zip(correct, kinds):
-        answer = np.flatnonzero(np.diff(np.concatenate([[0], row_kind == ANSWER, [0]])))
-        hits += [row_ok[a:b].all() for a, b in zip(answer[::2], answer[1::2])]
-    return float(np.mean(hits)) if hits else math.nan
 
 
 def optimizers(model, lr: float):

@@ -34,10 +34,15 @@ def demo_qwen():
     return _load("demo-qwen3-next")
 
 
-@pytest.fixture(scope="session", params=list(MODELS))
+@pytest.fixture(scope="session")
+def demo_tasks():
+    return _load("demo-tasks")
+
+
+@pytest.fixture(scope="session", params=["demo_llama", "demo_qwen"])
 def demo_model(request):
-    """Each embedded model in turn, as (model, tokenizer)."""
-    return request.getfixturevalue("demo_llama" if request.param == "demo" else "demo_qwen")
+    """An embedded model of each architecture in turn, as (model, tokenizer)."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(params=["llama", "qwen3_next"])

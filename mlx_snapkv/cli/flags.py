@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ..demo import MODELS
 from ..errors import SnapKVError
 
 
@@ -29,7 +30,7 @@ def _is_true(verbose: str) -> str:
 
 
 Model = Annotated[
-    str, typer.Option(help="Model folder, Hugging Face repository, or: demo, demo-qwen3-next.")
+    str, typer.Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
 ]
 AdapterPath = Annotated[str | None, typer.Option(help="Folder of LoRA adapters.")]
 QuantizeActivations = Annotated[

@@ -5,4 +5,8 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent / "models"
 
 # What `--model NAME` means besides folders and repositories.
-MODELS: dict[str, Path] = {"demo": _FOLDER / "llama", "demo-qwen3-next": _FOLDER / "qwen3-next"}
+MODELS: dict[str, Path] = {
+    "demo": _FOLDER / "llama",
+    "demo-qwen3-next": _FOLDER / "qwen3-next",
+    "demo-tasks": _FOLDER / "tasks",
+}

@@ -119,14 +119,32 @@ def make_document(
     exact for tokenizers that never join tokens across a sentence's leading space, and close for others.
     """
     hidden = [fact_sentence(fact, rng) for fact in facts]
+    document = _filler(rng, hidden, n_tokens, count_tokens)
+    for sentence in hidden:
+        document.insert(rng.randint(0, len(document)), sentence)
+    return " ".join(document)
+
+
+def hide_in_order(
+    rng: random.Random, hidden: Sequence[str], n_tokens: int, count_tokens: Callable[[str], int]
+) -> str:
+    """As `make_document`, with sentences that keep their order."""
+    filler = _filler(rng, hidden, n_tokens, count_tokens)
+    places = sorted(rng.randint(0, len(filler)) for _ in hidden)
+    for n_before, (place, sentence) in enumerate(zip(places, hidden)):
+        filler.insert(place + n_before, sentence)
+    return " ".join(filler)
+
+
+def _filler(
+    rng: random.Random, hidden: Sequence[str], n_tokens: int, count_tokens: Callable[[str], int]
+) -> list[str]:
+    """Sentences that fill `n_tokens` together with the hidden ones."""
     left = n_tokens - sum(count_tokens(" " + sentence) for sentence in hidden)
     filler: list[str] = []
     while True:
         sentence = filler_sentence(rng)
         left -= count_tokens(" " + sentence)
         if left < 0:
-            break
+            return filler
         filler.append(sentence)
-    for sentence in hidden:
-        filler.insert(rng.randint(0, len(filler)), sentence)
-    return " ".join(filler)

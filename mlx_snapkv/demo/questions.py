@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 
 from .documents import Fact, make_document, make_facts
+from .tasks import Question
 
 
 def token_counter(tokenizer) -> Callable[[str], int]:
@@ -28,7 +29,7 @@ def question_prompt(tokenizer, document: str, question: str) -> list[int]:
     )
 
 
-def is_right(fact: Fact, answer: str) -> bool:
+def is_right(fact: Fact | Question, answer: str) -> bool:
     """The answer begins with the value, and not with a longer number."""
     rest = answer.strip().removeprefix(fact.value)
     return rest != answer.strip() and not rest[:1].isalnum()

@@ -7,12 +7,13 @@ tokens of an answer, 2 for the repeat of a copied segment.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from mlx_snapkv.demo import documents
+from mlx_snapkv.demo import documents, tasks
 
 from .tokenizer import BOS, END, ROLES
 
@@ -21,13 +22,18 @@ TEXT, ANSWER, COPY = 0, 1, 2
 # Share of documents whose facts differ in their subject alone, so that the subject must be matched.
 SAME_ATTRIBUTE = 0.5
 
+TASK_SHARE = 0.75
+
+Sequence = tuple[list[int], list[int]]  # ids, labels
+
 
 @dataclass
 class Mix:
     """What a batch is made of.
 
     length: tokens a sequence; facts: facts per 1,000 tokens (at least 2); questions: asked at most;
-    copy: share of copying sequences; made_up: chance that a word of a subject is an invented one.
+    copy: share of copying sequences; made_up: chance that a word of a subject is an invented one;
+    tasks: harder ones that three quarters of the other sequences draw from.
     """
 
     length: int
@@ -35,6 +41,7 @@ class Mix:
     questions: int = 12
     copy: float = 0.05
     made_up: float = 0.15
+    tasks: tuple[str, ...] = ()
 
 
 class SequenceMaker:
@@ -51,44 +58,69 @@ class SequenceMaker:
     def count(self, text: str) -> int:
         return len(self.encode(text))
 
-    def question_answering(self, mix: Mix) -> tuple[list[int], list[int]]:
+    def question_answering(self, mix: Mix) -> Sequence:
         rng = self.rng
-        n_facts = max(2, round(mix.facts * mix.length / 1000 * rng.uniform(0.5, 1.5)))
+        n_facts = self._hidden(mix)
         attributes = list(documents.ATTRIBUTES)
         if rng.random() < SAME_ATTRIBUTE:
             attributes = [rng.choice(attributes)]
         facts = documents.make_facts(rng, n_facts, mix.made_up, attributes)
         asked = rng.sample(facts, min(n_facts, mix.questions))
+
+        def document(n_tokens: int) -> str:
+            return documents.make_document(rng, facts, n_tokens, self.count)
+
+        if rng.random() < 0.6:
+            return self._chat(mix, asked, document)
+        turns = [
+            (self.encode(("\n" if i else "\n\n") + fact.lead), self.encode(f" {fact.value}."))
+            for i, fact in enumerate(asked)
+        ]
+        return self._sequence(mix, [self.bos], document, turns)
+
+    def task(self, mix: Mix) -> Sequence:
+        """One of the harder tasks, as a chat."""
+        sentences, questions = tasks.TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
+
+        def document(n_tokens: int) -> str:
+            return documents.hide_in_order(self.rng, sentences, n_tokens, self.count)
+
+        return self._chat(mix, questions[: mix.questions], document)
+
+    def _hidden(self, mix: Mix) -> int:
+        return max(2, round(mix.facts * mix.length / 1000 * self.rng.uniform(0.5, 1.5)))
+
+    def _chat(self, mix: Mix, asked, document: Callable[[int], str]) -> Sequence:
+        turns = []
+        for i, question in enumerate(asked):
+            separator = [self.user] if i else self.encode("\n\n")
+            prompt = separator + self.encode(question.question) + [self.assistant]
+            turns.append((prompt, [*self.encode(f" {question.value}"), self.end]))
+        head = [self.bos]
+        if self.rng.random() < 0.1:
+            head += [self.system, *self.encode("Answer the question about the document.")]
+        return self._sequence(mix, [*head, self.user], document, turns)
+
+    def _sequence(
+        self,
+        mix: Mix,
+        head: list[int],
+        document: Callable[[int], str],
+        turns: list[tuple[list[int], list[int]]],
+    ) -> Sequence:
+        """Head, a document that fills what is left of the length, and turns up to half of it."""
         tail: list[int] = []
         labels: list[int] = []
-
-        def add(ids: list[int], label: int = TEXT) -> None:
-            tail.extend(ids)
-            labels.extend([label] * len(ids))
-
-        chat = rng.random() < 0.6
-        for i, fact in enumerate(asked):
-            answer = self.encode(" " + fact.value)
-            if chat:
-                separator = self.encode("\n\n") if i == 0 else [self.user]
-                add(separator + self.encode(fact.question) + [self.assistant])
-                add([*answer, self.end], ANSWER)
-            else:
-                add(self.encode(("\n\n" if i == 0 else "\n") + fact.lead))
-                add([*answer, *self.encode(".")], ANSWER)
+        for prompt, answer in turns:
+            tail += prompt + answer
+            labels += [TEXT] * len(prompt) + [ANSWER] * len(answer)
             if len(tail) > mix.length // 2:
                 break
-        head = [self.bos]
-        if chat:
-            if rng.random() < 0.1:
-                head += [self.system, *self.encode("Answer the question about the document.")]
-            head.append(self.user)
-        budget = mix.length - len(tail) - len(head)
-        body = self.encode(documents.make_document(rng, facts, max(budget, 0), self.count))
+        body = self.encode(document(max(mix.length - len(tail) - len(head), 0)))
         ids = head + body + tail
         return ids, [TEXT] * (len(head) + len(body)) + labels
 
-    def copying(self, mix: Mix) -> tuple[list[int], list[int]]:
+    def copying(self, mix: Mix) -> Sequence:
         rng = self.rng
         ids, labels = [self.bos], [TEXT]
         while len(ids) < mix.length:
@@ -107,12 +139,18 @@ class SequenceMaker:
             labels += [TEXT] * (len(piece) + 1) + [COPY] * (len(piece) - 1)
         return ids[: mix.length], labels[: mix.length]
 
+    def _draw(self, mix: Mix) -> Callable[[Mix], Sequence]:
+        if self.rng.random() < mix.copy:
+            return self.copying
+        if mix.tasks and self.rng.random() < TASK_SHARE:
+            return self.task
+        return self.question_answering
+
     def batch(self, mix: Mix, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """ids and labels, `(sequences, length)` int64, padded with the end token, labelled -1."""
         rows = []
         for _ in range(max(1, tokens // mix.length)):
-            make = self.copying if self.rng.random() < mix.copy else self.question_answering
-            rows.append(make(mix))
+            rows.append(self._draw(mix)(mix))
         width = max(len(ids) for ids, _ in rows)
         ids = np.full((len(rows), width), self.end, np.int64)
         labels = np.full((len(rows), width), -1, np.int64)

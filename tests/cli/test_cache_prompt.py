@@ -67,7 +67,7 @@ def ask(call, book, file, *options, model="demo"):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", ["demo", "demo-qwen3-next"])
 def test_a_saved_full_cache_answers_as_an_uninterrupted_prompt(call, book, cache, model):
     file, err = cache("full.safetensors", model=model)
     assert "full cache: no policy was given" in err and f"saved in {file}" in err
@@ -104,7 +104,7 @@ def test_a_full_cache_is_compressed_on_loading(call, book, cache):
     assert "full cache: the saved prompt's 600 tokens are below min_ctx=9000" in err
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", ["demo", "demo-qwen3-next"])
 @pytest.mark.parametrize("schedule", ["schedule=block,block=64", "schedule=once"])
 def test_rows_are_quantised_when_saved_or_when_loaded(call, book, cache, model, schedule):
     policy = ["--policy", f"keydiff:budget=50%,{schedule}"]

@@ -1,0 +1,88 @@
+"""The answers that the tasks expect, read again from their documents by other means."""
+
+import random
+import re
+
+import pytest
+
+from mlx_snapkv.demo.documents import Fact
+from mlx_snapkv.demo.questions import is_right, token_counter
+from mlx_snapkv.demo.tasks import TASKS, Question, make_task
+
+
+def count_words(text):
+    return len(text.split())
+
+
+def task(name, seed=0, n_tokens=600, hidden=24):
+    return make_task(name, random.Random(seed), n_tokens, count_words, hidden)
+
+
+def values(document, question):
+    """What the document says of the question's subject, in its order."""
+    subject = question.question.removeprefix("What is the ").removesuffix("?").removesuffix(" now")
+    return re.findall(rf"he {subject} is (?:now )?([^.]+)\.", document)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_seed_fixes_document_and_questions(name):
+    assert task(name, 1) == task(name, 1) != task(name, 2)
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("hidden", [2, 12, 60])
+def test_documents_have_the_length_asked_for_and_a_question(name, hidden, demo_llama):
+    _, tokenizer = demo_llama
+    count = token_counter(tokenizer)
+    document, questions = make_task(name, random.Random(3), 2000, count, hidden)
+    assert 1950 <= count(document) <= 2000
+    assert questions and len({q.question for q in questions}) == len(questions)
+
+
+@pytest.mark.parametrize("name", ["single", "look-alikes"])
+def test_a_value_stands_there_once(name):
+    document, questions = task(name)
+    assert len(questions) == 24
+    for question in questions:
+        assert values(document, question) == [question.value]
+
+
+def test_look_alikes_share_one_word():
+    _, questions = task("look-alikes")
+    subjects = [question.question.split()[-2:] for question in questions]
+    for one, (adjective, noun) in enumerate(subjects):
+        others = subjects[:one] + subjects[one + 1 :]
+        assert any(adjective == a or noun == n for a, n in others)
+
+
+def test_the_newer_value_comes_later():
+    document, questions = task("overwritten")
+    assert len(questions) > 5
+    for question in questions:
+        older, newer = values(document, question)
+        assert older != newer == question.value
+
+
+def test_each_of_several_facts_is_in_the_document():
+    document, questions = task("several")
+    for question in questions:
+        clauses = question.value.split(", ")
+        assert question.question.count("of the") == len(clauses) in (2, 3)
+        assert all(f"of {clause}." in document for clause in clauses)
+
+
+@pytest.mark.parametrize("name, links", [("two-links", 2), ("three-links", 3)])
+def test_the_chain_is_the_documents(name, links):
+    document, questions = task(name)
+    follows = dict(re.findall(r"VAR (\w+) is (\w+)\.", document))
+    for question in questions:
+        place, chain = question.question.split()[-1].removesuffix("?"), []
+        while place in follows:
+            chain.append(f"VAR {place} is {follows[place]}")
+            place = follows[place]
+        assert len(chain) == links and question.value == ", ".join(chain)
+
+
+def test_an_answer_is_judged_as_a_facts_is():
+    assert is_right(Question("?", "hammer"), " hammer") is is_right(Fact("", "", "1"), "1") is True
+    assert not is_right(Question("?", "VAR x1 is x2, VAR x2 is map"), "VAR x1 is x2, VAR x2 is key")
