@@ -98,6 +98,14 @@ def test_votes_before_the_answer_lose_what_the_second_link_needs(demo_tasks):
     assert done(*demo_tasks, "three-links", 1024) == 4
 
 
+def test_an_answer_that_asks_all_entries_has_its_second_link(demo_tasks):
+    """The same sixteenth, beside which every entry is at hand: "all" gives the full cache's answers."""
+    policy = "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
+    for verify, least in (("unsure", 3), ("all", 4)):
+        ways = {"policy": policy, "memory": "recall", "verify": verify}
+        assert done(*demo_tasks, "three-links", 1024, **ways) >= least
+
+
 def test_a_chat_continues_on_the_compressed_cache(demo_llama):
     """mlx-lm appends the next turn's tokens to our cache in one multi-token update."""
     model, tokenizer = demo_llama
