@@ -19,6 +19,7 @@ from .report import Verified
 
 MOST_DRAFTS = 16
 FIRST_DRAFTS = 4
+FADING = 0.8  # what a round's figures count for in the next one's
 PATIENCE = 100  # tokens after which drafting must have gained something
 
 
@@ -49,9 +50,11 @@ class Checked:
             self._verified.accepted += 1
             return self._ahead.pop(0)[1]
         with self._pace.round():
-            n_drafts = self._next_drafts()
+            if self._n_drafts:
+                n_right = self._n_drafts - len(self._ahead)
+                self._pace.judged(n_right, wrong=min(1, len(self._ahead)))
             self.close()
-            logits = self._round(token, n_drafts)
+            logits = self._round(token, self._pace.n_drafts())
             mx.eval(logits)
         return logits
 
@@ -72,16 +75,6 @@ class Checked:
             self._unread = [self._last_draft]
         self._ahead, self._n_drafts = [], 0
 
-    def _next_drafts(self) -> int:
-        """Drafts of the next round: two more if all of the last were right, else one fewer."""
-        if self._pace.plain:
-            return 0
-        if self._n_drafts == 0:
-            return FIRST_DRAFTS
-        return (
-            min(self._n_drafts + 2, MOST_DRAFTS) if not self._ahead else max(1, self._n_drafts - 1)
-        )
-
     def _round(self, token: int, n_drafts: int) -> mx.array:
         """Logits `(1, 1, vocab_size)` after a token, and drafts ahead of it."""
         if n_drafts == 0:
@@ -90,6 +83,7 @@ class Checked:
         if self._gathering.is_due(self._small):
             self._gathering.gather(self._small)
             self._unread = []
+        started = time.perf_counter()
         tokens = [mx.array([[token]])]
         unread = mx.array([[*self._unread, token]])
         for _ in range(n_drafts):
@@ -97,8 +91,11 @@ class Checked:
             unread = mx.argmax(logits[:, -1:], axis=-1)
             tokens.append(unread)
         checked = mx.concatenate(tokens, axis=1)
+        mx.eval(checked)
+        read = time.perf_counter()
         logits = self._model(checked, cache=self._full)
-        mx.eval(logits, checked)
+        mx.eval(logits)
+        self._pace.drafted(n_drafts, read - started, time.perf_counter() - read)
         ((_, *drafts),) = _numbers(checked)
         self._ahead = [(draft, logits[:, i : i + 1]) for i, draft in enumerate(drafts, start=1)]
         self._verified.drafted += n_drafts
@@ -111,7 +108,7 @@ def _numbers(tokens: mx.array) -> Any:
 
 
 class _Pace:
-    """What rounds cost, against plain ones, which come first.
+    """How many drafts a round is to make, by what rounds have cost and how many were right.
 
     Attributes:
         plain: a round is to be made without drafts: to be measured, or since drafts don't gain anything.
@@ -121,10 +118,41 @@ class _Pace:
         self._verified = verified
         self._plain_rounds = 2
         self._before = (0, 0.0)  # tokens and seconds when drafts were last found to gain something
+        self._right, self._judged = 2.4, 3.0  # drafts, the newer the more they count
+        self._draft_seconds: float | None = None  # of a draft, and of its part in the check
+        self._check_seconds = 0.0
 
     @property
     def plain(self) -> bool:
         return self._plain_rounds > 0
+
+    def n_drafts(self) -> int:
+        """The number that promises most tokens a second; 0 in a plain round."""
+        if self.plain:
+            return 0
+        if self._draft_seconds is None:
+            return FIRST_DRAFTS
+        return max(range(1, MOST_DRAFTS + 1), key=self._speed)
+
+    def _speed(self, n: int) -> float:
+        chance = self._right / self._judged
+        tokens = sum(chance**i for i in range(n + 1))
+        more = (self._draft_seconds or 0) + self._check_seconds
+        return tokens / (self._verified.plain_seconds + n * more)
+
+    def judged(self, right: int, wrong: int) -> None:
+        """Take note of a round's drafts."""
+        self._right = FADING * self._right + right
+        self._judged = FADING * self._judged + right + wrong
+
+    def drafted(self, n: int, seconds: float, check_seconds: float) -> None:
+        """Take note of what `n` drafts and their check took."""
+        draft = seconds / n
+        check = max(0.0, check_seconds - self._verified.plain_seconds) / n
+        if self._draft_seconds is None:
+            self._draft_seconds, self._check_seconds = draft, check
+        self._draft_seconds += (1 - FADING) * (draft - self._draft_seconds)
+        self._check_seconds += (1 - FADING) * (check - self._check_seconds)
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
@@ -137,9 +165,9 @@ class _Pace:
             self._verified.plain_seconds = min(self._verified.plain_seconds or seconds, seconds)
             self._before = self._verified.tokens, self._verified.seconds
         elif self._verified.tokens - self._before[0] >= PATIENCE:
-            self._judge()
+            self._compare()
 
-    def _judge(self) -> None:
+    def _compare(self) -> None:
         tokens, seconds = self._verified.tokens, self._verified.seconds
         if seconds - self._before[1] >= (tokens - self._before[0]) * self._verified.plain_seconds:
             self._plain_rounds = sys.maxsize

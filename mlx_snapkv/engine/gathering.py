@@ -1,6 +1,7 @@
 """Small caches that are gathered anew, in the middle of an answer, from all entries that their layers have."""
 
 import dataclasses
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -10,6 +11,28 @@ from ..entries.selection import nan_scores
 from ..policies import Policy, SnapKV
 from ..policies.budgets import Quota
 from .report import Verified
+
+# What earlier votes count for in the next: else a comma that votes would give up what the words before it had found.
+FADING = 0.3
+
+
+@dataclass
+class _Layer:
+    """A layer, all its entries, what its small cache holds, who scores them, and the scores of the last votes."""
+
+    layer: AttentionLayer
+    everything: Recollection
+    quota: Quota
+    voter: Policy
+    scores: mx.array | None = None
+
+    def scored(self, scores: mx.array) -> mx.array:
+        """New scores `(B, n_kv_heads, T)`, the earlier ones fading in them."""
+        if self.scores is not None:
+            more = scores.shape[-1] - self.scores.shape[-1]
+            scores = scores + FADING * mx.pad(self.scores, [(0, 0), (0, 0), (0, more)])
+        self.scores = scores
+        return scores
 
 
 class Gathering:
@@ -35,14 +58,14 @@ class Gathering:
         counts = [layer.entries_in(caches).n_entries for layer in layers]
         self._most: int = max(counts) + policy.answer_block
         quotas = policy.quotas(len(recollections[0]), len(layers))
-        self._layers = []
+        self._layers: list[_Layer] = []
         for layer, everything, n, quota in zip(layers, recollections, counts, quotas):
             quota = Quota(min(n, quota.entries), quota.n_sink, quota.n_window)
-            self._layers.append((layer, everything, quota, _voter(policy, quota)))
+            self._layers.append(_Layer(layer, everything, quota, _voter(policy, quota)))
 
     def is_due(self, caches: list) -> bool:
         """Whether a small cache holds `policy.answer_block` tokens more than what was gathered."""
-        return any(layer.entries_in(caches).n_entries >= self._most for layer, *_ in self._layers)
+        return any(each.layer.entries_in(caches).n_entries >= self._most for each in self._layers)
 
     def gather(self, caches: list) -> None:
         """Let the newest query of every layer vote over all its entries, and hold what that votes for.
@@ -53,18 +76,18 @@ class Gathering:
         """
         self._verified.votes += 1
         nan = []
-        for layer, everything, quota, voter in self._layers:
-            small = layer.cache_in(caches)
+        for each in self._layers:
+            small, everything = each.layer.cache_in(caches), each.everything
             held = small.held(1)
             newest = held.between(len(held) - max(0, small.offset - len(everything)), len(held))
             everything.append(newest.keys, newest.values)
             place = held.voters.start
             asked = dataclasses.replace(held.voters, places=range(place, place + 1))
-            scores = voter.score(everything.voted_by(asked))
+            scores = each.scored(each.voter.score(everything.voted_by(asked)))
             small.offset = len(everything)
-            small.hold(everything.gather(quota.select(scores)))
+            small.hold(everything.gather(each.quota.select(scores)))
             nan.append(mx.any(mx.isnan(scores)))
-            mx.eval(small.state, nan)  # layer by layer, for less memory at once
+            mx.eval(small.state, scores, nan)  # layer by layer, for less memory at once
         if any(flag.item() for flag in nan):
             raise nan_scores()
 

@@ -15,7 +15,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.engine import unsure
-from mlx_snapkv.engine.gathering import Gathering
+from mlx_snapkv.engine.gathering import FADING, Gathering
 from mlx_snapkv.engine.prefill import read
 from mlx_snapkv.engine.report import Verified
 from mlx_snapkv.entries.entries import Entries
@@ -30,8 +30,12 @@ POLICY = SnapKV(
 TINY = SnapKV(top_k=16, n_sink=4, n_window=28, obs_window=24, min_ctx=0, lookahead=0)
 
 
+def newest_queries(layers, caches):
+    return [np.array(layer.cache_in(caches).queries[:, :, -1:], np.float64) for layer in layers]
+
+
 @pytest.mark.parametrize("memory", RECALLING)
-def test_gathers_what_the_newest_query_votes_for(memory, tokens):
+def test_gathers_what_the_newest_query_votes_for_and_the_last_faded(memory, tokens):
     """Positions by NumPy in float64, from the keys as they are stored and the query that the layer used."""
     model = make_llama(head_dim=32)
     full = make_caches(model, memory)
@@ -52,16 +56,18 @@ def test_gathers_what_the_newest_query_votes_for(memory, tokens):
     gathering = Gathering(layers, everything, small, POLICY, Verified("unsure"))
     with recording(attention_classes(model)):
         model(tokens[None, 150:156], cache=small)
+        earlier = newest_queries(layers, small)
         gathering.gather(small)
         model(tokens[None, 156:157], cache=small)
-    queries = [np.array(layer.cache_in(small).queries[:, :, -1:], np.float64) for layer in layers]
+    queries = newest_queries(layers, small)
     for layer in layers:
         layer.cache_in(small).rollback(1)
     keys = [np.array(one.keys(0, 156), np.float64) for one in everything]
     gathering.gather(small)
-    for layer, query, own_keys in zip(layers, queries, keys):
+    for layer, before, query, own_keys in zip(layers, earlier, queries, keys):
         scale = layer.cache_in(small).scale
         votes = reference.votes(query, own_keys, [156], scale)
+        votes += FADING * reference.votes(before, own_keys, [155], scale)
         found = np.array(layer.cache_in(small).positions)
         for head in range(2):
             middle = votes[0, head, 4:140]
