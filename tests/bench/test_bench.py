@@ -143,8 +143,8 @@ def test_answers_are_counted(demo_model):
     assert records["rotating"]["right"] < records["snapkv"]["right"]
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "benchmarks-demo"])
+@pytest.mark.parametrize("name", ["benchmarks", "benchmarks-answers", "benchmarks-demo"])
 def test_the_docs_pages_are_their_results(name):
     result = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
     assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == tables.markdown(result, name)
-    assert all((DOCS / f"{name}-{plot}.png").is_file() for plot in plots.PLOTS)
+    assert all((DOCS / f"{name}-{plot}.png").is_file() for plot in plots.figures(result))
