@@ -183,7 +183,9 @@ drafted.
 """
 
 COST = """\
-Measured side by side on a model where attention dominates: [benchmarks-answers](benchmarks-answers.md).
+Measured side by side on a model where attention dominates: [benchmarks-answers](benchmarks-answers.md). On
+this CPU a pass over several tokens takes much longer than over one, so `all` gains little, however many drafts
+are right. A GPU was not measured.
 
 ![tokens per second by context](benchmarks-answers-verified.png)
 

@@ -119,6 +119,7 @@ class _Pace:
         self._plain_rounds = 2
         self._before = (0, 0.0)  # tokens and seconds when drafts were last found to gain something
         self._right, self._judged = 2.4, 3.0  # drafts, the newer the more they count
+        self._warm = False
         self._draft_seconds: float | None = None  # of a draft, and of its part in the check
         self._check_seconds = 0.0
 
@@ -146,7 +147,10 @@ class _Pace:
         self._judged = FADING * self._judged + right + wrong
 
     def drafted(self, n: int, seconds: float, check_seconds: float) -> None:
-        """Take note of what `n` drafts and their check took."""
+        """Take note of what `n` drafts and their check took; the first time only warms up."""
+        if not self._warm:
+            self._warm = True
+            return
         draft = seconds / n
         check = max(0.0, check_seconds - self._verified.plain_seconds) / n
         if self._draft_seconds is None:
