@@ -37,20 +37,23 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 docs: $(VENV)/.installed ## write docs/policies.md, commands.md and models.md and the README's tables again
 	$(RUN) scripts/write_docs.py
 
-bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks* (an hour)
+bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks* (two hours)
 	$(RUN) -m mlx_snapkv bench --verified "" --output docs/benchmarks
 	$(RUN) -m mlx_snapkv bench --context "" -b "" -p "" --long-prompts "" --steps 30 --output docs/benchmarks-answers
+	$(RUN) -m mlx_snapkv bench --book --output docs/benchmarks-book
+	$(RUN) scripts/book_page.py
 	$(RUN) -m mlx_snapkv bench --model demo --needle --context 2048,4096,8192 --steps 20 -b 1,4 --batch-context 4096 \
 		-p 2048,4096 --long-prompts 4096,8192 --verified "" --questions 4 --output docs/benchmarks-demo
 
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py
 
-eval: $(VENV)/.installed ## are facts still found? every policy and way to vote; writes docs/quality, defaults, kv-bits, answers (two hours)
+eval: $(VENV)/.installed ## are facts still found? every policy and way to vote; writes docs/quality, defaults, kv-bits, answers, book (three hours)
 	$(RUN) scripts/measure_defaults.py
 	$(RUN) scripts/measure_quality.py
 	$(RUN) scripts/measure_kv_bits.py
 	$(RUN) scripts/measure_answers.py
+	$(RUN) scripts/measure_book.py
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

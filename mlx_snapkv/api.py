@@ -8,7 +8,19 @@ from .engine.prefill import prefill
 from .engine.report import CompressionReport
 from .errors import SnapKVError
 from .models.patch import patch_for_snapkv, unpatch_snapkv
-from .policies import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, SnapKV, Stages, StreamingLLM
+from .policies import (
+    H2O,
+    TOVA,
+    ExpectedAttention,
+    KeyDiff,
+    KeyNorm,
+    LagKV,
+    RandomRows,
+    ScissorHands,
+    SnapKV,
+    Stages,
+    StreamingLLM,
+)
 
 __all__ = [
     "H2O",
@@ -16,13 +28,16 @@ __all__ = [
     "BlockKVCache",
     "CompressionReport",
     "Conversation",
+    "ExpectedAttention",
     "KeyDiff",
     "KeyNorm",
+    "LagKV",
     "QuantizedBlockKVCache",
     "QuantizedReselectingSnapKVCache",
     "QuantizedSnapKVCache",
     "RandomRows",
     "ReselectingSnapKVCache",
+    "ScissorHands",
     "SnapKV",
     "SnapKVCache",
     "SnapKVError",

@@ -1,5 +1,7 @@
 """The package's errors: each message is one sentence that says what to change."""
 
+from typing import Any
+
 
 class SnapKVError(ValueError):
     """A request that can't be carried out as asked."""
@@ -15,6 +17,18 @@ class UnsupportedModelError(SnapKVError):
 
 class TrimError(SnapKVError):
     """A rewind past the tokens of the last update, whose evicted entries are gone."""
+
+
+class Missing:
+    """Stands for something that nobody gave: to ask it for anything is an error that says what to do."""
+
+    def __init__(self, sentence: str):
+        self._sentence = sentence
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise SnapKVError(self._sentence)
 
 
 def brief(error: Exception) -> str:

@@ -14,7 +14,8 @@ from mlx_snapkv.engine.report import format_bytes
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-CONTEXT, LONG, SHARE, DISTANCE = 32768, 16384, 16, 1024  # which of the figures are shown
+# Which of the figures are shown.
+CONTEXT, LONG, SHARE, RESIDENT, DISTANCE = 32768, 16384, 16, 32, 1024
 
 
 def filled(readme: str) -> str:
@@ -25,7 +26,7 @@ def filled(readme: str) -> str:
 
 def results() -> list[str]:
     """What was measured, as Markdown lines."""
-    rows = [*_speed(), *_bounded(), _facts(), _turns(), _bits(), _long_answers()]
+    rows = [*_speed(), *_bounded(), _facts(), _turns(), _book(), _bits(), _long_answers()]
     return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
 
 
@@ -100,6 +101,19 @@ def _turns() -> tuple[str, ...]:
     shown = ", ".join(f"`{way}` {right}" for way, right in kept.items())
     full = _right(_one(rows, way="full cache"))
     return what, full, shown, *_source("turns", "python scripts/measure_turns.py")
+
+
+def _book() -> tuple[str, ...]:
+    result = _load("book")
+    rows = [row for row in result["rows"] if (row["about"], row["model"]) == ("shares", "demo")]
+    length = min(row["tokens"] for row in rows)
+    rows = [row for row in rows if row["tokens"] == length]
+    what = f"{result['facts']} facts of {length:,} tokens asked for one a turn, 1/{RESIDENT} resident (`demo`)"
+    shown = {"all on disk": "this", "`keydiff` alone": "KeyDiff alone"}
+    ours = ", ".join(
+        f"{name} {_right(_one(rows, way=way, share=RESIDENT))}" for name, way in shown.items()
+    )
+    return what, _right(_one(rows, way="full cache")), ours, *_source("book", "make eval")
 
 
 def _bits() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 Run in an environment of its own, since kvpress wants a torch and transformers of its own:
 
-    python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install kvpress
+    python -m venv /tmp/kvpress && /tmp/kvpress/bin/pip install kvpress==0.5.5
     /tmp/kvpress/bin/python scripts/record_kvpress.py
 
 Only token ids, the kept positions (sorted, by layer and KV head) and the scores at the compression are stored.
@@ -15,7 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kvpress import KeyDiffPress, KnormPress, SnapKVPress, StreamingLLMPress, TOVAPress
+from kvpress import (
+    CriticalKVPress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    LagKVPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,11 +32,24 @@ MODEL = ROOT / "mlx_snapkv" / "demo" / "models" / "llama"
 OUT = ROOT / "tests" / "fixtures" / "kvpress.npz"
 TEXT = ROOT / "tests" / "fixtures" / "kvpress_prompt.txt"
 
+
+def critical_snapkv(compression_ratio, **options):
+    return CriticalKVPress(SnapKVPress(compression_ratio, **options))
+
+
 # policy/case: press, its options, entries kept
 CASES = {
     "snapkv/window32_kernel5": (SnapKVPress, {"window_size": 32, "kernel_size": 5}, 96),
     "snapkv/window16_kernel13": (SnapKVPress, {"window_size": 16, "kernel_size": 13}, 64),
     "snapkv/window8_kernel1": (SnapKVPress, {"window_size": 8, "kernel_size": 1}, 40),
+    "critical/window32_kernel5": (critical_snapkv, {"window_size": 32, "kernel_size": 5}, 96),
+    "critical/window8_kernel21": (critical_snapkv, {"window_size": 8, "kernel_size": 21}, 40),
+    "expected_attention/24": (ExpectedAttentionPress, {}, 24),
+    "expected_attention/200": (ExpectedAttentionPress, {}, 200),
+    "lagkv/128": (LagKVPress, {"lag_size": 128}, 400),
+    "lagkv/32": (LagKVPress, {"lag_size": 32}, 200),
+    "lagkv/128_cross": (LagKVPress, {"lag_size": 128, "cross_scoring": True}, 400),
+    "lagkv/32_cross": (LagKVPress, {"lag_size": 32, "cross_scoring": True}, 96),
 }
 for press in (KeyDiffPress, KnormPress, TOVAPress, StreamingLLMPress):
     policy = {"KnormPress": "key_norm", "StreamingLLMPress": "streaming_llm"}.get(
@@ -36,16 +58,17 @@ for press in (KeyDiffPress, KnormPress, TOVAPress, StreamingLLMPress):
     CASES |= {f"{policy}/{kept}": (press, {}, kept) for kept in (24, 96)}
 
 
-def recording(press_class):
-    """A press that keeps each layer's scores as it computes them."""
+def recording(press):
+    """The press, which keeps each layer's scores as it computes them, and where it keeps them."""
+    recorded, score = {}, press.score
 
-    class RecordingPress(press_class):
-        def score(self, module, *args, **kwargs):
-            scores = super().score(module, *args, **kwargs)
-            self.recorded[module.layer_idx] = scores[0].float().numpy()
-            return scores
+    def recording_score(module, *args, **kwargs):
+        scores = score(module, *args, **kwargs)
+        recorded[module.layer_idx] = scores[0].float().numpy().copy()
+        return scores
 
-    return RecordingPress
+    press.score = recording_score
+    return press, recorded
 
 
 def main() -> None:
@@ -59,11 +82,10 @@ def main() -> None:
     }
     for name, (press_class, options, kept) in CASES.items():
         # kvpress keeps int(T * (1 - ratio)) entries; half of one keeps rounding from losing one.
-        press = recording(press_class)(compression_ratio=1 - (kept + 0.5) / T, **options)
-        press.recorded = {}
+        press, recorded = recording(press_class(compression_ratio=1 - (kept + 0.5) / T, **options))
         with torch.no_grad(), press(model):
             model(tokens)
-        scores = np.stack([press.recorded[layer] for layer in sorted(press.recorded)])
+        scores = np.stack([recorded[layer] for layer in sorted(recorded)])
         best = np.argsort(-scores, axis=-1, kind="stable")[..., :kept]
         arrays[f"{name}/positions"] = np.sort(best, axis=-1).astype(np.uint16)
         arrays[f"{name}/scores"] = scores.astype(np.float32)

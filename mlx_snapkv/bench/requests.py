@@ -12,6 +12,7 @@ from ..engine.report import CompressionReport
 from .contenders import Contender, entries_bytes, request_cache
 
 ANSWER = 8  # tokens decoded after each prompt
+VOCABULARY = 100  # token ids that every model has
 
 
 def measure_requests(
@@ -28,6 +29,13 @@ def measure_requests(
                 runs[contender.name].append(_request(model, prompt, contender))
                 on_trial()
     return [_summary(contender, prompt.size, runs[contender.name]) for contender in field]
+
+
+def random_prompt(n_tokens: int) -> mx.array:
+    """`(n_tokens,)` token ids."""
+    prompt = mx.random.randint(1, VOCABULARY, (n_tokens,))
+    mx.eval(prompt)
+    return prompt
 
 
 def n_trials(contender: Contender, trials: int) -> int:

@@ -4,21 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
 from ..policies import KeyDiff, Policy
+from .book import book_field, measure_book
 from .contenders import bounded_field
 from .decode import measure_decoding, requesters
 from .needle import measure_needles
-from .requests import measure_requests, n_trials
+from .requests import measure_requests, n_trials, random_prompt
 from .verified import measure_verified
 
 BOUNDED = KeyDiff(budget=2048, block=512)
-VOCABULARY = 100  # token ids that every model has
 
-PARTS = ("decode", "batch", "verified", "requests", "bounded", "needle")
+PARTS = ("decode", "batch", "verified", "requests", "bounded", "book", "needle")
 
 Result = dict[str, list[dict[str, Any]]]
 
@@ -36,6 +35,7 @@ class Plan:
         policy_for: SnapKV's options at a context length.
         verified: context lengths at which verified answers are decoded.
         long_prompts: lengths of prompts that are read within a fixed budget, the first one with the full cache too.
+        books: lengths of prompts that are read once and asked several questions.
     """
 
     contexts: list[int]
@@ -48,6 +48,7 @@ class Plan:
     policy_for: Callable[[int], Policy]
     verified: list[int] = field(default_factory=list)
     long_prompts: list[int] = field(default_factory=list)
+    books: list[int] = field(default_factory=list)
 
 
 class Progress(Protocol):
@@ -82,6 +83,7 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
         progress.save(result)
     _measure_requests(model, plan, progress, result)
     _measure_bounded(model, plan, progress, result)
+    _measure_books(model, plan, progress, result)
     if plan.questions:
         asked = sum(len(requesters(model, n, plan.policy_for(n))) for n in plan.prompts)
         progress.start("questions", plan.questions * asked)
@@ -101,7 +103,7 @@ def _measure_requests(model, plan: Plan, progress: Progress, result: Result) -> 
     trials = (n_trials(c, plan.trials) for found in fields.values() for c in found)
     progress.start("whole requests", sum(trials))
     for n, found in fields.items():
-        prompt = mx.random.randint(1, VOCABULARY, (n,))
+        prompt = random_prompt(n)
         result["requests"] += measure_requests(model, prompt, found, plan.trials, progress.advance)
         progress.save(result)
 
@@ -111,6 +113,16 @@ def _measure_bounded(model, plan: Plan, progress: Progress, result: Result) -> N
         progress.start("within a budget", len(plan.long_prompts) + 1)
     for n in plan.long_prompts:
         found = bounded_field(n, BOUNDED, with_full=n == plan.long_prompts[0])
-        prompt = mx.random.randint(1, VOCABULARY, (n,))
+        prompt = random_prompt(n)
         result["bounded"] += measure_requests(model, prompt, found, 1, progress.advance)
+        progress.save(result)
+
+
+def _measure_books(model, plan: Plan, progress: Progress, result: Result) -> None:
+    field = book_field(plan.books)
+    if field:
+        progress.start("books", len(field))
+    for n, contender in field:
+        result["book"].append(measure_book(model, n, contender))
+        progress.advance()
         progress.save(result)

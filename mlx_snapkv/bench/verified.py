@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..caches.decode import gathered_cache
+from ..caches.decode import decode_cache
 from ..caches.layers import attention_layers, kv_bytes
 from ..caches.memories import recalling_caches
 from ..caches.recollection import Recollection
@@ -45,8 +45,8 @@ class _Answer:
             held = cache.held()
             scores = mx.random.uniform(shape=held.keys.shape[:3])
             kept = held.taken(quota.select(scores))
-            of_answer = gathered_cache(layer, kept, scores, context, policy, quota, uniform=True)
-            layer.put(self.small, of_answer)
+            wanted = kept, scores, context, policy, quota
+            layer.put(self.small, decode_cache(layer, *wanted, uniform=True, gathers=True))
             everything.append(Recollection(cache.sources(), layer))
             cache.growing_cache()
         mx.eval([c.state for c in self.small])

@@ -30,7 +30,8 @@ class BlockKVCache(EvictingCache):
     An update of more than `block` tokens, which our own loops never make, is held in full until the next one.
 
     Args:
-        policy: who chooses. If it votes, the attention class must be patched while tokens are fed.
+        policy: who chooses; None is nobody, and everything stays. If it votes, the attention class must be
+            patched while tokens are fed.
         quota: what an eviction leaves.
         block: tokens that fit in besides.
         layer: the layer of the model, for what the policy asks.
@@ -45,7 +46,7 @@ class BlockKVCache(EvictingCache):
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | None,
         quota: Quota,
         block: int,
         *,
@@ -60,7 +61,9 @@ class BlockKVCache(EvictingCache):
         until: int = -1,
         reach: int = 1,
     ):
-        super().__init__(first, last, newest=policy.obs_window if newest is None else newest)
+        super().__init__(
+            first, last, newest=policy.obs_window if policy and newest is None else newest
+        )
         self.keys = self.values = None
         self.offset = 0
         self.policy = policy
@@ -68,12 +71,19 @@ class BlockKVCache(EvictingCache):
         self.block = block
         self.layer = layer
         self.quantization = quantization
-        self.accumulates = policy.accumulates_attention if accumulates is None else accumulates
+        self.accumulates = (
+            policy is not None and policy.accumulates_attention
+            if accumulates is None
+            else accumulates
+        )
         self._expected = expected
         self._uniform = uniform
         self._until, self._reach = until, reach
         self._n = 0
         self._kept_positions: mx.array | None = None  # of the entries that the last eviction left
+        self._rotations: mx.array | None = (
+            None  # of those, the positions that keys are turned to if not to their own
+        )
         self._received: mx.array | None = None  # attention counted so far, by entry
         self._uncounted: list[mx.array] = []  # queries of single tokens, still to be counted
 
@@ -104,9 +114,13 @@ class BlockKVCache(EvictingCache):
             return
         assert self.policy is not None
         entries = self.held(self.policy.obs_window)
+        entries.budget = self.quota.entries
         kept = entries.taken(self.quota.select(self.policy.score(entries)))
         # A buffer that is referred to elsewhere would be copied.
         entries.release()
+        if self.pull is not None:
+            closed = self.policy.closes_gaps
+            kept, self.pull = self.pull.nearer(kept, self.offset, self.block, closed)
         if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.hold(kept)
@@ -116,7 +130,7 @@ class BlockKVCache(EvictingCache):
         entries = entries.packed(self.quantization)
         self._n = len(entries)
         self._write(0, entries.stored_keys, entries.stored_values)
-        self._kept_positions = entries.positions
+        self._kept_positions, self._rotations = entries.positions, entries.given_rotations
         self._received, self._uncounted = entries.received, []
 
     def held(self, n_queries: int = 0) -> Entries:
@@ -151,9 +165,12 @@ class BlockKVCache(EvictingCache):
         return received
 
     def _must_evict(self, L: int) -> bool:
+        if self.policy is None:
+            return False
         L = max(L, self._reach) if self.offset == self._until else L
-        assert self.policy is not None
-        if self.policy.obs_window and not self._queries and self._n == self._n_kept:
+        asks = bool(self.policy.obs_window and not self._queries)
+        asks |= self.policy.query_statistics is not None and not self._sums
+        if asks and self._n == self._n_kept:
             return False  # of entries that were given nobody has asked, and the next tokens will
         return self._n + L > self.capacity and self._n > self.quota.entries
 
@@ -190,7 +207,15 @@ class BlockKVCache(EvictingCache):
 
     @property
     def positions(self) -> mx.array:
-        kept, n_since = self._kept_positions, self._n - self._n_kept
+        return self._with_newest(self._kept_positions)
+
+    @property
+    def rotations(self) -> mx.array | None:
+        return None if self._rotations is None else self._with_newest(self._rotations)
+
+    def _with_newest(self, kept: mx.array | None) -> mx.array:
+        """Positions of the entries that the last eviction left, and of those since then."""
+        n_since = self._n - self._n_kept
         since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
         since = mx.broadcast_to(since, (*self._heads, n_since))
         return since if kept is None else mx.concatenate([kept, since], axis=2)
@@ -222,6 +247,7 @@ class BlockKVCache(EvictingCache):
     @state.setter
     def state(self, v: tuple) -> None:
         *own, entries, n_sink, n_window, uncounted = self._take_decision_state(v)
+        own += [None] * (len(_STATE) - len(own))  # earlier files know no rotations
         self._take(_STATE, own)
         self.quota = Quota(entries, n_sink, n_window)
         self._uncounted = uncounted or []
@@ -238,6 +264,7 @@ class BlockKVCache(EvictingCache):
             and all(isinstance(x, (int, float)) for x in (self.first, self.last))
             and isinstance(self.accumulates, bool)
             and validation.is_per_entry(self._kept_positions, heads, self._n, mx.uint32)
+            and validation.is_per_entry(self._rotations, heads, self._n_kept, mx.uint32)
             and validation.is_per_entry(self._received, heads, self._n, mx.float32)
             and all(validation.are_queries(q, keys) for q in self._uncounted)
         )
@@ -245,5 +272,5 @@ class BlockKVCache(EvictingCache):
 
 _STATE = (
     "keys", "values", "offset", "_n", "first", "last", "accumulates", "_kept_positions", "_received", "_expected",
-    "_uniform", "_until", "_reach",
+    "_uniform", "_until", "_reach", "_rotations",
 )  # fmt: skip

@@ -20,6 +20,7 @@ def decode_cache(
     policy: Policy,
     quota: Quota,
     uniform: bool,
+    gathers: bool = False,
 ) -> EvictingCache:
     """A layer's cache for what follows the prompt.
 
@@ -30,12 +31,19 @@ def decode_cache(
         policy: what the prompt was compressed by.
         quota: what it left the layer.
         uniform: all layers hold equally many entries.
+        gathers: what it holds is to be gathered anew as the newest query votes, so nothing gives way by itself.
     """
     how = kept.quantization
-    if not policy.keeps_shape:
-        most = Quota(UNLIMITED, 0, 0) if policy.on_full == "grow" else quota
+    if gathers or not policy.keeps_shape:
+        most = Quota(UNLIMITED, 0, 0) if gathers or policy.on_full == "grow" else quota
         block = BlockKVCache(
-            policy, most, policy.answer_block, layer=layer, uniform=uniform, quantization=how
+            policy,
+            most,
+            policy.answer_block,
+            layer=layer,
+            newest=1 if gathers else None,
+            uniform=uniform,
+            quantization=how,
         )
         block.offset = offset
         block.hold(kept)
@@ -56,6 +64,7 @@ def decode_cache(
         n_sink=quota.n_sink,
         reserved=None if slides else _reserved(scores[..., :n_pin], policy, quota.n_sink),
         layer=layer,
+        rotated=None if kept.given_rotations is None else (kept.positions, kept.given_rotations),
     )
 
 
@@ -66,28 +75,3 @@ def _reserved(scores: mx.array, policy: Policy, n_sink: int) -> mx.array | None:
         return None
     best = top_positions(scores[..., n_sink:], n) + n_sink
     return mx.put_along_axis(mx.zeros(scores.shape, mx.bool_), best, mx.array(True), axis=-1)
-
-
-def gathered_cache(
-    layer: AttentionLayer,
-    kept: Entries,
-    scores: mx.array,
-    offset: int,
-    policy: Policy,
-    quota: Quota,
-    uniform: bool,
-) -> EvictingCache:
-    """The same for an answer whose tokens may gather anew: of what it holds nothing gives way by itself."""
-    cache = BlockKVCache(
-        policy,
-        Quota(UNLIMITED, 0, 0),
-        policy.answer_block,
-        layer=layer,
-        newest=1,
-        uniform=uniform,
-        quantization=kept.quantization,
-        accumulates=False,
-    )
-    cache.offset = offset
-    cache.hold(kept)
-    return cache

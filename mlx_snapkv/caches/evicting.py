@@ -14,6 +14,7 @@ from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
 from . import validation
 from .contract import LayerCache
+from .pull import Pull
 from .snapshot import snapshot
 
 
@@ -26,11 +27,13 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         policy: who gives way: what it scores lowest; None is the oldest.
         block: tokens between two evictions.
         layer: the layer of the model, for what the policy asks; None if it asks for keys and values only.
+        pull: how far apart queries and keys may be, if entries are moved when others give way; None leaves them.
     """
 
     keys: Any
     values: Any
     policy: Policy | None
+    pull: Pull | None = None
     is_compressed = True
     _n = 0  # entries held: the first rows of the buffers
     _uniform: bool  # all layers of the model hold equally many
@@ -52,6 +55,11 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
     @abstractmethod
     def positions(self) -> mx.array:
         """uint32 `(B, n_kv_heads, size())`: the original position of every entry, as they lie in the buffers."""
+
+    @property
+    def rotations(self) -> mx.array | None:
+        """Positions that the keys are turned to, as `positions` are; None if to those."""
+        return None
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:
@@ -94,7 +102,7 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         """
         free = self._free()
         before = self._before
-        if before is not None and n > free and n >= self.offset - before["offset"]:
+        if before is not None and 0 < self.offset - before["offset"] <= n:
             now = dict(vars(self))
             n -= self.offset - before["offset"]
             # Queries stay: they vote although their tokens are taken back, until others come in their place.
@@ -172,6 +180,7 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         return Entries(
             *self.keys_and_values(),
             given_positions=self.positions,
+            given_rotations=self.rotations,
             quantization=self.quantization,
             layer=self.layer,
             statistics=self.statistics,

@@ -1,57 +1,108 @@
 """A layer's entries in files."""
 
-import math
-import os
+import contextlib
 import tempfile
-import weakref
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from ..entries.entries import Entries
+from ..entries.quantization import Quantization
 from ..errors import SnapKVError
+from .entry_file import EntryFile, TemporaryFile
+from .row_bytes import RowBytes
 
 
 class FileStore:
     """Entries in two files, of keys and of values, that are read through memory maps.
 
     The files have no names, so that their space is free again as soon as the store or the process is gone, however that
-    ends. Token after token they hold `(B, n_kv_heads, head_dim)`: new entries go to the end.
+    ends. Token after token they hold `(B, n_kv_heads, ...)`: new entries go to the end, behind the back of whoever
+    computes the next.
+
+    Args:
+        quantization: how entries are quantised, each by itself; None is not at all.
     """
 
     waits = True
 
-    def __init__(self) -> None:
+    def __init__(self, quantization: Quantization | None = None):
         self.n_entries = 0
-        self._files: list[_EntryFile] = []  # of keys and values, once it is known what those are
+        self.quantization = quantization
+        self._files: list[TemporaryFile] = []  # of keys and values, once it is known what those are
+        self._writing: Future | None = None
+        self._n_written = 0
 
     def append(self, keys: mx.array, values: mx.array) -> None:
+        self._wait()
         if not self._files:
-            self._files = [_EntryFile(rows) for rows in (keys, values)]
+            self._files = [
+                TemporaryFile(RowBytes.of(rows, self.quantization)) for rows in (keys, values)
+            ]
+        data = [file.layout.packed(rows) for file, rows in zip(self._files, (keys, values))]
+        mx.eval(data)
+        self.n_entries += keys.shape[2]
+        self._writing = _writer().submit(self._write, list(map(np.asarray, data)))
+
+    def _write(self, data: list[np.ndarray]) -> None:
+        for file, rows in zip(self._files, data):
+            file.write(rows, self._n_written)
+
+    def flush(self) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until what was appended is written.
+
+        Raises:
+            SnapKVError: it could not be; the store holds what was before.
+        """
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
         try:
-            for file, rows in zip(self._files, (keys, values)):
-                file.write(rows, self.n_entries)
+            writing.result()
+            self._n_written = self.n_entries
         except BaseException as error:
+            if not writing.done():  # an interrupt of ours, not a failure of its
+                self._writing = writing
+                raise
+            self.n_entries = self._n_written
             self._cut()
             if not isinstance(error, OSError):
                 raise
             raise SnapKVError(
-                f"a conversation's entries can't be kept in a file in {tempfile.tempdir or 'a temporary folder'}: "
-                f"{error.strerror or error}; set TMPDIR to a folder with room, or use another memory"
+                f"a conversation's entries can't be kept in a file in {tempfile.gettempdir()}: "
+                f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room, or use another memory"
             ) from error
-        self.n_entries += keys.shape[2]
 
     def entries(self) -> tuple[mx.array, mx.array]:
-        keys, values = (file.read(0, self.n_entries) for file in self._files)
+        keys, values = self._read(lambda file: file.read(0, self.n_entries))
         return keys, values
 
     def read_keys(self, start: int, stop: int) -> mx.array:
+        self._wait()
         return self._files[0].read(start, stop)
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
-        keys, values = (file.gather(np.array(places)) for file in self._files)
+        chosen = np.array(places)
+        keys, values = self._read(lambda file: file.gather(chosen))
         return keys, values
+
+    def _read(self, of: Callable[[EntryFile], mx.array]) -> list[mx.array]:
+        self._wait()
+        return [of(file) for file in self._files]
+
+    @property
+    def layouts(self) -> list[RowBytes]:
+        return [file.layout for file in self._files]
+
+    def data(self, start: int, stop: int) -> list[np.ndarray]:
+        self._wait()
+        return [file.data(start, stop) for file in self._files]
 
     def as_cache(self) -> None:
         return None
@@ -62,7 +113,11 @@ class FileStore:
 
     def truncate(self, n: int) -> None:
         if n < self.n_entries:
-            self.n_entries = n
+            with contextlib.suppress(
+                SnapKVError
+            ):  # what there was no room for is not to stay anyway
+                self._wait()
+            self.n_entries = self._n_written = min(n, self.n_entries)
             self._cut()
 
     def _cut(self) -> None:
@@ -75,65 +130,14 @@ class FileStore:
 
     @property
     def file_nbytes(self) -> int:
-        return self.n_entries * self.entry_bytes
+        return self.n_entries * sum(file.layout.token for file in self._files)
 
     @property
     def entry_bytes(self) -> int:
-        return sum(file.entry_bytes for file in self._files)
+        return sum(file.layout.token_as_read for file in self._files)
 
 
-class _EntryFile:
-    """A nameless file of keys or of values.
-
-    Args:
-        like: some of them, `(B, n_kv_heads, T, head_dim)`.
-    """
-
-    def __init__(self, like: mx.array):
-        B, H, _, D = like.shape
-        self._heads = B, H, D
-        self._dtype = like.dtype
-        self._bits = np.uint16 if like.dtype.size == 2 else np.uint32  # NumPy has no bfloat16
-        self._file: Any = None
-
-    @property
-    def entry_bytes(self) -> int:
-        return math.prod(self._heads) * self._dtype.size
-
-    def write(self, rows: mx.array, at: int) -> None:
-        """Put rows `(B, n_kv_heads, n, head_dim)` to entry `at` and on."""
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
-            weakref.finalize(self, self._file.close)
-        by_token = mx.contiguous(rows.transpose(2, 0, 1, 3)).view(mx.uint8)
-        data = np.asarray(by_token).data.cast("B")
-        written = 0
-        while written < len(data):
-            start = at * self.entry_bytes + written
-            written += os.pwrite(self._file.fileno(), data[written:], start)
-
-    def read(self, start: int, stop: int) -> mx.array:
-        """The rows of entries `[start, stop)`."""
-        by_token = self._map(stop)[start:]
-        return self._rows(np.ascontiguousarray(by_token.transpose(1, 2, 0, 3)))
-
-    def gather(self, places: np.ndarray) -> mx.array:
-        """The rows at `places` `(B, n_kv_heads, n)`."""
-        B, H, _ = self._heads
-        batch, head = np.ogrid[:B, :H]
-        by_token = self._map(int(places.max()) + 1)
-        return self._rows(by_token[places, batch[..., None], head[..., None]])
-
-    def cut(self, n: int) -> None:
-        """Hold the first `n` entries only."""
-        if self._file is not None:
-            os.ftruncate(self._file.fileno(), n * self.entry_bytes)
-
-    def _map(self, n: int) -> np.ndarray:
-        try:
-            return np.memmap(self._file, self._bits, "r", shape=(n, *self._heads))
-        except (OSError, ValueError) as error:
-            raise SnapKVError(f"entries kept in a file can't be read: {error}") from error
-
-    def _rows(self, bits: np.ndarray) -> mx.array:
-        return mx.array(bits).view(self._dtype)
+@cache
+def _writer() -> ThreadPoolExecutor:
+    """The thread that writes for all stores of the process."""
+    return ThreadPoolExecutor(1, thread_name_prefix="mlx-snapkv-entries")

@@ -60,6 +60,37 @@ class AttentionLayer:
         """Queries `(B, n_heads, n, head_dim)` of positions from `offset` on, as they were before the RoPE, float32."""
         return self.family.undo_rope(self.attention, self.rope, queries, offset)
 
+    def turn(self, keys: mx.array, steps: mx.array) -> mx.array:
+        """Keys `(B, n_kv_heads, n, head_dim)` turned on by `steps` `(B, n_kv_heads, n)` positions."""
+        if self.rope is None:
+            return keys
+        return self.family.turn(self.attention, self.rope, keys, steps)
+
+    def turned_to(self, queries: mx.array, offset: int, to: int) -> mx.array:
+        """Queries `(B, n_heads, n, head_dim)` of positions from `offset` on, as if from `to` on, float32."""
+        raw = self.undo_rope(queries, offset)
+        if self.rope is None:
+            return raw
+        return self.family.rotated(self.attention, self.rope, raw, to)
+
+    def mean_rotation(self, head_dim: int, start: int, n: int) -> mx.array:
+        """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`."""
+        return self.family.mean_rotation(self.attention, self.rope, head_dim, start, n)
+
+    def grouped(self, heads: mx.array, n_kv_heads: int) -> mx.array:
+        """What is `(B, n_heads, ...)`, in an order of heads that puts each KV head's readers together."""
+        return self.family.grouped(heads, n_kv_heads)
+
+    def output_weights(self, kv_head: int, n_heads: int, values: mx.array) -> mx.array:
+        """`(group, head_dim, hidden_size)`: what the output projection makes of a KV head's values.
+
+        Args:
+            n_heads: query heads; one matrix for each of the `group` that read this KV head.
+            values: `(B, n_kv_heads, T, head_dim)`.
+        """
+        wanted = kv_head, values.shape[1], n_heads, values
+        return self.family.output_weights(self.attention, *wanted)
+
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
         return self  # a copied cache serves the same model
 

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import (
 from ..errors import SnapKVError
 from .adapter import layer_cache
 from .contract import LayerCache
+from .evicting import EvictingCache
 from .layers import attention_layers, layer_caches, members
 
 # What may have taken the place of a plain cache of keys and values.
@@ -54,7 +55,7 @@ def n_tokens(prompt_cache: list) -> int:
 
 def adopt(prompt_cache: list, model) -> None:
     """Tell caches that came from a file which layers they serve."""
-    if any(cache.is_compressed for cache in layer_caches(prompt_cache)):
+    if any(isinstance(cache, EvictingCache) for cache in layer_caches(prompt_cache)):
         for layer in attention_layers(model, prompt_cache):
             layer.entries_in(prompt_cache).adopt(layer)
 

@@ -6,7 +6,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
+from ..policies import Policy, Stages
 from .adapter import has_all_entries, layer_cache, plain_cache
+from .archived import ArchivedKVCache
+from .everything import Everything
 from .file_store import FileStore
 from .layers import (
     AttentionLayer,
@@ -17,11 +20,13 @@ from .layers import (
 )
 from .offloaded import OffloadedKVCache
 from .quantizable import head_sizes
-from .recording import FullRecorder, RecordingKVCache
-from .stores import QuantizedStore
+from .recording import RecordingKVCache
+from .stores import PlainStore, QuantizedStore, Store, stored_entries
 
-MEMORIES = ("drop", "recall", "recall:8bit", "recall:4bit", "recall:file")
-_BITS = {"recall:8bit": 8, "recall:4bit": 4}
+MEMORIES = (
+    "drop", "recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit",
+)  # fmt: skip
+_BITS = {"8bit": 8, "4bit": 4}
 
 
 def require_memory(memory: str) -> None:
@@ -31,8 +36,16 @@ def require_memory(memory: str) -> None:
         raise SnapKVError(f"memory must be {', '.join(most)} or {last}, got {memory!r}")
 
 
-def make_caches(model, memory: str) -> list:
-    """A model's caches, empty; unless `memory` is "drop", those of its full-attention layers keep all entries.
+def in_files(memory: str) -> bool:
+    """Whether entries are kept in files."""
+    return "file" in memory.split(":")
+
+
+def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> list:
+    """A model's caches, empty; unless `memory` is "drop", those of its full-attention layers forget nothing.
+
+    Args:
+        policy: if it evicts while a prompt is read, those keep some entries resident, and all of them elsewhere.
 
     Raises:
         SnapKVError: the model's entries can't be kept that way.
@@ -42,41 +55,55 @@ def make_caches(model, memory: str) -> list:
     if memory == "drop":
         return caches
     layers = attention_layers(model, caches)
-    quantization = _fitting(model, layers, memory) if memory in _BITS else None
+    bits = _BITS.get(memory.rpartition(":")[2])
+    quantization = None if bits is None else _fitting(model, layers, memory, bits)
     for layer in layers:
-        layer.put(caches, _recalling_cache(memory, quantization))
+        if policy is not None and policy.reads_in_blocks:
+            layer.put(caches, ArchivedKVCache(_store(memory, quantization), layer))
+        elif memory == "recall":
+            layer.put(caches, RecordingKVCache(0, 0, KVCache.step))
+        else:
+            layer.put(caches, OffloadedKVCache(_store(memory, quantization)))
     return caches
 
 
-def recalling_caches(model, prompt_cache: list, memory: str) -> list:
+def recalling_caches(
+    model, prompt_cache: list, memory: str, policy: Policy | Stages | None = None
+) -> list:
     """Caches that keep all entries as `memory` says, those of a prompt cache among them, which stays as it is.
 
     Raises:
         SnapKVError: it does not hold all entries of what it has read, or the model's can't be kept that way.
     """
-    if is_compressed(prompt_cache):
+    if is_compressed([cache for cache in members(prompt_cache) if not _is_archived(cache)]):
         raise SnapKVError(
             f"memory={memory} needs a prompt cache with all entries, and this one is compressed"
         )
-    empty = make_caches(model, memory)
+    empty = make_caches(model, memory, policy)
     layers = attention_layers(model, empty)
     caches = copies_but_entries(prompt_cache, layers)
     for layer in layers:
-        found = layer.cache_in(prompt_cache)
-        if not isinstance(found, OffloadedKVCache):
-            layer.put(caches, filled(layer.cache_in(empty), found))
+        found, wanted = layer.cache_in(prompt_cache), layer.cache_in(empty)
+        stays = in_files(memory) and isinstance(found, OffloadedKVCache)
+        if not (stays and type(wanted) is type(found)):
+            layer.put(caches, filled(wanted, found))
     return caches
 
 
 def lasting_forms(model, caches: list, memory: str) -> list:
-    """Caches of a memory for whoever goes on from them: mlx-lm's own, unless the entries are in files."""
-    return caches if memory == "recall:file" else saved_forms(model, caches)
+    """Caches of a memory for whoever goes on from them: mlx-lm's own, unless entries are in files or archived."""
+    stays = in_files(memory) or any(map(_is_archived, members(caches)))
+    return caches if stays else saved_forms(model, caches)
+
+
+def _is_archived(cache: Any) -> bool:
+    return isinstance(cache, ArchivedKVCache)
 
 
 def saved_forms(model, caches: list) -> list:
-    """Caches that keep all entries, in kinds that mlx-lm knows; any others as they are."""
+    """Caches to be written to a file: those that keep all entries in kinds that mlx-lm knows, but for a book's."""
     forms = list(caches)
-    if any(isinstance(cache, FullRecorder) for cache in members(caches)):
+    if any(isinstance(cache, Everything) for cache in members(caches)):
         for layer in attention_layers(model, caches):
             layer.put(forms, layer.cache_in(caches).saved_form())
     return forms
@@ -86,8 +113,10 @@ def filled(empty: Any, found: Any) -> Any:
     """A cache of `empty`'s kind with the entries of a loaded one, which is itself given back if it is compressed.
 
     Raises:
-        SnapKVError: it does not hold all entries.
+        SnapKVError: it does not hold all entries, or they are stored otherwise.
     """
+    if _is_archived(found) and not found.empty():
+        return _reopened(empty, found)
     if layer_cache(found).is_compressed:
         return found
     if not has_all_entries(found):
@@ -97,21 +126,55 @@ def filled(empty: Any, found: Any) -> Any:
     if layer_cache(found).offset == 0:
         return empty
     entries = layer_cache(found).held()
-    if isinstance(empty, FullRecorder):
+    if isinstance(empty, Everything):
         empty.fill(entries)
         return empty
     return plain_cache(entries.keys, entries.values)
 
 
-def _recalling_cache(memory: str, quantization: Quantization | None) -> FullRecorder:
-    if quantization is not None:
-        return OffloadedKVCache(QuantizedStore(quantization))
-    if memory == "recall:file":
-        return OffloadedKVCache(FileStore())
-    return RecordingKVCache(0, 0, KVCache.step)
+def _reopened(empty: Any, found: ArchivedKVCache) -> ArchivedKVCache:
+    """A book's cache as a memory wants it: asked where its entries are, or with them read into memory.
+
+    Raises:
+        SnapKVError: it is another kind of memory, or of other bits.
+    """
+    if not isinstance(empty, ArchivedKVCache):
+        raise SnapKVError(
+            "a book is asked by a policy that reads in blocks, such as keydiff:budget=4096 then snapkv:top_k=1024, "
+            "with a memory that recalls"
+        )
+    if empty.store.quantization != found.store.quantization:
+        fitting = " or ".join(book_memories(found.store.quantization))
+        raise SnapKVError(f"this book's entries are stored otherwise: give memory={fitting}")
+    if isinstance(empty.store, FileStore) or type(empty.store) is type(found.store):
+        return found
+    found.offload()
+    empty.store.take(stored_entries(found.store))
+    return found.with_store(empty.store)
 
 
-def _fitting(model, layers: list[AttentionLayer], memory: str) -> Quantization:
+def book_memory(caches: list) -> str | None:
+    """The memory in files that fits the caches of a book; None if they are no book's."""
+    for cache in members(caches):
+        if _is_archived(cache):
+            return book_memories(cache.store.quantization)[0]
+    return None
+
+
+def book_memories(quantization: Quantization | None) -> list[str]:
+    """The memories that hold entries stored so, that in files first."""
+    names = {bits: f":{name}" for name, bits in _BITS.items()}
+    ending = "" if quantization is None else names.get(quantization.bits, "")
+    return [f"recall:file{ending}", f"recall{ending}"]
+
+
+def _store(memory: str, quantization: Quantization | None) -> Store:
+    if in_files(memory):
+        return FileStore(quantization)
+    return PlainStore() if quantization is None else QuantizedStore(quantization)
+
+
+def _fitting(model, layers: list[AttentionLayer], memory: str, bits: int) -> Quantization:
     """The memory's bits, in groups of a size that divides the model's heads."""
     groups = fitting_groups(head_sizes(model, layers), f"memory={memory}")
-    return Quantization(_BITS[memory], 64 if 64 in groups else 32)
+    return Quantization(bits, 64 if 64 in groups else 32)

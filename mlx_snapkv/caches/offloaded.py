@@ -68,6 +68,7 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
     def offload(self) -> None:
         if self.fresh.offset:
             self.store.append(*self.fresh.keys_and_values())
+            self.store.flush()
             self.fresh = KVCache()
 
     def growing_cache(self) -> Any:

@@ -1,14 +1,16 @@
 """All entries of a layer while an answer is decoded from a few: what its tokens vote over, and gather from."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..entries.attention import KeyBlocks, attention_votes
+from ..entries.attention import KeyBlocks, above_average, attention_votes
 from ..entries.entries import Entries
 from ..entries.queries import Queries
+from .pull import Pull
 from .sources import Plain, Source
 
 
@@ -18,10 +20,12 @@ class Recollection:
     Args:
         sources: where the prompt's are read from; they stay as they are.
         layer: the layer of the model.
+        pull: how far apart queries and keys may be; None is as far as they are.
     """
 
-    def __init__(self, sources: list[Source], layer: Any):
+    def __init__(self, sources: list[Source], layer: Any, pull: Pull | None = None):
         self.layer = layer
+        self._pull = pull
         self._answer = KVCache()
         self._sources = [*sources, Plain(self._answer)]
 
@@ -33,12 +37,18 @@ class Recollection:
         if keys.shape[2]:
             self._answer.update_and_fetch(keys, values)
 
-    def voted_by(self, observed: Queries) -> Entries:
-        """All entries, as a policy that votes scores them."""
+    def voted_by(self, observed: Queries | None) -> Entries:
+        """All entries, as a policy scores them; its votes, if it asks for them, are made in blocks."""
+        if observed is not None and self._pull is not None:
+            observed = self._pull.asking(observed, self.layer)
         return _Recalled(self, observed)
 
-    def gather(self, positions: mx.array) -> Entries:
-        """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain."""
+    def gather(self, positions: mx.array, end: int | None = None) -> Entries:
+        """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain.
+
+        Args:
+            end: position of the next token that is to see them; None is nobody's, and they come as they were read.
+        """
         found: Any = ()
         first = 0
         for source in filter(_holds_any, self._sources):
@@ -48,7 +58,11 @@ class Recollection:
             found = tuple(mx.where(here, *pair) for pair in zip(part, found)) if found else part
             first = last + 1
         keys, values = found
-        return Entries(keys, values, given_positions=positions, layer=self.layer)
+        entries = Entries(keys, values, given_positions=positions, layer=self.layer)
+        if self._pull is None or end is None:
+            return entries
+        near, _ = self._pull.nearer(entries, end)
+        return near
 
     def keys(self, start: int, stop: int) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
@@ -61,18 +75,28 @@ class Recollection:
             first += source.n_entries
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
+    def values(self, start: int, stop: int) -> mx.array:
+        """The values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
+        B, H, _, _ = self.keys(0, 1).shape
+        places = mx.arange(start, stop, dtype=mx.uint32)
+        return self.gather(mx.broadcast_to(places, (B, H, stop - start))).values
+
+    @property
+    def waits(self) -> bool:
+        """Whether what is read takes memory of its own, so that it should be used before more is read."""
+        return any(source.waits for source in self._sources)
+
     def blocks(self) -> KeyBlocks:
         """All keys, to be read a block at a time."""
         one = self.keys(0, 1)
         B, H, _, D = one.shape
-        waits = any(source.waits for source in self._sources)
-        return KeyBlocks((B, H, len(self), D), one.dtype, self.keys, waits)
+        return KeyBlocks((B, H, len(self), D), one.dtype, self.keys, self.waits)
 
 
 class _Recalled(Entries):
     """All entries of a recollection: votes are made of keys that are read a block at a time."""
 
-    def __init__(self, everything: Recollection, observed: Queries):
+    def __init__(self, everything: Recollection, observed: Queries | None):
         super().__init__(None, None, observed=observed, layer=everything.layer)
         self._everything = everything
 
@@ -80,12 +104,37 @@ class _Recalled(Entries):
         return len(self._everything)
 
     @cached_property
+    def positions(self) -> mx.array:
+        B, H, T, _ = self._everything.blocks().shape
+        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
+
+    @cached_property
     def keys(self) -> mx.array:
         return self._everything.keys(0, len(self))
 
     @cached_property
+    def values(self) -> mx.array:
+        return self._everything.values(0, len(self))
+
+    def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        keys = self._everything.keys(start, stop)
+        return mx.depends(keys, list(after)) if after else keys
+
+    def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        values = self._everything.values(start, stop)
+        return mx.depends(values, list(after)) if after else values
+
+    @property
+    def waits(self) -> bool:
+        return self._everything.waits
+
+    @cached_property
     def votes(self) -> mx.array:
         return attention_votes(self._everything.blocks(), self.voters)
+
+    @cached_property
+    def above_average(self) -> mx.array:
+        return above_average(self._everything.blocks(), self.voters)
 
 
 def _holds_any(source: Source) -> bool:

@@ -10,10 +10,11 @@ from ..entries.entries import Entries
 from ..entries.queries import Recorder
 from .adapter import FullCache, plain_cache
 from .contract import LayerCache
+from .everything import Everything
 from .sources import Plain, Source
 
 
-class FullRecorder(Recorder, LayerCache):
+class FullRecorder(Everything, Recorder, LayerCache):
     """What the caches have in common that hold all entries, and keep queries for a policy to come."""
 
     def observe(
@@ -32,27 +33,10 @@ class FullRecorder(Recorder, LayerCache):
         """Have room for `capacity` tokens at the next allocation."""
 
     def offload(self) -> None:
-        """Put the entries to where they are kept between turns.
-
-        Raises:
-            SnapKVError: there is no room for them; they stay in memory then.
-        """
-
-    @abstractmethod
-    def growing_cache(self) -> Any:
-        """A cache of mlx-lm's kind to read on with; what it is fed is held here, too."""
+        """They are where they are."""
 
     def saved_form(self) -> Any:
-        """A cache of mlx-lm's with the same entries, quantised ones as they are."""
         return plain_cache(*self.keys_and_values())  # type: ignore[attr-defined]  # every cache of ours has it
-
-    @abstractmethod
-    def sources(self) -> list[Source]:
-        """Where its entries can be read from without the others, in order of position."""
-
-    @abstractmethod
-    def fill(self, entries: Entries) -> None:
-        """Hold these entries, all there are, in place of none."""
 
     def _with_queries(self, entries: Entries) -> Entries:
         """The entries, with the queries recorded to vote for them."""

@@ -1,5 +1,6 @@
 """Entries that are read in part: the keys of a span, or what was chosen."""
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -46,3 +47,53 @@ class Plain:
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         return take_entries(self._cache.keys, places), take_entries(self._cache.values, places)
+
+
+class Chain:
+    """The entries of one source after the other."""
+
+    def __init__(self, sources: list[Source]):
+        self._sources = sources
+
+    @property
+    def n_entries(self) -> int:
+        return sum(source.n_entries for source in self._sources)
+
+    @property
+    def waits(self) -> bool:
+        return any(source.waits for source in self._sources)
+
+    def _spans(self) -> Iterator[tuple[Source, int, int]]:
+        """Those that hold any, and where in all entries theirs begin and end."""
+        first = 0
+        for source in self._sources:
+            stop = first + source.n_entries
+            if first < stop:
+                yield source, first, stop
+            first = stop
+
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        parts = [
+            source.read_keys(max(start, first) - first, min(stop, end) - first)
+            for source, first, end in self._spans()
+            if max(start, first) < min(stop, end)
+        ]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        found: Any = ()
+        for source, first, stop in self._spans():
+            part = source.gather(mx.clip(places, first, stop - 1) - first)
+            here = (places >= first)[..., None]
+            found = tuple(mx.where(here, *pair) for pair in zip(part, found)) if found else part
+        return found
+
+
+class First:
+    """The first `n_entries` of a source."""
+
+    def __init__(self, source: Source, n_entries: int):
+        self._source = source
+        self.n_entries = n_entries
+        self.waits = source.waits
+        self.read_keys, self.gather = source.read_keys, source.gather

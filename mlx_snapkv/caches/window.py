@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, write
+from ..entries.squeeze import looked_up
 from ..errors import SnapKVError
 from ..policies import Policy
 from . import ring, validation
@@ -53,6 +54,7 @@ class SnapKVCache(EvictingCache):
         n_sink: first entries, which always stay.
         reserved: bool `(B, n_kv_heads, n_pin)`, the pinned entries that no choice gives up.
         layer: the layer of the model, for what the policy asks.
+        rotated: positions `(B, n_kv_heads, n)` and the others that those entries' keys are turned to, if there are any.
 
     Raises:
         SnapKVError: the shapes disagree, or `n_window < 1`.
@@ -73,6 +75,7 @@ class SnapKVCache(EvictingCache):
         n_sink: int = 0,
         reserved: mx.array | None = None,
         layer: Any = None,
+        rotated: tuple[mx.array, mx.array] | None = None,
     ):
         n_pin, rows = positions.shape[-1], n_rows(keys)
         if n_window < 1:
@@ -93,6 +96,7 @@ class SnapKVCache(EvictingCache):
         self.n_window = n_window
         self._pinned_positions = positions.astype(mx.uint32)
         self._reserved = reserved
+        self._rotated = rotated
         self._left: mx.array | None = None  # positions of the window's entries at the last choice
         self._since = 0  # tokens since the last choice
         self._n = rows
@@ -208,6 +212,7 @@ class SnapKVCache(EvictingCache):
         order = mx.argsort(held.positions, axis=-1)
         entries = held.taken(order)
         entries.observed = self._observed(self.policy.obs_window)
+        entries.budget = self.n_keep - self.block
         scores = self.policy.score(entries)
         reserved = self._reserved
         if reserved is not None:
@@ -257,6 +262,10 @@ class SnapKVCache(EvictingCache):
         window = mx.take(self._window_positions(n), age, axis=-1)
         return mx.concatenate([self._pinned_positions, window], axis=-1)
 
+    @property
+    def rotations(self) -> mx.array | None:
+        return None if self._rotated is None else looked_up(self.positions, *self._rotated)
+
     def _window_positions(self, n: int) -> mx.array:
         """uint32 `(B, n_kv_heads, n)`: positions of the entries behind the pinned ones, the next to go first."""
         new = n if self._left is None else min(n, self._since)
@@ -281,7 +290,10 @@ class SnapKVCache(EvictingCache):
 
     @state.setter
     def state(self, v: tuple) -> None:
-        self._take(_STATE, self._take_decision_state(v))
+        own = self._take_decision_state(v)
+        self._take(
+            _STATE, own + [None] * (len(_STATE) - len(own))
+        )  # earlier files know no rotations
         self.n_pin = self._pinned_positions.shape[-1]
         self._n = n_rows(self.keys)
         self._tail = None
@@ -297,6 +309,10 @@ class SnapKVCache(EvictingCache):
             and count(self.n_window, 1)
             and self.block <= self.n_window
             and all(map(count, (self._oldest, self._newest, self._since, self.n_sink)))
+            and all(
+                validation.is_per_entry(x, heads, self.offset, mx.uint32)
+                for x in self._rotated or ()
+            )
             and self.n_pin <= self._n <= self.offset
             and self._oldest < max(1, min(self._n - self.n_pin, self.n_window))
             and max(self._newest, self._stop) <= self.offset
@@ -307,5 +323,5 @@ class SnapKVCache(EvictingCache):
 
 _STATE = (
     "keys", "values", "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest",
-    "_newest", "_uniform",
+    "_newest", "_uniform", "_rotated",
 )  # fmt: skip

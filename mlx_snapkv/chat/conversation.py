@@ -15,13 +15,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.layers import attention_layers, is_compressed
 from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
+from ..engine.book import recalling_request
 from ..engine.decision import gate
-from ..engine.generate import MAX_TOKENS, drive, require_no_conflict, without_compression
+from ..engine.far import pull_for, require_far
 from ..engine.prefill import mlx_generate
-from ..engine.recalling import VERIFY_BELOW, Recall, RecallingRequest
+from ..engine.recalling import VERIFY_BELOW, Recall
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
+from ..engine.serving import MAX_TOKENS, drive, require_no_conflict, without_compression
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError, UnknownOptionError
 from ..policies import Policy, Stages, resolve_policy
@@ -42,8 +44,11 @@ class Conversation:
         memory: "drop": what a turn does not keep is gone, and every later turn votes over what is left and its
             own entries. "recall": all entries stay in memory beside the small cache, and every turn votes over all of
             them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with entries quantised
-            between turns, "recall:file": with entries in a temporary file.
+            between turns, "recall:file", "recall:file:8bit", "recall:file:4bit": with entries in temporary files. A
+            policy that evicts while it reads (`keydiff`, alone or before another) then reads within its budget, and
+            every turn votes over all entries that were ever stored.
         verify, verify_below: what an answer does with the entries that are kept besides; see `generate_step`.
+        far: what becomes of entries farther away than the model was trained to; see `generate_step`.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
             a policy, `kv_bits` and `kv_group_size` are about the entries that answers are decoded from; those of a turn
@@ -71,6 +76,7 @@ class Conversation:
         memory: str = "drop",
         verify: str | None = None,
         verify_below: float = VERIFY_BELOW,
+        far: str | None = None,
         system: str | None = None,
         **generation: Any,
     ):
@@ -81,13 +87,14 @@ class Conversation:
         self.tokenizer = tokenizer
         self.generation = generation
         self.memory, self.verify, self.verify_below = memory, verify, verify_below
+        self.far = far
         self.policy = self._usable(policy)
         self.system = system
         self.reset()
 
     @property
     def _recall(self) -> Recall:
-        return Recall(self.memory, self.verify, self.verify_below)
+        return Recall(self.memory, self.verify, self.verify_below, self.far)
 
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all.
@@ -95,16 +102,17 @@ class Conversation:
         Raises:
             SnapKVError: the conversation's memory or policy does not allow it.
         """
-        Recall(self.memory, verify, self.verify_below).require(self.policy)
+        Recall(self.memory, verify, self.verify_below, self.far).require(self.policy)
         self.verify = verify
 
     def _usable(self, policy: Policy | Stages | str | None) -> Policy | Stages | None:
         chosen = resolve_policy(policy=policy)
         self._recall.require(chosen)
+        require_far(self.model, chosen, self._recall)
         if chosen is None:
             return None
         require_no_conflict(self.generation)
-        layers = attention_layers(self.model, make_caches(self.model, self.memory))
+        layers = attention_layers(self.model, make_caches(self.model, self.memory, chosen))
         quantization, _ = taken_from(self.generation)
         if quantization is not None:
             require_quantizable(self.model, layers, quantization)
@@ -122,7 +130,7 @@ class Conversation:
         if self.policy is None:
             self.prompt_cache = make_prompt_cache(self.model, self.generation.get("max_kv_size"))
         else:
-            self.prompt_cache = make_caches(self.model, self.memory)
+            self.prompt_cache = make_caches(self.model, self.memory, self.policy)
         self.read: list[int] = []
         self.pending_tokens: list[int] = []
         self.report: CompressionReport | None = None
@@ -292,8 +300,12 @@ class Conversation:
             options["prompt_cache"] = self.prompt_cache
             return start(self.model, **options)
         wanted = self.model, self.policy, tokens.size, self.prompt_cache, quantization
-        recalls = self.memory != "drop"
-        request = RecallingRequest(*wanted, recall=self._recall) if recalls else Request(*wanted)
+        pull = pull_for(self.model, self.policy, self._recall, n_prompt)
+        request = (
+            Request(*wanted, pull)
+            if self.memory == "drop"
+            else recalling_request(*wanted, self._recall, pull)
+        )
         on_report = functools.partial(setattr, self, "report")
         return drive(start, request, on_report, options, without_compression, keep=True)
 

@@ -6,7 +6,7 @@ from typing import Any
 from .. import saved
 from ..caches.layers import attention_layers, is_compressed
 from ..caches.matching import n_tokens
-from ..caches.memories import filled, make_caches, require_memory, saved_forms
+from ..caches.memories import book_memory, filled, make_caches, require_memory, saved_forms
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
@@ -31,18 +31,14 @@ def load(
     notes = {} if found.tokens is None else found.notes  # mlx-lm's are about other things
     if found.tokens is not None and not {"messages", "text"} & set(notes):
         raise SnapKVError(f"{path} holds a prompt, but no conversation and no text to ask about")
-    if found.policy != NO_POLICY:
-        policy, memory = found.policy, notes.get("memory", "drop")
-    if is_compressed(found.prompt_cache) and (policy is None or memory != "drop"):
-        need = (
-            "a policy to go on with"
-            if policy is None
-            else "memory=drop, the other entries are gone"
-        )
-        raise SnapKVError(f"{path} holds a compressed prompt, which needs {need}")
+    policy, memory = _ways(path, found, notes, policy, memory)
     require_memory(memory)
     policy = resolve_policy(policy=policy)
-    state = ChatState(_loaded_caches(model, policy, memory, found.prompt_cache), policy, memory)
+    try:
+        caches = _loaded_caches(model, policy, memory, found.prompt_cache)
+    except SnapKVError as error:
+        raise SnapKVError(f"{path} can't be used: {error}") from error
+    state = ChatState(caches, policy, memory)
     if found.tokens is None:
         state.n_unknown = n_tokens(found.prompt_cache)
         state.read = [0] * state.n_unknown
@@ -50,6 +46,30 @@ def load(
         _take_notes(state, notes)
         state.read = found.tokens
     return state
+
+
+def _ways(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:
+    """The policy and memory to go on with, given what was asked for.
+
+    Raises:
+        SnapKVError: the caches can't go on so.
+    """
+    book = book_memory(found.prompt_cache)
+    if found.policy != NO_POLICY:
+        policy = found.policy
+        if book is None or memory == "drop":
+            memory = notes.get("memory", "drop")
+    if book is not None:
+        memory = book if memory == "drop" else memory
+    if policy is None and (book is not None or is_compressed(found.prompt_cache)):
+        raise SnapKVError(
+            f"{path} holds a {'book' if book else 'compressed prompt'}, which needs a policy to go on with"
+        )
+    if memory != "drop" and book is None and is_compressed(found.prompt_cache):
+        raise SnapKVError(
+            f"{path} holds a compressed prompt, which needs memory=drop, the other entries are gone"
+        )
+    return policy, memory
 
 
 def _take_notes(state: ChatState, notes: dict[str, Any]) -> None:
@@ -67,7 +87,7 @@ def _loaded_caches(model, policy: Policy | Stages | None, memory: str, found: li
     """Loaded caches, in the kinds that the conversation's policy and memory want."""
     caches = list(found)
     if policy is not None:
-        empty = make_caches(model, memory)
+        empty = make_caches(model, memory, policy)
         for layer in attention_layers(model, empty):
             layer.put(caches, filled(layer.cache_in(empty), layer.cache_in(found)))
     return caches

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -15,6 +16,8 @@ from .options import MOST, ResultFiles, whole_numbers, write_result
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 CONTEXTS = "4096,16384,32768,49152,65536,131072"
+LONG_PROMPTS = "16384,32768,65536"
+BOOKS = "16384,65536,262144"
 
 
 def bench(
@@ -40,8 +43,18 @@ def bench(
         str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths of whole requests.")
     ] = "8192,16384",
     long_prompts: Annotated[
-        str, typer.Option(help="Prompt lengths to read within a fixed budget.")
-    ] = "16384,32768,65536",
+        str | None,
+        typer.Option(
+            help=f"Prompt lengths to read within a fixed budget; default: {LONG_PROMPTS}, with --book {BOOKS}."
+        ),
+    ] = None,
+    book: Annotated[
+        bool,
+        typer.Option(
+            "--book",
+            help="Only this: prompts of --long-prompts tokens read with every entry in a file, then questions.",
+        ),
+    ] = False,
     num_trials: Annotated[
         int,
         typer.Option("--num-trials", "-n", min=1, help="Requests with the full cache and SnapKV."),
@@ -68,6 +81,8 @@ def bench(
         raise SnapKVError("--needle needs a model that can answer: --model demo, for one")
     long = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill a budget's buffers
     given = None if snapkv is None else SnapKV.from_string(snapkv)
+    lengths = long_prompts if long_prompts is not None else BOOKS if book else LONG_PROMPTS
+    long_lengths = whole_numbers("--long-prompts", lengths, long)
     plan = Plan(
         contexts=whole_numbers("--context", context, least=LEAST),
         verified=whole_numbers("--verified", verified, least=LEAST),
@@ -78,8 +93,19 @@ def bench(
         steps=steps,
         questions=questions if needle else 0,
         policy_for=lambda n: given or snapkv_for(n),
-        long_prompts=whole_numbers("--long-prompts", long_prompts, long),
+        long_prompts=long_lengths,
     )
+    if book:
+        plan = replace(
+            plan,
+            contexts=[],
+            batches=[],
+            prompts=[],
+            verified=[],
+            long_prompts=[],
+            books=long_lengths,
+            questions=0,
+        )
     endings = [".json", ".md", *(f"-{plot}.png" for plot in plots.PLOTS)]
     files = None if output is None else ResultFiles(output, endings)
     for n in (*plan.contexts, *plan.verified, *plan.prompts, batch_context):

@@ -39,8 +39,10 @@ def chat(
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: flags.Memory = "drop",
+    store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
     verify_below: flags.VerifyBelow = 0.999,
+    far: flags.Far = None,
 ) -> None:
     """Chat with a model; commands start with a slash, /help lists them.
 
@@ -82,6 +84,7 @@ def chat(
         memory=memory,
         verify=verify,
         verify_below=verify_below,
+        far=far,
         system=system_prompt,
         **sampling.options(tokenizer),
         prefill_step_size=prefill_step_size,

@@ -167,6 +167,7 @@ def _load(session: Session, name: str) -> None:
         policy=wanted[0],
         memory=wanted[1],
         verify_below=now.verify_below,
+        far=now.far,
         **now.generation,
     )
     if loaded.memory != "drop":

@@ -67,7 +67,8 @@ class Session:
         """The conversation's policy and memory."""
         now = self.conversation
         verified = f", verify {now.verify}" if now.verify else ""
-        return f"policy {now.policy or 'none'}, memory {now.memory}{verified}"
+        far = f", far {now.far}" if now.far else ""
+        return f"policy {now.policy or 'none'}, memory {now.memory}{verified}{far}"
 
     @property
     def waiting(self) -> str:
@@ -106,7 +107,7 @@ class Session:
         """Forget the conversation, and what the file it came from may have brought with it."""
         now = self.conversation
         options = {"system": now.system, "policy": self.policy_wanted} | changes
-        options["verify_below"] = now.verify_below
+        options |= {"verify_below": now.verify_below, "far": now.far}
         if options["policy"] is not None and self.memory_wanted != "drop":
             options["verify"] = now.verify
         self.replace(

@@ -21,6 +21,7 @@ from ..evals.needle import Needle
 from ..evals.results import Results
 from ..reporting import heatmap
 from . import flags
+from .eval_suite import suite
 from .loading import load_model, read_file
 from .options import ResultFiles, whole_numbers, with_suffix, write_result
 
@@ -33,6 +34,9 @@ POOLED = "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
 POOLING = [*(f"{POOLED},pool_kernel={width}" for width in (1, 5, 7)), POOLED]
 
 app = typer.Typer(help="Ask for facts in long prompts, with the full cache and with policies.")
+
+
+app.command("suite")(suite)
 
 
 @app.callback(invoke_without_command=True)
@@ -169,7 +173,9 @@ def _ask(
     from ..evals.run import run
     from .progress import StepBars
 
-    done = sum(results.get(name, cell) is not None for cell in grid for name in chosen)
+    done = sum(
+        results.get({"policy": name, **vars(cell)}) is not None for cell in grid for name in chosen
+    )
     try:
         with StepBars(LINE_EVERY) as bar:
             bar.start("asking", len(grid) * len(chosen), done)

@@ -1,5 +1,8 @@
 """Options that several commands share or that are mlx-lm's own, each declared once."""
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,6 +30,18 @@ def _is_true(verbose: str) -> str:
     if verbose.lower() not in ("true", "t", "false", "f"):
         raise SnapKVError(f"--verbose must be True or False, got {verbose!r}")
     return verbose
+
+
+def _store_in(folder: Path | None) -> Path | None:
+    """Let temporary files be made there."""
+    if folder is not None:
+        folder = folder.expanduser()
+        if not folder.is_dir():
+            raise SnapKVError(f"--store-dir {folder} is no folder: make it, or give another one")
+        if not os.access(folder, os.W_OK):
+            raise SnapKVError(f"--store-dir {folder} can't be written to: give another folder")
+        tempfile.tempdir = str(folder)
+    return folder
 
 
 Model = Annotated[
@@ -109,7 +124,14 @@ Memory = Annotated[
     str,
     typer.Option(
         help="Entries that are not kept: gone (drop), or all at hand for later turns and --verify: in memory (recall, "
-        "recall:8bit, recall:4bit) or in files (recall:file)."
+        "recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A policy that evicts "
+        "while it reads, such as keydiff, then reads within its budget."
+    ),
+]
+StoreDir = Annotated[
+    Path | None,
+    typer.Option(
+        callback=_store_in, help="Folder for the files of --memory recall:file; by default TMPDIR."
     ),
 ]
 Verify = Annotated[
@@ -121,6 +143,13 @@ Verify = Annotated[
 ]
 VerifyBelow = Annotated[
     float, typer.Option(help="Probability under which a token is doubtful, for --verify unsure.")
+]
+Far = Annotated[
+    str | None,
+    typer.Option(
+        help="Entries farther away than the model was trained to: turned as if they were nearer (pull), or left where "
+        "they are (keep). Without it, pulled if the prompt is longer than that, and the policy evicts while it is read."
+    ),
 ]
 
 Facts = Annotated[int, typer.Option(min=1, max=32, help="Facts to hide and ask for.")]

@@ -59,8 +59,10 @@ def generate(
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: flags.Memory = "drop",
+    store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
     verify_below: flags.VerifyBelow = 0.999,
+    far: flags.Far = None,
     prompt_cache_file: flags.PromptCacheFile = None,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = "True",
@@ -117,6 +119,7 @@ def generate(
         quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
         at_once = chosen if memory == "drop" else None
         start = SavedStart(prompt_cache_file, model, loaded, at_once, quantization)
+        chosen, memory = start.ways(chosen, memory)
         encoded = partial(start.encode, tokenizer, text, ignore_chat_template)
     console = stderr_console(quiet)
     tokens = waited_for(console, TOKENISING, encoded)
@@ -144,6 +147,7 @@ def generate(
         memory=memory,
         verify=verify,
         verify_below=verify_below,
+        far=far,
         on_report=reports.append,
         prompt_cache=None if start is None else start.prompt_cache,
         sampler=sampler,
@@ -226,8 +230,7 @@ def kept_text(report: CompressionReport | None = None) -> str:
         return "full cache (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
-    asked = "" if report.verified is None else f", {report.verified}"
-    return f"{report.entries_text}, {report.memory_text}{asked}"
+    return f"{report.entries_text}, {report.memory_text}{report.recall_text}"
 
 
 def closing_line(response: GenerationResponse, kept: str, accepted: float | None = None) -> str:

@@ -1,6 +1,7 @@
 """Models and prompts from what a user typed."""
 
 import json
+import logging
 import os
 import re
 import sys
@@ -40,6 +41,8 @@ def load_model(
     import mlx.core as mx
     from mlx_lm import load
 
+    # Of prompts beyond the model's length it says that they fail, which those of our policies don't.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     listen()
     try:
         model, tokenizer, *_ = load(

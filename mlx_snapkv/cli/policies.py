@@ -30,4 +30,7 @@ def defaults(cls: type[Policy]) -> dict[str, str]:
     """A policy's options and their defaults as they are typed, its own first."""
     policy = cls()
     values = {name: getattr(policy, name) for name in cls.options()}
-    return {name: str(v).lower() if v in (True, None) else str(v) for name, v in values.items()}
+    return {
+        name: str(v).lower() if v is None or isinstance(v, bool) else str(v)
+        for name, v in values.items()
+    }

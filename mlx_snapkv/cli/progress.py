@@ -6,12 +6,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 from rich.text import Text
 from rich.theme import Theme
@@ -77,6 +79,40 @@ class PrefillBar:
         """Stop drawing, whatever happened; calling it again does nothing."""
         if self._progress.live.is_started:
             self._progress.stop()
+
+
+class WritingBar:
+    """A bar with bytes, their speed and the time left: give `update` to `saved.save` as its `progress`.
+
+    On a terminal it is gone when all is written; elsewhere nothing is shown.
+
+    Attributes:
+        n_bytes: written so far.
+    """
+
+    def __init__(self, console: Console):
+        self.n_bytes = 0
+        self._progress = Progress(
+            TextColumn("writing the entries"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=console.quiet or not console.is_terminal,
+        )
+        self._task: Any = None
+
+    def update(self, done: int, total: int) -> None:
+        self.n_bytes = done
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task("", total=total)
+        self._progress.update(self._task, completed=done)
+
+    def close(self) -> None:
+        self._progress.stop()
 
 
 class StepBars:

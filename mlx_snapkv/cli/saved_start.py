@@ -9,6 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from .. import saved
 from ..caches.layers import attention_layers, is_compressed, kv_bytes, layer_caches
 from ..caches.matching import n_tokens
+from ..caches.memories import book_memory
 from ..caches.quantizable import require_quantizable
 from ..chat.continuation import mlx_lm_suffix
 from ..demo import MODELS
@@ -16,7 +17,7 @@ from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from ..policies import POLICIES, Policy, Stages
+from ..policies import POLICIES, Policy, Stages, resolve_policy
 from .opening import conversation
 
 
@@ -33,6 +34,7 @@ class SavedStart:
     Attributes:
         prompt_cache: what the answer continues.
         report: what compressing it on loading did.
+        memory: of a book, what it was saved with; else "drop".
 
     Raises:
         SnapKVError: the file is not for this model, or its entries can't be compressed so.
@@ -60,8 +62,31 @@ class SavedStart:
             )
         self.n_tokens = n_tokens(self.prompt_cache)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
-        if policy is not None:
+        self.memory = self._memory
+        if policy is not None and self.memory == "drop":
             self.report = self._compress(model, policy, quantization)
+
+    def ways(self, policy: Policy | Stages | None, memory: str) -> tuple:
+        """The policy and memory of the answer: those that were given, or a book's own.
+
+        Raises:
+            SnapKVError: a policy is given for a book, which has one.
+        """
+        if self.memory == "drop" or self._saved.policy == NO_POLICY:
+            return policy, memory
+        if policy is not None:
+            raise SnapKVError(
+                f"{self._file} is a book, saved with the policy {self._saved.policy}: drop the policy"
+            )
+        own = resolve_policy(policy=self._saved.policy)
+        return own, self.memory if memory == "drop" else memory
+
+    @property
+    def _memory(self) -> str:
+        noted = self._saved.notes if self._saved.tokens is not None else {}
+        if "messages" in noted:  # no answer starts from those
+            return "drop"
+        return noted.get("memory") or book_memory(self.prompt_cache) or "drop"
 
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Token ids of what follows the saved prompt.

@@ -9,7 +9,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 
@@ -44,7 +43,7 @@ class Checked:
         self._pace = _Pace(verified)
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:
-        ((token,),) = _numbers(inputs)
+        token: int = inputs.item()  # type: ignore[assignment]
         self._verified.tokens += 1
         if token == self.next_draft:
             self._verified.accepted += 1
@@ -54,9 +53,7 @@ class Checked:
                 n_right = self._n_drafts - len(self._ahead)
                 self._pace.judged(n_right, wrong=min(1, len(self._ahead)))
             self.close()
-            logits = self._round(token, self._pace.n_drafts())
-            mx.eval(logits)
-        return logits
+            return self._round(token, self._pace.n_drafts())
 
     @property
     def next_draft(self) -> int | None:
@@ -71,15 +68,17 @@ class Checked:
         # The small caches have not read the last draft.
         for cache in layer_caches(self._small):
             cache.rollback(max(0, self._n_drafts - 1 - n_right))
-        if self._n_drafts and not self._ahead:
-            self._unread = [self._last_draft]
+        if self._ahead:  # nor was that one right
+            self._unread = []
         self._ahead, self._n_drafts = [], 0
 
     def _round(self, token: int, n_drafts: int) -> mx.array:
         """Logits `(1, 1, vocab_size)` after a token, and drafts ahead of it."""
         if n_drafts == 0:
             self._unread.append(token)
-            return self._model(mx.array([[token]]), cache=self._full)
+            logits = self._model(mx.array([[token]]), cache=self._full)
+            mx.eval(logits)
+            return logits
         if self._gathering.is_due(self._small):
             self._gathering.gather(self._small)
             self._unread = []
@@ -96,15 +95,11 @@ class Checked:
         logits = self._model(checked, cache=self._full)
         mx.eval(logits)
         self._pace.drafted(n_drafts, read - started, time.perf_counter() - read)
-        ((_, *drafts),) = _numbers(checked)
+        drafts: list[int] = checked[0, 1:].tolist()  # type: ignore[assignment]
         self._ahead = [(draft, logits[:, i : i + 1]) for i, draft in enumerate(drafts, start=1)]
         self._verified.drafted += n_drafts
-        self._n_drafts, self._unread, self._last_draft = n_drafts, [], drafts[-1]
+        self._n_drafts, self._unread = n_drafts, drafts[-1:]
         return logits[:, :1]
-
-
-def _numbers(tokens: mx.array) -> Any:
-    return tokens.tolist()
 
 
 class _Pace:

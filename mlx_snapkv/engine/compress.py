@@ -3,13 +3,12 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
-from ..caches.evicting import EvictingCache
 from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes, kv_dtype
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
@@ -17,7 +16,7 @@ from ..entries.queries import Queries
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..policies.budgets import Quota, smallest_for_share
+from ..policies.budgets import Quota, shared_out, smallest_for_share
 from .decision import fits_reason
 from .report import CompressionReport
 
@@ -79,13 +78,26 @@ def compress_prompt_cache(
 
 
 @dataclass
-class _Choice:
+class Choice:
     """What is to be kept of a layer: positions and scores `(B, n_kv_heads, n)`, and the share of the attention."""
 
     kept: mx.array
     scores: mx.array
     quota: Quota
     share: float | None
+
+
+@dataclass
+class Scored:
+    """A layer's scores and the attention its entries received, `(B, n_kv_heads, T)` each.
+
+    Attributes:
+        places: where those entries are among all, if an earlier stage has chosen them.
+    """
+
+    scores: mx.array
+    votes: mx.array | None
+    places: mx.array | None = None
 
 
 @dataclass
@@ -102,7 +114,7 @@ class Compression:
         n_tokens: the prompt's length, which shares of it refer to.
         n_voters: queries that vote, if the caches recorded them.
         queries: given ones, by cache.
-        make_cache: makes a layer's new cache; None is `decode_cache`.
+        gathers: the caches are to be gathered anew as the answer goes on; see `decode_cache`.
     """
 
     layers: list[AttentionLayer]
@@ -113,7 +125,7 @@ class Compression:
     n_voters: int = 0
     queries: list[mx.array | None] | None = None
     quantization: Quantization | None = None
-    make_cache: Callable[..., EvictingCache] | None = None
+    gathers: bool = False
 
     def run(self) -> CompressionReport:
         """Compress; what it did. Raises as `compress_prompt_cache` does."""
@@ -121,12 +133,10 @@ class Compression:
         report = CompressionReport(str(self.policy), self.n_tokens)
         report.entries_kept = [None] * len(self.prompt_cache)
         report.attention_share = [None] * len(self.prompt_cache)
-        choices = []
-        by_stage = [stage.quotas(self.n_tokens, len(self.layers)) for stage in self._stages]
-        for layer, *quotas in zip(self.layers, *by_stage):
+        choices = self._choices()
+        for layer, choice in zip(self.layers, choices):
             report.kv_bytes_before += layer.entries_in(self.prompt_cache).full_nbytes
-            choices.append(self._choose(layer, quotas))
-            report.attention_share[layer.index] = choices[-1].share
+            report.attention_share[layer.index] = choice.share
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
             report.entries_kept[layer.index] = choice.kept.shape[-1]
@@ -142,18 +152,23 @@ class Compression:
         """The policies that choose, one after the other."""
         return list(dict.fromkeys(self.policy.stages))
 
-    def _choose(self, layer: AttentionLayer, quotas: list[Quota]) -> _Choice:
+    def _choices(self) -> list[Choice]:
+        """What is to be kept, layer by layer."""
+        by_stage = [stage.quotas(self.n_tokens, len(self.layers)) for stage in self._stages]
+        scored = (self._scored(layer, quotas) for layer, *quotas in zip(self.layers, *by_stage))
+        return choices(scored, self._stages[-1], by_stage[-1])
+
+    def _scored(self, layer: AttentionLayer, quotas: list[Quota]) -> Scored:
+        """A layer's scores by the last policy, among what the earlier ones keep; each has its quota."""
         entries, _ = self._competing(layer)
-        *earlier, last = zip(self._stages, quotas)
         places = None
-        for stage, quota in earlier:
-            places = _choice(entries, stage, quota).kept
+        for stage, quota in zip(self._stages[:-1], quotas):
+            places = choice(score(entries, stage, quota), stage, quota).kept
             entries = _among(entries, places)
-        choice = _choice(entries, *last)
-        if places is not None:
-            choice.kept = mx.take_along_axis(places, choice.kept, axis=-1)
+        found = score(entries, self._stages[-1], quotas[-1])
+        found.places = places
         entries.release()
-        return choice
+        return found
 
     def _competing(self, layer: AttentionLayer) -> tuple[Entries, Entries]:
         """The entries to choose from, with their voters, and those of later tokens."""
@@ -185,7 +200,7 @@ class Compression:
             start=stop - n,
         )
 
-    def _replace(self, layer: AttentionLayer, choice: _Choice, uniform: bool) -> None:
+    def _replace(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> None:
         entries, later = self._competing(layer)
         kept, later = (
             x.packed(self.quantization or x.quantization)
@@ -195,9 +210,20 @@ class Compression:
         mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
         entries.release()
         _, decode_policy = self.policy.stages
-        small = (self.make_cache or decode_cache)(
-            layer, kept, choice.scores, self.at, decode_policy, choice.quota, uniform
+        pull = getattr(layer.cache_in(self.prompt_cache), "pull", None)
+        if pull is not None:
+            kept, pull = pull.nearer(kept, self.at, closed=decode_policy.closes_gaps)
+        small = decode_cache(
+            layer,
+            kept,
+            choice.scores,
+            self.at,
+            decode_policy,
+            choice.quota,
+            uniform,
+            self.gathers,
         )
+        small.pull = pull
         del entries, kept
         voters = layer.cache_in(self.prompt_cache) if decode_policy.observes_answer else None
         small.inherit(voters)
@@ -208,12 +234,34 @@ class Compression:
         layer.put(self.prompt_cache, small)
 
 
-def _choice(entries: Entries, policy: Policy, quota: Quota) -> _Choice:
-    """What a policy keeps of a layer's entries."""
+def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
+    """A policy's scores of a layer's entries, of which `quota` are to stay; nothing is computed yet."""
+    entries.budget = quota.entries
     scores = policy.score(entries)
     votes = entries.received if policy.accumulates_attention else None
     if policy.obs_window and not policy.accumulates_attention:
         votes = entries.votes
+    return Scored(scores, votes)
+
+
+def choices(scored: Iterable[Scored], policy: Policy, quotas: list[Quota]) -> list[Choice]:
+    """What a policy keeps, layer by layer; all scores are held at once only if it shares its budget out by them."""
+    if policy.adaptive:
+        held = []
+        for layer in scored:
+            mx.eval(layer.scores, layer.votes)
+            held.append(layer)
+        scored, quotas = held, shared_out([layer.scores for layer in held], quotas)
+    return [choice(layer, policy, quota) for layer, quota in zip(scored, quotas)]
+
+
+def choice(scored: Scored, policy: Policy, quota: Quota) -> Choice:
+    """What a policy keeps of a layer's entries.
+
+    Raises:
+        SnapKVError: its scores are NaN.
+    """
+    scores, votes = scored.scores, scored.votes
     if policy.mass is not None and votes is not None:
         quota = smallest_for_share(scores, votes, quota, policy.mass)
     kept = quota.select(scores)
@@ -222,11 +270,13 @@ def _choice(entries: Entries, policy: Policy, quota: Quota) -> _Choice:
         share = mx.take_along_axis(votes, kept, axis=-1).sum() / votes.sum()
     of_kept = mx.take_along_axis(scores, kept, axis=-1)
     nan = mx.any(mx.isnan(scores))
+    if scored.places is not None:
+        kept = mx.take_along_axis(scored.places, kept, axis=-1)
     mx.eval(kept, of_kept, share, nan)
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):
         raise nan_scores()
-    return _Choice(kept, of_kept, quota, kept_share)
+    return Choice(kept, of_kept, quota, kept_share)
 
 
 def _among(entries: Entries, places: mx.array) -> Entries:

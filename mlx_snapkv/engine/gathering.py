@@ -41,7 +41,7 @@ class Gathering:
     Args:
         layers: those layers.
         recollections: all entries of each; `gather` adds the tokens that only the small cache holds.
-        caches: the small caches, made by `gathered_cache`.
+        caches: the small caches, made by `decode_cache` with `gathers`.
         policy: what the prompt was compressed by; if it does not pool votes, SnapKV does.
         verified: where votes are counted.
     """
@@ -60,7 +60,8 @@ class Gathering:
         quotas = policy.quotas(len(recollections[0]), len(layers))
         self._layers: list[_Layer] = []
         for layer, everything, n, quota in zip(layers, recollections, counts, quotas):
-            quota = Quota(min(n, quota.entries), quota.n_sink, quota.n_window)
+            n = n if policy.counts_by_scores else min(n, quota.entries)
+            quota = Quota(n, quota.n_sink, quota.n_window)
             self._layers.append(_Layer(layer, everything, quota, _voter(policy, quota)))
 
     def is_due(self, caches: list) -> bool:
@@ -85,7 +86,7 @@ class Gathering:
             asked = dataclasses.replace(held.voters, places=range(place, place + 1))
             scores = each.scored(each.voter.score(everything.voted_by(asked)))
             small.offset = len(everything)
-            small.hold(everything.gather(each.quota.select(scores)))
+            small.hold(everything.gather(each.quota.select(scores), small.offset))
             nan.append(mx.any(mx.isnan(scores)))
             mx.eval(small.state, scores, nan)  # layer by layer, for less memory at once
         if any(flag.item() for flag in nan):
@@ -94,6 +95,8 @@ class Gathering:
 
 def _voter(policy: Policy, quota: Quota) -> Policy:
     """Who makes scores of one query's attention: the policy itself, if it pools them, or SnapKV."""
+    if isinstance(policy, SnapKV) and policy.critical:  # one token's votes ask where, not how much
+        return dataclasses.replace(policy, critical=False)
     if policy.pools_votes:
         return policy
     return SnapKV(n_sink=quota.n_sink, n_window=max(1, quota.n_window), obs_window=1)

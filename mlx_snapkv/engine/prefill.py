@@ -14,6 +14,8 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages, resolve_policy
 from .decision import PREFILL_STEP_SIZE, gate
+from .far import pull_for, require_far
+from .recalling import Recall
 from .report import CompressionReport
 from .request import Request
 from .rewind import Rewind
@@ -35,6 +37,7 @@ def prefill(
     prompt_progress_callback: ProgressCallback | None = None,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
+    far: str | None = None,
 ) -> tuple[list, CompressionReport]:
     """Feed all of `tokens` to the model and compress its prompt cache.
 
@@ -51,6 +54,7 @@ def prefill(
         prompt_progress_callback: called with the tokens processed and their total.
         kv_bits, kv_group_size: of the cache's entries, if they are to be quantised; mlx-lm quantises those of a
             prompt that is not compressed.
+        far: what becomes of entries farther away than the model was trained to; see `generate_step`.
 
     Returns:
         The prompt cache and the report, whose `reason` is set if the cache was not compressed.
@@ -71,13 +75,16 @@ def prefill(
         "prompt_progress_callback": prompt_progress_callback,
     }
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    recall = Recall(far=far)
+    require_far(model, chosen, recall)
     reason = gate(chosen, tokens.size, cache)
     if reason is not None:
         with observing(model, cache):
             read(one_by_one(model, cache), tokens, cache, options | quantised)
         return cache, CompressionReport(str(chosen), tokens.size, reason)
     quantization, _ = taken_from(quantised)
-    request = Request(model, chosen, tokens.size, cache, quantization)
+    pull = pull_for(model, chosen, recall, tokens.size)
+    request = Request(model, chosen, tokens.size, cache, quantization, pull)
     options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
         following = read(model, tokens, request.caches, options)

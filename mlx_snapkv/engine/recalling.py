@@ -4,9 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..caches.decode import gathered_cache
-from ..caches.layers import copies_but_entries, members
-from ..caches.memories import require_memory
+from ..caches.layers import AttentionLayer, copies_but_entries, members
+from ..caches.memories import in_files, require_memory
 from ..caches.recollection import Recollection
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
@@ -18,6 +17,7 @@ from .unsure import Unsure
 from .wrapper import Answered
 
 VERIFY = ("unsure", "all")
+FAR = ("keep", "pull")
 VERIFY_BELOW = 0.999
 
 
@@ -26,10 +26,12 @@ class Recall:
     """What becomes of the entries that an answer is not decoded from, and what it does with them.
 
     Attributes:
-        memory: "drop", "recall", "recall:8bit", "recall:4bit" or "recall:file".
+        memory: one of `MEMORIES`.
         verify: None: nothing, they are for later turns. "unsure": a token whose probability is less than `below` votes
             over all entries, and is decoded again from those it votes for.
         below: that probability, above 0 and at most 1; with 1 every token votes.
+        far: "pull": entries farther away than the model was trained to are seen from nearer. "keep": they are not.
+            None: they are if a prompt is longer than that, and it is possible.
 
     Raises:
         SnapKVError: one of these is none of that, or they don't go together.
@@ -38,9 +40,12 @@ class Recall:
     memory: str = "drop"
     verify: str | None = None
     below: float = VERIFY_BELOW
+    far: str | None = None
 
     def __post_init__(self):
         require_memory(self.memory)
+        if self.far not in (None, *FAR):
+            raise SnapKVError(f"far must be {' or '.join(FAR)}, got {self.far!r}")
         if self.verify is None:
             return
         if self.verify not in VERIFY:
@@ -49,7 +54,7 @@ class Recall:
             raise SnapKVError(
                 f"verify={self.verify} asks entries that memory=drop does not keep: give memory=recall"
             )
-        if self.verify == "all" and "file" in self.memory:
+        if self.verify == "all" and in_files(self.memory):
             raise SnapKVError(
                 f"verify=all reads all entries again and again, so they must be in memory, not memory={self.memory}: "
                 "give memory=recall, recall:8bit or recall:4bit, or verify=unsure"
@@ -69,6 +74,12 @@ class Recall:
             raise SnapKVError(
                 f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
                 f"and {policy} counts the attention of all"
+            )
+        _, decode_policy = policy.stages
+        if policy.reads_in_blocks and decode_policy.lookahead:
+            raise SnapKVError(
+                f"lookahead={decode_policy.lookahead} decodes tokens on all entries, and {policy} holds but some of "
+                "them: leave lookahead out"
             )
 
 
@@ -125,8 +136,7 @@ class RecallingRequest(Request):
             SnapKVError: there is no room for them there; some then stay in memory.
         """
         small = copies_but_entries(self.prompt_cache, self._layers)
-        make_cache = None if self.recall.verify is None else gathered_cache
-        report = self._compressed(small, make_cache=make_cache)
+        report = self._compressed(small, gathers=self.recall.verify is not None)
         self.caches[:] = small
         if report.compressed:
             for layer in self._layers:
@@ -136,20 +146,24 @@ class RecallingRequest(Request):
                 self._verify(report.verified)
         return report
 
+    def _recollection(self, layer: AttentionLayer) -> Recollection:
+        return Recollection(layer.cache_in(self.prompt_cache).sources(), layer)
+
+    def _growing_caches(self) -> list:
+        full = list(self.prompt_cache)
+        for layer in self._layers:
+            layer.put(full, layer.cache_in(self.prompt_cache).growing_cache())
+        return full
+
     def _verify(self, verified: Verified) -> None:
-        everything = [
-            Recollection(layer.cache_in(self.prompt_cache).sources(), layer)
-            for layer in self._layers
-        ]
+        everything = list(map(self._recollection, self._layers))
         gathering = Gathering(self._layers, everything, self.caches, self.decode_policy, verified)
         if verified.verify == "unsure":
             unsure = Unsure(self.model, gathering, self.recall.below, verified)
             self.loop_model.answering = unsure
             return
-        full = list(self.prompt_cache)
-        for layer in self._layers:
-            layer.put(full, layer.cache_in(self.prompt_cache).growing_cache())
-        self._checked = Checked(self.model, full, list(self.caches), gathering, verified)
+        full, small = self._growing_caches(), list(self.caches)
+        self._checked = Checked(self.model, full, small, gathering, verified)
         self.loop_model.answering = self._checked
 
     @contextlib.contextmanager

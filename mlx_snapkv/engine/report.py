@@ -39,6 +39,38 @@ class Verified:
 
 
 @dataclass
+class Book:
+    """A turn that was read within a fixed budget, with every entry stored.
+
+    Attributes:
+        resident: entries per KV head that stay in memory for the next turn, the most of any layer.
+        resident_bytes: what those take.
+        stored: tokens whose entries are stored, and `stored_bytes` what they take in memory, `file_bytes` on disk.
+        read_again: tokens that were read a second time, over what was gathered for them.
+        vote_seconds, gather_seconds, read_again_seconds: what each of these took.
+    """
+
+    resident: int
+    resident_bytes: int
+    stored: int
+    stored_bytes: int
+    file_bytes: int
+    read_again: int
+    vote_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    read_again_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        where = "on disk" if self.file_bytes else "in memory"
+        return (
+            f"{self.resident} resident ({format_bytes(self.resident_bytes)}), "
+            f"all {self.stored} {where} ({format_bytes(self.file_bytes or self.stored_bytes)}), "
+            f"votes {self.vote_seconds:.2f} s, gathering {self.gather_seconds:.2f} s, "
+            f"{self.read_again} tokens read again {self.read_again_seconds:.2f} s"
+        )
+
+
+@dataclass
 class CompressionReport:
     """One request's compression.
 
@@ -55,6 +87,8 @@ class CompressionReport:
         prefill_seconds: from the first chunk to the compression, selection excluded.
         selection_seconds: scoring, ranking and gathering, all evictions while reading included.
         verified: what the answer asks of all entries; None without `verify`.
+        pulled_to: tokens that the model was trained to, if the prompt is longer and its entries were pulled together.
+        book: where the other entries are, if they were evicted while the prompt was read, and nothing was forgotten.
     """
 
     policy: str
@@ -68,6 +102,8 @@ class CompressionReport:
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
     verified: Verified | None = None
+    book: Book | None = None
+    pulled_to: int | None = None
 
     @property
     def compressed(self) -> bool:
@@ -96,6 +132,19 @@ class CompressionReport:
         before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
         return f"KV memory {before} → {after} ({self.kv_dtype}{room})"
 
+    @property
+    def recall_text(self) -> str:
+        """In words, after a comma, what became of the entries that the answer is not decoded from."""
+        parts = (self.book, self.verified, self.pulled_text or None)
+        return "".join(f", {part}" for part in parts if part is not None)
+
+    @property
+    def pulled_text(self) -> str:
+        """What was done about a prompt longer than the model was trained to."""
+        if self.pulled_to is None:
+            return ""
+        return f"pulled together beyond the {self.pulled_to} tokens that the model was trained to"
+
     # What `entries`, `entries_kept` and `attention_share` were called before.
     rows = property(lambda self: self.entries)
     rows_kept = property(lambda self: self.entries_kept)
@@ -109,11 +158,9 @@ class CompressionReport:
             return f"not compressed: {self.reason}"
         shares = [s for s in self.attention_share if s is not None]
         share = f", {min(shares):.0%} to {max(shares):.0%} of the votes" if shares else ""
-        asked = "" if self.verified is None else f", {self.verified}"
-        return (
-            f"{self.prompt_tokens} prompt tokens, {self.entries_text}{share}, {self.memory_text}, "
-            f"selection {self.selection_seconds:.2f} s{asked}"
-        )
+        took = f", selection {self.selection_seconds:.2f} s" if self.book is None else ""
+        kept = f"{self.entries_text}{share}, {self.memory_text}"
+        return f"{self.prompt_tokens} prompt tokens, {kept}{took}{self.recall_text}"
 
 
 def format_bytes(n: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from ..caches.block import BlockKVCache
 from ..caches.contract import LayerCache
 from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries
+from ..caches.pull import Pull
 from ..caches.quantizable import require_quantizable
 from ..caches.recording import RecordingKVCache
 from ..entries.quantization import Quantization
@@ -22,7 +23,7 @@ from ..models.patch import recording
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
 from .compress import Compression
-from .decision import chunk_size, decide, fits_reason
+from .decision import Decision, chunk_size, decide, fits_reason
 from .report import CompressionReport
 
 
@@ -40,6 +41,7 @@ class Request:
         n_new: tokens to read.
         prompt_cache: the caller's cache list.
         quantization: how the entries kept are to be quantised, if at all.
+        pull: how far apart queries and keys may be; None is as far as they are.
         caches: the list to hand to mlx-lm.
         loop_model: the model to hand to it.
         decision: who votes, and where the compression falls.
@@ -55,13 +57,14 @@ class Request:
     n_new: int
     prompt_cache: list
     quantization: Quantization | None = None
+    pull: Pull | None = None
 
     def __post_init__(self):
         self.loop_model = self.model
         self.prefill_policy, self.decode_policy = self.policy.stages
         self._layers = attention_layers(self.model, self.prompt_cache)
         self._held = self._layers[0].entries_in(self.prompt_cache).offset
-        self.decision = decide(self.policy, self._held + self.n_new)
+        self.decision = self._decided()
         self._observed = attention_classes(self.model)
         if self.quantization is not None:
             require_quantizable(self.model, self._layers, self.quantization)
@@ -69,6 +72,14 @@ class Request:
         self.compress_seconds = 0.0
         self._started = 0.0
         self._prefill_seconds: float | None = None
+
+    def _decided(self) -> Decision:
+        return decide(self.policy, self._held + self.n_new)
+
+    @property
+    def compresses_before_last_token(self) -> bool:
+        """Whether it is compressed before mlx-lm feeds the prompt's last token; else when it has."""
+        return not self.decode_policy.last_token
 
     @property
     def _observes(self) -> bool:
@@ -123,6 +134,8 @@ class Request:
             reach=decision.n_ahead,
         )
         block.statistics_from = self._statistics_from
+        if self.pull is not None:
+            block.pull = self.pull.after(getattr(layer.cache_in(self.prompt_cache), "pull", None))
         if entries is not None:
             block.offset = self._held
             block.hold(entries)
@@ -132,7 +145,7 @@ class Request:
     @property
     def _evicts(self) -> bool:
         """Whether entries are evicted while the prompt is read."""
-        return self.prefill_policy.schedule == "block"
+        return self.policy.reads_in_blocks
 
     def step_size(self, limit: int | None) -> int:
         """Tokens to read at a time: a block where entries are evicted, else as `chunk_size` has it."""
@@ -174,7 +187,7 @@ class Request:
         self.prompt_cache[:] = self.caches
         return report
 
-    def _compressed(self, caches: list, **how: Any) -> CompressionReport:
+    def _compressed(self, caches: list, gathers: bool = False) -> CompressionReport:
         decision, policy = self.decision, self.decode_policy
         report = Compression(
             self._layers,
@@ -184,13 +197,19 @@ class Request:
             n_tokens=decision.n_prompt,
             n_voters=decision.n_voters if policy.obs_window else 0,
             quantization=self.quantization,
-            **how,
+            gathers=gathers,
         ).run()
-        report.policy = str(self.policy)
+        report.policy, report.pulled_to = str(self.policy), self.pulled_to
         report.prefill_seconds = self._prefill_seconds or 0.0
         if policy.schedule == "block" and report.entries >= decision.at:
             report.reason = fits_reason(decision.at, self.policy) + "; the answer is kept within it"
         return report
+
+    @property
+    def pulled_to(self) -> int | None:
+        """The length that the model was trained to, if the prompt is longer and its entries are pulled together."""
+        beyond = self.pull is not None and self.decision.n_prompt > self.pull.length
+        return self.pull.length if self.pull is not None and beyond else None
 
     def _require_unchanged(self) -> None:
         if any(layer.entries_in(self.prompt_cache).offset != self._held for layer in self._layers):

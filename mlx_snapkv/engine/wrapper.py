@@ -26,15 +26,15 @@ Answering = Callable[[mx.array, list], mx.array]
 
 
 class Answered(WrappedModel):
-    """A model whose calls of one token are made by `answering(inputs, cache)`, once there is such.
+    """A model whose calls are made by `answering(inputs, cache)`, once there is such.
 
     Attributes:
-        answering: gives the logits `(1, 1, vocab_size)` that follow a token `(1, 1)`.
+        answering: gives logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.
     """
 
     answering: Answering | None = None
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        if self.answering is None or inputs.shape[1] > 1 or kwargs:
+        if self.answering is None or kwargs:
             return super().__call__(inputs, cache, **kwargs)
         return self.answering(inputs, cache)

@@ -7,16 +7,22 @@ allocates some operations ahead of the one that it computes, so the blocks are s
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import mlx.core as mx
 
-from .queries import Queries
+from .queries import Pages, Queries
 
 BLOCK_BYTES = 3 << 19  # of float32 logits made at a time
-READ_BYTES = 12 << 20  # the same of keys that are read from elsewhere, each time with a wait
+READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
+READ_TOKENS = (
+    4096  # keys read at a time at most, so that the memory is the same for any longer prompt
+)
 HELD_BYTES = 8 << 20  # of logits and float32 keys, below which one pass over all keys will do
-KEPT_BYTES = 64 << 20  # of logits, below which keys that come in blocks are read once
+KEPT_BYTES = (
+    64 << 20
+)  # of logits, below which keys that come in blocks are read once; if they are few by key
 
 # Softmax by powers of two, which a CPU takes in a third of the time of exp.
 LOG2_E = 1.4426950408889634
@@ -55,9 +61,23 @@ def attention_votes(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     B, H, T, D = keys.shape
     held = 4 * B * H * T * (queries.shape[2] + (D if keys.dtype != mx.float32 else 0))
     if isinstance(keys, KeyBlocks) or held > HELD_BYTES:
-        return _votes_in_blocks(keys, observed, queries) / group
+        return _votes_in_blocks(keys, observed, queries, lambda weight: mx.power(2, weight)) / group
     weights, share = _weights(keys, observed, queries)
     return (share[..., None, :] @ weights).squeeze(2) / group
+
+
+def above_average(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
+    """How many queries give each entry at least 1/t of their attention, `(B, n_kv_heads, T)` float32.
+
+    Of a query that sees t entries; averaged over the query heads of a GQA group, and made in blocks as the votes are.
+
+    Args:
+        keys: `(B, n_kv_heads, T, head_dim)`.
+    """
+    queries, group = _grouped(keys, observed)
+    seen = mx.minimum(_own_places(observed, queries) + 1, keys.shape[2])
+    least = -mx.log2(seen.astype(mx.float32))[:, None]
+    return _votes_in_blocks(keys, observed, queries, lambda weight: weight >= least) / group
 
 
 def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
@@ -78,9 +98,8 @@ def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
     Queries averaged over each GQA group, then the highest logit over KV heads and queries.
     """
     B, H, T, _ = keys.shape
-    queries, group = _grouped(keys, observed)
-    n = queries.shape[2] // group
-    mean = queries.reshape(B, H, group, n, -1).mean(axis=2)
+    observed = _averaged(observed, H)
+    mean, _ = _grouped(keys, observed)
     scores: list[mx.array] = []
     for span in _spans(keys, observed, _block(mean)):
         logits = _logits(keys, observed, mean, span, after=scores[-1:])
@@ -91,22 +110,36 @@ def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
 
 def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.array, mx.array]:
     """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
-    logits = _logits(keys, observed, queries, (0, keys.shape[2]))
+    spans = _spans(keys, observed, keys.shape[2])
+    if observed.pages is None:
+        spans = iter([(0, keys.shape[2])])
+    parts = [_logits(keys, observed, queries, span) for span in spans]
+    logits = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
     top = logits.max(axis=-1)
     weights = mx.power(2, logits - top[..., None])
     total = _with_sinks(observed, top + mx.log2(weights.sum(axis=-1)))
     return weights, mx.power(2, top - total)
 
 
-def _votes_in_blocks(keys: mx.array | KeyBlocks, observed: Queries, queries: mx.array) -> mx.array:
-    """The weights' sum over queries: the softmax's denominators, then the votes.
+def _votes_in_blocks(
+    keys: mx.array | KeyBlocks,
+    observed: Queries,
+    queries: mx.array,
+    worth: Callable[[mx.array], mx.array],
+) -> mx.array:
+    """A sum over queries: the softmax's denominators, then the votes.
 
     The keys are read for each of both, unless the logits of few queries can be kept in between.
+
+    Args:
+        worth: what a query's vote is, by the logarithms, base 2, of its weights `(B, n_kv_heads, group * n, block)`.
     """
     elsewhere = isinstance(keys, KeyBlocks)
     waits = isinstance(keys, KeyBlocks) and keys.waits
-    spans = list(_spans(keys, observed, _block(queries, READ_BYTES if waits else BLOCK_BYTES)))
-    keeps = elsewhere and 4 * math.prod(queries.shape[:3]) * keys.shape[2] <= KEPT_BYTES
+    block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries)
+    spans = list(_spans(keys, observed, block))
+    few = queries.shape[2] <= keys.shape[3] // 4
+    keeps = elsewhere and few and 4 * math.prod(queries.shape[:3]) * keys.shape[2] <= KEPT_BYTES
     kept: list[mx.array] = []
     sums: list[mx.array] = []
     for span in spans:
@@ -122,7 +155,7 @@ def _votes_in_blocks(keys: mx.array | KeyBlocks, observed: Queries, queries: mx.
     for i, span in enumerate(spans):
         after = votes[-1:] or [total]
         logits = kept[i] if keeps else _logits(keys, observed, queries, span, after=after)
-        votes.append(mx.power(2, logits - total[..., None]).sum(axis=2))
+        votes.append(worth(logits - total[..., None]).sum(axis=2))
         if waits:
             mx.eval(votes[-1])
     return mx.concatenate(votes, axis=-1)
@@ -147,6 +180,20 @@ def _grouped(keys: mx.array | KeyBlocks, observed: Queries) -> tuple[mx.array, i
     return queries.reshape(B, H, (n_heads // H) * n, D), n_heads // H
 
 
+def _averaged(observed: Queries, n_kv_heads: int) -> Queries:
+    """One query for each KV head: the mean of those of its GQA group."""
+
+    def mean(heads: mx.array) -> mx.array:
+        by_group = mx.unflatten(heads.astype(mx.float32), 1, (n_kv_heads, -1))
+        return by_group.mean(axis=2)
+
+    pages = observed.pages
+    if pages is not None:
+        asked = pages.asked
+        pages = replace(pages, asked=lambda page: mean(asked(page)))
+    return replace(observed, heads=mean(observed.heads), pages=pages)
+
+
 def _block(queries: mx.array, n_bytes: int = BLOCK_BYTES) -> int:
     """Entries whose logits are held at a time; for few queries their float32 keys are what counts."""
     B, H, n, D = queries.shape
@@ -154,10 +201,12 @@ def _block(queries: mx.array, n_bytes: int = BLOCK_BYTES) -> int:
 
 
 def _spans(keys: mx.array | KeyBlocks, observed: Queries, block: int) -> Iterator[tuple[int, int]]:
-    """Blocks `[start, stop)` of T; none holds both entries that all queries see and others."""
+    """Blocks `[start, stop)` of T; none holds both entries that all queries see and others, nor parts of two pages."""
     T = keys.shape[2]
     seen_by_all = max(0, min(T, observed.places.start + 1))
-    for begin, end in ((0, seen_by_all), (seen_by_all, T)):
+    pages = observed.pages or Pages(1, 0, lambda page: observed.heads)
+    edges = [*range(0, pages.until, pages.size), pages.until, seen_by_all, T]
+    for begin, end in pairwise(edges):
         for start in range(begin, end, block):
             yield start, min(start + block, end)
 
@@ -175,6 +224,9 @@ def _logits(
         after: what is to be computed before.
     """
     start, stop = span
+    if observed.pages is not None and start < observed.pages.until:
+        heads = observed.pages.asked(start // observed.pages.size)
+        queries, _ = _grouped(keys, replace(observed, heads=heads))
     part = keys[:, :, start:stop] if isinstance(keys, mx.array) else keys.read(start, stop)
     if after:
         part = mx.depends(part, after)
@@ -182,6 +234,12 @@ def _logits(
     places = observed.places
     if stop <= places.start + 1:
         return logits
-    own = mx.arange(places.start, places.stop, places.step)
-    own = mx.tile(own, queries.shape[2] // len(places))
+    own = _own_places(observed, queries)
     return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)
+
+
+def _own_places(observed: Queries, queries: mx.array) -> mx.array:
+    """The place of each of the queries `(B, n_kv_heads, group * n, head_dim)`: `(group * n,)`."""
+    places = observed.places
+    own = mx.arange(places.start, places.stop, places.step)
+    return mx.tile(own, queries.shape[2] // len(places))

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
-from ..errors import SnapKVError
-from .attention import attention_votes, attention_weights
-from .quantization import Quantization, Stored, arrays, each, n_rows, pack, unpack
+from ..errors import Missing, SnapKVError
+from .attention import above_average, attention_votes, attention_weights
+from .quantization import Quantization, Stored, arrays, each, n_rows, pack, rows, unpack
 from .queries import Queries
 
-
-class _Missing:
-    """Stands for something that nobody gave: to ask it for anything is an error that says what to do."""
-
-    def __init__(self, sentence: str):
-        self._sentence = sentence
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise SnapKVError(self._sentence)
-
-
-_NO_LAYER = _Missing(
+_NO_LAYER = Missing(
     "what is known of a layer besides its entries is missing: prefill with mlx_snapkv.prefill"
 )
-_NO_STATISTICS = _Missing(
+_NO_STATISTICS = Missing(
     "the statistics of a layer's queries are missing: give the policy a query_statistics, "
     "and prefill with mlx_snapkv.prefill"
 )
@@ -40,21 +27,25 @@ _NO_STATISTICS = _Missing(
 class Entries:
     """What one layer offers a policy, by attribute; nothing is computed that is not asked for.
 
-    Besides the fields: `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention` and `votes`, each
-    computed once. All of it is lazy. Asking for one of the last four without observed queries is a SnapKVError.
+    Besides the fields: `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`, `votes` and
+    `above_average`, each computed once. All of it is lazy. Asking for one of the last five without observed queries is
+    a SnapKVError.
 
     Attributes:
         stored_keys, stored_values: the layer's entries in order of position, as its cache stores them.
         observed: the queries that vote; None if there are none.
         given_positions: uint32 `(B, n_kv_heads, T)`, the entries' positions in the prompt if some are missing.
         received: float32 `(B, n_kv_heads, T)`, the attention received so far, if it was counted.
+        given_rotations: uint32 `(B, n_kv_heads, T)`, the positions that keys are turned to if not to their own.
         quantization: how the entries are stored.
         layer: whose entries they are: `.attention`, the mlx-lm attention module, so its output projection and
             norms; `.rope`, its RoPE module or None; `.number`, its place among the model's full-attention
-            layers, from 0; `.n_layers`, how many those are; `.undo_rope(queries, offset)`. Asking for one of
-            these is a SnapKVError if no layer was given.
-        statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries (see `Statistics`), if the policy
-            has a `query_statistics`; else asking for one is a SnapKVError.
+            layers, from 0; `.n_layers`, how many those are; `.undo_rope(queries, offset)`,
+            `.mean_rotation(head_dim, start, n)`, `.grouped(heads, n_kv_heads)` and
+            `.output_weights(kv_head, n_heads, values)`. Asking for one of these is a SnapKVError if no layer was given.
+        statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries, and more (see `Statistics`), if the
+            policy has a `query_statistics`; else asking for one is a SnapKVError.
+        budget: how many of them are to stay per KV head; None if nobody told.
     """
 
     stored_keys: Stored
@@ -62,9 +53,11 @@ class Entries:
     observed: Queries | None = None
     given_positions: mx.array | None = None
     received: mx.array | None = None
+    given_rotations: mx.array | None = None
     quantization: Quantization | None = None
     layer: Any = None
     statistics: Any = None
+    budget: int | None = None
 
     def __post_init__(self):
         if self.layer is None:
@@ -85,6 +78,23 @@ class Entries:
         """`(B, n_kv_heads, T, head_dim)`."""
         return unpack(self.stored_values, self.quantization)
 
+    def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, without a copy of all.
+
+        Args:
+            after: what is to be computed before, so that the memory of one block is enough.
+        """
+        return unpack(_after(after, rows(self.stored_keys, start, stop)), self.quantization)
+
+    def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        """The same of the values."""
+        return unpack(_after(after, rows(self.stored_values, start, stop)), self.quantization)
+
+    @property
+    def waits(self) -> bool:
+        """Whether what is read takes memory of its own, so that it should be used before more is read."""
+        return False
+
     @cached_property
     def positions(self) -> mx.array:
         """uint32 `(B, n_kv_heads, T)`: the entries' positions in the prompt."""
@@ -92,6 +102,11 @@ class Entries:
             return self.given_positions
         shape = arrays(self.stored_keys)[0].shape[:3]
         return mx.broadcast_to(mx.arange(shape[2], dtype=mx.uint32), shape)
+
+    @property
+    def rotations(self) -> mx.array:
+        """uint32 `(B, n_kv_heads, T)`: the positions that the keys are turned to."""
+        return self.positions if self.given_rotations is None else self.given_rotations
 
     @property
     def voters(self) -> Queries:
@@ -135,6 +150,14 @@ class Entries:
         """
         return attention_votes(self.keys, self.voters)
 
+    @cached_property
+    def above_average(self) -> mx.array:
+        """`(B, n_kv_heads, T)` float32: how many observed queries give an entry at least 1/t, of t that they see.
+
+        Averaged over a GQA group.
+        """
+        return above_average(self.keys, self.voters)
+
     def taken(self, chosen: mx.array) -> Entries:
         """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""
         return self._of(
@@ -162,6 +185,7 @@ class Entries:
             stored_values=each(stored, self.stored_values),
             given_positions=part(self.positions),
             received=None if self.received is None else part(self.received),
+            given_rotations=None if self.given_rotations is None else part(self.given_rotations),
             **changes,
         )
 
@@ -175,5 +199,9 @@ class Entries:
     def release(self) -> None:
         """Don't keep keys, values and what was made of them alive any longer."""
         self.stored_keys = self.stored_values = None
-        for name in ("keys", "values", "raw_queries", "attention", "votes"):
+        for name in ("keys", "values", "raw_queries", "attention", "votes", "above_average"):
             vars(self).pop(name, None)
+
+
+def _after(before: Sequence[mx.array], stored: Stored) -> Stored:
+    return each(lambda x: mx.depends(x, list(before)), stored) if before else stored

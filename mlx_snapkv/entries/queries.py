@@ -1,10 +1,26 @@
 """The queries that vote: what a policy is shown of them, and caches that keep those of their own tokens."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Entries too far away to be asked by queries as they are: those before `until`, page by page.
+
+    Attributes:
+        size: entries of a page.
+        until: a whole number of pages.
+        asked: `asked(page)` gives the queries `(B, n_heads, n, head_dim)` as that page is to see them.
+    """
+
+    size: int
+    until: int
+    asked: Callable[[int], mx.array]
 
 
 @dataclass(frozen=True)
@@ -19,6 +35,7 @@ class Queries:
         sinks: `(n_heads,)` logits of attention sinks: they take a share of the softmax but have no entry.
         start: the position of the first query's token in the prompt; None is `places.start`, which is right
             while no entry is missing.
+        pages: entries that are to see the queries otherwise; None is none.
     """
 
     heads: mx.array
@@ -26,6 +43,7 @@ class Queries:
     scale: float = math.nan
     sinks: mx.array | None = None
     start: int | None = None
+    pages: Pages | None = None
 
 
 @dataclass(frozen=True)
@@ -35,10 +53,14 @@ class Statistics:
     Attributes:
         mean: `(B, n_heads, head_dim)` float32.
         covariance: `(B, n_heads, head_dim, head_dim)` float32, divided by the number of queries.
+        scale: what the attention multiplies its logits by.
+        stop: position of the next token, whose query is not among them.
     """
 
     mean: mx.array
     covariance: mx.array
+    scale: float = math.nan
+    stop: int = 0
 
 
 class Recorder:
@@ -131,7 +153,8 @@ class Recorder:
         shift, total, products = self._sums
         away = total / self._n_counted
         covariance = products / self._n_counted - away.swapaxes(-1, -2) @ away
-        return Statistics((shift + away).squeeze(2), covariance)
+        stop = int(min(self.last, self.offset))
+        return Statistics((shift + away).squeeze(2), covariance, self.scale, stop)
 
     def voters(self, queries: mx.array, asked: range, shape: tuple[int, ...]) -> Queries:
         """Queries of logical positions, to vote for entries `(B, n_kv_heads, T)` that end with the newest."""

@@ -7,7 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from .rope import undo_rope
+from ..errors import UnsupportedModelError
+from .rope import mean_rotation, undo_rope
+from .turning import composes, turn
+
+# What attention modules call the projection that writes their result to the residual stream.
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_resid")
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class AttentionFamily:
             that gives it; None if nothing turns.
         rotates: its name for whether this layer turns them, if not all layers do.
         rotary_tail: its name for how many of a head's last dimensions turn; None if those to turn are given whole.
+        normed: the module's name for what it does to keys after RoPE, and can't be turned any more; None is nothing.
         note: what a reader of the list of models should know.
         refusal: why a model with these attention modules can't be compressed, or None if it can.
         idle: tells layers whose plain KV cache is to be left alone.
@@ -37,6 +43,7 @@ class AttentionFamily:
     rope: str | Callable[[Any], Any] | None = "rope"
     rotates: str | None = None
     rotary_tail: str | None = None
+    normed: str | None = None
     note: str = ""
     refusal: Callable[[list[Any]], str | None] | None = None
     idle: Callable[[Any], bool] | None = None
@@ -76,9 +83,93 @@ class AttentionFamily:
         tail = undo_rope(rope, queries[..., split:], offset)
         return mx.concatenate([queries[..., :split].astype(tail.dtype), tail], axis=-1)
 
+    def rotated(self, attention, rope, raw: mx.array, offset: int) -> mx.array:
+        """What `undo_rope` gives, turned by `rope` from position `offset` on."""
+        if self.rotary_tail is None:
+            return rope(raw, offset)
+        split = raw.shape[3] - getattr(attention, self.rotary_tail)
+        return mx.concatenate([raw[..., :split], rope(raw[..., split:], offset)], axis=-1)
+
+    def turn(self, attention, rope, keys: mx.array, steps: mx.array) -> mx.array:
+        """Keys `(B, n_kv_heads, n, head_dim)` turned on by `steps` `(B, n_kv_heads, n)` positions.
+
+        Args:
+            rope: what `rope_of` gave for this module.
+        """
+        if self.rotary_tail is None:
+            return turn(rope, keys, steps)
+        split = keys.shape[3] - getattr(attention, self.rotary_tail)
+        return mx.concatenate([keys[..., :split], turn(rope, keys[..., split:], steps)], axis=-1)
+
+    def can_turn(self, attention, rope, head_dim: int, length: int) -> bool:
+        """Whether `turn` does to keys of `head_dim` what the module does, at positions beyond `length`."""
+        if self.normed and hasattr(attention, self.normed):
+            return False
+        if self.rotary_tail is not None:
+            head_dim = getattr(attention, self.rotary_tail)
+        return composes(rope, head_dim, length)
+
+    def mean_rotation(self, attention, rope, head_dim: int, start: int, n: int) -> mx.array:
+        """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`.
+
+        Args:
+            rope: what `rope_of` gave for this module.
+        """
+        n_rotary = head_dim
+        if self.rotary_tail is not None:
+            n_rotary = getattr(attention, self.rotary_tail)
+        mean = mean_rotation(rope, n_rotary, start, n)
+        n_before = head_dim - n_rotary
+        if not n_before:
+            return mean
+        return mx.eye(head_dim) * (mx.arange(head_dim) < n_before) + mx.pad(mean, (n_before, 0))
+
     def grouped(self, queries: mx.array, n_kv_heads: int) -> mx.array:
         """Queries `(B, n_heads, n, head_dim)` in an order of heads that puts each KV head's readers together."""
         if not self.tiled:
             return queries
         by_turn = mx.unflatten(queries, 1, (-1, n_kv_heads))
         return by_turn.swapaxes(1, 2).flatten(1, 2)
+
+    def readers(self, kv_head: int, n_kv_heads: int, n_heads: int) -> range:
+        """The query heads that read a KV head."""
+        if self.tiled:
+            return range(kv_head, n_heads, n_kv_heads)
+        group = n_heads // n_kv_heads
+        return range(kv_head * group, (kv_head + 1) * group)
+
+    def output_of(self, attention) -> Any:
+        """An attention module's output projection.
+
+        Raises:
+            UnsupportedModelError: it has none of a known name.
+        """
+        found = (getattr(attention, name, None) for name in OUTPUTS)
+        output = next((module for module in found if module is not None), None)
+        if output is None:
+            raise UnsupportedModelError(
+                f"{type(attention).__name__} of {self.module!r} has no output projection of a known name "
+                f"({', '.join(OUTPUTS)}), which this policy needs"
+            )
+        return output
+
+    def output_weights(
+        self, attention, kv_head: int, n_kv_heads: int, n_heads: int, like: mx.array
+    ) -> mx.array:
+        """What the output projection makes of the values of a KV head, for each query head that reads it.
+
+        The module itself is asked what it makes of unit vectors, so that quantised and adapted ones are read too. Its
+        bias is left out, and so is what a few families do before it: a norm, or a gate.
+
+        Args:
+            like: the values, `(B, n_kv_heads, T, head_dim)`.
+
+        Returns:
+            `(group, head_dim, hidden_size)`, of the values' type.
+        """
+        D = like.shape[3]
+        readers = self.readers(kv_head, n_kv_heads, n_heads)
+        units = [mx.eye(D, n_heads * D, head * D, like.dtype) for head in readers]
+        output = self.output_of(attention)
+        made = output(mx.concatenate([*units, mx.zeros((1, n_heads * D), like.dtype)]))
+        return (made[:-1] - made[-1:]).reshape(len(readers), D, -1)

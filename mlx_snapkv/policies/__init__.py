@@ -16,6 +16,9 @@ from .streaming_llm import StreamingLLM as StreamingLLM
 from .h2o import H2O as H2O
 from .tova import TOVA as TOVA
 from .key_norm import KeyNorm as KeyNorm
+from .lagkv import LagKV as LagKV
+from .expected_attention import ExpectedAttention as ExpectedAttention
+from .scissorhands import ScissorHands as ScissorHands
 from .random_rows import RandomRows as RandomRows
 # isort: on
 

@@ -16,7 +16,16 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..errors import SnapKVError, UnknownOptionError
-from .budgets import Quota, amount, is_amount, is_budget, layer_entries, mean_entries, require_room
+from .budgets import (
+    Quota,
+    amount,
+    is_adaptive,
+    is_amount,
+    is_budget,
+    layer_entries,
+    mean_entries,
+    require_room,
+)
 
 SCHEDULES = ("once", "block")
 
@@ -29,7 +38,8 @@ class Policy(ABC):
 
     Attributes:
         budget: entries kept per KV head: a number, a share of the prompt ("25%"), or either as a mean over
-            the layers ("pyramid:2048": more entries in low layers).
+            the layers: "pyramid:2048", with more entries in low layers, or "adaptive:2048", with as many in each as it
+            has among the best of all layers (schedule="once").
         n_sink: first entries, always kept.
         n_window: most recent entries, always kept: a number, or a share of the budget ("10%").
         min_ctx: prompts with fewer tokens are left alone.
@@ -48,6 +58,7 @@ class Policy(ABC):
         lookahead: answer tokens that vote, before the prompt is compressed; None leaves it to the policy.
         prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
         mass: share of the votes to keep instead of a number of entries.
+        closes_gaps: entries are to be seen as if none were missing between them, where they may be moved at all.
         on_full: what becomes of the answer's entries under "once", when they fill the recent window.
     """
 
@@ -63,6 +74,7 @@ class Policy(ABC):
     lookahead: ClassVar[int | None] = 0
     prefill_chunk: ClassVar[int | None] = None
     mass: ClassVar[float | None] = None
+    closes_gaps: ClassVar[bool] = False
     on_full: ClassVar[str] = "slide"
 
     budget: int | str = 8192
@@ -88,7 +100,7 @@ class Policy(ABC):
         self._require(
             "budget",
             is_budget(self.budget),
-            'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" and either',
+            'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" or "adaptive:" and either',
         )
         self._require_count("n_sink")
         allowed = 'a whole number of entries or a share such as "10%"'
@@ -96,12 +108,26 @@ class Policy(ABC):
         self._require_count("min_ctx")
         self._require("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES))
         self._require_count("block", least=1)
+        if self.adaptive:
+            ok = self.schedule == "once" and self.mass is None
+            allowed = "a number or a share, evenly or as a pyramid, with schedule=block or mass"
+            self._require("budget", ok, allowed)
         if isinstance(self.budget, int):
             self._require_room(self.budget)
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32, higher means keep: a lazy graph, of what it asks `entries` for."""
+
+    @property
+    def counts_by_scores(self) -> bool:
+        """Whether the scores decide how many entries a layer keeps."""
+        return self.adaptive or self.mass is not None
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the layers share the budget out by the scores of their entries."""
+        return is_adaptive(self.budget)
 
     @property
     def observes(self) -> bool:
@@ -137,6 +163,11 @@ class Policy(ABC):
     def stages(self) -> tuple[Policy, Policy]:
         """Who chooses while the prompt is read, and who when it has been read."""
         return self, self
+
+    @property
+    def reads_in_blocks(self) -> bool:
+        """Whether entries are evicted while a prompt is read."""
+        return self.stages[0].schedule == "block"
 
     def window(self, budget: int) -> int:
         """Recent entries that are always kept, of a budget of so many."""

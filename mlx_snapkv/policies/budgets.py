@@ -1,5 +1,6 @@
 """How many entries a policy keeps of one prompt, layer by layer."""
 
+import itertools
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -10,6 +11,7 @@ from ..entries.selection import select_positions
 from ..errors import SnapKVError
 
 PYRAMID = "pyramid:"
+ADAPTIVE = "adaptive:"
 UNLIMITED = 2**30  # entries of a quota that is never reached
 STEEPNESS = 20  # PyramidKV's beta: the top layer keeps 1/20 of the mean, if that is enough for sink and window
 
@@ -44,7 +46,7 @@ def amount(value: int | str, whole: int) -> int:
 
 
 def is_budget(value: object) -> bool:
-    """An amount of at least one entry, or a pyramid of one."""
+    """An amount of at least one entry, shared out evenly, as a pyramid, or by the scores."""
     return is_amount(_mean(value), least=1)
 
 
@@ -91,12 +93,51 @@ def smallest_for_share(scores: mx.array, votes: mx.array, quota: Quota, wanted: 
     return Quota(min(quota.entries, T, n_sink + n_window + enough), n_sink, n_window)
 
 
+def is_adaptive(budget: int | str) -> bool:
+    """Whether it is shared out among the layers by the scores of their entries."""
+    return isinstance(budget, str) and budget.startswith(ADAPTIVE)
+
+
+def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
+    """The same entries in all, shared out anew: one ranking over all layers and heads tells how many each layer gets.
+
+    The heads of a layer keep equally many: the mean of how many of theirs are among the best (compare AdaKV,
+    arXiv:2407.11550, section 3, whose heads keep different numbers). It waits for the scores.
+
+    Args:
+        scores: by layer, `(B, n_kv_heads, T)`.
+        quotas: what each would get; sink and recent entries stay as they are.
+    """
+    always = [quota.n_sink + quota.n_window for quota in quotas]
+    middles = [
+        s[..., q.n_sink : max(q.n_sink, s.shape[-1] - q.n_window)] for s, q in zip(scores, quotas)
+    ]
+    room = [middle.shape[-1] for middle in middles]
+    free = min(sum(room), sum(max(0, q.entries - n) for q, n in zip(quotas, always)))
+    if free <= 0:
+        return quotas
+    rows = scores[0].shape[0] * scores[0].shape[1]
+    every = mx.concatenate([middle.reshape(-1) for middle in middles])
+    least = -mx.partition(-every, free * rows - 1)[free * rows - 1]
+    counts: Any = mx.stack([(middle > least).sum() for middle in middles]).tolist()
+    shares = [count // rows for count in counts]
+    left = free - sum(shares)
+    # What rounding and ties have left goes to who lacks most.
+    for i in itertools.cycle(sorted(range(len(counts)), key=lambda i: -(counts[i] % rows))):
+        if left == 0:
+            break
+        if shares[i] < room[i]:
+            shares[i], left = shares[i] + 1, left - 1
+    return [Quota(n + m, q.n_sink, q.n_window) for n, m, q in zip(shares, always, quotas)]
+
+
 def _mean(budget: Any) -> Any:
     """A budget without its shape."""
-    if not (isinstance(budget, str) and budget.startswith(PYRAMID)):
-        return budget
-    mean = budget.removeprefix(PYRAMID)
-    return int(mean) if mean.isdecimal() else mean
+    for shape in (PYRAMID, ADAPTIVE):
+        if isinstance(budget, str) and budget.startswith(shape):
+            mean = budget.removeprefix(shape)
+            return int(mean) if mean.isdecimal() else mean
+    return budget
 
 
 def _share(text: str) -> float | None:

@@ -10,7 +10,8 @@ import mlx.core as mx
 from ..entries.attention import shared_logits
 from ..entries.entries import Entries
 from .base import Policy
-from .budgets import Quota, amount, is_amount
+from .budgets import Quota, amount, is_amount, mean_entries
+from .critical import two_stages
 
 ON_FULL = ("slide", "grow", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
@@ -36,6 +37,8 @@ class SnapKV(Policy):
         pool: "avg" or "max".
         heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared" is the pull
             request's way: the highest logit over heads and queries, one set for all heads.
+        critical: choose the second half of the budget by the votes times the size of what the attention's output
+            projection makes of an entry's value (CriticalKV: Feng et al. 2025, arXiv:2502.03805).
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before, as the pull request does.
         lookahead: answer tokens decoded on all entries, whose queries vote too, before the compression. None is 4, or
@@ -71,6 +74,7 @@ class SnapKV(Policy):
     prefill_chunk: int | None = None  # type: ignore[misc]
     pool: str = "avg"
     heads: str = "per_head"
+    critical: bool = False
     last_token: bool = True  # type: ignore[misc]
     lookahead: int | None = None  # type: ignore[misc]
     on_full: str = "keydiff"  # type: ignore[misc]
@@ -93,6 +97,10 @@ class SnapKV(Policy):
             self._require_count("prefill_chunk", least=1)
         self._require("pool", self.pool in ("avg", "max"), "avg or max")
         self._require("heads", self.heads in ("per_head", "shared"), "per_head or shared")
+        self._require("critical", isinstance(self.critical, bool), "true or false")
+        if self.critical:
+            self._require("heads", self.heads == "per_head", "per_head with critical")
+            self._require("mass", self.mass is None, "left out with critical")
         self._require("last_token", isinstance(self.last_token, bool), "true or false")
         self._require(
             "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
@@ -169,7 +177,16 @@ class SnapKV(Policy):
         if end <= self.n_sink:
             return votes
         middle = pool_votes(votes[..., self.n_sink : end], self.pool, self.pool_kernel)
+        if self.critical:
+            middle = self._critical(middle, entries)
         return mx.concatenate([votes[..., : self.n_sink], middle, votes[..., end:]], axis=-1)
+
+    def _critical(self, votes: mx.array, entries: Entries) -> mx.array:
+        """CriticalKV's scores of the middle's pooled votes; sink and window count for the first half of the budget."""
+        budget = entries.budget or mean_entries(self.budget, len(entries))
+        n_certain = budget // 2 - self.n_sink - self.n_window
+        n_heads, n_voters = entries.queries.shape[1:3]
+        return two_stages(votes / n_voters, entries, self.n_sink, n_certain, n_heads)
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:

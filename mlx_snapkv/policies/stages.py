@@ -35,6 +35,8 @@ class Stages:
     def stages(self) -> tuple[Policy, Policy]:
         return self.prefill_policy, self.decode_policy
 
+    reads_in_blocks = True
+
     @property
     def min_ctx(self) -> int:
         return self.prefill_policy.min_ctx

@@ -16,12 +16,15 @@ from .budgets import Quota, layer_entries
 class StreamingLLM(Policy):
     """`n_sink` first entries and as many recent ones as the budget holds (section 3.2); nothing is scored.
 
-    Differs from the paper in that keys keep the rotation of their original position.
+    Differs from the paper in that keys keep the rotation of their original position, unless they are pulled together
+    (`far="pull"`): then, as in the paper, to their place in the cache.
     """
 
     name = "streaming_llm"
     summary = "attention sinks and recent entries"
     paper = "Xiao et al. 2023, arXiv:2309.17453"
+
+    closes_gaps = True
 
     n_sink: int = 4
     n_window: int | str = "100%"

@@ -32,10 +32,15 @@ LINES = {
     "small cache": Line("small cache", "#dd4b45", width=6),
     "unsure, 30% vote": Line("unsure,\n30% vote", "#0b2a6b", marker="s"),
     "all, 70% right": Line("all, 70% of the\ndrafts right", "#5a9bd4", "--", "d"),
+    "book": Line("a book", "#dd4b45", width=4),
+    "full cache, read": Line("full cache,\nreading", "0.4"),
+    "full cache, question": Line("full cache,\na question", "0.4", "--", "d"),
+    "book, read": Line("a book,\nreading", "#dd4b45", width=4),
+    "book, question": Line("a book,\na question", "#0b2a6b", "--", "s", 1.2),
 }
 GAP = 0.075  # between two names beside the lines, as a part of the height of the plot
 
-PLOTS = ("decoding", "memory", "verified")
+PLOTS = ("decoding", "memory", "verified", "peak", "seconds")
 
 
 def require_matplotlib() -> None:
@@ -60,6 +65,7 @@ def write_plots(result: dict[str, Any], base: Path) -> list[Path]:
 def figures(result: dict[str, Any]) -> dict[str, Any]:
     """The same as matplotlib's figures, by name, of `PLOTS`."""
     decode, verified = result["decode"], result.get("verified", [])
+    books = [r for r in result.get("book", []) if r["kind"] in ("book", "full")]
     steps = max((r["steps"] for r in decode + verified), default=0)
     speed = f"Decoded tokens/s, median of {steps} steps"
     plots = {
@@ -71,8 +77,28 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
             f"Verified answers, tokens/s, mean of {steps} steps",
             "{:,g}".format,
         ),
+        "peak": (books, "peak_bytes", "Peak memory of reading and asking, one run", format_bytes),
+        "seconds": (
+            _parts(books, ("read", "question")),
+            "seconds",
+            "Seconds to read once, and until the answer to a question",
+            "{:,g} s".format,
+        ),
     }
     return {name: _figure(result, *plot) for name, plot in plots.items() if plot[0]}
+
+
+def _parts(records: list[dict[str, Any]], parts: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A line for each part of every contender's seconds."""
+    return [
+        {
+            "context": r["context"],
+            "kind": f"{r['contender']}, {part}",
+            "seconds": r[f"{part}_seconds"],
+        }
+        for r in records
+        for part in parts
+    ]
 
 
 def _figure(

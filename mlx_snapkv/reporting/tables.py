@@ -23,7 +23,17 @@ class Table:
 def tables(result: dict[str, Any]) -> list[Table]:
     """All tables of a result, in reading order; those without records are left out."""
     made = [
-        part(result) for part in (_decoding, _batches, _verified, _requests, _bounded, _needles)
+        part(result)
+        for part in (
+            _decoding,
+            _batches,
+            _verified,
+            _requests,
+            _bounded,
+            _books,
+            _questions,
+            _needles,
+        )
     ]
     return [table for table in made if table.rows]
 
@@ -189,6 +199,73 @@ def _bounded(result: dict[str, Any]) -> Table:
             format_bytes(r["kv_bytes"]),
         )
     return table
+
+
+def _books(result: dict[str, Any]) -> Table:
+    records = sorted(result.get("book", []), key=_by_context)
+    table = Table(
+        "Reading a book",
+        "A prompt of random tokens, read once. A book is read by KeyDiff within so many resident entries, and every "
+        'entry goes to a file. "Process" is what the process holds itself, on Linux without the files that the system '
+        'caches for it; "entries" those in memory afterwards, room for the next block included. '
+        + _read_in_full(records),
+        [
+            "prompt",
+            "cache",
+            "resident",
+            "read",
+            "tokens/s",
+            "peak",
+            "process",
+            "entries",
+            "disk/token",
+        ],
+    )
+    for r in records:
+        disk = r["disk_bytes_per_token"]
+        table.add(
+            f"{r['context']:,}",
+            r["contender"],
+            f"{r['entries']:,}",
+            f"{r['read_seconds']:.1f} s",
+            f"{r['tokens_per_second']:.0f}",
+            format_bytes(r["peak_bytes"]),
+            format_bytes(r["own_bytes"]),
+            format_bytes(r["kv_bytes"]),
+            format_bytes(disk) if disk else "",
+        )
+    return table
+
+
+def _read_in_full(records: list[dict[str, Any]]) -> str:
+    """What was not measured."""
+    full = [r["context"] for r in records if r["kind"] == "full"]
+    if not full:
+        return "The full cache was not read."
+    return f"The full cache was not read beyond {max(full):,} tokens: its seconds grow with the square."
+
+
+def _questions(result: dict[str, Any]) -> Table:
+    table = Table(
+        "Asking a book",
+        "A question of 32 tokens until its answer's first token, medians of 3: read over the resident entries, votes "
+        "over all of them, the best gathered, and the question read again over those.",
+        ["prompt", "cache", "gathered", "question", "votes", "gathering", "read again"],
+    )
+    for r in sorted(result.get("book", []), key=_by_context):
+        parts = [r.get(f"{part}_seconds") for part in ("vote", "gather", "read_again")]
+        table.add(
+            f"{r['context']:,}",
+            r["contender"],
+            f"{r['gathered']:,}" if r["gathered"] else "",
+            f"{r['question_seconds']:.2f} s",
+            *("" if seconds is None else f"{seconds:.2f} s" for seconds in parts),
+        )
+    return table
+
+
+def _by_context(record: dict[str, Any]) -> int:
+    return record["context"]
 
 
 def _needles(result: dict[str, Any]) -> Table:

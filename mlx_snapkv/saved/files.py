@@ -24,11 +24,13 @@ from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..paths import reason, require_place
 from ..policies import Policy, Stages
+from . import book
 from . import checksum as saved_checksum
 from . import header as saved_header
 from .fingerprint import fingerprint
 
 FORMAT = 2  # 1 stored compressed caches otherwise; its full caches still load
+BOOK_FORMAT = 3  # the same, of a book
 _MARK = "mlx_snapkv_format"
 
 
@@ -56,8 +58,12 @@ def save(
     tokens: mx.array | Sequence[int],
     policy: Policy | Stages | str = NO_POLICY,
     notes: dict[str, Any] | None = None,
+    progress: book.Progress | None = None,
 ) -> None:
     """Write a prompt cache to a file, which is there as a whole or not at all.
+
+    The entries of a book, which its caches keep in a store, are written to a folder beside the file, which goes when
+    the file is replaced. Both may be moved to another place together.
 
     Args:
         path: of a `.safetensors` file; one that an earlier `save` wrote is replaced, any other file is an error.
@@ -65,6 +71,7 @@ def save(
         tokens: the ids of all tokens that were fed.
         policy: what compressed the cache.
         notes: anything JSON can hold, to be given back by `load`.
+        progress: called with the bytes of a book's entries that are written, and all there are.
 
     Raises:
         SnapKVError: the file can't be written, or the cache does not hold these tokens.
@@ -73,7 +80,7 @@ def save(
     ids = np.asarray(tokens, dtype=np.uint32)
     require_tokens(prompt_cache, ids.size)
     metadata = {
-        _MARK: str(FORMAT),
+        _MARK: str(BOOK_FORMAT if book.archives(prompt_cache) else FORMAT),
         "mlx_snapkv": __version__,
         "mlx_lm": mlx_lm.__version__,
         "fingerprint": fingerprint(model),
@@ -82,11 +89,14 @@ def save(
         "notes": _pack(json.dumps(notes or {}).encode()),
         saved_checksum.KEY: saved_checksum.UNKNOWN,
     }
-    _write(path, prompt_cache, metadata)
+    _write(path, prompt_cache, metadata, progress)
 
 
 def load(path: str | Path, model) -> SavedPrompt:
     """Read a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
+
+    Of a book only what is resident is read. All other entries stay in their files, and are read and checked as they are
+    asked for; several processes may ask the same ones at once.
 
     Raises:
         SnapKVError: there is no such file, it is damaged or of a newer format, or it is another model's.
@@ -100,7 +110,7 @@ def load(path: str | Path, model) -> SavedPrompt:
         prompt_cache, _ = load_prompt_cache(str(path), return_metadata=True)
         mx.eval([cache.state for cache in prompt_cache])
     except Exception as error:  # whatever is in the file
-        if ours and found[_MARK] != str(FORMAT):
+        if ours and found[_MARK] not in (str(FORMAT), str(BOOK_FORMAT)):
             raise SnapKVError(
                 f"{path} has format {found[_MARK]}, whose compressed caches this version can't read: "
                 "save the prompt again"
@@ -117,6 +127,7 @@ def load(path: str | Path, model) -> SavedPrompt:
     try:
         require_match(prompt_cache, model)
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
+        _open_book(path, prompt_cache, found.get(book.KEY) if ours else None)
     except SnapKVError as error:
         raise SnapKVError(f"{path} can't be used: {error}") from error
     adopt(prompt_cache, model)
@@ -124,6 +135,13 @@ def load(path: str | Path, model) -> SavedPrompt:
         return SavedPrompt(prompt_cache, tokens, notes=found)
     notes = json.loads(_unpack(found["notes"]))
     return SavedPrompt(prompt_cache, tokens, found["policy"], notes)
+
+
+def _open_book(path: Path, prompt_cache: list, text: str | None) -> None:
+    if text is not None:
+        book.open_book(path, text, prompt_cache)
+    elif book.archives(prompt_cache):
+        raise SnapKVError("it holds what was resident of a book, and not its other entries")
 
 
 def require_writable(path: str | Path) -> Path:
@@ -147,18 +165,26 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _write(path: Path, prompt_cache: list, metadata: dict[str, str]) -> None:
+def _write(
+    path: Path, prompt_cache: list, metadata: dict[str, str], progress: book.Progress | None
+) -> None:
     """Write beside the file, and put the whole in its place; SnapKVError if the file can't be written."""
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{path.stem}.{os.getpid()}.safetensors")
+    try:
+        with book.written(target, prompt_cache, progress) as more:
+            _replace(target, prompt_cache, metadata | more)
+    except (OSError, RuntimeError) as error:
+        raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
+
+
+def _replace(target: Path, prompt_cache: list, metadata: dict[str, str]) -> None:
+    temporary = target.with_name(f".{target.stem}.{os.getpid()}.safetensors")
     try:
         with temporary.open("wb") as file:
             writer = saved_checksum.SealedWriter(file)
             save_prompt_cache(writer, prompt_cache, metadata)  # type: ignore[arg-type]
             writer.seal()
         os.replace(temporary, target)
-    except (OSError, RuntimeError) as error:
-        raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -178,9 +204,9 @@ def _safetensors(path: str | Path) -> Path:
 def _require_format(path: Path, found: dict[str, str]) -> None:
     """Raises: SnapKVError: the file is not as this version wrote it."""
     number = found.get(_MARK, "")
-    if number.isdecimal() and int(number) > FORMAT:
+    if number.isdecimal() and int(number) > BOOK_FORMAT:
         raise SnapKVError(
-            f"{path} has format {number}, this version reads up to {FORMAT}: upgrade mlx-snapkv"
+            f"{path} has format {number}, this version reads up to {BOOK_FORMAT}: upgrade mlx-snapkv"
         )
     if not saved_checksum.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")

@@ -1,0 +1,155 @@
+"""The KV cache of a fixed budget that forgets nothing: before entries give way, they are stored."""
+
+import copy
+from typing import Any
+
+from mlx_lm.models.cache import KVCache
+
+from ..entries.entries import Entries
+from ..entries.quantization import Stored, n_bytes, rows
+from ..errors import Missing
+from ..policies import Policy
+from ..policies.budgets import UNLIMITED, Quota
+from .adapter import plain_cache
+from .block import BlockKVCache
+from .everything import Everything
+from .pull import Pull
+from .snapshot import snapshot
+from .sources import Source
+from .stores import Store
+
+_CLOSED: Any = Missing(
+    "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
+    "Conversation.load"
+)
+
+# What `limit` sets, and what is counted of queries.
+_LIMITS = (
+    "policy", "quota", "block", "last", "newest", "statistics_from", "_expected", "_uniform", "layer", "pull",
+    "_sums", "_n_counted", "_counted_to",
+)  # fmt: skip
+
+
+class ArchivedKVCache(Everything, BlockKVCache):
+    """A `BlockKVCache` of what is resident, and a store of every entry there ever was.
+
+    The tokens since the last eviction lie together in the resident buffers, and go to the store just before the next,
+    a block at a time. Until it is told what to keep, everything is resident, and nothing need be stored.
+
+    Attributes:
+        store: the entries of the first `store.n_entries` tokens; whoever loads a cache from a file gives it one.
+    """
+
+    policy: Policy | None
+
+    def __init__(self, store: Store, layer: Any = None):
+        unlimited = Quota(UNLIMITED, 0, 0)
+        super().__init__(None, unlimited, KVCache.step, layer=layer, newest=1)
+        self.store = store
+        self._at_mark: tuple[int, dict[str, Any]] = (-1, {})
+
+    def limit(
+        self,
+        policy: Policy,
+        quota: Quota,
+        *,
+        last: float,
+        newest: int,
+        expected: int,
+        uniform: bool,
+        layer: Any,
+        statistics_from: int | None = None,
+        pull: Pull | None = None,
+    ) -> None:
+        """Keep so much resident from now on, and such queries; see `BlockKVCache` for the arguments."""
+        self.policy, self.quota, self.block = policy, quota, policy.block
+        self.last, self.newest, self.statistics_from = last, newest, statistics_from
+        self._expected, self._uniform, self.layer = expected, uniform, layer
+        self.pull = None if pull is None else pull.after(self.pull)
+        if self._n and not self._queries:
+            # Nobody has asked them yet, and the next tokens will.
+            self._rotations, self._kept_positions = self.rotations, self.positions
+
+    def append(self, keys: Stored, values: Stored) -> None:
+        _ = self.store.n_entries  # which a cache that was loaded alone does not know, and says so
+        super().append(keys, values)
+
+    def _evict(self) -> None:
+        if self._n > self.quota.entries:
+            self._store()
+        super()._evict()
+
+    def _store(self) -> None:
+        """Append what the store has not got yet."""
+        n_new = self.offset - self.store.n_entries
+        if n_new > 0:
+            self.store.append(*rows((self.keys, self.values), self._n - n_new, self._n))
+
+    def offload(self) -> None:
+        self._store()
+        self.store.flush()
+
+    def sources(self) -> list[Source]:
+        self.offload()
+        return [self.store]
+
+    def growing_cache(self) -> Any:
+        self.offload()
+        return self.store.as_cache()
+
+    def saved_form(self) -> Any:
+        """Itself, whose store is to be saved with it; until it is told what to keep, what is resident is all."""
+        if self.policy is None:
+            return KVCache() if self.empty() else plain_cache(*self.keys_and_values())
+        self.offload()
+        return self
+
+    def with_store(self, store: Store) -> "ArchivedKVCache":
+        """The same, resident entries and queries, with another store of all entries; this one stays as it is."""
+        other = copy.copy(self)
+        vars(other).update(snapshot(vars(self)), store=store)
+        return other
+
+    def fill(self, entries: Entries) -> None:
+        self.hold(entries.packed(None))
+        self.offset = len(entries)
+
+    @property
+    def is_compressed(self) -> bool:  # type: ignore[override]
+        """Whether entries have given way: whoever goes on without the store, goes on without them."""
+        return self._n < self.offset
+
+    def mark(self) -> None:
+        super().mark()
+        own = {name: getattr(self, name) for name in _LIMITS}
+        self._at_mark = self.offset, own | {"_queries": list(self._queries), "_stop": self._stop}
+
+    def rollback(self, n: int) -> None:
+        super().rollback(n)
+        self.store.truncate(self.offset)
+        offset, own = self._at_mark
+        if self.offset == offset:
+            vars(self).update(own, _queries=list(own["_queries"]))
+
+    @property
+    def kv_nbytes(self) -> int:
+        return self.nbytes + self.store.nbytes
+
+    @property
+    def file_nbytes(self) -> int:
+        return self.store.file_nbytes
+
+    @property
+    def state(self) -> tuple:
+        """What is resident; the store is no part of it."""
+        return super().state
+
+    @state.setter
+    def state(self, v: tuple) -> None:
+        BlockKVCache.state.fset(self, v)  # type: ignore[attr-defined]
+        self.store = _CLOSED
+        self._at_mark = (-1, {})
+
+    @property
+    def full_nbytes(self) -> int:
+        return 0 if self.empty() else self.offset * n_bytes(rows((self.keys, self.values), 0, 1))

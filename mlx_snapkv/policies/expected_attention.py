@@ -1,0 +1,85 @@
+"""Expected Attention: the entries that queries to come will attend to, if they are like those so far.
+
+Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution", 2025
+(arXiv:2510.00636).
+"""
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..entries.entries import Entries
+from .base import Policy
+
+FUTURE = 512  # positions whose mean rotation stands for that of the queries to come
+BLOCK_BYTES = 8 << 20  # of float32 that are made of a block of keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Policy):
+    """The attention that a normally distributed query would give, times the size of the value.
+
+    Mean and covariance are those of the pre-RoPE queries of all tokens read but the first `n_sink`, turned by the mean
+    of the next 512 positions' rotations. The expected weight of a key is then known in closed form. Weights are a
+    softmax over the keys behind the sink, averaged over the query heads of a GQA group.
+
+    Attributes:
+        n_sink: first entries, always kept, whose queries are not counted.
+    """
+
+    name = "expected_attention"
+    summary = "the attention that queries like those so far would give, times the value's size"
+    paper = "Devoto et al. 2025, arXiv:2510.00636"
+
+    n_sink: int = 4
+
+    @property
+    def query_statistics(self) -> int:  # type: ignore[override]
+        return self.n_sink
+
+    def score(self, entries: Entries) -> mx.array:
+        """`(B, n_kv_heads, T)` float32: logarithms, since many weights are too small for float32; the sink on top."""
+        one = entries.read_keys(0, 1)
+        mean, covariance = self._queries_to_come(entries, one)
+        B, H, _, width = covariance.shape
+        size = max(64, BLOCK_BYTES // (4 * B * H * width))
+        logits: list[mx.array] = []
+        sizes: list[mx.array] = []
+        for start in range(self.n_sink, len(entries), size):
+            stop = min(start + size, len(entries))
+            keys = entries.read_keys(start, stop, after=logits[-1:]).astype(mx.float32)
+            logits.append(_expected_logits(keys, mean, covariance))
+            values = entries.read_values(start, stop, after=logits[-1:]).astype(mx.float32)
+            sizes.append(mx.linalg.norm(values, axis=-1))
+            if entries.waits:
+                mx.eval(logits[-1], sizes[-1])
+        each = mx.concatenate(logits, axis=-1)
+        each = each - mx.logsumexp(each, axis=-1, keepdims=True)
+        weights = mx.logsumexp(each, axis=2) - math.log(each.shape[2])
+        scores = weights + mx.log(mx.concatenate(sizes, axis=-1))
+        top = scores.max(axis=(1, 2), keepdims=True) + 1
+        return mx.concatenate([mx.broadcast_to(top, (B, H, self.n_sink)), scores], axis=-1)
+
+    def _queries_to_come(self, entries: Entries, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """Moments of what a key is multiplied by, scale and turn included, for the query heads of each KV head.
+
+        Returns:
+            the mean, `(B, n_kv_heads, head_dim, group)`, and half the covariance, side by side for the group,
+            `(B, n_kv_heads, head_dim, group * head_dim)`.
+        """
+        B, H, _, D = keys.shape
+        layer, found = entries.layer, entries.statistics
+        turn = layer.mean_rotation(D, found.stop, FUTURE)
+        mean = found.scale * (found.mean @ turn.T)
+        covariance = found.scale**2 / 2 * (turn @ found.covariance @ turn.T)
+        mean = layer.grouped(mean, H).reshape(B, H, -1, D)
+        covariance = layer.grouped(covariance, H).reshape(B, H, -1, D, D)
+        return mean.swapaxes(2, 3), covariance.transpose(0, 1, 3, 2, 4).flatten(3)
+
+
+def _expected_logits(keys: mx.array, mean: mx.array, covariance: mx.array) -> mx.array:
+    """The logarithm of the expected weight of keys `(B, n_kv_heads, n, head_dim)`: `(B, n_kv_heads, group, n)`."""
+    spread = mx.unflatten(keys @ covariance, 3, (-1, keys.shape[3]))
+    logits = keys @ mean + (spread * keys[:, :, :, None]).sum(axis=-1)
+    return logits.swapaxes(2, 3)

@@ -1,0 +1,88 @@
+"""LagKV: entries that differ most from what comes next.
+
+Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important", 2025
+(arXiv:2504.04704).
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..entries.entries import Entries
+from .base import Policy
+
+BLOCK_BYTES = 8 << 20  # of float32 keys or values that are read at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagKV(Policy):
+    """Behind the sink, entries are told apart by the next `lag_size` ones.
+
+    Keys and values are scaled to the smallest and largest of the block that follows theirs, coordinate by coordinate;
+    how much an entry's coordinates then differ among themselves is its score, after a softmax over its own block. The
+    last full block has none to be compared with: it stays with what follows it, as far as the budget goes, the newest
+    first. So do the newest of fewer than `n_sink + 2 * lag_size` entries.
+
+    Attributes:
+        n_sink: first entries, always kept, and left out of the blocks.
+        lag_size: entries a block.
+        cross_scoring: compare the scores of all blocks; else an entry's rank in its own block decides, so that as many
+            of each block stay.
+
+    Differs from the paper in that blocks are counted anew, among the entries held, whenever some give way.
+    """
+
+    name = "lagkv"
+    summary = "entries that differ most from the block after theirs"
+    paper = "Liang et al. 2025, arXiv:2504.04704"
+
+    n_sink: int = 4
+    lag_size: int = 128
+    cross_scoring: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._require_count("lag_size", least=2)
+        self._require("cross_scoring", isinstance(self.cross_scoring, bool), "true or false")
+
+    def score(self, entries: Entries) -> mx.array:
+        """`(B, n_kv_heads, T)` float32: below 1 for those that are compared, from 1 on for the others."""
+        T, lag = len(entries), self.lag_size
+        n_blocks = (T - self.n_sink) // lag
+        recency = mx.arange(T) / T
+        B, H, _, D = entries.read_keys(0, 1).shape
+        if n_blocks < 2:
+            return mx.broadcast_to(recency, (B, H, T))
+        at_once = max(1, BLOCK_BYTES // (4 * B * H * lag * D))
+        parts = [mx.ones((B, H, self.n_sink))]
+        for first in range(0, n_blocks - 1, at_once):
+            # One block more than is scored.
+            start = self.n_sink + first * lag
+            stop = self.n_sink + (min(first + at_once, n_blocks - 1) + 1) * lag
+            keys, values = (
+                self._information(read(start, stop, after=parts[-1:]))
+                for read in (entries.read_keys, entries.read_values)
+            )
+            parts.append(self._among_blocks((keys + values) / 2).flatten(2))
+            if entries.waits:
+                mx.eval(parts[-1])
+        newest = recency[self.n_sink + (n_blocks - 1) * lag :] + 1
+        parts.append(mx.broadcast_to(newest, (B, H, newest.size)))
+        return mx.concatenate(parts, axis=-1)
+
+    def _information(self, states: mx.array) -> mx.array:
+        """Of all blocks of `(B, n_kv_heads, n, head_dim)` but the last, `(B, n_kv_heads, blocks, lag_size)`."""
+        blocks = mx.unflatten(states.astype(mx.float32), 2, (-1, self.lag_size))
+        after = blocks[:, :, 1:]
+        least = after.min(axis=3, keepdims=True)
+        span = after.max(axis=3, keepdims=True) - least
+        # A coordinate that does not change tells nothing.
+        scaled = mx.where(span > 0, (blocks[:, :, :-1] - least) / span, 0)
+        return mx.softmax(mx.std(scaled, axis=-1, ddof=1), axis=-1)
+
+    def _among_blocks(self, scores: mx.array) -> mx.array:
+        """Scores `(B, n_kv_heads, blocks, lag_size)` that can be compared from block to block."""
+        if self.cross_scoring:
+            return scores
+        rank = mx.argsort(mx.argsort(scores, axis=-1), axis=-1)
+        return rank.astype(mx.float32) / self.lag_size

@@ -1,0 +1,177 @@
+"""The entries of a book, in a folder beside the saved prompt that they belong to.
+
+The prompt's file holds what is resident, and names the folder. There, for each layer, one file has the keys and one the
+values of all tokens, as a `RowBytes` lays them out. The prompt's file also has a checksum of every piece of these, and
+is itself sealed, so that opening a book reads none of them.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from ..caches.archived import ArchivedKVCache
+from ..caches.entry_file import PIECE, SavedFile
+from ..caches.layers import members
+from ..caches.row_bytes import RowBytes
+from ..caches.saved_store import SavedStore
+from ..entries.quantization import Quantization
+from ..errors import SnapKVError
+from . import header
+
+KEY = "book"
+Progress = Callable[[int, int], None]  # called with the bytes written and their total
+
+_KINDS = ("keys", "values")
+_AT_A_TIME = 1 << 23  # bytes
+
+
+def archives(prompt_cache: list) -> list[ArchivedKVCache]:
+    """The caches whose entries are stored elsewhere."""
+    return [cache for cache in members(prompt_cache) if isinstance(cache, ArchivedKVCache)]
+
+
+@contextlib.contextmanager
+def written(
+    target: Path, prompt_cache: list, progress: Progress | None
+) -> Iterator[dict[str, str]]:
+    """A book's entries in a new folder beside `target`, and the metadata that is to stand there.
+
+    When the block is left, the folder goes that `target` does not name: the new one, or that of before.
+    """
+    folders = [named_folder(target)]
+    caches = archives(prompt_cache)
+    try:
+        if caches:
+            folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
+            folders.append(folder)
+            folder.mkdir()
+            yield {KEY: _write(folder, caches, progress or (lambda done, total: None))}
+        else:
+            yield {}
+    finally:
+        ours = [folder for folder in folders if folder is not None]
+        now = named_folder(target) if ours else None
+        for folder in ours:
+            if folder != now:
+                _remove(folder)
+
+
+def named_folder(target: Path) -> Path | None:
+    """The folder that a book's file names, if it is that file's alone."""
+    if not target.exists():
+        return None
+    try:
+        name = json.loads(header.read(target)[KEY])["folder"]
+    except (SnapKVError, ValueError, LookupError, TypeError):
+        return None
+    own = re.fullmatch(re.escape(target.stem) + r"-[0-9a-f]{12}\.entries", str(name))
+    return target.with_name(name) if own else None
+
+
+def open_book(path: Path, text: str, prompt_cache: list) -> None:
+    """Give the caches of a book's file the entries beside it.
+
+    Args:
+        text: what stands there for KEY.
+
+    Raises:
+        SnapKVError: some are not there, or not of the size that they should have.
+    """
+    book = json.loads(text)
+    bits, n, piece = book["bits"], book["entries"], book["piece"]
+    quantization = None if bits is None else Quantization(bits, book["group_size"])
+    checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
+    folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
+    for number, cache in enumerate(archives(prompt_cache)):
+        files = []
+        for kind, rows in zip(_KINDS, (cache.keys, cache.values)):
+            layout = RowBytes.of(rows, quantization)
+            n_pieces = -(-n * layout.token // piece)
+            own, checksums = checksums[:n_pieces], checksums[n_pieces:]
+            files.append(SavedFile(folder / _name(number, kind), layout, n, own, piece))
+        cache.store = SavedStore(files, n)
+    if any(cache.offset != n for cache in archives(prompt_cache)):
+        raise SnapKVError(f"its layers should hold {n} tokens")
+
+
+def _write(folder: Path, caches: Sequence[ArchivedKVCache], progress: Progress) -> str:
+    quantization, n = caches[0].store.quantization, caches[0].offset
+    total = sum(layout.token * n for cache in caches for layout in cache.store.layouts)
+    done = 0
+    checksums: list[int] = []
+    for number, cache in enumerate(caches):
+        step = max(1, _AT_A_TIME // sum(layout.token for layout in cache.store.layouts))
+        with contextlib.ExitStack() as opened:
+            files = [
+                _Summed(opened.enter_context((folder / _name(number, kind)).open("xb")))
+                for kind in _KINDS
+            ]
+            for start in range(0, n, step):
+                for file, data in zip(files, cache.store.data(start, min(start + step, n))):
+                    file.write(data.data.cast("B"))
+                    done += data.nbytes
+                progress(done, total)
+            for file in files:
+                checksums += file.finished()
+    return json.dumps(
+        {
+            "folder": folder.name,
+            "entries": n,
+            "bits": None if quantization is None else quantization.bits,
+            "group_size": None if quantization is None else quantization.group_size,
+            "piece": PIECE,
+            "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
+        }
+    )
+
+
+class _Summed:
+    """A file that counts the checksum of every piece as it is written."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._checksums: list[int] = []
+        self._crc = self._n = 0  # of the piece under way
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+        while len(data):
+            part, data = data[: PIECE - self._n], data[PIECE - self._n :]
+            self._crc = zlib.crc32(part, self._crc)
+            self._n += len(part)
+            if self._n == PIECE:
+                self._next()
+
+    def finished(self) -> list[int]:
+        """The checksums, once all of the file has reached the disk."""
+        if self._n:
+            self._next()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._checksums
+
+    def _next(self) -> None:
+        self._checksums.append(self._crc)
+        self._crc = self._n = 0
+
+
+def _name(number: int, kind: str) -> str:
+    return f"{number:03d}.{kind}"
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of entries, and whatever of it can be removed."""
+    with contextlib.suppress(OSError):
+        for kind in _KINDS:
+            for file in folder.glob(f"*.{kind}"):
+                file.unlink(missing_ok=True)
+        folder.rmdir()
