@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
-from .grid import Cell
 
 Record = dict[str, Any]
-Key = tuple[str, int, float, int]
 
 
 class Results:
-    """Records by policy and cell.
+    """Records by what was asked of whom.
+
+    Args:
+        keys: the names of a record's values that tell it from all others.
 
     With a path, each is appended to that file as it comes; the file's first line is the setting. A last line that
     was not finished is dropped.
@@ -22,20 +23,30 @@ class Results:
         SnapKVError: the file is not of this setting, or not such a file.
     """
 
-    def __init__(self, setting: dict[str, Any], path: Path | None = None):
+    def __init__(
+        self,
+        setting: dict[str, Any],
+        path: Path | None = None,
+        keys: tuple[str, ...] = ("policy", "length", "depth", "question"),
+    ):
         self._path = path
-        self._records: dict[Key, Record] = {}
+        self._keys = keys
+        self._records: dict[tuple, Record] = {}
         if path is not None:
             self._load(setting, path)
 
-    def get(self, policy: str, cell: Cell) -> Record | None:
-        return self._records.get((policy, cell.length, cell.depth, cell.question))
+    def get(self, wanted: Record) -> Record | None:
+        """The record with the same keys as `wanted`."""
+        return self._records.get(self._key(wanted))
 
     def add(self, record: Record) -> None:
-        self._records[_key(record)] = record
+        self._records[self._key(record)] = record
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def _key(self, record: Record) -> tuple:
+        return tuple(record[name] for name in self._keys)
 
     def _load(self, setting: dict[str, Any], path: Path) -> None:
         data = path.read_bytes() if path.exists() else b""
@@ -49,15 +60,11 @@ class Results:
         for number, line in enumerate(lines, start=2):
             try:
                 record = json.loads(line)
-                self._records[_key(record)] = record
+                self._records[self._key(record)] = record
             except (ValueError, TypeError, KeyError):
                 raise SnapKVError(f"{path}: line {number} is damaged: delete that line") from None
         if len(whole) < len(data):
             os.truncate(path, len(whole))
-
-
-def _key(record: Record) -> Key:
-    return record["policy"], record["length"], record["depth"], record["question"]
 
 
 def _require_same(setting: dict[str, Any], first: bytes, path: Path) -> None:

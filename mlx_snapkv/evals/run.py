@@ -63,7 +63,9 @@ def run(
     `generation` holds options of `generate` for every answer, the full cache's too.
     """
     for cell in cells:
-        missing = [name for name in contenders if results.get(name, cell) is None]
+        missing = [
+            name for name in contenders if results.get({"policy": name, **vars(cell)}) is None
+        ]
         if not missing:
             continue
         question = task.ask(cell)
@@ -72,7 +74,12 @@ def run(
             answered = _answer(model, tokenizer, question, options)
             results.add({"policy": name, **vars(cell), **answered})
             on_answer()
-    return [record for cell in cells for name in contenders if (record := results.get(name, cell))]
+    return [
+        record
+        for cell in cells
+        for name in contenders
+        if (record := results.get({"policy": name, **vars(cell)}))
+    ]
 
 
 def _answer(model, tokenizer, question: Question, options: dict[str, Any]) -> dict[str, Any]:
