@@ -84,3 +84,81 @@ def smallest_mass(scores, received, n_sink, n_window, mass):
         if kept / received.sum() >= mass:
             return n_sink + top_k + n_window
     return T
+
+
+def critical(weights, values, output, readers, n_certain):
+    """CriticalKV's order of one KV head's entries, best first, and their scores in the second stage.
+
+    Args:
+        weights: `(T,)` mean attention; values: `(T, D)`.
+        output: `(hidden, n_heads * D)`, the output projection's weights.
+        readers: the query heads that read this KV head.
+    """
+    D = values.shape[1]
+    size = np.zeros(len(values))
+    for head in readers:
+        part = np.asarray(output, np.float64)[:, head * D : (head + 1) * D]
+        for t, value in enumerate(np.asarray(values, np.float64)):
+            size[t] += np.abs(part @ value).sum() / len(readers)
+    order = np.argsort(-weights, kind="stable")
+    certain = list(order[: max(0, n_certain)])
+    others = [t for t in range(len(values)) if t not in set(certain)]
+    second = (weights + 1e-4) * size
+    return certain + sorted(others, key=lambda t: -second[t]), second
+
+
+def lagkv(keys, values, n_sink, lag):
+    """LagKV's softmax scores of one head, `(blocks - 1, lag)`, an entry at a time."""
+    n_blocks = (len(keys) - n_sink) // lag
+    out = np.zeros((n_blocks - 1, lag))
+    for states in (np.asarray(keys, np.float64), np.asarray(values, np.float64)):
+        for block in range(n_blocks - 1):
+            start = n_sink + block * lag
+            after = states[start + lag : start + 2 * lag]
+            least, most = after.min(axis=0), after.max(axis=0)
+            spread = np.zeros(lag)
+            for i in range(lag):
+                scaled = (states[start + i] - least) / (most - least)
+                spread[i] = np.sqrt(((scaled - scaled.mean()) ** 2).sum() / (len(scaled) - 1))
+            weights = np.exp(spread - spread.max())
+            out[block] += weights / weights.sum() / 2
+    return out
+
+
+def expected_attention(keys, values, queries, rotations, n_sink, scale):
+    """Expected Attention's scores of one KV head's entries behind the sink, `(T - n_sink,)`, a key at a time.
+
+    Args:
+        keys, values: `(T, D)`; queries: `(group, T, D)`, before RoPE.
+        rotations: `(n, D, D)`, the matrices of the positions to come.
+    """
+    keys, values, queries = (np.asarray(x, np.float64) for x in (keys, values, queries))
+    turn = np.asarray(rotations, np.float64).mean(axis=0)
+    total = np.zeros(len(keys) - n_sink)
+    for head in queries[:, n_sink:]:
+        mean = turn @ (sum(head) / len(head))
+        away = [turn @ q - mean for q in head]
+        covariance = sum(np.outer(a, a) for a in away) / len(head)
+        logits = np.array(
+            [scale * k @ mean + scale**2 * (k @ covariance @ k) / 2 for k in keys[n_sink:]]
+        )
+        weights = np.exp(logits - logits.max())
+        total += weights / weights.sum() / len(queries)
+    return total * np.sqrt((values[n_sink:] ** 2).sum(axis=1))
+
+
+def above_average(queries, keys, query_positions, scale):
+    """ScissorHands' counts `(B, n_kv_heads, T)`: one for each query that gives 1/t or more, mean over a group."""
+    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
+    B, n_heads, n, _ = queries.shape
+    H, T = keys.shape[1:3]
+    group = n_heads // H
+    out = np.zeros((B, H, T))
+    for b in range(B):
+        for head in range(n_heads):
+            for i in range(n):
+                seen = min(int(query_positions[i]) + 1, T)
+                logits = keys[b, head // group, :seen] @ queries[b, head, i] * scale
+                weights = np.exp(logits - logits.max())
+                out[b, head // group, :seen] += (weights / weights.sum() >= 1 / seen) / group
+    return out

@@ -9,7 +9,11 @@ from request_helpers import plain
 from mlx_snapkv import prefill, saved
 from mlx_snapkv.policies import POLICIES
 
-OPTIONS = {"snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=2"}
+OPTIONS = {
+    "snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=2",
+    "lagkv": "n_sink=2,lag_size=8",
+    "scissorhands": "obs_window=8",
+}
 KEYDIFF = "keydiff:budget=40,block=16"
 SNAPKV = "snapkv:min_ctx=0,n_sink=2,n_window=16,obs_window=8,budget=40"
 

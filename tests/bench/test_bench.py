@@ -1,17 +1,21 @@
 """The benchmark's measurements on small models: what they count, not how fast anything is."""
 
 import json
+import time
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from model_configs import make_model
 
 from mlx_snapkv import ReselectingSnapKVCache
+from mlx_snapkv.bench.book import book_field, measure_book
 from mlx_snapkv.bench.contenders import contenders, decoding_cache, request_cache, snapkv_for
 from mlx_snapkv.bench.decode import measure_decoding, requesters
 from mlx_snapkv.bench.needle import measure_needles
+from mlx_snapkv.bench.own_memory import EVERY, OwnMemory, own_memory
 from mlx_snapkv.bench.requests import measure_requests
 from mlx_snapkv.bench.run import Plan, run
 from mlx_snapkv.caches.layers import attention_layers
@@ -107,7 +111,8 @@ def test_every_finished_part_is_saved(model):
     sizes = {"trials": 1, "steps": 1, "questions": 0, "policy_for": snapkv_for}
     plan = Plan([1024], [1], 1024, [1024], long_prompts=[3000], verified=[1024], **sizes)
     result = run(model, None, plan, Progress())
-    assert len(saved) == 5 and saved[0]["decode"] == len(result["decode"]) > 0
+    assert len(saved) == 5 and result["book"] == []
+    assert saved[0]["decode"] == len(result["decode"]) > 0
     assert saved[0]["batch"] == 0 < saved[1]["batch"] and saved[1]["requests"] == 0
     assert saved[1]["verified"] == 0 < saved[2]["verified"]
     assert saved[4] == {name: len(records) for name, records in result.items()}
@@ -127,6 +132,50 @@ def test_request_records_hold_the_rows_that_stay(model):
     assert kinds["quantized"]["kv_bytes"] < kinds["full"]["kv_bytes"] / 3
 
 
+def test_a_book_is_on_disk_and_the_full_cache_in_memory(model):
+    field = {c.kind: (n, c) for n, c in book_field([3000, 4000]) if n == 3000}
+    assert set(field) == {"book", "book 4", "recall", "full"}
+    records = {kind: measure_book(model, *wanted) for kind, wanted in field.items()}
+    token = 2 * 4 * 2 * 32 * 4  # keys and values, layers, KV heads, head size, float32
+    disk = {kind: record["disk_bytes_per_token"] for kind, record in records.items()}
+    assert disk == {"book": token, "book 4": token * (4 / 32 + 2 / 32), "recall": token, "full": 0}
+    book, full = records["book"], records["full"]
+    assert full["kv_bytes"] > 3000 * token > 2048 * token <= book["kv_bytes"] <= 2600 * token
+    assert book["gathered"] == 128 + 1024 + 512 and full["gathered"] == 0
+    parts = [book[f"{part}_seconds"] for part in ("vote", "gather", "read_again")]
+    assert 0 < sum(parts) < book["question_seconds"]
+    assert "vote_seconds" not in full
+
+
+def test_books_are_saved_one_by_one(model):
+    saved, started = [], {}
+
+    class Progress:
+        def start(self, what, parts):
+            started[what] = parts
+
+        def advance(self): ...
+
+        def save(self, result):
+            saved.append(len(result["book"]))
+
+    sizes = {"trials": 1, "steps": 1, "questions": 0, "policy_for": snapkv_for, "books": [3000]}
+    result = run(model, None, Plan([], [], 1024, [], **sizes), Progress())
+    assert saved[-6:] == [1, 2, 3, 4, 5, 6] and started["books"] == 6
+    reading, asking = tables.tables(result)
+    assert (reading.title, asking.title) == ("Reading a book", "Asking a book")
+    assert "not read beyond 3,000 tokens" in reading.remark
+
+
+def test_own_memory_is_seen_while_it_is_held():
+    memory, before = OwnMemory(), own_memory()
+    with memory.watched():
+        held = np.ones(200 << 20, np.uint8)
+        time.sleep(4 * EVERY)
+        del held
+    assert memory.most > before + (150 << 20)
+
+
 def test_the_rotating_cache_is_put_in_where_mlx_lm_ignores_the_option(model):
     rotating = next(c for c in contenders(model, 1024, snapkv_for(1024)) if c.kind == "rotating")
     assert [type(c) for c in request_cache(model, rotating)] == [RotatingKVCache] * 4
@@ -143,7 +192,9 @@ def test_answers_are_counted(demo_model):
     assert records["rotating"]["right"] < records["snapkv"]["right"]
 
 
-@pytest.mark.parametrize("name", ["benchmarks", "benchmarks-answers", "benchmarks-demo"])
+@pytest.mark.parametrize(
+    "name", ["benchmarks", "benchmarks-answers", "benchmarks-book", "benchmarks-demo"]
+)
 def test_the_docs_pages_are_their_results(name):
     result = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
     assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == tables.markdown(result, name)

@@ -118,7 +118,7 @@ def test_without_room_in_the_file_the_conversation_goes_on(demo_llama, haystack)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(SnapKVError, match="set TMPDIR to a folder with room"):
+        with pytest.raises(SnapKVError, match="set TMPDIR or --store-dir to a folder with room"):
             ask(conversation, facts[0].question)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -56,6 +56,18 @@ def test_tables_files_and_plots(tmp_path):
     assert (base.parent / "result-decoding.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_book_is_measured_alone(tmp_path):
+    code, out, err = run(
+        "--model", "demo", "--book", "--long-prompts", "3000", "--output", str(tmp_path / "result")
+    )  # fmt: skip
+    assert code == 0, err
+    assert "Reading a book" in out and "Asking a book" in out and "…" not in out
+    assert "Decoding" not in out and "books 6/6" in err
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "result.json", "result.md", "result-peak.png", "result-seconds.png",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "args, words",
     [
@@ -64,6 +76,7 @@ def test_tables_files_and_plots(tmp_path):
             ["--context", "4k"],
             "--context must be whole numbers from 1024 to 10000000, with commas, got '4k'",
         ),
+        (["--book", "--long-prompts", "2000"], "--long-prompts must be whole numbers from 2560"),
         (["-b", "0"], "--batch-size must be whole numbers from 1"),
         (["--snapkv", "topk=4"], "topk"),
         (["--output", "/dev/null/x"], "--output /dev/null/x: "),

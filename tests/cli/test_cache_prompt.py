@@ -14,24 +14,11 @@ from request_helpers import plain
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.chat.continuation import mlx_lm_suffix
-from mlx_snapkv.cli import app
 from mlx_snapkv.cli.loading import encode, load_model
 from mlx_snapkv.cli.opening import opening_tokens
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.prefill import mlx_generate
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def invoke(*args):
-        monkeypatch.setattr(sys, "argv", ["mlx-snapkv", *args])
-        with pytest.raises(SystemExit) as exit:
-            app.main()
-        out, err = capsys.readouterr()
-        return exit.value.code, out, err
-
-    return invoke
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +153,7 @@ def test_mistakes_are_told_in_one_sentence(call, book, cache, tmp_path):
     nowhere = str(tmp_path / "no" / "book.safetensors")
     for file, options, message in [
         (full, ["--policy", "snapkv"], "holds no queries for snapkv to vote with"),
-        (full, ["--snapkv", "min_ctx=0"], "keydiff, streaming_llm, key_norm, random"),
+        (full, ["--snapkv", "min_ctx=0"], "keydiff, streaming_llm, key_norm, lagkv, random"),
         (full, ["--policy", "keydiff then snapkv"], "one policy, not by two stages"),
         (small, ["--policy", "keydiff"], "already compressed, by keydiff:budget=50%"),
         (

@@ -85,7 +85,7 @@ def test_answers_are_decoded_from_quantised_rows(document):
 
 def test_an_unknown_memory_is_one_line():
     code, out, err = script([], *POLICY[:-1], "recall:2bit")
-    assert (code, out) == (2, "") and "or recall:file, got 'recall:2bit'" in err
+    assert (code, out) == (2, "") and "or recall:file:4bit, got 'recall:2bit'" in err
 
 
 def test_reset_policy_and_system_start_again(document):

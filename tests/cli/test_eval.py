@@ -151,3 +151,42 @@ def test_a_file_of_another_run_is_refused(call, tmp_path):
 def test_the_group_alone_prints_its_help(call):
     code, out, _ = call()
     assert code == 0 and "needle" in out and "lines" in out
+
+
+def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
+    policy = "snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,min_ctx=0,lookahead=0"
+    small = ["--length", "512", "--documents", "1", "--questions", "1", "--task", "single"]
+    base = tmp_path / "suite"
+    code, out, _ = call("suite", *small, "--policy", policy, "--output", str(base))
+    assert (
+        code == 0
+        and "Question known, 512 tokens" in out
+        and "Question later, 512 tokens, by task" in out
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {
+        f"suite{e}" for e in (".jsonl", ".json", ".md", ".png")
+    }
+    recalled = ["--memory", "recall", "--verify", "unsure"]
+    code, out, _ = call(
+        "suite", *small, "--policy", policy, *recalled, "--output", str(base), "--json"
+    )
+    result = json.loads(out)
+    assert code == 0 and [
+        s["way"].count("memory recall, verify unsure") for s in result["summary"]
+    ] == [0, 0, 1, 1]
+    lines = base.with_suffix(".jsonl").read_text().splitlines()
+    assert len(lines) == 1 + 2 + 2 + 2  # the setting, the full cache once, and both ways
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--task", "triple"], "--task must be single, look-alikes"),
+        (["--setting", "sooner"], "--setting must be known, later or both, got 'sooner'"),
+        (["--policy", "h2o:budget=64", "--memory", "recall"], "counts the attention of all"),
+        (["--length", "12"], "--length must be whole numbers from 512"),
+    ],
+)
+def test_mistakes_in_the_suite_are_one_line(call, options, message):
+    code, out, err = call("suite", *options)
+    assert (code, out) == (2, "") and message in err and "Traceback" not in err

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 
 import pytest
 import typer
@@ -33,17 +32,6 @@ ASKED = [
     "-p",
     "The access code of the amber falcon?",
 ]
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def invoke(*args):
-        monkeypatch.setattr(sys, "argv", ["mlx-snapkv", *args])
-        with pytest.raises(SystemExit) as exit:
-            app.main()
-        return exit.value.code, *capsys.readouterr()
-
-    return invoke
 
 
 def ours(name):

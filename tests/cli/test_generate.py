@@ -1,6 +1,5 @@
 """The real command: exact output, exit codes, no tracebacks."""
 
-import io
 import json
 import random
 import re
@@ -12,7 +11,6 @@ from pathlib import Path
 import fork_helpers
 import pytest
 
-from mlx_snapkv.cli import app
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 
@@ -24,21 +22,6 @@ def run(*args, command=MODULE):
     """The command as a user starts it: (exit code, stdout, stderr)."""
     done = subprocess.run([*command, *args], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """The command in this process, for the many cases where starting Python would take most of the time."""
-
-    def invoke(*args, stdin=b""):
-        monkeypatch.setattr(sys, "argv", ["mlx-snapkv", *args])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as exit:
-            app.main()
-        out, err = capsys.readouterr()
-        return exit.value.code, out, err
-
-    return invoke
 
 
 LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
@@ -370,7 +353,7 @@ def test_an_answer_that_recalls(call, asked, options, closing):
     [
         (["--verify", "unsure"], "verify=unsure asks entries that memory=drop does not keep"),
         (["--verify", "maybe", "--memory", "recall"], "verify must be unsure or all, got 'maybe'"),
-        (["--memory", "recall:2bit"], "or recall:file, got 'recall:2bit'"),
+        (["--memory", "recall:2bit"], "or recall:file:4bit, got 'recall:2bit'"),
         (["--verify", "all", "--memory", "recall:file"], "must be in memory"),
         (["--verify", "unsure", "--memory", "recall", "--verify-below", "2"], "at most 1, got 2.0"),
     ],

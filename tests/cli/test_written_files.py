@@ -9,21 +9,9 @@ import fork_helpers
 import pytest
 
 from mlx_snapkv import Conversation, SnapKVError
-from mlx_snapkv.cli import app
 from mlx_snapkv.demo import MODELS
 
 NEEDLE = ["eval", "needle", "--length", "256", "--depths", "1"]
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    def invoke(*args):
-        monkeypatch.setattr(sys, "argv", ["mlx-snapkv", *args])
-        with pytest.raises(SystemExit) as exit:
-            app.main()
-        return exit.value.code, *capsys.readouterr()
-
-    return invoke
 
 
 @pytest.fixture

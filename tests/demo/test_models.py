@@ -135,4 +135,5 @@ def test_a_second_turn_of_150_tokens_equals_its_tokens_one_by_one(
     at_once = model(turn, cache=caches[0])[0]
     for i in range(150):
         one = model(turn[:, i : i + 1], cache=caches[1])[0, 0]
-        assert mx.abs(one - at_once[i]).max().item() < 1e-4
+        # Machines round by up to 1e-4; a wrong entry changes much more.
+        assert mx.abs(one - at_once[i]).max().item() < 1e-3

@@ -17,6 +17,8 @@ from mlx_snapkv.policies import POLICIES, resolve_policy
 SMALL = {
     "snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=0",
     "streaming_llm": "n_sink=2",
+    "lagkv": "n_sink=2,lag_size=8",
+    "scissorhands": "obs_window=8",
 }  # where a policy's defaults would not do
 
 

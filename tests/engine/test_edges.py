@@ -41,6 +41,7 @@ SHORT = [
     f"snapkv:mass=0.5,{SMALL}",
     f"snapkv:mass=0.01,max_budget=8,{SMALL}",
     f"snapkv:budget=pyramid:8,{SMALL}",
+    f"snapkv:budget=adaptive:8,{SMALL}",
     "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,min_ctx=0",
     f"{SNAPKV},schedule=block,block=3",
     "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,min_ctx=0,schedule=block,block=1",

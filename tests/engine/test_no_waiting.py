@@ -17,7 +17,11 @@ SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=4,min_ctx=0"
 POLICIES = [
     *(f"{name}:{BLOCK}" for name in ("keydiff", "h2o", "tova", "random", "key_norm")),
     f"streaming_llm:{BLOCK}",
+    f"lagkv:{BLOCK},lag_size=8",
+    f"expected_attention:{BLOCK}",
+    f"scissorhands:{BLOCK}",
     f"{SNAPKV},schedule=block,block=16",
+    f"{SNAPKV},schedule=block,block=16,critical=true",
     f"{SNAPKV},on_full=keydiff",
     f"{SNAPKV},on_full=reselect",
     f"h2o:{BLOCK} then {SNAPKV}",

@@ -25,6 +25,8 @@ ONCE = [
     f"{SNAPKV},on_full=reselect",
     "keydiff:budget=48,n_sink=2,schedule=once",
     "snapkv:budget=pyramid:56,n_sink=4,n_window=32,obs_window=8,min_ctx=0",
+    "snapkv:budget=adaptive:56,n_sink=4,n_window=32,obs_window=8,min_ctx=0",
+    "keydiff:budget=adaptive:48,n_sink=2,schedule=once",
 ]
 BLOCK = [
     "keydiff:budget=48,n_sink=2,block=16",

@@ -53,8 +53,8 @@ def test_the_selection_is_not_counted_as_generation(demo_llama, ask, monkeypatch
 
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 400, seed=3)
-    choose = compress._choice
-    monkeypatch.setattr(compress, "_choice", lambda *a: (clock(1), choose(*a))[1])
+    choose = compress.choice
+    monkeypatch.setattr(compress, "choice", lambda *a: (clock(1), choose(*a))[1])
     responses = []
     for response in stream_generate(model, tokenizer, prompt, 8, snapkv=SMALL | {"lookahead": 2}):
         responses.append(response)

@@ -10,7 +10,7 @@ from request_helpers import assert_unpatched, plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKV, stream_generate
-from mlx_snapkv.caches.decode import gathered_cache
+from mlx_snapkv.caches.decode import decode_cache
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.recollection import Recollection
@@ -50,7 +50,7 @@ def test_gathers_what_the_newest_query_votes_for_and_the_last_faded(memory, toke
         first = mx.broadcast_to(mx.arange(40, dtype=mx.uint32), (1, 2, 40))
         quota, *_ = POLICY.quotas(150, 2)
         kept = Entries(held.keys, held.values).taken(first)
-        layer.put(small, gathered_cache(layer, kept, None, 150, POLICY, quota, True))
+        layer.put(small, decode_cache(layer, kept, None, 150, POLICY, quota, True, True))
         cache.offload()
     everything = [Recollection(layer.cache_in(full).sources(), layer) for layer in layers]
     gathering = Gathering(layers, everything, small, POLICY, Verified("unsure"))

@@ -3,7 +3,6 @@ import json
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.grid import Cell
 from mlx_snapkv.evals.results import Results
 
 SETTING = {"task": "needle", "seed": 0}
@@ -20,6 +19,10 @@ def record(question, **others):
     }
 
 
+def asked(policy, question):
+    return {"policy": policy, "length": 256, "depth": 0.5, "question": question}
+
+
 @pytest.fixture
 def path(tmp_path):
     """A file with two records."""
@@ -31,9 +34,9 @@ def path(tmp_path):
 
 def test_records_are_there_again(path):
     results = Results(SETTING, path)
-    assert results.get("p", Cell(256, 0.5, 1)) == record(1)
-    assert results.get("p", Cell(256, 0.5, 2)) is None
-    assert results.get("q", Cell(256, 0.5, 1)) is None
+    assert results.get(asked("p", 1)) == record(1)
+    assert results.get(asked("p", 2)) is None
+    assert results.get(asked("q", 1)) is None
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
@@ -41,8 +44,8 @@ def test_an_unfinished_last_line_is_dropped(path, cut):
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     results = Results(SETTING, path)
-    assert results.get("p", Cell(256, 0.5, 0)) == record(0)
-    assert results.get("p", Cell(256, 0.5, 1)) is None
+    assert results.get(asked("p", 0)) == record(0)
+    assert results.get(asked("p", 1)) is None
     results.add(record(1))
     assert path.read_bytes() == whole
 

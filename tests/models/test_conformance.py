@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_model
 from request_helpers import plain
@@ -53,6 +54,30 @@ def model(request):
         CHANGES[change](model)
         assert not mx.allclose(model(TOKENS[None]), before, atol=1e-4)
     return model
+
+
+def last_projections(model, monkeypatch):
+    """By attention module, as it is called once: the projection called last, with its input's and output's width."""
+    called, last = [], {}
+    for cls in (nn.Linear, nn.QuantizedLinear, LoRALinear):
+
+        def noted(self, x, call=cls.__call__):
+            out = call(self, x)
+            called.append((self, x.shape[-1], out.shape[-1]))
+            return out
+
+        monkeypatch.setattr(cls, "__call__", noted)
+    for cls in attention_classes(model):
+
+        def watched(self, *args, call=cls.__call__, **kwargs):
+            out = call(self, *args, **kwargs)
+            last[id(self)] = called[-1]
+            return out
+
+        monkeypatch.setattr(cls, "__call__", watched)
+    model(TOKENS[None])
+    monkeypatch.undo()
+    return last
 
 
 def layers_of(model):
@@ -121,6 +146,26 @@ def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
             call["scale"]
         )
         assert (layer.family.sinks_of(layer.attention) is None) == (call["sinks"] is None)
+
+
+def test_the_output_projection_is_what_the_attention_ends_with(model, monkeypatch):
+    """CriticalKV's: every query head has a part of its input, and it reads the KV head that `readers` says."""
+    request, calls = read_and_spy(model, TOKENS, monkeypatch)
+    calls = iter(calls)
+    last = last_projections(model, monkeypatch)
+    for layer in attention_layers(model, request.caches):
+        cache = layer.cache_in(request.caches)
+        call = next(c for c in calls if mx.array_equal(c["q"][:, :, -8:], cache.queries))
+        rows, n_heads = cache.held(), call["q"].shape[1]
+        module, n_in, n_out = last[id(layer.attention)]
+        assert layer.family.output_of(layer.attention) is module
+        assert n_in == n_heads * rows.values.shape[3]
+        read, H = heads_read(call, rows.keys), rows.keys.shape[1]
+        for head in range(H):
+            readers = layer.family.readers(head, H, n_heads)
+            assert all(read[j] == head for j in readers) and len(readers) == n_heads // H
+            made = layer.output_weights(head, n_heads, rows.values)
+            assert made.shape == (len(readers), rows.values.shape[3], n_out)
 
 
 def test_decoding_with_everything_kept_equals_mlx_lm(model):

@@ -5,6 +5,7 @@ import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import ProportionalRoPE, SuScaledRoPE, initialize_rope
@@ -15,7 +16,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.models import rope as room
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.models.rope import undo_rope
+from mlx_snapkv.models.rope import mean_rotation, undo_rope
 
 D = 64
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
@@ -45,6 +46,20 @@ def test_a_rotation_is_undone(name, offset):
     error = mx.abs(undo_rope(ROPES[name], turned, offset) - x).max() / mx.abs(x).max()
     assert error.item() < 1e-5
     assert not mx.allclose(turned, x, atol=1e-2).item()
+
+
+@pytest.mark.parametrize("start", [0, 17, 100_000])
+@pytest.mark.parametrize("name", ROPES)
+def test_the_mean_of_the_rotations_to_come(name, start):
+    """What a vector becomes on average: each of the matrices is what the object makes of the unit vectors."""
+    x, n = mx.random.normal((3, D)), 40
+    turned = ROPES[name](mx.broadcast_to(x[:, None, None], (3, 1, n, D)), offset=start)
+    matrix = mean_rotation(ROPES[name], D, start, n)
+    assert np.allclose(x @ matrix.T, turned.mean(axis=(1, 2)), atol=1e-4)
+
+
+def test_the_mean_of_no_rotation_changes_nothing():
+    assert mx.array_equal(mean_rotation(None, 6, 5, 9), mx.eye(6))
 
 
 def test_any_part_of_a_chunk_can_be_undone():
@@ -107,6 +122,24 @@ def test_every_familys_queries_are_what_its_rope_was_given(name, monkeypatch):
         else:
             assert any(is_part(raw, x) for x in given)
     assert all(layer.rope is None for layer in found) == (name in UNTURNED)
+
+
+@pytest.mark.parametrize("name", models.SUPPORTED)
+def test_every_familys_mean_rotation_is_what_its_queries_become(name):
+    """What is turned back and then by the matrix of one position is as it was."""
+    model = make_model(name)
+    caches = make_prompt_cache(model)
+    found = attention_layers(model, caches)
+    for layer in found:
+        layer.put(caches, RecordingKVCache(9, 16, 16))
+    with recording({type(layer.attention) for layer in found}):
+        model(mx.arange(1, 17)[None], cache=caches)
+    for layer in found:
+        queries = layer.cache_in(caches).queries.astype(mx.float32)
+        raw = layer.undo_rope(queries, 9)
+        for i in (0, 6):
+            matrix = layer.mean_rotation(queries.shape[3], 9 + i, 1)
+            assert np.allclose(raw[0, :, i] @ matrix.T, queries[0, :, i], atol=1e-4)
 
 
 def remembering(call, given):

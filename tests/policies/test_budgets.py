@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError
-from mlx_snapkv.policies.budgets import Quota, layer_entries, smallest_for_share
+from mlx_snapkv.policies.budgets import Quota, layer_entries, shared_out, smallest_for_share
 
 
 @given(st.integers(1, 5000), st.integers(1, 60), st.integers(0, 100))
@@ -83,3 +83,34 @@ def test_mass_stays_within_max_budget():
     assert smallest_for_share(votes, votes, Quota(100, 4, 8), 0.99).entries == 100
     assert smallest_for_share(votes, votes, Quota(1000, 4, 8), 0.5).entries == 500
     assert SnapKV(mass=0.9, max_budget="50%").quotas(4000, 2)[1].entries == 2000
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.integers(0, 50),
+    st.sampled_from([0, 1]),
+)
+def test_an_adaptive_budget_is_shared_out_by_one_ranking(lengths, heads, seed, levels):
+    """Each layer gets the mean over its heads of how many of the best of all are theirs, to the rounding."""
+    rng = np.random.default_rng(seed)
+    sink, window = 2, 3
+    scores = [rng.random((1, heads, n + sink + window)) for n in lengths]
+    if levels:  # many ties
+        scores = [np.round(s) for s in scores]
+    free = sum(rng.integers(0, n + 1) for n in lengths)
+    given_each = [sink + window + free // len(lengths)] * len(lengths)
+    given_each[0] += free % len(lengths)
+    quotas = [Quota(n, sink, window) for n in given_each]
+    found = shared_out([mx.array(s) for s in scores], quotas)
+    assert all((q.n_sink, q.n_window) == (sink, window) for q in found)
+    voted = [q.entries - sink - window for q in found]
+    assert sum(voted) == min(free, sum(lengths)) and all(
+        0 <= n <= most for n, most in zip(voted, lengths)
+    )
+    if levels or not free:
+        return
+    every = sorted((x for s in scores for x in s[..., sink:-window].ravel()), reverse=True)
+    best = every[free * heads - 1]
+    for n, s in zip(voted, scores):
+        assert abs(n - (s[..., sink:-window] >= best).sum() / heads) <= 1

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import reference
 
-from mlx_snapkv import H2O, TOVA, KeyDiff, KeyNorm, RandomRows, StreamingLLM
+from mlx_snapkv import H2O, TOVA, KeyDiff, KeyNorm, LagKV, RandomRows, ScissorHands, StreamingLLM
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.policies import keydiff
+from mlx_snapkv.policies import keydiff, lagkv
 
 
 def make_entries(T=70, n=3, seed=0, dtype=mx.float32):
@@ -60,10 +60,69 @@ def test_tova_is_the_last_querys_attention_averaged_over_all_heads():
     assert np.allclose(scores, raw.mean(axis=1, keepdims=True), atol=1e-6)
 
 
+@pytest.mark.parametrize("T, first", [(70, 60), (70, 68), (9000, 8990)])
+def test_scissorhands_counts_queries(T, first):
+    """Also those of tokens past the last entry, and over more entries than a block."""
+    entries = make_entries(T, n=8)
+    entries.observed = Queries(entries.queries, range(first, first + 8), 8**-0.5)
+    raw = reference.above_average(entries.queries, entries.keys, range(first, first + 8), 8**-0.5)
+    scores = np.asarray(ScissorHands().score(entries))
+    assert scores.max() > 4 and np.allclose(scores, raw, atol=1e-6)
+
+
+def test_scissorhands_by_hand():
+    """Once very much counts less than twice a little more than the average."""
+    keys = mx.array([[9.0, 0], [0.5, 0.5], [0, 0]])[None, None]
+    queries = mx.array([[1.0, 0.1], [-0.5, 2], [0, 3]])[None, None]
+    entries = Entries(keys, keys, Queries(queries, range(2, 5), 1.0))
+    assert ScissorHands().score(entries)[0, 0].tolist() == [1, 2, 0]
+
+
 def test_key_norm_prefers_small_keys():
     entries = make_entries()
     norms = np.linalg.norm(np.asarray(entries.keys, np.float64), axis=-1)
     assert np.array_equal(np.argsort(KeyNorm().score(entries)), np.argsort(-norms))
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+@pytest.mark.parametrize("lag, n_sink", [(8, 3), (16, 0), (23, 1), (2, 4)])
+def test_lagkv(lag, n_sink, crosses, monkeypatch):
+    entries = make_entries()
+    rng = np.random.default_rng(1)
+    entries.stored_values = mx.array(rng.normal(size=(2, 2, 70, 8)).astype(np.float32))
+    policy = LagKV(lag_size=lag, n_sink=n_sink, cross_scoring=crosses)
+    for block_bytes in (lagkv.BLOCK_BYTES, 1):  # 1: one block at a time
+        monkeypatch.setattr(lagkv, "BLOCK_BYTES", block_bytes)
+        scores = np.asarray(policy.score(entries))
+        for b in range(2):
+            for head in range(2):
+                states = entries.keys[b, head], entries.values[b, head]
+                expected = reference.lagkv(*states, n_sink, lag)
+                end = n_sink + expected.size
+                if not crosses:
+                    expected = np.argsort(np.argsort(expected)) / lag
+                assert np.allclose(scores[b, head, n_sink:end], expected.ravel(), atol=1e-6)
+                assert (np.diff(scores[b, head, end:]) > 0).all() and scores[b, head, end] >= 1
+
+
+def test_lagkv_by_hand():
+    """Of two blocks of three, the entry whose coordinates differ most once they are scaled by the next block."""
+    after = [[0.0, 0], [10, 1], [5, 0.5]]
+    keys = mx.array([[1.0, 0.1], [10, 0], [2, 0.2], *after])[None, None]
+    scores = LagKV(lag_size=3, n_sink=0).score(Entries(keys, keys))
+    assert mx.argmax(scores[0, 0, :3]).item() == 1
+
+
+def test_lagkv_keeps_the_newest_of_a_few():
+    entries = make_entries()
+    policy = LagKV(budget=20, n_sink=4, n_window=0)
+    kept = policy.quotas(70, 1)[0].select(policy.score(entries))
+    assert kept[0, 0].tolist() == [*range(4), *range(54, 70)]
+
+
+def test_a_coordinate_that_does_not_change_is_no_nan():
+    keys = mx.concatenate([mx.ones((1, 1, 40, 2)), mx.random.normal((1, 1, 40, 6))], axis=3)
+    assert not mx.any(mx.isnan(LagKV(lag_size=8).score(Entries(keys, keys)))).item()
 
 
 def test_streaming_llm_keeps_sinks_and_the_newest():

@@ -1,0 +1,95 @@
+"""The cache that stores every entry before it gives way."""
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_snapkv.caches.archived import ArchivedKVCache
+from mlx_snapkv.caches.block import BlockKVCache
+from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.stores import PlainStore
+from mlx_snapkv.errors import TrimError
+from mlx_snapkv.policies import KeyDiff
+from mlx_snapkv.policies.budgets import Quota
+
+POLICY = KeyDiff(budget=24, block=8)
+QUOTA = Quota(24, 2, 4)
+
+
+def rows_of(n, seed=0):
+    keys, values = mx.random.normal((2, 1, 2, n, 16), key=mx.random.key(seed))
+    return keys, values
+
+
+def limited(store):
+    cache = ArchivedKVCache(store)
+    cache.limit(POLICY, QUOTA, last=1000, newest=0, expected=32, uniform=True, layer=None)
+    return cache
+
+
+def feed(cache, rows, chunks):
+    start = 0
+    for n in chunks:
+        cache.update_and_fetch(*(x[:, :, start : start + n] for x in rows))
+        start += n
+    return start
+
+
+def assert_stored(cache, rows):
+    (source,) = cache.sources()
+    assert source.n_entries == cache.offset
+    for found, wanted in zip(source.entries(), rows):
+        assert mx.array_equal(found, wanted[:, :, : cache.offset])
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=20), st.booleans())
+def test_what_is_resident_is_a_block_caches_and_nothing_is_lost(chunks, in_file):
+    rows = rows_of(sum(chunks))
+    mine = limited(FileStore() if in_file else PlainStore())
+    block = BlockKVCache(POLICY, QUOTA, 8, expected=32)
+    for cache in (mine, block):
+        feed(cache, rows, chunks)
+    assert mx.array_equal(mine.positions, block.positions)
+    for found, wanted in zip(mine.keys_and_values(), block.keys_and_values()):
+        assert mx.array_equal(found, wanted)
+    assert_stored(mine, rows)
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=12),
+    st.lists(st.integers(1, 8), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_tokens_since_a_mark_can_be_taken_back(before, since, in_file):
+    rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
+    mine = limited(FileStore() if in_file else PlainStore())
+    n = feed(mine, rows, before)
+    positions = mine.positions
+    mine.mark()
+    feed(mine, others, since)
+    mine.rollback(sum(since))
+    mine.commit()
+    assert mine.offset == n and mx.array_equal(mine.positions, positions)
+    feed(mine, [x[:, :, n:] for x in rows], since)
+    assert_stored(mine, rows)
+
+
+def test_without_a_limit_everything_is_resident():
+    cache, rows = ArchivedKVCache(PlainStore()), rows_of(100)
+    feed(cache, rows, [40, 1, 59])
+    assert cache.n_entries == 100 and cache.store.n_entries == 0 and cache.room == float("inf")
+    assert not cache.is_compressed and cache.kv_nbytes == cache.nbytes > 0
+    cache.limit(POLICY, QUOTA, last=1000, newest=0, expected=32, uniform=True, layer=None)
+    more = rows_of(8, seed=1)
+    feed(cache, more, [8])
+    assert cache.n_entries == 32 and cache.store.n_entries == 100
+    assert_stored(cache, [mx.concatenate(pair, axis=2) for pair in zip(rows, more)])
+
+
+def test_what_gave_way_can_not_be_taken_back():
+    cache, rows = limited(PlainStore()), rows_of(80)
+    feed(cache, rows, [8] * 10)
+    with pytest.raises(TrimError):
+        cache.rollback(60)
+    assert_stored(cache, rows)

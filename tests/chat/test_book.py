@@ -1,0 +1,153 @@
+"""Conversations that read within a fixed budget and let every question vote over all of it."""
+
+import random
+import resource
+from contextlib import contextmanager
+
+import pytest
+from chat_helpers import ask
+
+from mlx_snapkv import Conversation, SnapKVError
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recollection import Recollection
+from mlx_snapkv.demo.questions import is_right, make_haystack
+
+# 1/32 of 4,096 tokens are resident, and the answer is decoded from as many.
+BOOK = "keydiff:budget=128,block=256 then snapkv:top_k=92,n_sink=4,n_window=32,min_ctx=0"
+
+
+def a_book(model, tokenizer, n_tokens, n_facts, **options):
+    """A conversation with a document attached, and the facts in it."""
+    document, facts = make_haystack(tokenizer, random.Random(7), n_facts, n_tokens)
+    options = {"policy": BOOK, "memory": "recall:file", "max_tokens": 12} | options
+    conversation = Conversation(model, tokenizer, **options)
+    conversation.attach(document)
+    return conversation, facts
+
+
+def answers(conversation, fact):
+    text = "".join(response.text for response in conversation.send(fact.question))
+    return is_right(fact, text)
+
+
+def test_six_questions_one_a_turn(demo_model):
+    conversation, facts = a_book(*demo_model, 4096, 6)
+    assert all(answers(conversation, fact) for fact in facts)
+    report = conversation.report
+    assert report.entries == 128 and report.book.resident <= 128 + 256
+    assert report.book.stored == len(conversation.read) > 4096
+    assert report.kv_bytes_before == report.book.file_bytes
+    forgetful, facts = a_book(*demo_model, 4096, 6, memory="drop")
+    assert sum(answers(forgetful, fact) for fact in facts) <= 3
+
+
+@pytest.mark.parametrize("verify, memory", [("unsure", "recall:file:4bit"), ("all", "recall")])
+def test_answers_are_verified(demo_llama, verify, memory):
+    conversation, facts = a_book(*demo_llama, 1024, 3, verify=verify, memory=memory)
+    assert all(answers(conversation, fact) for fact in facts)
+    assert conversation.report.verified.tokens > 0
+    assert held(conversation) == {len(conversation.read)}
+
+
+def held(conversation):
+    layers = attention_layers(conversation.model, conversation.prompt_cache)
+    caches = [layer.cache_in(conversation.prompt_cache) for layer in layers]
+    for cache in caches:
+        cache.offload()
+    return {cache.store.n_entries for cache in caches} | {cache.offset for cache in caches}
+
+
+@contextmanager
+def full_disk(n_bytes):
+    """Files can't grow beyond `n_bytes`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_ends_the_turn_only(demo_llama):
+    conversation, (first, second) = a_book(*demo_llama, 1024, 2)
+    with (
+        full_disk(100_000),
+        pytest.raises(SnapKVError, match="set TMPDIR or --store-dir to a folder with room"),
+    ):
+        ask(conversation, first.question)
+    assert not conversation.messages and not conversation.read and conversation.attached
+    assert answers(conversation, first)
+    known = conversation.read
+    with full_disk(100_000), pytest.raises(SnapKVError, match="can't be kept in a file"):
+        ask(conversation, second.question * 30)
+    assert conversation.read == known and held(conversation) == {len(known)}
+    assert answers(conversation, second)
+
+
+def interrupted(conversation, question, monkeypatch, at):
+    """Ctrl-C while the question's document is read, or while it votes."""
+    if at == "reading":
+
+        def stop(done, total):
+            if done > total / 2:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            list(conversation.send(question, prompt_progress_callback=stop))
+        return
+
+    def vote(self, observed):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Recollection, "voted_by", vote)
+        ask(conversation, question)
+
+
+@pytest.mark.parametrize("at", ["reading", "voting"])
+def test_ctrl_c_leaves_the_conversation_as_it_was(demo_model, monkeypatch, at):
+    conversation, (first, second) = a_book(*demo_model, 1024, 2)
+    interrupted(conversation, first.question, monkeypatch, at)
+    assert not conversation.messages and not conversation.read and conversation.attached
+    assert answers(conversation, first)
+    known = conversation.read
+    interrupted(conversation, second.question * 40, monkeypatch, at)
+    assert conversation.read == known and held(conversation) == {len(known)}
+    assert answers(conversation, second)
+
+
+def test_a_turn_can_be_taken_back(demo_llama):
+    conversation, (first, second) = a_book(*demo_llama, 1024, 2)
+    assert answers(conversation, first)
+    known = conversation.read
+    tokens = ask(conversation, second.question)
+    assert conversation.undo() == second.question
+    assert conversation.read == known and held(conversation) == {len(known)}
+    assert ask(conversation, second.question) == tokens
+    conversation.undo()
+    assert conversation.undo() == first.question
+    assert answers(conversation, first)
+
+
+def test_below_the_gate_everything_is_resident_until_it_is_passed(demo_llama):
+    policy = BOOK.replace("keydiff:", "keydiff:min_ctx=1500,")
+    conversation, (first, second) = a_book(*demo_llama, 1024, 2, policy=policy)
+    plain, _ = a_book(*demo_llama, 1024, 2, policy=None, memory="drop")
+    assert ask(conversation, first.question) == ask(plain, first.question)
+    assert "below min_ctx" in conversation.report.reason
+    conversation.attach(make_haystack(demo_llama[1], random.Random(8), 1, 700)[0])
+    assert answers(conversation, second)
+    assert conversation.report.book.stored > 1700
+
+
+def test_an_interrupted_turn_leaves_no_limit_behind(demo_llama):
+    """Below the gate everything stays, also after a long turn that was given up."""
+    policy = BOOK.replace("keydiff:", "keydiff:min_ctx=700,")
+    conversation, (first, _) = a_book(*demo_llama, 1024, 2, policy=policy)
+    interrupted(conversation, first.question, None, "reading")
+    short, facts = make_haystack(demo_llama[1], random.Random(8), 1, 400)
+    conversation.attached = [short]
+    assert answers(conversation, facts[0])
+    layers = attention_layers(conversation.model, conversation.prompt_cache)
+    caches = [layer.cache_in(conversation.prompt_cache) for layer in layers]
+    assert all(cache.n_entries == cache.offset for cache in caches)

@@ -1,0 +1,76 @@
+"""A text read within a fixed budget, with every entry at hand, from the command line."""
+
+import json
+import re
+
+import pytest
+
+from mlx_snapkv.demo.questions import make_haystack
+
+BOOK = [
+    "--policy",
+    "keydiff:budget=96,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0",
+]
+
+
+@pytest.fixture(scope="module")
+def story(demo_llama, tmp_path_factory):
+    """A file of 1,500 tokens, and the facts in it."""
+    import random
+
+    text, facts = make_haystack(demo_llama[1], random.Random(0), 4, 1500)
+    path = tmp_path_factory.mktemp("book") / "story.txt"
+    path.write_text(text)
+    return path, facts
+
+
+def asked(story, *options):
+    path, facts = story
+    text = ["--prompt-file", str(path), "--prompt", facts[0].question]
+    return ["generate", "--model", "demo", *text, "-m", "12", *BOOK, *options]
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file", "recall:file:8bit"])
+def test_the_closing_line_tells_where_the_entries_are(call, story, memory):
+    code, out, err = call(*asked(story, "--memory", memory))
+    assert (code, out) == (0, story[1][0].value + "\n")
+    where = "on disk" if "file" in memory else "in memory"
+    found = re.search(
+        rf"(\d+) prompt tokens, 96 entries kept, KV memory [^,]*, (\d+) resident \([^)]*\), all \1 {where} \([^)]*\), "
+        r"votes [\d.]+ s, gathering [\d.]+ s, \d+ tokens read again [\d.]+ s \| prompt",
+        err.splitlines()[-1],
+    )
+    assert found and int(found[2]) <= 96 + 128
+
+
+def test_files_are_where_the_user_wants_them(call, story, tmp_path, monkeypatch):
+    opened = []
+    import tempfile
+
+    real = tempfile.TemporaryFile
+    monkeypatch.setattr(
+        tempfile, "TemporaryFile", lambda **how: opened.append(tempfile.gettempdir()) or real(**how)
+    )
+    options = ["--memory", "recall:file", "--store-dir", str(tmp_path), "--json", "--quiet"]
+    code, out, err = call(*asked(story, *options))
+    assert (code, err) == (0, "") and set(opened) == {str(tmp_path)}
+    assert not list(tmp_path.iterdir())  # they have no names, and are gone with the command
+    book = json.loads(out)["compression"]["book"]
+    assert book["file_bytes"] > 0 and book["stored"] > 1500
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            ["--store-dir", "nowhere"],
+            "--store-dir nowhere is no folder: make it, or give another one",
+        ),
+        (["--memory", "recall:file", "--verify", "all"], "must be in memory"),
+        (["--memory", "recall", *BOOK[:1], BOOK[1] + ",lookahead=2"], "lookahead=2 decodes tokens"),
+        (["--memory", "recall", "--policy", "h2o:budget=64"], "counts the attention of all"),
+    ],
+)
+def test_what_can_not_be_served_is_one_line(call, story, options, message):
+    code, out, err = call(*asked(story, *options))
+    assert (code, out) == (2, "") and message in err.splitlines()[-1] and "Traceback" not in err

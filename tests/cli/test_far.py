@@ -1,0 +1,84 @@
+"""A text longer than the model was trained to, in the terminal."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.demo.questions import make_haystack
+
+LENGTH = 512
+THEN = "keydiff:budget=96,block=128,n_sink=4 then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The embedded LLaMA as one trained to few tokens, and a text of three times as many, with its question."""
+    folder = tmp_path_factory.mktemp("far")
+    shutil.copytree(MODELS["demo"], folder / "model")
+    config = folder / "model" / "config.json"
+    told = json.loads(config.read_text()) | {"max_position_embeddings": LENGTH}
+    config.write_text(json.dumps(told))
+    tokenizer = load_tokenizer(folder / "model")
+    document, facts = make_haystack(tokenizer, random.Random(2), 3, 3 * LENGTH)
+    (folder / "book.txt").write_text(document)
+    return folder, facts[0]
+
+
+def run(command, folder, *options, stdin=""):
+    """(exit code, stdout, stderr)"""
+    model = ["--model", str(folder / "model")]
+    args = [sys.executable, "-m", "mlx_snapkv", command, *model, *options]
+    done = subprocess.run(args, capture_output=True, text=True, input=stdin)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_generate_tells_that_it_was_pulled_together(folder):
+    folder, fact = folder
+    text = ["--prompt-file", str(folder / "book.txt"), "--prompt", fact.question, "-m", "12"]
+    ways = ["--policy", THEN, "--memory", "recall"]
+    code, out, err = run("generate", folder, *text, *ways)
+    assert code == 0 and fact.value in out
+    closing = err.strip().splitlines()[-1]
+    assert f"pulled together beyond the {LENGTH} tokens that the model was trained to" in closing
+    code, _, err = run("generate", folder, *text, *ways, "--far", "keep")
+    assert code == 0 and "pulled" not in err
+
+
+def test_chat_and_cache_prompt(folder):
+    folder, fact = folder
+    book = str(folder / "book.txt")
+    lines = f"/file {book}\n{fact.question}\n/stats\n"
+    ways = ["--policy", THEN, "--memory", "recall", "--far", "pull", "-m", "12"]
+    code, out, err = run("chat", folder, *ways, stdin=lines)
+    assert code == 0 and fact.value in out and "pulled together" in err
+    saved = [
+        "--prompt-file",
+        book,
+        "--policy",
+        "keydiff:budget=96,block=128",
+        "-o",
+        str(folder / "x.safetensors"),
+    ]
+    code, _, err = run("cache-prompt", folder, *saved)
+    assert code == 0 and "pulled together" in err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "cache-prompt"])
+def test_what_cant_be_is_one_sentence(folder, command):
+    folder, _ = folder
+    more = {
+        "generate": ["--prompt", "x"],
+        "chat": [],
+        "cache-prompt": ["--prompt", "x", "-o", str(folder / "y.safetensors")],
+    }[command]
+    code, out, err = run(command, folder, *more, "--snapkv", "top_k=64", "--far", "pull")
+    assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
+    assert "far=pull needs a policy that evicts while a prompt is read" in err
+    code, out, err = run(command, folder, *more, "--far", "near")
+    assert (code, out) == (2, "") and "far must be keep or pull, got 'near'" in err

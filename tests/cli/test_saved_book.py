@@ -1,0 +1,116 @@
+"""A long text that is read into a book, saved, and asked, as a user does."""
+
+import json
+import random
+import re
+
+import pytest
+
+from mlx_snapkv.demo.questions import make_haystack
+
+BOOK = "keydiff:budget=96,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0"
+
+
+@pytest.fixture(scope="module")
+def story(demo_llama, tmp_path_factory):
+    """A file of 1,500 tokens, and the facts in it."""
+    text, facts = make_haystack(demo_llama[1], random.Random(0), 4, 1500)
+    path = tmp_path_factory.mktemp("book") / "story.txt"
+    path.write_text(text)
+    return path, facts
+
+
+@pytest.fixture
+def save(call, story):
+    """save(file, *options) -> exit code, and what was said."""
+
+    def invoke(file, *options):
+        text = ["--prompt-file", str(story[0]), "-o", str(file)]
+        code, out, err = call("cache-prompt", "--model", "demo", *text, *options)
+        assert out == "" and "Traceback" not in err
+        return code, err.splitlines()[-1]
+
+    return invoke
+
+
+def asked(call, file, fact, *options):
+    question = ["--prompt", fact.question, "-m", "12"]
+    return call(
+        "generate", "--model", "demo", "--prompt-cache-file", str(file), *question, *options
+    )
+
+
+@pytest.mark.parametrize("memory", ["recall:file", "recall:file:4bit", "recall:8bit"])
+def test_a_book_is_saved_and_asked(call, save, story, path, memory):
+    code, said = save(path, "--policy", BOOK, "--memory", memory)
+    found = re.fullmatch(
+        rf"(\d+) prompt tokens, (\d+) entries resident, KV memory [^,]* \| saved in {re.escape(str(path))}, and all "
+        r"entries in a folder beside it \([\d.]+ [kM]B\)",
+        said,
+    )
+    assert code == 0 and found and int(found[2]) <= 96 + 128 < int(found[1])
+    for fact in story[1]:
+        code, out, err = asked(call, path, fact)
+        assert (code, out) == (0, fact.value + "\n")
+        assert ("on disk" if "file" in memory else "in memory") in err.splitlines()[-1]
+    _, out, _ = asked(call, path, story[1][0], "--json")
+    result = json.loads(out)
+    assert result["prompt_cache"]["policy"].startswith("keydiff:budget=96")
+    assert result["compression"]["book"]["stored"] > 1500
+
+
+def test_it_may_be_asked_from_memory_and_with_doubts(call, save, story, path):
+    save(path, "--policy", BOOK, "--memory", "recall:file")
+    fact = story[1][1]
+    code, out, err = asked(call, path, fact, "--memory", "recall", "--verify", "unsure")
+    assert (code, out) == (0, fact.value + "\n") and "in memory" in err and " votes in " in err
+
+
+def test_a_chat_goes_on_from_it(call, save, story, path):
+    save(path, "--policy", BOOK, "--memory", "recall:file")
+    questions = [fact.question for fact in story[1]]
+    lines = [f"/load {path}", questions[0], f"/save {path}", f"/load {path}", *questions[1:]]
+    code, out, err = call("chat", "--model", "demo", stdin="\n".join(lines).encode())
+    assert (code, out.splitlines()) == (0, [fact.value for fact in story[1]])
+    assert "memory recall:file, as it was saved" in err
+
+
+def test_a_short_text_is_saved_in_full(call, save, story, path):
+    roomy = BOOK.replace("keydiff:", "keydiff:min_ctx=4000,")
+    code, said = save(path, "--policy", roomy, "--memory", "recall:file")
+    assert code == 0 and "full cache: the prompt's" in said and "below min_ctx=4000" in said
+    assert list(path.parent.iterdir()) == [path]
+    code, out, _ = asked(call, path, story[1][0])
+    assert (code, out) == (0, story[1][0].value + "\n")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--memory", "recall:file"], "saves a text that is read in blocks, and no policy was given"),
+        (["--memory", "recall", "--snapkv", "top_k=60"], "reads the text in full: give a policy"),
+        (["--memory", "recall", "--policy", "h2o:budget=64"], "counts the attention of all"),
+        (
+            ["--memory", "recall", "--policy", BOOK, "--kv-bits", "8"],
+            "give --memory recall:file:8bit",
+        ),
+        (["--memory", "cloud", "--policy", BOOK], "memory must be drop, recall"),
+    ],
+)  # fmt: skip
+def test_what_is_no_book_is_one_line(save, path, options, message):
+    code, said = save(path, *options)
+    assert code == 2 and message in said and not path.exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--memory", "recall:4bit"], "stored otherwise: give memory=recall:file or recall"),
+        (["--policy", "keydiff:budget=64"], f"is a book, saved with the policy {BOOK}: drop the policy"),
+        (["--snapkv", "top_k=60", "--memory", "recall"], "is a book, saved with the policy"),
+    ],
+)  # fmt: skip
+def test_what_a_book_can_not_be_asked_with(call, save, story, path, options, message):
+    save(path, "--policy", BOOK, "--memory", "recall:file")
+    code, out, err = asked(call, path, story[1][0], *options)
+    assert (code, out) == (2, "") and message in err.splitlines()[-1]

@@ -1,0 +1,256 @@
+"""A prompt read within a fixed budget, with every entry stored, and the question's votes over all of them."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from request_helpers import assert_unpatched, plain, steps
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import SnapKVError, generate_step, stream_generate
+from mlx_snapkv.caches.archived import ArchivedKVCache
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.memories import make_caches
+from mlx_snapkv.engine.book import BookRequest
+from mlx_snapkv.engine.prefill import mlx_generate
+from mlx_snapkv.engine.recalling import Recall
+from mlx_snapkv.policies import resolve_policy
+
+SNAPKV = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,min_ctx=0"
+BOOK = f"keydiff:budget=48,block=32 then {SNAPKV}"
+ROOMY = f"keydiff:budget=400,block=32 then {SNAPKV}"  # nothing is evicted
+MEMORIES = [
+    "recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit",
+]  # fmt: skip
+
+
+@pytest.fixture(params=["llama", "qwen3_next"])
+def wide(request):
+    """A random model whose heads can be quantised, of each family."""
+    return make_llama(head_dim=32) if request.param == "llama" else make_qwen(head_dim=32)
+
+
+class Read:
+    """A book's first turn, up to the first token of its answer."""
+
+    def __init__(self, model, tokens, policy, memory="recall", verify=None):
+        self.caches = make_caches(model, memory, resolve_policy(policy=policy))
+        wanted = model, resolve_policy(policy=policy), tokens.size, self.caches, None
+        self.request = BookRequest(*wanted, recall=Recall(memory, verify))
+        self.layers = attention_layers(model, self.caches)
+        with self.request.recording():
+            items = mlx_generate.generate_step(
+                tokens,
+                self.request.loop_model,
+                prompt_cache=self.request.caches,
+                prefill_step_size=self.request.step_size(None),
+                max_tokens=1,
+            )
+            _, self.logprobs = next(items)
+        self.report = self.request.compress()
+
+    def archived(self, layer) -> ArchivedKVCache:
+        return layer.cache_in(self.caches)
+
+
+def numbers(x):
+    return np.array(x.astype(mx.float32), dtype=np.float64)
+
+
+def test_what_is_stored_is_what_was_computed(wide, tokens):
+    """Without evictions that is what mlx-lm's own cache holds, bit for bit."""
+    full = make_prompt_cache(wide)
+    plain(wide, tokens, 1, prompt_cache=full, prefill_step_size=32)
+    for memory in ("recall", "recall:file"):
+        read = Read(wide, tokens, ROOMY, memory)
+        for layer in read.layers:
+            archived, wanted = read.archived(layer), layer.cache_in(full)
+            assert archived.store.n_entries == archived.offset == 200
+            for found, all_of_them in zip(archived.store.entries(), wanted.keys_and_values()):
+                assert mx.array_equal(found[:, :, :160], all_of_them[:, :, :160])  # read alike
+                assert mx.allclose(found, all_of_them[:, :, :200], atol=1e-5)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_every_entry_is_stored_before_it_gives_way(wide, tokens, memory, monkeypatch):
+    fed: dict[int, list] = {}
+    update = ArchivedKVCache.update_and_fetch
+
+    def noted(self, keys, values):
+        fed.setdefault(id(self), []).append((keys, values))
+        return update(self, keys, values)
+
+    monkeypatch.setattr(ArchivedKVCache, "update_and_fetch", noted)
+    read = Read(wide, tokens, BOOK, memory)
+    bits = {"8bit": 0.01, "4bit": 0.15}.get(memory.split(":")[-1], 0)
+    for layer in read.layers:
+        archived = read.archived(layer)
+        assert archived.n_entries <= 48 + 32 < archived.store.n_entries == 200
+        parts = [mx.concatenate(of, axis=2) for of in zip(*fed[id(archived)])]
+        for found, wanted in zip(archived.store.entries(), parts):
+            assert found.dtype == wanted.dtype
+            assert mx.abs(found - wanted).max().item() <= bits * mx.abs(wanted).max().item()
+
+
+@pytest.mark.parametrize("policy", [BOOK, ROOMY])
+def test_the_question_votes_over_everything(wide, tokens, policy):
+    read = Read(wide, tokens, policy)
+    for layer in read.layers:
+        archived = read.archived(layer)
+        keys, _ = archived.store.entries()
+        queries = numbers(archived.queries[:, :, -8:])
+        scale = layer.family.scale_of(layer.attention, keys.shape[3])
+        votes = reference.votes(queries, numbers(keys), range(192, 200), scale)
+        small = layer.cache_in(read.request.caches)
+        for head, of_head in enumerate(votes[0]):
+            scores = of_head.copy()
+            scores[4:184] = reference.pool(of_head[4:184], "avg", 5)
+            chosen = reference.select(scores, 4, 20, 16)
+            positions = small.held().positions[0, head].tolist()
+            old = [p for p in chosen if p < 184]
+            assert old == [p for p in positions if p < 184]
+            assert positions[24:] == [*range(185, 201)]  # the answer's first token has come
+            held = numbers(small.held().keys[0, head])[: len(old)]
+            assert np.array_equal(held, numbers(keys[0, head])[old])
+    assert read.report.entries == 40 and read.report.book.read_again == 16
+
+
+@pytest.mark.parametrize("policy", [BOOK, ROOMY])
+def test_the_last_tokens_are_read_again_over_what_was_gathered(wide, tokens, policy):
+    """mlx-lm gives the same logits with caches of those entries, and the states of the tokens before."""
+    read = Read(wide, tokens, policy)
+    earlier = Read(wide, tokens[:184], policy)
+    caches = copy.deepcopy(list(earlier.caches))
+    for layer in read.layers:
+        small = layer.cache_in(read.request.caches).held()
+        n_old = int((small.positions[0, 0] < 184).sum().item())
+        mine = KVCache()
+        keys, values = small.keys, small.values
+        mine.update_and_fetch(keys[:, :, :n_old], values[:, :, :n_old])
+        layer.put(caches, _At184(mine))
+    logits = wide(tokens[None, 184:], cache=caches)[:, -1].astype(mx.float32)
+    wanted = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert mx.allclose(read.logprobs, wanted[0], atol=1e-4)
+
+
+class _At184:
+    """A cache with few entries at a late position."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __getattr__(self, name):
+        return getattr(self.cache, name)
+
+    @property
+    def offset(self):
+        return 184
+
+    def make_mask(self, n, **options):
+        return "causal"
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file:4bit"])
+def test_a_prompt_cache_goes_on(wide, tokens, memory):
+    """In two requests, the question of the second votes over the first's tokens, too."""
+    reports, cache = [], make_prompt_cache(wide)
+    keywords = {"policy": BOOK, "memory": memory, "on_report": reports.append}
+    steps(wide, tokens[:150], 6, prompt_cache=cache, **keywords)
+    assert {c.offset for c in cache if hasattr(c, "offset")} == {150}
+    steps(wide, tokens[150:], 6, prompt_cache=cache, **keywords)
+    assert [r.prompt_tokens for r in reports] == [150, 200]
+    assert all(r.entries == 40 and r.kv_bytes_after < r.kv_bytes_before for r in reports)
+    assert {c.offset for c in cache if hasattr(c, "offset")} == {200}
+    assert_unpatched()
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_what_has_given_way_is_recalled_by_a_roomier_policy_too(wide, tokens, memory):
+    reports, cache = [], make_prompt_cache(wide)
+    steps(wide, tokens[:150], 3, policy=BOOK, memory=memory, prompt_cache=cache)
+    roomy = "keydiff:budget=400,block=32 then snapkv:top_k=300,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+    keywords = {"policy": roomy, "memory": memory, "prompt_cache": cache}
+    steps(wide, tokens[150:], 3, on_report=reports.append, **keywords)
+    assert reports[0].entries == 200
+
+
+def test_a_book_is_not_asked_by_a_policy_that_reads_in_full(wide, tokens):
+    cache = make_prompt_cache(wide)
+    steps(wide, tokens[:150], 3, policy=BOOK, memory="recall:file", prompt_cache=cache)
+    with pytest.raises(SnapKVError, match="asked by a policy that reads in blocks"):
+        steps(wide, tokens[150:], policy=SNAPKV, memory="recall:file", prompt_cache=cache)
+
+
+def test_all_is_the_answer_from_all_entries(tokens):
+    model = make_llama(head_dim=32)
+    wanted = plain(model, tokens, 40)
+    found = steps(model, tokens, 40, policy=ROOMY, memory="recall", verify="all")
+    assert [t for t, _ in found] == [t for t, _ in wanted]
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_unsure_at_every_token_with_room_for_all_is_the_full_answer(wide, tokens, memory):
+    wanted = plain(wide, tokens, 30)
+    snapkv = "snapkv:top_k=300,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+    keywords = {"memory": memory, "verify": "unsure", "verify_below": 1.0}
+    policy = f"keydiff:budget=400,block=32 then {snapkv}".replace("top_k=300", "top_k=179")
+    found = steps(wide, tokens, 30, policy=policy, **keywords)
+    assert sum(a == b for (a, _), (b, _) in zip(found, wanted)) >= 29  # one entry of 200 is missing
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["keydiff:budget=40,block=32", "tova:budget=40,block=32", "streaming_llm:budget=40,block=32"],
+)
+def test_a_block_policy_alone_votes_by_its_own_score(wide, tokens, policy):
+    reports = []
+    steps(wide, tokens, 8, policy=policy, memory="recall", on_report=reports.append)
+    (report,) = reports
+    assert report.entries == 40 and report.book.resident <= 72
+
+
+def test_an_explicit_lookahead_is_refused(wide, tokens):
+    with pytest.raises(SnapKVError, match="lookahead=4 decodes tokens on all entries"):
+        steps(wide, tokens, policy=f"{BOOK},lookahead=4", memory="recall")
+
+
+def test_interrupted_reading_leaves_the_prompt_cache_as_it_was(wide, tokens):
+    cache = make_prompt_cache(wide)
+    steps(wide, tokens[:100], 3, policy=BOOK, memory="recall:file", prompt_cache=cache)
+
+    def go_on():
+        return steps(wide, tokens[100:], 5, policy=BOOK, memory="recall:file", prompt_cache=cache)
+
+    def stop(done, total):
+        if done > 50:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        keywords = {"policy": BOOK, "memory": "recall:file", "prompt_cache": cache}
+        list(generate_step(tokens[100:], wide, prompt_progress_callback=stop, **keywords))
+    layers = attention_layers(wide, cache)
+    assert {layer.cache_in(cache).store.n_entries for layer in layers} == {100}
+    found = go_on()
+    other = make_prompt_cache(wide)
+    steps(wide, tokens[:100], 3, policy=BOOK, memory="recall:file", prompt_cache=other)
+    cache = other
+    assert [t for t, _ in found] == [t for t, _ in go_on()]
+    assert_unpatched()
+
+
+def test_stream_generate_tells_the_turn(demo_llama, ask):
+    model, tokenizer = demo_llama
+    prompt, fact = ask(tokenizer, 1024, seed=3)
+    policy = "keydiff:budget=128,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0"
+    reports = []
+    keywords = {"policy": policy, "memory": "recall:file", "on_report": reports.append}
+    text = "".join(
+        r.text for r in stream_generate(model, tokenizer, prompt, max_tokens=12, **keywords)
+    )
+    assert text.startswith(fact.value)
+    book = reports[0].book
+    assert book.file_bytes == reports[0].kv_bytes_before and book.stored_bytes == 0
+    assert "on disk" in str(book)

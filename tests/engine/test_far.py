@@ -1,0 +1,216 @@
+"""Prompts longer than a model says it was trained to."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load
+from mlx_lm.models.cache import make_prompt_cache
+from model_configs import make_model
+
+from mlx_snapkv import Conversation, SnapKVError, generate_step, prefill, stream_generate
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.demo.questions import is_right, make_haystack
+from mlx_snapkv.engine.far import pull_for
+from mlx_snapkv.engine.recalling import Recall
+from mlx_snapkv.models.length import trained_length
+from mlx_snapkv.policies import resolve_policy
+
+LENGTH = 512
+READ = "keydiff:budget=96,block=128,n_sink=4,n_window=32"
+THEN = f"{READ} then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0"
+
+
+@pytest.fixture(scope="module")
+def short():
+    """The embedded LLaMA, as if it had been trained to but a few tokens."""
+    model, tokenizer = load(str(MODELS["demo"]), model_config={"max_position_embeddings": LENGTH})
+    model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def asked(model, tokenizer, n_tokens, n_facts=4, **options):
+    """A conversation that was asked for facts of a document, one a turn, and whether it knew them."""
+    document, facts = make_haystack(tokenizer, random.Random(3), n_facts, n_tokens)
+    conversation = Conversation(model, tokenizer, max_tokens=12, **options)
+    conversation.attach(document)
+    answers = ["".join(r.text for r in conversation.send(fact.question)) for fact in facts]
+    return conversation, [is_right(fact, answer) for fact, answer in zip(facts, answers)], answers
+
+
+def require_true_rotations(model, tokens, prompt_cache):
+    """The first layer's keys, which tell of nothing but their token, are turned to where the cache says they are."""
+    layer = attention_layers(model, prompt_cache)[0]
+    held = layer.cache_in(prompt_cache).held()
+    caches = make_prompt_cache(model)
+    model(mx.array(tokens)[None], cache=caches)
+    keys = mx.take_along_axis(caches[0].keys, held.positions[..., None], axis=2)
+    steps = held.rotations.astype(mx.int32) - held.positions.astype(mx.int32)
+    assert mx.allclose(layer.turn(keys, steps), held.keys, atol=2e-3).item()
+    return held
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory):
+    model, tokenizer = short
+    conversation, right, _ = asked(model, tokenizer, 3000, policy=THEN, memory=memory)
+    assert all(right)
+    assert conversation.report.pulled_to == LENGTH
+    assert f"beyond the {LENGTH} tokens" in str(conversation.report)
+    held = require_true_rotations(model, conversation.read, conversation.prompt_cache)
+    for layer in attention_layers(model, conversation.prompt_cache):
+        held = layer.cache_in(conversation.prompt_cache).held()
+        assert 0 < len(conversation.read) - held.rotations.min().item() <= LENGTH
+        assert held.positions.min().item() == 0
+
+
+@pytest.mark.parametrize("verify", [None, "unsure"])
+def test_without_it_a_longer_text_is_read_as_ever(short, demo_llama, verify):
+    ways = {"policy": THEN, "memory": "recall", "verify": verify, "verify_below": 1}
+    kept, _, answers = asked(*short, 1500, 2, far="keep", **ways)
+    other, _, wanted = asked(*demo_llama, 1500, 2, **ways)
+    assert answers == wanted
+    assert kept.report.pulled_to is None and other.report.pulled_to is None
+    for mine, theirs in zip(kept.prompt_cache, other.prompt_cache):
+        assert mx.array_equal(mine.held().keys, theirs.held().keys).item()
+
+
+def test_within_the_length_nothing_is_moved(short):
+    for memory in ("recall", "drop"):
+        found = [
+            asked(*short, 250, 1, policy=THEN, memory=memory, far=far)
+            for far in ("keep", "pull", None)
+        ]
+        for conversation, _, answers in found[1:]:
+            assert answers == found[0][2] and conversation.report.pulled_to is None
+            for mine, theirs in zip(conversation.prompt_cache, found[0][0].prompt_cache):
+                assert mx.array_equal(mine.held().keys, theirs.held().keys).item()
+
+
+def test_doubtful_tokens_are_gathered_near(short):
+    conversation, right, _ = asked(
+        *short, 2000, policy=THEN, memory="recall", verify="unsure", verify_below=1
+    )
+    assert all(right) and conversation.report.verified.votes > 3
+
+
+@pytest.mark.parametrize("policy", [READ, THEN, "h2o:budget=96,block=128", f"{THEN},on_full=grow"])
+def test_without_a_memory(short, policy):
+    model, tokenizer = short
+    conversation, _, _ = asked(model, tokenizer, 1500, 2, policy=policy)
+    assert conversation.report.pulled_to == LENGTH
+    held = require_true_rotations(model, conversation.read, conversation.prompt_cache)
+    assert len(conversation.read) - held.rotations.min().item() <= LENGTH
+    assert held.positions.min().item() < held.rotations.min().item()
+
+
+def test_streaming_llm_has_the_papers_positions(short):
+    model, tokenizer = short
+    conversation, _, _ = asked(model, tokenizer, 1500, 2, policy="streaming_llm:budget=96,block=64")
+    held = require_true_rotations(model, conversation.read, conversation.prompt_cache)
+    n, end = len(held), len(conversation.read)
+    assert held.rotations.tolist() == [[list(range(end - n, end))] * 2]
+    assert held.positions[..., :4].tolist() == [[[0, 1, 2, 3]] * 2]
+
+
+def test_a_turn_taken_back_leaves_the_positions(short):
+    model, tokenizer = short
+    conversation, _, _ = asked(model, tokenizer, 1500, 2, policy=THEN, memory="recall")
+    before = [cache.held() for cache in conversation.prompt_cache]
+    document, facts = make_haystack(tokenizer, random.Random(5), 1, 900)
+    conversation.attach(document)
+    responses = conversation.send(facts[0].question, lambda done, total: 1 / (done < 600))
+    with pytest.raises(ZeroDivisionError):
+        list(responses)
+    for was, cache in zip(before, conversation.prompt_cache):
+        now = cache.held()
+        assert mx.array_equal(was.keys, now.keys).item()
+        assert mx.array_equal(was.rotations, now.rotations).item()
+
+
+def test_saved_and_loaded_it_goes_on(short, path):
+    model, tokenizer = short
+    for policy in (READ, THEN):
+        conversation, _, _ = asked(model, tokenizer, 1500, 1, policy=policy)
+        conversation.save(path)
+        loaded = Conversation.load(path, model, tokenizer, max_tokens=12)
+        for mine, theirs in zip(conversation.prompt_cache, loaded.prompt_cache):
+            assert mx.array_equal(mine.held().rotations, theirs.held().rotations).item()
+        answers = ["".join(r.text for r in c.send("and now?")) for c in (conversation, loaded)]
+        assert answers[0] == answers[1]
+
+
+def test_quantised_entries_are_turned_too(short):
+    model, tokenizer = short
+    conversation, _, _ = asked(model, tokenizer, 1000, 1, policy=READ, kv_bits=8, kv_group_size=64)
+    assert conversation.report.pulled_to == LENGTH
+    assert conversation.prompt_cache[0].held().rotations.min().item() > 0
+
+
+def test_hybrids(demo_qwen):
+    model, tokenizer = load(
+        str(MODELS["demo-qwen3-next"]), model_config={"max_position_embeddings": LENGTH}
+    )
+    model.set_dtype(mx.float32)
+    conversation, right, _ = asked(model, tokenizer, 2500, 3, policy=THEN, memory="recall")
+    assert all(right) and conversation.report.pulled_to == LENGTH
+
+
+def test_every_way_in_pulls(short):
+    model, tokenizer = short
+    document, _ = make_haystack(tokenizer, random.Random(1), 1, 800)
+    tokens = mx.array(tokenizer.encode(document))
+    reports = []
+    ways = {"policy": READ, "on_report": reports.append, "max_tokens": 2}
+    list(generate_step(tokens, model, **ways))
+    list(stream_generate(model, tokenizer, tokens, **ways))
+    list(generate_step(tokens, model, **ways, memory="recall"))
+    _, report = prefill(model, tokens, READ)
+    assert [r.pulled_to for r in [*reports, report]] == [LENGTH] * 4
+    assert prefill(model, tokens, READ, far="keep")[1].pulled_to is None
+
+
+REFUSED = {
+    "snapkv:top_k=60,min_ctx=0": "a policy that evicts while a prompt is read",
+    None: "there is none",
+}
+
+
+@pytest.mark.parametrize("policy", REFUSED)
+def test_refused_by_name_without_a_block_policy(short, policy):
+    with pytest.raises(SnapKVError, match=REFUSED[policy]):
+        Conversation(*short, policy=policy, far="pull")
+    with pytest.raises(SnapKVError, match=REFUSED[policy]):
+        generate_step(mx.arange(5), short[0], policy=policy, far="pull")
+
+
+def test_refused_by_name(short):
+    with pytest.raises(SnapKVError, match="far must be keep or pull, got 'yes'"):
+        Conversation(*short, far="yes")
+    with pytest.raises(SnapKVError, match="can't be combined with verify=all"):
+        Conversation(*short, policy=THEN, memory="recall", verify="all", far="pull")
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("gpt2", "'gpt2' has no max_position_embeddings"),
+        ("nemotron_h", "the full-attention layers of model type 'nemotron_h' have no RoPE"),
+        ("hunyuan_v1_dense", "those of model type 'hunyuan_v1_dense' can't be turned twice"),
+    ],
+)
+def test_models_that_cant_are_refused_by_name(name, sentence):
+    model, tokens = make_model(name), mx.arange(1, 60)
+    with pytest.raises(SnapKVError, match=sentence):
+        prefill(model, tokens, READ, far="pull")
+    policy = resolve_policy(policy="keydiff:budget=16,block=8,n_window=4")
+    assert pull_for(model, policy, Recall(), 10_000) is None
+
+
+def test_the_length_that_a_configuration_tells():
+    model = make_model("llama")
+    assert trained_length(model) == 4096
+    model.args.rope_scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    assert trained_length(model) == 131072
+    assert trained_length(object()) is None

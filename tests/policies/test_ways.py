@@ -1,0 +1,62 @@
+"""Every policy in every way that it can be asked for: alone, as a stage, quantised, over recalled entries."""
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import steps
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.policies import POLICIES, resolve_policy
+
+OWN = {
+    "snapkv": "min_ctx=0,n_sink=2,obs_window=8,lookahead=0,",
+    "lagkv": "lag_size=8,",
+    "scissorhands": "obs_window=8,",
+}
+NAMES = [*POLICIES, "snapkv:critical"]
+SNAPKV = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,min_ctx=0,lookahead=0"
+KEYDIFF = "keydiff:budget=60,block=16"
+# A policy's text, {} for its budget and schedule, and what else is asked for.
+WAYS = {
+    "once": ("{once}", {}),
+    "block": ("{block}", {}),
+    "adaptive": ("{adaptive}", {}),
+    "pyramid": ("{pyramid}", {}),
+    "first stage": (f"{{block}} then {SNAPKV}", {}),
+    "second stage": (f"{KEYDIFF} then {{once}}", {}),
+    "8 bits": ("{block}", {"kv_bits": 8, "kv_group_size": 32}),
+    "recalled": ("{once}", {"memory": "recall:8bit"}),
+    "recalled, verified": ("{once}", {"memory": "recall", "verify": "unsure"}),
+    "a book": (f"{KEYDIFF} then {{once}}", {"memory": "recall:file"}),
+    "a book of its own": ("{block} then {once}", {"memory": "recall"}),
+}
+
+
+def text_of(name, way):
+    name, _, option = name.partition(":")
+    own = OWN.get(name, "") + (f"{option}=true," if option else "")
+    own += "" if name == "streaming_llm" else "n_window=8,"
+    kinds = {"once": "40", "adaptive": "adaptive:40", "pyramid": "pyramid:40"}
+    texts = {k: f"{name}:{own}schedule=once,budget={v}" for k, v in kinds.items()}
+    return way.format(block=f"{name}:{own}schedule=block,block=16,budget=40", **texts)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("make", [make_llama, make_qwen])
+def test_a_request_is_served(name, way, make, tokens):
+    pattern, options = WAYS[way]
+    model, policy = make(head_dim=32), resolve_policy(policy=text_of(name, pattern))
+    cache, reports = make_prompt_cache(model), []
+    options = {"policy": policy, "prompt_cache": cache, "on_report": reports.append} | options
+    if "memory" in options and any(stage.accumulates_attention for stage in policy.stages):
+        with pytest.raises(SnapKVError, match="counts the attention of all"):
+            steps(model, tokens, **options)
+        return
+    items = steps(model, tokens, n=30, **options)
+    assert len(items) == 30 and all(np.isfinite(np.asarray(p)).all() for _, p in items)
+    (report,) = reports
+    kept = [n for n in report.entries_kept if n is not None]
+    assert report.compressed and report.reason is None
+    assert sum(kept) == len(kept) * (28 if way == "first stage" else 40)

@@ -1,0 +1,249 @@
+"""Books in files: what is resident in one, all entries in a folder beside it, and nothing lost by what goes wrong."""
+
+import resource
+import shutil
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from request_helpers import assert_same, plain, steps
+from saved_helpers import question, saved_file
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import SnapKVError, saved
+from mlx_snapkv.caches.archived import ArchivedKVCache
+from mlx_snapkv.caches.memories import saved_forms
+from mlx_snapkv.engine.reading import read_book
+from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.saved import book
+
+BOOK = (
+    "keydiff:budget=48,block=32 then "
+    "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,min_ctx=0"
+)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(book, "PIECE", 1000)
+
+
+def read(model, tokens, memory="recall:file"):
+    return read_book(model, tokens.tolist(), resolve_policy(policy=BOOK), memory)[0]
+
+
+def save(path, model, tokens, memory="recall:file"):
+    caches = read(model, tokens, memory)
+    saved.save(path, model, caches, tokens, BOOK)
+    return caches
+
+
+def folders(path):
+    return sorted(path.parent.glob("*.entries"))
+
+
+def entry_files(path):
+    (folder,) = folders(path)
+    return sorted(folder.iterdir())
+
+
+def asked(model, cache, memory="recall:file"):
+    """What follows a question, and its log-probabilities."""
+    return steps(model, question(), n=12, prompt_cache=cache, policy=BOOK, memory=memory)
+
+
+MEMORIES = ["recall", "recall:8bit", "recall:4bit"]
+
+
+@pytest.mark.parametrize("make", [lambda: make_llama(head_dim=32), lambda: make_qwen(head_dim=32)])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make, memory):
+    model, in_file = make(), memory.replace("recall", "recall:file")
+    caches = save(path, model, tokens, in_file)
+    wanted = asked(model, caches, in_file)
+    for way in (memory, in_file):
+        loaded = saved.load(path, model)
+        assert (loaded.tokens, loaded.policy) == (tokens.tolist(), BOOK)
+        assert_same(asked(model, loaded.prompt_cache, way), wanted)
+    saved.save(
+        path, model, read(model, tokens, memory), tokens, BOOK
+    )  # from memory, the same files
+    assert_same(asked(model, saved.load(path, model).prompt_cache, in_file), wanted)
+
+
+def test_a_book_is_continued_saved_and_continued(path, tokens):
+    model = make_llama()
+    caches = save(path, model, tokens)
+    loaded = saved.load(path, model).prompt_cache
+    asked(model, caches), asked(model, loaded)
+    n = caches[0].offset
+    saved.save(path, model, loaded, [0] * n, BOOK)
+    again = saved.load(path, model).prompt_cache
+    assert again[0].store.n_entries == again[0].offset == n > len(tokens)
+    assert_same(asked(model, again), asked(model, caches))
+    assert len(folders(path)) == 1
+
+
+def test_what_the_memory_of_another_kind_gets_is_told(path, tokens):
+    model = make_llama(head_dim=32)
+    save(path, model, tokens, "recall:file:8bit")
+    words = "stored otherwise: give memory=recall:file:8bit or recall:8bit"
+    for memory in ("recall", "recall:file", "recall:4bit", "recall:file:4bit"):
+        with pytest.raises(SnapKVError, match=words):
+            asked(model, saved.load(path, model).prompt_cache, memory)
+    with pytest.raises(SnapKVError, match="a book is asked by a policy that reads in blocks"):
+        cache = saved.load(path, model).prompt_cache
+        once = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+        steps(model, question(), prompt_cache=cache, policy=once, memory="recall")
+
+
+def test_without_a_memory_it_goes_on_from_what_is_resident(path, tokens):
+    model = make_llama()
+    caches = save(path, model, tokens)
+    loaded = saved.load(path, model).prompt_cache
+    assert_same(
+        plain(model, question(), prompt_cache=loaded), plain(model, question(), prompt_cache=caches)
+    )
+    assert all(c.layer.family.class_name == "Attention" for c in loaded)
+
+
+def test_opening_reads_none_of_the_entries(path, tokens):
+    model = make_llama()
+    save(path, model, tokens)
+    for file in entry_files(path):
+        file.write_bytes(bytes(file.stat().st_size))
+    cache = saved.load(path, model).prompt_cache
+    with pytest.raises(SnapKVError, match=r"000\.keys is damaged: a checksum does not fit"):
+        asked(model, cache)
+    assert cache[0].offset == cache[0].store.n_entries == len(tokens)
+
+
+def test_a_replaced_book_leaves_nothing_behind(path, tokens):
+    model = make_llama()
+    save(path, model, tokens)
+    (first,) = folders(path)
+    opened = saved.load(path, model).prompt_cache
+    save(path, model, tokens)
+    (second,) = folders(path)
+    assert first != second
+    assert_same(asked(model, opened), asked(model, saved.load(path, model).prompt_cache))
+    saved_file(path, model, tokens)  # no book
+    assert not folders(path) and list(path.parent.iterdir()) == [path]
+
+
+def test_a_copy_of_its_file_does_not_take_the_entries_along(path, tokens):
+    model = make_llama()
+    save(path, model, tokens)
+    copy = path.with_name("copy.safetensors")
+    shutil.copy(path, copy)
+    save(copy, model, tokens)
+    assert len(folders(path)) == 2
+    asked(model, saved.load(path, model).prompt_cache)
+
+
+def test_a_book_may_be_moved_with_its_folder(path, tokens, tmp_path):
+    model = make_llama()
+    wanted = asked(model, save(path, model, tokens))
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    for each in (path, *folders(path)):
+        shutil.move(each, other)
+    moved = (other / path.name).rename(other / "renamed.safetensors")
+    assert_same(asked(model, saved.load(moved, model).prompt_cache), wanted)
+    (folder,) = folders(moved)
+    shutil.rmtree(folder)
+    with pytest.raises(
+        SnapKVError, match=r"can't be used: .*000\.keys can't be read: No such file"
+    ):
+        saved.load(moved, model)
+
+
+@pytest.fixture
+def old(path, tokens):
+    """A book that is to be replaced: a function that tells whether it is still there, alone and whole."""
+    model = make_llama()
+    wanted = asked(model, save(path, model, tokens))
+    files = {file: file.read_bytes() for file in (path, *entry_files(path))}
+
+    def is_whole():
+        assert {f: f.read_bytes() for f in (path, *entry_files(path))} == files
+        assert len(list(path.parent.iterdir())) == 2
+        assert_same(asked(model, saved.load(path, model).prompt_cache), wanted)
+
+    return model, is_whole
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.9])
+def test_a_full_disk_leaves_the_old_book(path, tokens, old, share):
+    model, is_whole = old
+    caches = read(model, tokens)
+    most = int(share * entry_files(path)[0].stat().st_size)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        with pytest.raises(
+            SnapKVError, match=r"book\.safetensors can't be written: File too large"
+        ):
+            saved.save(path, model, caches, tokens, BOOK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    is_whole()
+    saved.save(path, model, caches, tokens, BOOK)
+
+
+@pytest.mark.parametrize("at", ["entries", "file", "replaced"])
+def test_an_interrupted_save_leaves_one_whole_book(path, tokens, old, at, monkeypatch):
+    model, is_whole = old
+    caches = read(model, tokens)
+    replace = book.os.replace
+
+    def interrupt(*args):
+        if at == "replaced" and len(args) == 2:
+            replace(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        if at == "file":
+            interrupted.setattr(saved.files, "save_prompt_cache", interrupt)
+        elif at == "replaced":
+            interrupted.setattr(book.os, "replace", interrupt)
+        progress = interrupt if at == "entries" else None
+        saved.save(path, model, caches, tokens, BOOK, progress=progress)
+    if at == "replaced":
+        assert len(list(path.parent.iterdir())) == 2
+        asked(model, saved.load(path, model).prompt_cache)
+    else:
+        is_whole()
+
+
+def test_progress_is_told_in_bytes(path, tokens):
+    model, told = make_llama(), []
+    caches = read(model, tokens)
+    saved.save(path, model, caches, tokens, BOOK, progress=lambda *now: told.append(now))
+    total = sum(file.stat().st_size for file in entry_files(path))
+    assert told[-1] == (total, total) and {whole for _, whole in told} == {total}
+
+
+def test_mlx_lm_loads_a_book_whose_caches_say_what_is_missing(path, tokens):
+    model = make_llama()
+    caches = save(path, model, tokens)
+    cache = load_prompt_cache(str(path))
+    assert isinstance(cache[0], ArchivedKVCache) and cache[0].offset == len(tokens)
+    with pytest.raises(SnapKVError, match="without the entries beside it: load it with"):
+        plain(model, question(), prompt_cache=cache)
+    save_prompt_cache(str(path.with_name("theirs.safetensors")), caches)
+    with pytest.raises(SnapKVError, match="what was resident of a book, and not its other entries"):
+        saved.load(path.with_name("theirs.safetensors"), model)
+
+
+def test_what_fits_the_budget_is_saved_as_a_full_cache(path, tokens):
+    model = make_llama()
+    policy = resolve_policy(policy=BOOK.replace("keydiff:", "keydiff:min_ctx=999,"))
+    caches, report = read_book(model, tokens.tolist(), policy, "recall:file")
+    assert "below min_ctx=999" in report.reason
+    saved.save(path, model, saved_forms(model, caches), tokens, policy)
+    assert not folders(path)
+    loaded = saved.load(path, model).prompt_cache
+    for one, other in zip(loaded, caches):
+        for found, wanted in zip(one.keys_and_values(), other.keys_and_values()):
+            assert mx.array_equal(found, wanted)
