@@ -109,6 +109,18 @@ class BlockKVCache(EvictingCache):
         self._write(start, keys, values)
         self.offset += L
 
+    def settle(self) -> None:
+        self.commit()
+
+    def place(self) -> int:
+        self._n += 1
+        self.offset += 1
+        return self._n - 1
+
+    @property
+    def n_after_next(self) -> int:
+        return (self.quota.entries if self.is_due else self._n) + 1
+
     def _evict(self) -> None:
         if self._n <= self.quota.entries:
             return
@@ -148,6 +160,11 @@ class BlockKVCache(EvictingCache):
             self._uncounted.append(counted)
             if n > 1 or len(self._uncounted) >= self.block:
                 self._received, self._uncounted = self._counted(), []
+
+    @property
+    def recorded(self) -> list[mx.array]:
+        counted = [] if self._received is None else [self._received]
+        return [*super().recorded, *self._uncounted, *counted]
 
     def _counted(self) -> mx.array | None:
         """The attention counted so far, with that of the queries not counted yet."""

@@ -66,6 +66,28 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         """Add tokens' keys and values as they are to be stored."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Have the entries in the first `n_entries` rows, none of them to be taken back, as `place` wants it."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether entries give way before the next single token."""
+        return self._must_evict(1)
+
+    @property
+    @abstractmethod
+    def n_after_next(self) -> int:
+        """Entries held once a single token more has come."""
+
+    @abstractmethod
+    def place(self) -> int:
+        """Count a single token in, of a cache that is settled; the row for its entry, which the caller writes."""
+
+    @abstractmethod
+    def _must_evict(self, L: int) -> bool:
+        """Whether entries give way before the next `L` tokens."""
+
+    @abstractmethod
     def _evict(self) -> None:
         """Let entries give way now."""
 
@@ -128,6 +150,11 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
         return n
 
     @property
+    def uniform(self) -> bool:
+        """Whether all layers of the model hold equally many entries."""
+        return self._uniform
+
+    @property
     def observes(self) -> bool:  # type: ignore[override]
         return self.policy is not None and self.policy.observes_answer
 
@@ -139,6 +166,11 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
     @property
     def group_size(self) -> int:
         return self.quantization.group_size  # type: ignore[union-attr]
+
+    @property
+    def recorded(self) -> list[mx.array]:
+        """What is known of the queries so far, which somebody has to compute as the answer goes on."""
+        return [*self._queries, *self._sums]
 
     def inherit(self, recorder: Any) -> None:
         """Let the queries that another cache has recorded vote, as those of the newest tokens, until others come."""

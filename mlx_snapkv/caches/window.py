@@ -113,14 +113,27 @@ class SnapKVCache(EvictingCache):
             self._settle()
             self._shrink(L)
         if L == 1 and self._n == self.n_keep and not self._marked:
-            row = self.n_pin + self._oldest
-            self._oldest = (self._oldest + 1) % self.n_window
+            row = self.place()
         else:
             row = self._n
             self._n += L
             self._grow(max(self._n, self.n_keep))
             self._tail = join(self._tail, (keys, values)) if self._tail else (keys, values)
+            self._count(L)
         write((self.keys, self.values), row, (keys, values))
+
+    def place(self) -> int:
+        if self._n < self.n_keep:
+            row = self._n
+            self._n += 1
+        else:
+            row = self.n_pin + self._oldest
+            self._oldest = (self._oldest + 1) % self.n_window
+        self._count(1)
+        return row
+
+    def _count(self, L: int) -> None:
+        """Take note of the `L` tokens of an update."""
         self.offset += L
         self._since += L
         self._newest = self._newest + L if self._marked else L
@@ -129,6 +142,10 @@ class SnapKVCache(EvictingCache):
     def n_keep(self) -> int:
         """Entries held when the window is full."""
         return self.n_pin + self.n_window
+
+    @property
+    def n_after_next(self) -> int:
+        return min(self._n + 1, self.n_keep)
 
     def _grow(self, n: int) -> None:
         """Have room for `n` rows, and if they are more than the window's for some of slack."""
@@ -141,6 +158,11 @@ class SnapKVCache(EvictingCache):
         if n_rows(self.keys) > self.n_keep + max(SLACK, L):
             kept = rows((self.keys, self.values), 0, self.n_keep)
             self.keys, self.values = each(mx.contiguous, kept)
+
+    def settle(self) -> None:
+        self.commit()
+        self._settle()
+        self._shrink(1)
 
     def _settles(self, L: int) -> bool:
         """Whether the pending tokens move into the window before an update of `L`: for one, or where slack ends."""

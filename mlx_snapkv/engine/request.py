@@ -156,9 +156,9 @@ class Request:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Patch the model's attention classes for the block, from the first chunk to the last voter."""
+        """Patch the model's attention classes for the block: for all chunks up to the last voter, or for some."""
         self._require_unchanged()
-        self._started = time.perf_counter()
+        self._started = self._started or time.perf_counter()
         with recording(self._observed if self._observes else []):
             yield
 

@@ -1,0 +1,234 @@
+"""One layer's entries of several requests, in one array."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, _BaseCache
+
+from ..caches.evicting import EvictingCache
+from ..caches.layers import members
+from ..entries.quantization import Stored, arrays, each, grown, n_bytes, n_rows, pack, rows
+
+
+class BatchedEntries(_BaseCache):
+    """Compressed caches of one layer that decode together, a token at a time, as mlx-lm's batches want it.
+
+    The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most entries
+    that any of them holds, or is to hold. All else stays with the request's own cache: it tells which row its next
+    entry goes to and when entries give way, and takes its slot back for that. So a request keeps what it would keep
+    alone, whatever its neighbours are.
+
+    Args:
+        members: one cache a request; they are emptied, and belong to this one from now on.
+
+    Attributes:
+        offset: int32 `(B,)`, the position of each request's next token.
+    """
+
+    def __init__(self, members: Sequence[EvictingCache]):
+        for member in members:
+            member.settle()
+        self.members = list(members)
+        self.quantization = members[0].quantization
+        self._stored = _stacked([_slot(member, _rows_of(member)) for member in members])
+        for member in members:
+            member.keys = member.values = None
+        self.offset = mx.array([member.offset for member in members], mx.int32)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
+        """Add a token of each request, `(B, n_kv_heads, 1, head_dim)`; the entries that the attention is to see."""
+        for i, member in enumerate(self.members):
+            if member.is_due:
+                with self._own_slot(i, changes=True):
+                    member.evict()
+        places = [member.place() for member in self.members]
+        self._make_room(max(places) + 1)
+        self._write(places, (pack(keys, self.quantization), pack(values, self.quantization)))
+        self.offset = self.offset + 1
+        n = max(self._counts)
+        return self._stored if n == self._n_rows else rows(self._stored, 0, n)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """The mask of the next update: None, or bool `(B, 1, 1, rows)` where the requests' entries differ in number."""
+        assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
+        counts = [member.n_after_next for member in self.members]
+        if len(set(counts)) == 1:
+            return None
+        seen = mx.arange(max(counts)) < mx.array(counts)[:, None]
+        return seen[:, None, None, :]
+
+    def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
+        """Leave each request its query of `(B, n_heads, 1, head_dim)`, if it asks for it."""
+        for i, member in enumerate(self.members):
+            if member.observes:
+                with self._own_slot(i):
+                    member.record(queries[i : i + 1], scale, sinks)
+
+    @property
+    def observes(self) -> bool:
+        """Whether queries are asked for, so that the attention class must be patched."""
+        return any(member.observes for member in self.members)
+
+    @property
+    def recorded(self) -> list[mx.array]:
+        """What the requests know of their queries so far, to be computed between two tokens."""
+        return [array for member in self.members if member.observes for array in member.recorded]
+
+    @property
+    def kind(self) -> tuple:
+        """What requests must have in common to share the arrays and mlx-lm's one mask for all layers."""
+        member, how = self.members[0], self.quantization
+        n, fixed = member.n_entries, member.n_after_next == member.n_entries
+        if member.uniform:
+            return fixed, power_of_two(n), how
+        # Padded layers of different lengths would need a mask each.
+        return fixed, n if fixed else id(member), how
+
+    def extend(self, other: BatchedEntries) -> None:
+        """Take in the requests of another one, which is given up."""
+        n = max(self._n_rows, other._n_rows)
+        self._stored = _stacked([_with_room(part, n) for part in (self._stored, other._stored)])
+        self.members += other.members
+        self.offset = mx.concatenate([self.offset, other.offset])
+
+    def filter(self, keep: Sequence[int]) -> None:
+        """Keep the requests at these indices only."""
+        chosen = mx.array(list(keep))
+        self.members = [self.members[i] for i in keep]
+        n = max(_rows_of(member) for member in self.members)
+        stored = each(lambda x: mx.take(x, chosen, axis=0), self._stored)
+        self._stored = stored if n >= self._n_rows else _contiguous(rows(stored, 0, n))
+        self.offset = self.offset[chosen]
+
+    def extract(self, idx: int) -> EvictingCache:
+        """A request's cache by itself; this one keeps it, too."""
+        member = copy.deepcopy(self.members[idx])
+        member.keys, member.values = self._slot_of(idx, member.n_entries)
+        return member
+
+    @contextlib.contextmanager
+    def _own_slot(self, i: int, changes: bool = False) -> Iterator[None]:
+        """Lend a request its entries for the block; `changes` are taken back."""
+        member = self.members[i]
+        member.keys, member.values = self._slot_of(i, member.n_entries)
+        try:
+            yield
+            if changes:
+                self._take_back(i, rows((member.keys, member.values), 0, member.n_entries))
+        finally:
+            member.keys = member.values = None
+
+    def _slot_of(self, i: int, n: int) -> Stored:
+        return _contiguous(each(lambda x: x[i : i + 1, :, :n], self._stored))
+
+    def _take_back(self, i: int, entries: Stored) -> None:
+        n = n_rows(entries)
+        self._make_room(n)
+        for held, new in zip(arrays(self._stored), arrays(entries)):
+            held[i : i + 1, :, :n] = new
+
+    def _write(self, places: list[int], entries: Stored) -> None:
+        """Write one entry a request to its place, in place."""
+        if len(set(places)) == 1:
+            for held, new in zip(arrays(self._stored), arrays(entries)):
+                held[:, :, places[0] : places[0] + 1] = new
+            return
+        index = mx.array(places)[:, None, None, None]
+
+        def put(held: mx.array, new: mx.array) -> mx.array:
+            return mx.put_along_axis(held, mx.broadcast_to(index, new.shape), new, axis=2)
+
+        self._stored = each(put, self._stored, entries)
+
+    def _make_room(self, n: int) -> None:
+        """Have at least `n` rows, and half as many again if there are fewer."""
+        if n > self._n_rows:
+            self._stored = _with_room(self._stored, max(n, self._n_rows * 3 // 2))
+
+    @property
+    def _counts(self) -> list[int]:
+        return [member.n_entries for member in self.members]
+
+    @property
+    def _n_rows(self) -> int:
+        return n_rows(self._stored)
+
+    @property
+    def bits(self) -> int:
+        """mlx-lm chooses its quantised attention by whether a cache has this; one with plain entries has not."""
+        return self.quantization.bits  # type: ignore[union-attr]
+
+    @property
+    def group_size(self) -> int:
+        return self.quantization.group_size  # type: ignore[union-attr]
+
+    @property
+    def state(self) -> tuple:
+        return self._stored, self.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values, with the room for more."""
+        return n_bytes(self._stored)
+
+    def size(self) -> int:
+        """Entries held, the most of any request."""
+        return max(self._counts)
+
+    def empty(self) -> bool:
+        return False
+
+
+def _rows_of(member: EvictingCache) -> int:
+    """Rows that a request needs now, and for its next token."""
+    return max(member.n_entries, member.n_after_next)
+
+
+def _slot(member: EvictingCache, n: int) -> Stored:
+    """A cache's entries, in `n` rows."""
+    return _with_room(member.keys_and_values(), n)
+
+
+def _with_room(stored: Stored, n: int) -> Stored:
+    more = n - n_rows(stored)
+    return grown(stored, more) if more > 0 else stored
+
+
+def _stacked(slots: list[Stored]) -> Stored:
+    """Slots of one request or more in one array, with as many rows as the longest."""
+    if len(slots) == 1:
+        return slots[0]
+    n = max(map(n_rows, slots))
+    first, *others = (_with_room(slot, n) for slot in slots)
+    return each(lambda *parts: mx.concatenate(list(parts)), first, *others)
+
+
+def _contiguous(stored: Stored) -> Stored:
+    return each(mx.contiguous, stored)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def kind_of(prompt_cache: list) -> tuple:
+    """What requests must have in common, cache by cache, to decode together."""
+    return tuple(
+        getattr(cache, "kind", None) or (type(cache).__name__, power_of_two(cache.size()))
+        for cache in members(prompt_cache)
+    )
+
+
+def batched(cache: Any) -> Any:
+    """A request's cache of one layer, as the batch of one; mlx-lm's own the way it makes them."""
+    if isinstance(cache, CacheList):
+        return CacheList(*map(batched, cache.caches))
+    if isinstance(cache, EvictingCache):
+        return BatchedEntries([cache])
+    return cache.merge([cache])

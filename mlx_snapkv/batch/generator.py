@@ -1,0 +1,120 @@
+"""mlx-lm's continuous batching on compressed caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..caches.layers import attention_layers
+from ..caches.quantizable import require_quantizable
+from ..engine.decision import gate
+from ..engine.serving import require_no_conflict
+from ..entries.quantization import Quantization
+from ..policies import Policy, SnapKV, Stages, resolve_policy
+from .batchable import require_batchable
+from .groups import Groups
+from .guard import guarded_processor, guarded_sampler
+from .job import BatchReport, Job
+from .reading import Reading
+
+
+class CompressedBatchGenerator(BatchGenerator):
+    """mlx-lm's `BatchGenerator`, with a policy that compresses every prompt before it joins the others.
+
+    Prompts are read one at a time, whatever `prefill_batch_size` is, in the chunks and with the choices of
+    `generate_step`; those below the gate stay full, in the same run. Requests whose caches hold about equally many
+    entries decode together. A request's greedy answer is the one it gets alone. One that fails gets a last response
+    with the finish reason "error" and the exception as `error`; the others go on.
+
+    Args:
+        model: an mlx-lm model.
+        snapkv, policy: as of `generate_step`; without one of them this is mlx-lm's generator.
+        kv_bits, kv_group_size: of compressed entries, if they are to be quantised; full ones stay plain.
+        on_report: receives a request's number and its `CompressionReport`.
+        **kwargs: mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `sampler`, `completion_batch_size` and so on.
+
+    Raises:
+        SnapKVError: for options or models that can't be served; also of the `insert` methods, before anything is read.
+    """
+
+    def __init__(
+        self,
+        model,
+        *,
+        snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
+        policy: Policy | Stages | str | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        on_report: BatchReport | None = None,
+        **kwargs: Any,
+    ):
+        self._policy = resolve_policy(snapkv, policy)
+        self._quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
+        self._on_report = on_report or (lambda uid, report: None)
+        if self._policy is None:
+            super().__init__(model, **kwargs)
+            return
+        require_no_conflict(kwargs)
+        layers = attention_layers(model, make_prompt_cache(model))
+        require_batchable(model, self._policy)
+        if self._quantization is not None:
+            require_quantizable(model, layers, self._quantization)
+        super().__init__(model, **kwargs | {"prefill_batch_size": 1})
+        self._limit = self.prefill_step_size
+        self._prompt_batch = Reading.empty(model, self.sampler)
+        self._generation_batch = Groups()
+
+    def insert_segments(
+        self,
+        segments: list[list[list[int]]],
+        max_tokens: list[int] | None = None,
+        caches: list[list[Any]] | None = None,
+        all_tokens: list[list[int]] | None = None,
+        samplers: list[Callable] | None = None,
+        logits_processors: list[list[Callable]] | None = None,
+        stop_sequences: list[Any] | None = None,
+    ) -> list[int]:
+        if self._policy is not None:
+            for i, parts in enumerate(segments):
+                n = sum(map(len, parts))
+                self._require(n, None if not caches else caches[i])
+            samplers = [s and guarded_sampler(s) for s in samplers or []]
+            logits_processors = [
+                [guarded_processor(p) for p in given or ()] for given in logits_processors or []
+            ]
+        return super().insert_segments(
+            segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
+        )
+
+    def _require(self, n_prompt: int, prompt_cache: list | None) -> None:
+        """Raises: SnapKVError: the policy can't serve such a prompt."""
+        assert self._policy is not None
+        if n_prompt and gate(self._policy, n_prompt, prompt_cache) is None:
+            self._policy.quotas(n_prompt, len(attention_layers(self.model, make_prompt_cache(self.model))))
+
+    def _make_batch(self, n: int) -> Any:
+        if self._policy is None:
+            return super()._make_batch(n)
+        uid, segments, max_tokens, cache, tokens, sampler, processors, stops = (
+            self._unprocessed_sequences.popleft()
+        )
+        n_prompt = sum(map(len, segments))
+        self._currently_processing.append([segments, 0, n_prompt])
+        job = Job(
+            self.model, self._policy, uid, n_prompt, cache, max_tokens, self._quantization, self._on_report
+        )
+        self.prefill_step_size = job.step_size(self._limit)
+        return Reading.of(
+            job,
+            self.model,
+            self.prefill_step_size,
+            tokens=[tokens],
+            samplers=[sampler],
+            fallback_sampler=self.sampler,
+            logits_processors=[processors],
+            stop_sequences=[stops],
+            max_tokens=[max_tokens],
+        )

@@ -1,0 +1,209 @@
+"""Requests that decode together, in groups whose caches fit each other."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch
+
+from ..caches.layers import members
+from ..models import attention_classes
+from ..models.patch import recording
+from .entries import batched, kind_of
+from .guard import Guard
+from .job import Job
+
+
+class Group(GenerationBatch):
+    """mlx-lm's batch of requests that decode; one that fails ends alone, with its error.
+
+    Attributes:
+        joins: others of its kind may come in, and it may join them.
+    """
+
+    @dataclass
+    class Response(GenerationBatch.Response):
+        """mlx-lm's; with the finish reason "error", what was raised. Its token is then none of the answer's."""
+
+        error: Exception | None = None
+
+    joins = True
+
+    @property
+    def kind(self) -> tuple:
+        """What its requests' caches have in common."""
+        return kind_of(self.prompt_cache)
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Patch the model's attention classes for the block if any request asks for queries."""
+        observed = any(getattr(c, "observes", False) for c in members(self.prompt_cache))
+        return recording(attention_classes(self.model) if observed else [])
+
+    def next(self) -> list[Any]:
+        uids = list(self.uids)
+        try:
+            with self.recording():
+                responses = super().next()
+            mx.eval([getattr(c, "recorded", []) for c in members(self.prompt_cache)])
+        except Exception as error:
+            self.filter([])
+            return [self._failure(uid, error) for uid in uids]
+        return self._told(responses, self._errors(responses))
+
+    def extracted(self, idx: int) -> list:
+        """A request's caches as they are, for others to go on with."""
+        return self.extract_cache(idx)
+
+    def _told(self, responses: list[Any], errors: dict[int, Exception]) -> list[Any]:
+        """The responses, of failed requests their errors; those are left out from now on."""
+        if errors:
+            self.filter([i for i, uid in enumerate(self.uids) if uid not in errors])
+        return [self._failure(r.uid, errors[r.uid]) if r.uid in errors else r for r in responses]
+
+    def _errors(self, responses: list[Any]) -> dict[int, Exception]:
+        """Why requests failed in the last step, by `uid`."""
+        with mx.stream(mx.cpu):  # on the device it would wait for the next tokens, which are under way
+            nan = mx.isnan(mx.stack([r.logprobs[0] for r in responses])).tolist()
+        errors: dict[int, Exception] = {
+            r.uid: FloatingPointError("the model gave NaN instead of logits")
+            for r, is_nan in zip(responses, nan)
+            if is_nan
+        }
+        for i, uid in enumerate(self.uids):
+            for function in (*self.samplers[i : i + 1], *(self.logits_processors[i] or ())):
+                if isinstance(function, Guard) and function.error is not None:
+                    errors[uid] = function.error
+        return errors
+
+    def _failure(self, uid: int, error: Exception) -> Any:
+        return self.Response(uid, -1, None, "error", None, None, error)
+
+
+class Fresh(Group):
+    """A request whose prompt is still to be compressed: its first tokens may vote on it."""
+
+    job: Job
+    _n_fed = 0
+
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.job.n_ahead == 0
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        return self.job.recording()
+
+    def next(self) -> list[Any]:
+        responses = super().next()
+        self._n_fed += 1
+        if not self.uids or self._n_fed < self.job.n_ahead:
+            return responses
+        try:
+            self.job.compress()
+            self.prompt_cache = list(map(batched, self.job.caches))
+        except Exception as error:
+            return self._told(responses, {self.job.uid: error})
+        return responses
+
+    def extract_cache(self, idx: int) -> list:
+        """The caches of the answer that has ended, compressed."""
+        self.job.compress()
+        return list(self.job.caches)
+
+    def extracted(self, idx: int) -> list:
+        return self.job.extracted()
+
+
+class Failed(Group):
+    """A request that failed while its prompt was read, and has still to say so."""
+
+    joins = False
+
+    def __init__(self, model, job: Job, tokens: list[list[int]]):
+        super().__init__(model, [], mx.array([], mx.uint32), [], [], [], None, [], [], [])
+        self.uids, self.tokens, self._job = [job.uid], tokens, job
+
+    def next(self) -> list[Any]:
+        self.uids = []
+        return [self._failure(self._job.uid, self._job.error)]
+
+    def filter(self, keep: list[int]) -> None:
+        self.uids = [self.uids[i] for i in keep]
+
+    def extracted(self, idx: int) -> list:
+        return self._job.extracted()
+
+
+class Groups:
+    """What mlx-lm's `BatchGenerator` takes for its one batch of requests that decode."""
+
+    def __init__(self) -> None:
+        self._together: list[Group] = []
+        self._alone: list[Group] = []  # not to be joined yet, or ever
+
+    def __len__(self) -> int:
+        return sum(map(len, self._groups))
+
+    @property
+    def uids(self) -> list[int]:
+        return [uid for group in self._groups for uid in group.uids]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [tokens for group in self._groups for tokens in group.tokens]
+
+    @property
+    def prompt_cache(self) -> list:
+        return [cache for group in self._groups for cache in group.prompt_cache]
+
+    def extend(self, group: Group) -> None:
+        """Take a group's requests in, among others whose caches fit."""
+        if not group.joins:
+            self._alone.append(group)
+            return
+        kind = group.kind
+        fitting = (other for other in self._together if other.kind == kind)
+        other = next(fitting, None)
+        if other is None:
+            other = Group.empty(group.model, group.fallback_sampler)
+            self._together.append(other)
+        other.extend(group)
+
+    def next(self) -> list[Any]:
+        """A token of every request."""
+        responses = [response for group in self._groups for response in group.next()]
+        self._settle()
+        return responses
+
+    def extract_cache(self, idx: int) -> list:
+        group, i = self._place(idx)
+        return group.extracted(i)
+
+    def filter(self, keep: list[int]) -> None:
+        places = [self._place(idx) for idx in keep]
+        for group in self._groups:
+            kept = [i for found, i in places if found is group]
+            if len(kept) < len(group):
+                group.filter(kept)
+        self._settle()
+
+    @property
+    def _groups(self) -> list[Group]:
+        return [*self._together, *self._alone]
+
+    def _place(self, idx: int) -> tuple[Group, int]:
+        """The group of the request at `idx`, and where it is in it."""
+        for group in self._groups:
+            if idx < len(group):
+                return group, idx
+            idx -= len(group)
+        raise IndexError("there are not that many requests")
+
+    def _settle(self) -> None:
+        """Let go of groups without requests, and let those that have become ready join others."""
+        self._together = [group for group in self._together if len(group)]
+        alone, self._alone = [group for group in self._alone if len(group)], []
+        for group in alone:
+            self.extend(group)
