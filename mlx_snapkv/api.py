@@ -1,5 +1,7 @@
 """What users import from `mlx_snapkv`, which loads this file when one of these names is first asked for."""
 
+from .batch.generate import batch_generate
+from .batch.generator import CompressedBatchGenerator
 from .caches import BlockKVCache, SnapKVCache
 from .chat.conversation import Conversation
 from .engine.compress import compress_prompt_cache
@@ -26,6 +28,7 @@ __all__ = [
     "H2O",
     "TOVA",
     "BlockKVCache",
+    "CompressedBatchGenerator",
     "CompressionReport",
     "Conversation",
     "ExpectedAttention",
@@ -43,6 +46,7 @@ __all__ = [
     "SnapKVError",
     "Stages",
     "StreamingLLM",
+    "batch_generate",
     "compress_prompt_cache",
     "generate",
     "generate_step",

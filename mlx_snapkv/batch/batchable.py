@@ -1,17 +1,16 @@
 """Which models and policies can decode in a batch."""
 
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
-from ..errors import SnapKVError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..models import type_of
-from ..policies import Policy, Stages
 
-# Wrong, or an error, in mlx-lm's own batches too (0.32): positions learned for single prompts, chunks, caches of no entries.
+# Wrong, or an error, in mlx-lm's own batches too (0.32).
 ALONE = ("gpt_bigcode", "llama4", "nemotron-nas")
 
 
-def require_batchable(model, policy: Policy | Stages) -> None:
+def require_batchable(model) -> None:
     """Raises: SnapKVError: prompts of this model can't be decoded together."""
     caches = list(members(make_prompt_cache(model)))
     if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):

@@ -18,10 +18,10 @@ from ..entries.quantization import Stored, arrays, each, grown, n_bytes, n_rows,
 class BatchedEntries(_BaseCache):
     """Compressed caches of one layer that decode together, a token at a time, as mlx-lm's batches want it.
 
-    The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most entries
-    that any of them holds, or is to hold. All else stays with the request's own cache: it tells which row its next
-    entry goes to and when entries give way, and takes its slot back for that. So a request keeps what it would keep
-    alone, whatever its neighbours are.
+    The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most
+    entries that any of them holds, or is to hold. All else stays with the request's own cache: it tells which row its
+    next entry goes to and when entries give way, and takes its slot back for that. So a request keeps what it would
+    keep alone, whatever its neighbours are.
 
     Args:
         members: one cache a request; they are emptied, and belong to this one from now on.
@@ -167,7 +167,7 @@ class BatchedEntries(_BaseCache):
     def group_size(self) -> int:
         return self.quantization.group_size  # type: ignore[union-attr]
 
-    @property
+    @property  # type: ignore[misc]  # nothing sets it
     def state(self) -> tuple:
         return self._stored, self.offset
 

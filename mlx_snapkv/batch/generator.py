@@ -59,7 +59,8 @@ class CompressedBatchGenerator(BatchGenerator):
             return
         require_no_conflict(kwargs)
         layers = attention_layers(model, make_prompt_cache(model))
-        require_batchable(model, self._policy)
+        self._n_layers = len(layers)
+        require_batchable(model)
         if self._quantization is not None:
             require_quantizable(model, layers, self._quantization)
         super().__init__(model, **kwargs | {"prefill_batch_size": 1})
@@ -78,10 +79,9 @@ class CompressedBatchGenerator(BatchGenerator):
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
         if self._policy is not None:
-            for i, parts in enumerate(segments):
-                n = sum(map(len, parts))
-                self._require(n, None if not caches else caches[i])
-            samplers = [s and guarded_sampler(s) for s in samplers or []]
+            for parts, cache in zip(segments, caches or [None] * len(segments)):
+                self._require(sum(map(len, parts)), cache)
+            samplers = [None if s is None else guarded_sampler(s) for s in samplers or []]
             logits_processors = [
                 [guarded_processor(p) for p in given or ()] for given in logits_processors or []
             ]
@@ -93,7 +93,7 @@ class CompressedBatchGenerator(BatchGenerator):
         """Raises: SnapKVError: the policy can't serve such a prompt."""
         assert self._policy is not None
         if n_prompt and gate(self._policy, n_prompt, prompt_cache) is None:
-            self._policy.quotas(n_prompt, len(attention_layers(self.model, make_prompt_cache(self.model))))
+            self._policy.prefill_quotas(n_prompt, self._n_layers)
 
     def _make_batch(self, n: int) -> Any:
         if self._policy is None:
@@ -104,7 +104,14 @@ class CompressedBatchGenerator(BatchGenerator):
         n_prompt = sum(map(len, segments))
         self._currently_processing.append([segments, 0, n_prompt])
         job = Job(
-            self.model, self._policy, uid, n_prompt, cache, max_tokens, self._quantization, self._on_report
+            self.model,
+            self._policy,
+            uid,
+            n_prompt,
+            cache,
+            max_tokens,
+            self._quantization,
+            self._on_report,
         )
         self.prefill_step_size = job.step_size(self._limit)
         return Reading.of(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationBatch
+from mlx_lm.generate import GenerationBatch, greedy_sampler
 
 from ..caches.layers import members
 from ..models import attention_classes
@@ -22,6 +22,7 @@ class Group(GenerationBatch):
 
     Attributes:
         joins: others of its kind may come in, and it may join them.
+        job: of a request that can't be joined yet.
     """
 
     @dataclass
@@ -31,6 +32,7 @@ class Group(GenerationBatch):
         error: Exception | None = None
 
     joins = True
+    job: Any = None
 
     @property
     def kind(self) -> tuple:
@@ -65,21 +67,25 @@ class Group(GenerationBatch):
 
     def _errors(self, responses: list[Any]) -> dict[int, Exception]:
         """Why requests failed in the last step, by `uid`."""
-        with mx.stream(mx.cpu):  # on the device it would wait for the next tokens, which are under way
-            nan = mx.isnan(mx.stack([r.logprobs[0] for r in responses])).tolist()
+        with mx.stream(
+            mx.cpu
+        ):  # on the device it would wait for the next tokens, which are under way
+            nan: Any = mx.isnan(mx.stack([r.logprobs[0] for r in responses])).tolist()
         errors: dict[int, Exception] = {
             r.uid: FloatingPointError("the model gave NaN instead of logits")
             for r, is_nan in zip(responses, nan)
             if is_nan
         }
         for i, uid in enumerate(self.uids):
-            for function in (*self.samplers[i : i + 1], *(self.logits_processors[i] or ())):
+            functions = [self.samplers[i], *self.logits_processors[i]]  # type: ignore[index]
+            for function in functions:
                 if isinstance(function, Guard) and function.error is not None:
                     errors[uid] = function.error
         return errors
 
     def _failure(self, uid: int, error: Exception) -> Any:
-        return self.Response(uid, -1, None, "error", None, None, error)
+        nothing: Any = None
+        return self.Response(uid, -1, nothing, "error", None, None, error)
 
 
 class Fresh(Group):
@@ -119,21 +125,23 @@ class Fresh(Group):
 class Failed(Group):
     """A request that failed while its prompt was read, and has still to say so."""
 
+    job: Job
     joins = False
 
     def __init__(self, model, job: Job, tokens: list[list[int]]):
-        super().__init__(model, [], mx.array([], mx.uint32), [], [], [], None, [], [], [])
-        self.uids, self.tokens, self._job = [job.uid], tokens, job
+        super().__init__(model, [], mx.array([], mx.uint32), [], [], [], greedy_sampler, [], [], [])
+        self.uids, self.tokens, self.job = [job.uid], tokens, job
 
     def next(self) -> list[Any]:
         self.uids = []
-        return [self._failure(self._job.uid, self._job.error)]
+        assert self.job.error is not None
+        return [self._failure(self.job.uid, self.job.error)]
 
     def filter(self, keep: list[int]) -> None:
         self.uids = [self.uids[i] for i in keep]
 
     def extracted(self, idx: int) -> list:
-        return self._job.extracted()
+        return self.job.extracted()
 
 
 class Groups:

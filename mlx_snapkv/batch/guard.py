@@ -17,7 +17,9 @@ class Guard:
         error: what it raised.
     """
 
-    def __init__(self, function: Callable[..., mx.array], otherwise: Callable[[mx.array], mx.array]):
+    def __init__(
+        self, function: Callable[..., mx.array], otherwise: Callable[[mx.array], mx.array]
+    ):
         self._function = function
         self._otherwise = otherwise
         self.error: Exception | None = None

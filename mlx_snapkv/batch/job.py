@@ -34,9 +34,6 @@ class Job:
     Attributes:
         caches: what mlx-lm is to be handed; they become compressed.
         error: what ended the request.
-
-    Raises:
-        SnapKVError: the policy can't serve this prompt or model.
     """
 
     def __init__(
@@ -55,13 +52,27 @@ class Job:
         self._model, self._on_report = model, on_report
         self._request: Request | None = None
         self._report: CompressionReport | None = None
-        self.caches = prompt_cache
-        reason = gate(policy, n_prompt, prompt_cache, max_tokens)
+        self.caches = copy.deepcopy(prompt_cache)  # as mlx-lm does, it is left as it is
+        try:
+            self._prepare(policy, n_prompt, max_tokens, quantization)
+        except Exception as error:
+            self.error = error
+
+    def _prepare(
+        self,
+        policy: Policy | Stages,
+        n_prompt: int,
+        max_tokens: int,
+        quantization: Quantization | None,
+    ) -> None:
+        reason = gate(policy, n_prompt, self.caches, max_tokens)
         if reason is not None:
             self._report = CompressionReport(str(policy), n_prompt, reason)
             return
-        pull = pull_for(model, policy, Recall(), held_tokens(model, prompt_cache) + n_prompt)
-        self._request = Request(model, policy, n_prompt, prompt_cache, quantization, pull)
+        pull = pull_for(
+            self._model, policy, Recall(), held_tokens(self._model, self.caches) + n_prompt
+        )
+        self._request = Request(self._model, policy, n_prompt, self.caches, quantization, pull)
         self.caches = self._request.caches
 
     def begin(self) -> None:

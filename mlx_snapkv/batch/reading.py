@@ -21,14 +21,13 @@ class Reading(PromptProcessingBatch):
     """
 
     job: Job
+    decoder: Any  # the model that the answer is decoded with
 
     @classmethod
     def of(cls, job: Job, model, prefill_step_size: int, **sequence: Any) -> Reading:
         """A batch of one prompt; `sequence` is what mlx-lm keeps of it, in lists of one."""
-        batch = cls(
-            job.loop_model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence
-        )
-        batch.job, batch.prompt_cache, batch._decoder = job, job.caches, model
+        batch = cls(job.loop_model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence)
+        batch.job, batch.prompt_cache, batch.decoder = job, job.caches, model
         return batch
 
     def extend(self, batch: Any) -> None:
@@ -69,13 +68,13 @@ class Reading(PromptProcessingBatch):
                     return self._generation(tokens)
             except Exception as error:
                 job.error = error
-        return Failed(self._decoder, job, self.tokens)
+        return Failed(self.decoder, job, self.tokens)
 
     def _generation(self, tokens: list[list[int]]) -> Group:
         kind = Fresh if self.job.n_ahead else Group
         caches = self.job.caches
         generation = kind(
-            self._decoder,
+            self.decoder,
             self.uids,
             mx.array([sequence[-1] for sequence in tokens]),
             caches if self.job.n_ahead else list(map(batched, caches)),

@@ -28,6 +28,7 @@ from .split_calls import gives_way, one_by_one, rewinding
 ReportCallback = Callable[[CompressionReport], None]
 
 MAX_TOKENS = 256  # mlx-lm's own default
+NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 
 
 def without_compression(response: GenerationResponse, seconds: float) -> GenerationResponse:
@@ -153,7 +154,7 @@ def reason_for_nothing(
     recall: Recall,
 ) -> str | None:
     if policy is None:
-        return "no policy was given: pass snapkv or policy to compress"
+        return NO_POLICY_REASON
     if options.get("input_embeddings") is not None:
         return "a prompt given as embeddings is not compressed"
     given = options.get("prompt_cache")

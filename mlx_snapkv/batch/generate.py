@@ -1,0 +1,145 @@
+"""mlx-lm's `batch_generate`, with a policy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm.generate import BatchResponse as MlxBatchResponse
+from mlx_lm.generate import batch_generate as mlx_batch_generate
+
+from ..engine.report import NO_POLICY, CompressionReport
+from ..engine.serving import NO_POLICY_REASON
+from ..errors import SnapKVError
+from ..policies import Policy, SnapKV, Stages, resolve_policy
+from .generator import CompressedBatchGenerator
+
+
+@dataclass
+class BatchResponse(MlxBatchResponse):
+    """mlx-lm's response, and what became of each prompt.
+
+    Attributes:
+        errors: by prompt, what ended its answer before its end; None where nothing did.
+    """
+
+    errors: list[Exception | None] = field(default_factory=list)
+
+
+def batch_generate(
+    model,
+    tokenizer,
+    prompts: Sequence[Sequence[int]],
+    prompt_caches: list[list[Any]] | None = None,
+    max_tokens: int | list[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    *,
+    snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
+    policy: Policy | Stages | str | None = None,
+    on_report: Callable[[CompressionReport], None] | None = None,
+    **kwargs: Any,
+) -> MlxBatchResponse:
+    """`mlx_lm.batch_generate` with compressed prompts; without a policy it is mlx-lm's own.
+
+    Args:
+        prompts: token ids of each prompt, at least one.
+        prompt_caches: what went before each prompt; as mlx-lm does, they are left as they are.
+        snapkv, policy: as of `generate_step`.
+        on_report: receives one `CompressionReport` a prompt, in their order.
+        **kwargs: `kv_bits`, `kv_group_size`, and mlx-lm's, for `CompressedBatchGenerator`.
+
+    Returns:
+        mlx-lm's response; with a policy a `BatchResponse`, whose `errors` tell which prompts failed, and why. The
+        others' answers are those that they get alone.
+
+    Raises:
+        SnapKVError: options, models or prompts can't be served; nothing has been read then.
+    """
+    chosen = resolve_policy(snapkv, policy)
+    given = [list(prompt) for prompt in prompts]
+    for number, prompt in enumerate(given):
+        if not prompt:
+            raise SnapKVError(f"prompt {number} is empty: give at least one token")
+    if chosen is None:
+        for prompt in given if on_report else ():
+            on_report(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))  # type: ignore[misc]
+        return mlx_batch_generate(
+            model,
+            tokenizer,
+            given,
+            prompt_caches,
+            max_tokens,
+            verbose,
+            return_prompt_caches,
+            return_token_ids,
+            return_logprobs,
+            **kwargs,
+        )
+    answers = [_Answer() for _ in given]
+    reports = _InOrder(on_report or (lambda report: None))
+    stops = [[token] for token in tokenizer.eos_token_ids]
+    generator = CompressedBatchGenerator(
+        model, policy=chosen, stop_tokens=stops, on_report=reports.add, **kwargs
+    )
+    limits = [max_tokens] * len(given) if isinstance(max_tokens, int) else max_tokens
+    with contextlib.closing(generator), generator.stats() as stats:
+        generator.insert(given, limits, caches=prompt_caches)  # which numbers them from 0
+        while responses := generator.next_generated():
+            for response in responses:
+                answers[response.uid].add(response, return_logprobs)
+            if verbose:
+                n_done = sum(answer.ended for answer in answers)
+                print(f"\r{n_done} of {len(given)} prompts answered", end="", flush=True)
+    if verbose:
+        print(
+            f"\nPrompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec\n"
+            f"Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec\n"
+            f"Peak memory: {stats.peak_memory:.3f} GB"
+        )
+    return BatchResponse(
+        [tokenizer.decode(answer.tokens) for answer in answers],
+        stats,
+        [answer.prompt_cache or [] for answer in answers] if return_prompt_caches else None,
+        [answer.tokens for answer in answers] if return_token_ids else None,
+        [answer.logprobs for answer in answers] if return_logprobs else None,
+        [answer.error for answer in answers],
+    )
+
+
+@dataclass
+class _Answer:
+    """What has come of one prompt so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_cache: list[Any] | None = None
+    error: Exception | None = None
+    ended: bool = False
+
+    def add(self, response: Any, with_logprobs: bool) -> None:
+        self.ended = response.finish_reason is not None
+        self.prompt_cache, self.error = response.prompt_cache, response.error
+        if response.finish_reason in (None, "length"):
+            self.tokens.append(response.token)
+            if with_logprobs:
+                self.logprobs.append(response.logprobs[response.token].item())
+
+
+class _InOrder:
+    """Reports in the order of their prompts, each told as soon as those before it have been."""
+
+    def __init__(self, tell: Callable[[CompressionReport], None]):
+        self._tell = tell
+        self._waiting: dict[int, CompressionReport] = {}
+        self._next = 0
+
+    def add(self, uid: int, report: CompressionReport) -> None:
+        self._waiting[uid] = report
+        while self._next in self._waiting:
+            self._tell(self._waiting.pop(self._next))
+            self._next += 1
