@@ -79,7 +79,8 @@ class CompressedBatchGenerator(BatchGenerator):
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
         if self._policy is not None:
-            for parts, cache in zip(segments, caches or [None] * len(segments)):
+            given: list[Any] = caches or [None] * len(segments)
+            for parts, cache in zip(segments, given):
                 self._require(sum(map(len, parts)), cache)
             samplers = [None if s is None else guarded_sampler(s) for s in samplers or []]
             logits_processors = [
