@@ -40,6 +40,8 @@ class CompressedBatchGenerator(BatchGenerator):
         SnapKVError: for options or models that can't be served; also of the `insert` methods, before anything is read.
     """
 
+    _old_wired_limit = None  # for mlx-lm's `close`, if nothing comes of the rest
+
     def __init__(
         self,
         model,
@@ -79,8 +81,7 @@ class CompressedBatchGenerator(BatchGenerator):
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
         if self._policy is not None:
-            given: list[Any] = caches or [None] * len(segments)
-            for parts, cache in zip(segments, given):
+            for parts, cache in zip(segments, caches or [[]] * len(segments)):
                 self._require(sum(map(len, parts)), cache)
             samplers = [None if s is None else guarded_sampler(s) for s in samplers or []]
             logits_processors = [

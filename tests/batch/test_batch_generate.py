@@ -1,0 +1,119 @@
+"""mlx-lm's batch_generate with a policy: its signature, its answers, a report a prompt."""
+
+import importlib
+import inspect
+
+import mlx.core as mx
+import pytest
+from batch_helpers import alone
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_snapkv import SnapKVCache, SnapKVError, batch_generate, generate
+from mlx_snapkv.batch.generator import CompressedBatchGenerator
+from mlx_snapkv.batch.groups import Groups
+from mlx_snapkv.batch.reading import Reading
+
+mlx_generate = importlib.import_module("mlx_lm.generate")
+POLICY = "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=512"
+
+
+@pytest.fixture(scope="module")
+def asked(demo_llama, ask):
+    _, tokenizer = demo_llama
+    return [ask(tokenizer, n, seed=n) for n in (700, 300, 1500, 900)]
+
+
+def test_every_prompt_is_answered_as_alone(demo_llama, asked):
+    model, tokenizer = demo_llama
+    reports = []
+    response = batch_generate(
+        model,
+        tokenizer,
+        [prompt for prompt, _ in asked],
+        max_tokens=[30, 20, 30, 2],
+        policy=POLICY,
+        on_report=reports.append,
+        return_prompt_caches=True,
+        return_token_ids=True,
+        return_logprobs=True,
+    )
+    for i, ((prompt, _), n) in enumerate(zip(asked, (30, 20, 30, 2))):
+        answer = generate(model, tokenizer, prompt, max_tokens=n, policy=POLICY)
+        assert response.texts[i].strip() == answer
+        assert len(response.logprobs[i]) == len(response.token_ids[i]) > 0
+        assert all(-1 < p <= 0 for p in response.logprobs[i])
+    assert [report.prompt_tokens for report in reports] == [len(prompt) for prompt, _ in asked]
+    assert [report.compressed for report in reports] == [True, False, True, True]
+    assert response.errors == [None] * 4
+    assert isinstance(response.caches[0][0], SnapKVCache)
+    assert isinstance(response.caches[1][0], KVCache)
+    assert response.stats.generation_tokens >= sum(map(len, response.token_ids))
+    # and a cache that came back goes on
+    more = alone(model, prompt_of(tokenizer), 5, prompt_cache=response.caches[0])
+    assert len(more) == 5
+
+
+def prompt_of(tokenizer):
+    return tokenizer.encode("And then?", add_special_tokens=False)
+
+
+def test_without_a_policy_it_is_mlx_lms(demo_llama, asked, capsys):
+    model, tokenizer = demo_llama
+    prompts = [prompt for prompt, _ in asked[:2]]
+    wanted = mlx_generate.batch_generate(
+        model, tokenizer, prompts, max_tokens=5, return_token_ids=True
+    )
+    reports = []
+    found = batch_generate(
+        model, tokenizer, prompts, max_tokens=5, return_token_ids=True, on_report=reports.append
+    )
+    assert (found.texts, found.token_ids) == (wanted.texts, wanted.token_ids)
+    assert [report.compressed for report in reports] == [False, False]
+    batch_generate(model, tokenizer, prompts, max_tokens=3, policy=POLICY, verbose=True)
+    assert "2 of 2 prompts answered" in capsys.readouterr().out
+
+
+def test_given_caches_are_left_as_they_are(demo_llama, asked):
+    model, tokenizer = demo_llama
+    prompt, _ = asked[1]
+    cache = make_prompt_cache(model)
+    model(mx.array(prompt[:100])[None], cache=cache)
+    response = batch_generate(
+        model, tokenizer, [prompt[100:]], [cache], max_tokens=20, policy=POLICY
+    )
+    assert cache[0].offset == 100
+    assert response.texts[0].strip() == generate(model, tokenizer, prompt, max_tokens=20)
+
+
+def test_empty_prompts_and_options_that_cant_be(demo_llama):
+    model, tokenizer = demo_llama
+    with pytest.raises(SnapKVError, match="prompt 1 is empty"):
+        batch_generate(model, tokenizer, [[1, 2], []], policy=POLICY)
+    with pytest.raises(SnapKVError, match="both"):
+        batch_generate(model, tokenizer, [[1, 2]], policy=POLICY, snapkv="top_k=5")
+
+
+def test_the_hooks_of_mlx_lm_that_batches_stand_on():
+    """An upgrade of mlx-lm that changes one of these is to fail here, and not in an answer."""
+    ours = inspect.signature(batch_generate).parameters
+    theirs = inspect.signature(mlx_generate.batch_generate).parameters
+    assert list(theirs)[:-1] == list(ours)[: len(theirs) - 1]
+    assert all(ours[name].default == theirs[name].default for name in list(theirs)[3:-1])
+    generator = mlx_generate.BatchGenerator
+    for name in ("insert_segments", "insert"):
+        mine = inspect.signature(getattr(CompressedBatchGenerator, name))
+        assert list(mine.parameters) == list(inspect.signature(getattr(generator, name)).parameters)
+    step = inspect.getsource(generator._next)
+    for used in ("self._prompt_batch.extend(self._make_batch(n))", "self._generation_batch.next()",
+                 "self._prompt_batch.split(split).generate(last_inputs)", "self._prompt_batch.prompt(prompts)",
+                 "self._generation_batch.extend(gen_batch)", "self.prefill_step_size"):  # fmt: skip
+        assert used in step
+    for name in ("extend", "split", "filter", "prompt", "generate", "extract_cache"):
+        assert name in vars(mlx_generate.PromptProcessingBatch) and name in vars(Reading)
+    for name in ("extend", "next", "filter", "extract_cache", "__len__"):
+        assert name in vars(mlx_generate.GenerationBatch) and name in vars(Groups)
+    parameters = list(inspect.signature(mlx_generate.GenerationBatch.__init__).parameters)
+    assert parameters[1:] == [
+        "model", "uids", "inputs", "prompt_cache", "tokens", "samplers", "fallback_sampler", "logits_processors",
+        "stop_sequences", "max_tokens",
+    ]  # fmt: skip

@@ -1,0 +1,201 @@
+"""Requests in a batch answer as they do alone, whatever joins or leaves meanwhile."""
+
+import mlx.core as mx
+import pytest
+from batch_helpers import Run, alone, prompts_of
+from mlx_lm.generate import BatchGenerator
+from request_helpers import assert_unpatched, plain
+from tiny_models import make_llama
+
+from mlx_snapkv import SnapKVCache, SnapKVError, prefill
+from mlx_snapkv.batch.generator import CompressedBatchGenerator
+
+SNAPKV = "snapkv:n_sink=4,n_window=32,min_ctx=0"
+SNAPKV100 = SNAPKV.replace("min_ctx=0", "min_ctx=100")
+POLICIES = [
+    f"{SNAPKV},budget=56",
+    f"{SNAPKV100},budget=40%",
+    f"{SNAPKV},budget=56,lookahead=0",
+    f"{SNAPKV},budget=56,last_token=false",
+    f"{SNAPKV},budget=pyramid:56",
+    f"{SNAPKV},budget=adaptive:56",
+    f"{SNAPKV},budget=56,critical=true",
+    f"{SNAPKV},budget=56,on_full=grow",
+    "snapkv:n_sink=4,min_ctx=0,budget=84,n_window=64,on_full=reselect",
+    "snapkv:n_sink=4,min_ctx=0,budget=84,n_window=64,on_full=keydiff",
+    "keydiff:budget=48,block=16",
+    "keydiff:budget=pyramid:48,block=16",
+    "keydiff:budget=40,n_window=8,schedule=once",
+    f"keydiff:budget=90,block=32 then {SNAPKV},budget=50",
+    "h2o:budget=48,block=16",
+    "tova:budget=48,block=16",
+    "scissorhands:budget=48,block=16",
+    "streaming_llm:budget=48",
+    "key_norm:budget=48,block=16",
+    "lagkv:budget=300",
+    "expected_attention:budget=60",
+]
+LENGTHS = (190, 40, 260, 120, 333, 75)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_staggered_requests_answer_as_alone(tiny_model, policy):
+    prompts = prompts_of(*LENGTHS)
+    limits = [12, 90, 40, 25, 60, 7]
+    run = Run(tiny_model, policy)
+    uids = run.insert(prompts[:2], limits[:2])
+    for i in range(2, len(prompts)):
+        for _ in range(4):
+            run.step()
+        uids += run.insert([prompts[i]], [limits[i]])
+    run.finish()
+    for uid, prompt, limit in zip(uids, prompts, limits):
+        reports = []
+        wanted = alone(tiny_model, prompt, limit, policy=policy, on_report=reports.append)
+        assert run.answers[uid] == wanted
+        assert run.reports[uid].entries_kept == reports[0].entries_kept
+        assert run.reports[uid].reason == reports[0].reason
+        assert run.last[uid].finish_reason == "length"
+    assert_unpatched()
+
+
+@pytest.mark.parametrize(
+    "policy", [f"{SNAPKV},budget=56", f"{SNAPKV100},budget=40%", "keydiff:budget=48"]
+)
+def test_quantised_entries_too(policy):
+    model = make_llama(hidden_size=128)
+    options = {"kv_bits": 8, "kv_group_size": 32}
+    run = Run(model, policy, **options)
+    prompts = prompts_of(*LENGTHS)
+    uids = run.insert(prompts, 30)
+    run.finish()
+    for uid, prompt in zip(uids, prompts):
+        if run.reports[uid].compressed:
+            assert run.answers[uid] == alone(model, prompt, 30, policy=policy, **options)
+
+
+@pytest.mark.parametrize(
+    "policy", [f"{SNAPKV100},budget=56", "keydiff:budget=48,block=16,min_ctx=100"]
+)
+def test_extracted_and_removed_requests(tiny_model, policy):
+    prompts = prompts_of(*LENGTHS)
+    run = Run(tiny_model, policy)
+    uids = run.insert(prompts, 40)
+    for _ in range(30):
+        run.step()
+    extracted = run.generator.extract_cache(uids)
+    given = {uid: (cache, list(tokens)) for uid, (cache, tokens) in extracted.items()}
+    removed = [uid for uid in uids if len(run.answers.get(uid, [])) % 2]
+    run.generator.remove(removed)
+    assert set(given) >= set(removed)
+    run.finish()
+    for uid, prompt in zip(uids, prompts):
+        wanted = alone(tiny_model, prompt, 40, policy=policy)
+        answer = run.answers.get(uid, [])
+        assert answer == wanted[: len(answer)]
+        assert (len(answer) == 40) != (uid in removed)
+        cache, tokens = given.get(uid, ([], []))
+        said = len(tokens) - len(prompt)
+        if said > 0:
+            assert tokens == prompt + wanted[:said]
+            rest = alone(tiny_model, [wanted[said]], 39 - said, prompt_cache=cache)
+            assert rest == wanted[said + 1 :]
+    assert any(
+        len(given[uid][1]) > len(prompt) for uid, prompt in zip(uids, prompts) if uid in given
+    )
+
+
+def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
+    prompts = prompts_of(300, 120)
+    policy = f"{SNAPKV},budget=56"
+    run = Run(tiny_model, policy, prefill_step_size=64)
+    uids = run.insert(prompts, 10)
+    run.step(), run.step()
+    cache, tokens = run.generator.extract_cache(uids)[uids[0]]
+    assert 0 < len(tokens) < 300
+    rest = plain(tiny_model, mx.array(prompts[0][len(tokens) :]), 10, prompt_cache=cache)
+    assert [int(t) for t, _ in rest] == alone(tiny_model, prompts[0], 10)
+    run.generator.remove([uids[0]])
+    assert run.finish() == {uids[1]: alone(tiny_model, prompts[1], 10, policy=policy)}
+
+
+def test_segments_and_all_tokens_are_mlx_lms(tiny_model):
+    prompt = prompts_of(200)[0]
+    policy = f"{SNAPKV},budget=56"
+    run = Run(tiny_model, policy)
+    (uid,) = run.generator.insert_segments([[prompt[:70], prompt[70:150], prompt[150:]]], [15])
+    ends = 0
+    while True:
+        responses, answers = run.generator.next()
+        ends += sum(r.end_of_segment for r in responses)
+        for answer in answers:
+            run.answers.setdefault(answer.uid, []).append(answer.token)
+        if answers and answers[-1].finish_reason:
+            break
+    assert run.answers[uid] == alone(tiny_model, prompt, 15, policy=policy)
+    assert answers[-1].all_tokens == prompt + run.answers[uid]
+    assert ends >= 3
+
+
+@pytest.mark.parametrize("policy", [f"{SNAPKV},budget=56", "h2o:budget=48,block=16"])
+def test_later_turns_go_on_from_compressed_caches(tiny_model, policy):
+    first, second = prompts_of(200, 50, seed=3)
+    run = Run(tiny_model, policy)
+    own, _ = prefill(tiny_model, first, policy)
+    (uid,) = run.insert([second], 20, caches=[own], all_tokens=[list(first)])
+    other = run.insert(prompts_of(150), 20)
+    run.finish()
+    cache, _ = prefill(tiny_model, first, policy)
+    assert run.answers[uid] == alone(tiny_model, second, 20, prompt_cache=cache)
+    assert "already holds tokens" in run.reports[uid].reason
+    assert other[0] in run.answers
+    assert own[-1].offset == len(first)  # the caller's is as it was
+
+
+def test_the_caches_really_are_small(tiny_model):
+    prompts = prompts_of(*[400] * 6)
+    run = Run(tiny_model, f"{SNAPKV},budget=56")
+    run.insert(prompts, 100)
+    full = BatchGenerator(tiny_model)
+    full.insert(prompts, [100] * 6)
+    for _ in range(60):
+        run.step()
+        full.next()
+    caches = [c for c in run.generator._generation_batch.prompt_cache if hasattr(c, "members")]
+    assert {len(c.members) for c in caches} == {6}
+    mine = sum(c.nbytes for c in caches)
+    theirs = sum(c.nbytes for c in full._generation_batch.prompt_cache if hasattr(c, "keys"))
+    assert mine * 6 < theirs
+    assert run.generator.prompt_cache_nbytes < full.prompt_cache_nbytes
+
+
+def test_prompt_caches_come_back_compressed(tiny_model):
+    run = Run(tiny_model, f"{SNAPKV},budget=56")
+    run.insert(prompts_of(200, 30), 3)
+    run.finish()
+    assert any(isinstance(c, SnapKVCache) for c in run.last[0].prompt_cache)
+    assert not any(isinstance(c, SnapKVCache) for c in run.last[1].prompt_cache)
+
+
+def test_without_a_policy_it_is_mlx_lms(tiny_model):
+    prompts = prompts_of(100, 140)
+    answers = []
+    for generator in (CompressedBatchGenerator(tiny_model), BatchGenerator(tiny_model)):
+        generator.insert([list(p) for p in prompts], [10, 10])
+        answers.append([])
+        while responses := generator.next_generated():
+            answers[-1] += [(r.uid, r.token, r.logprobs) for r in responses]
+    assert [a[:2] for a in answers[0]] == [a[:2] for a in answers[1]]
+    assert all(mx.array_equal(a[2], b[2]) for a, b in zip(*answers))
+
+
+def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):
+    run = Run(tiny_model, f"{SNAPKV},budget=20%")
+    with pytest.raises(SnapKVError, match="budget must be at least 36"):
+        run.insert(prompts_of(300, 90), 5)
+    assert run.generator.next() == ([], [])
+    for bad in ({"max_kv_size": 100}, {"kv_bits": 5}):
+        with pytest.raises(SnapKVError):
+            CompressedBatchGenerator(tiny_model, policy=SNAPKV, **bad)
+    with pytest.raises(ValueError, match="empty prompt"):
+        run.generator.insert([[]])

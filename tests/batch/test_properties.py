@@ -1,0 +1,60 @@
+"""Any order of arrivals, lengths, removals and extractions."""
+
+from batch_helpers import Run, alone, prompts_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make_llama
+
+MODEL = make_llama()
+POLICIES = [
+    "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=30%",
+    "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=0,budget=24,lookahead=2",
+    "snapkv:n_sink=2,obs_window=8,min_ctx=0,budget=40,n_window=24,on_full=keydiff",
+    "keydiff:budget=24,block=8",
+    "tova:budget=24,block=8",
+]
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("insert"), st.integers(1, 140), st.integers(1, 40)),
+        st.tuples(st.just("step"), st.integers(1, 12), st.just(0)),
+        st.tuples(st.just("remove"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("extract"), st.integers(0, 9), st.just(0)),
+    ),
+    min_size=4,
+    max_size=16,
+)
+
+
+@given(st.sampled_from(POLICIES), EVENTS)
+@settings(max_examples=25)
+def test_every_answer_is_the_one_alone(policy, events):
+    run = Run(MODEL, policy, prefill_step_size=48)
+    inserted, removed, extracted = {}, set(), []
+    for event, a, b in events:
+        if event == "insert":
+            prompt = prompts_of(a, seed=len(inserted))[0]
+            (uid,) = run.insert([prompt], b)
+            inserted[uid] = prompt, b
+        elif event == "step":
+            for _ in range(a):
+                run.step()
+        elif event == "remove":
+            run.generator.remove([a])
+            removed.add(a)
+        else:
+            for uid, (cache, tokens) in run.generator.extract_cache([a]).items():
+                extracted.append((uid, cache, list(tokens)))
+    run.finish()
+    wanted = {uid: alone(MODEL, p, n, policy=policy) for uid, (p, n) in inserted.items()}
+    for uid in inserted:
+        answer = run.answers.get(uid, [])
+        assert answer == wanted[uid][: len(answer)]
+        assert uid in removed or answer == wanted[uid]
+    for uid, cache, tokens in extracted:
+        said = len(tokens) - len(inserted[uid][0])
+        if 0 < said < len(wanted[uid]):
+            rest = len(wanted[uid]) - said - 1
+            assert (
+                alone(MODEL, [wanted[uid][said]], rest, prompt_cache=cache)
+                == wanted[uid][said + 1 :]
+            )

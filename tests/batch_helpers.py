@@ -1,0 +1,47 @@
+"""Requests in a batch, and the same alone."""
+
+import random
+
+import mlx.core as mx
+from request_helpers import steps
+
+from mlx_snapkv.batch.generator import CompressedBatchGenerator
+
+
+def prompts_of(*lengths, vocab_size=64, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(1, vocab_size) for _ in range(n)] for n in lengths]
+
+
+def alone(model, prompt, n, **keywords):
+    """The tokens of a request by itself."""
+    return [int(token) for token, _ in steps(model, mx.array(prompt), n, **keywords)]
+
+
+class Run:
+    """A generator, what it has answered, and its last responses, by number of the request."""
+
+    def __init__(self, model, policy, **options):
+        self.reports = {}
+        self.generator = CompressedBatchGenerator(
+            model, policy=policy, on_report=self.reports.setdefault, **options
+        )
+        self.answers, self.last = {}, {}
+
+    def insert(self, prompts, max_tokens, **options):
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        return self.generator.insert([list(p) for p in prompts], limits, **options)
+
+    def step(self):
+        """One step; whether anything is left to do."""
+        prompts, responses = self.generator.next()
+        for response in responses:
+            if response.finish_reason != "error":
+                self.answers.setdefault(response.uid, []).append(response.token)
+            self.last[response.uid] = response
+        return bool(prompts or responses)
+
+    def finish(self):
+        while self.step():
+            pass
+        return self.answers
