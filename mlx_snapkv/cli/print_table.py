@@ -6,7 +6,7 @@ from rich.console import Console
 
 from ..reporting.tables import Table
 
-NAMES = ("cache", "policy")  # columns of names; all others hold figures
+NAMES = ("cache", "policy", "way", "task")  # columns of names; all others hold figures
 LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
 
 
