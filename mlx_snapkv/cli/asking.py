@@ -74,7 +74,9 @@ def ways_of(
 def settings_of(setting: str) -> list[str]:
     from ..evals.asking import SETTINGS
 
-    return list(SETTINGS) if setting == "both" else known("--setting", [setting], [*SETTINGS, "both"])
+    return (
+        list(SETTINGS) if setting == "both" else known("--setting", [setting], [*SETTINGS, "both"])
+    )
 
 
 def known(option: str, given: list[str], names: list[str]) -> list[str]:

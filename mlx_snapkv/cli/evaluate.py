@@ -22,6 +22,7 @@ from ..evals.results import Results
 from ..reporting import heatmap
 from . import flags
 from .asking import tell_how_to_go_on
+from .eval_fields import longbench, ruler, scbench
 from .eval_suite import suite
 from .loading import load_model, read_file
 from .options import ResultFiles, whole_numbers, with_suffix, write_result
@@ -38,6 +39,9 @@ app = typer.Typer(help="Ask for facts in long prompts, with the full cache and w
 
 
 app.command("suite")(suite)
+app.command("ruler")(ruler)
+app.command("longbench")(longbench)
+app.command("scbench")(scbench)
 
 
 @app.callback(invoke_without_command=True)

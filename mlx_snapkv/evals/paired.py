@@ -40,8 +40,8 @@ def difference(
     """Paired difference of scores for the same questions, bootstrapped over documents.
 
     The questions about one document are not independent, so whole documents are drawn, with replacement; the
-    percentiles of the means of `RESAMPLES` drawings are the interval. With tasks, as many documents are drawn of each as
-    it has, and the means are over tasks, each weighing the same.
+    percentiles of the means of `RESAMPLES` drawings are the interval. With tasks, as many documents are drawn of each
+    as it has, and the means are over tasks, each weighing the same.
 
     Args:
         groups: the document of each question.
@@ -53,7 +53,7 @@ def difference(
     rng = np.random.default_rng(0)
     parts = [
         _drawn(changes[own], [repr(groups[i]) for i in own], rng)
-        for own in (np.flatnonzero([n == name for n in names]) for name in dict.fromkeys(names))
+        for own in ([i for i, n in enumerate(names) if n == name] for name in dict.fromkeys(names))
     ]
     means, drawings = zip(*parts)
     low, high = np.percentile(np.mean(drawings, axis=0), [2.5, 97.5])

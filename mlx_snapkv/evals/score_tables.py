@@ -17,10 +17,10 @@ from .asking import FULL, SETTINGS
 from .paired import Difference, difference
 
 REMARK = (
-    "The same questions for all; the score is the mean over tasks, each weighing the same. The difference to the full "
-    "cache is paired, with a 95% interval bootstrapped over documents. Question known: it stands in the prompt that is "
-    "compressed. Question later: the document is compressed first. KV memory: all that is held in memory when the "
-    "answer is done. First token: median seconds, question later without reading the document."
+    "The same questions for all; the score is the mean over the tasks asked, each weighing the same. The difference to "
+    "the full cache is paired, with a 95% interval bootstrapped over documents. Question known: it stands in the "
+    "prompt that is compressed. Question later: the document is compressed first. KV memory: all that is held in "
+    "memory when the answer is done. First token: median seconds, question later without reading the document."
 )
 Records = list[dict[str, Any]]
 Summary = list[dict[str, Any]]
