@@ -1,4 +1,4 @@
-"""Asking questions about documents, in two settings; every evaluation over documents goes through this loop.
+"""Asking questions about documents, in two settings: the loop of the suite and of the field's benchmarks.
 
 known   the question stands in the prompt that is compressed: the policy may look at it
 later   the document is read and compressed first, and each question comes to what is left

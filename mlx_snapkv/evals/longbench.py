@@ -114,7 +114,7 @@ def find(folder: Path, given: list[str] | None) -> tuple[dict[str, Path], dict[s
     found = {task: rows.first_file(folder, f"{task}.jsonl", f"data/{task}.jsonl") for task in known}
     there = {task: path for task, path in found.items() if path is not None}
     plain = [task for task in there if task in TASKS]
-    if not there:
+    if not there or not (given or plain):
         raise SnapKVError(
             f"--data {folder}: no TASK.jsonl of LongBench, no data/TASK.jsonl and no data.json of v2 in it"
         )

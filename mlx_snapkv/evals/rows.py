@@ -29,8 +29,16 @@ def data_folder(name: str) -> Path:
 
 
 def first_file(folder: Path, *names: str) -> Path | None:
-    """The first of these files that is there; a name may have places for any text (`*`)."""
-    return next((path for name in names for path in sorted(folder.glob(name))), None)
+    """The first of these files that is there; a name may have places for any text (`*`).
+
+    Raises:
+        SnapKVError: there are several of that name.
+    """
+    found = next((there for name in names if (there := sorted(folder.glob(name)))), [])
+    if len(found) > 1:
+        parts = ", ".join(path.name for path in found)
+        raise SnapKVError(f"{found[0].parent} has several files where one is read: {parts}")
+    return found[0] if found else None
 
 
 def chosen_tasks(given: list[str] | None, found: list[str], known: Iterable[str]) -> list[str]:
@@ -79,8 +87,10 @@ def read_rows(
 
 def texts_in(path: Path, field: str) -> list[str]:
     """The texts that a field of a parquet file has, each once; none if there is no such field."""
-    rows = _table(path, columns=[field]).to_pylist()
-    return list(dict.fromkeys(str(row[field]) for row in rows if field in row))
+    if field not in _arrow(path, "read_schema").names:
+        return []
+    rows = _arrow(path, "read_table", columns=[field]).to_pylist()
+    return list(dict.fromkeys(str(row[field]) for row in rows))
 
 
 def read_json(path: Path) -> Any:
@@ -129,15 +139,16 @@ def _list(path: Path) -> Iterator[Any]:
 
 def _parquet(path: Path, only: tuple[str, str] | None) -> Iterator[Any]:
     chosen = None if only is None else [(only[0], "=", only[1])]
-    table = _table(path, filters=chosen)
+    table = _arrow(path, "read_table", filters=chosen)
     for batch in table.to_batches(max_chunksize=16):
         yield from batch.to_pylist()
 
 
-def _table(path: Path, **options: Any) -> Any:
+def _arrow(path: Path, function: str, **options: Any) -> Any:
+    """What a function of pyarrow.parquet makes of a file."""
     arrow = require("pyarrow", f"{path}: a parquet file")
     try:
-        return importlib.import_module("pyarrow.parquet").read_table(path, **options)
+        return getattr(importlib.import_module("pyarrow.parquet"), function)(path, **options)
     except arrow.ArrowException as error:
         raise SnapKVError(f"{path} is damaged: it is no parquet file, so get it again") from error
 

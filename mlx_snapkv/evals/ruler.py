@@ -5,6 +5,7 @@ Nothing of RULER's text is here: prompts, beginnings of answers and references a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def find(folder: Path, tasks: list[str] | None) -> tuple[list[Source], str]:
         Those of the tasks, in RULER's order, and what tells this copy of the data from others.
 
     Raises:
-        SnapKVError: there is none, none of a task, or no such task.
+        SnapKVError: there is none, none of a task, two of the same, or no such task.
     """
     found = []
     for path in sorted(folder.rglob("*.jsonl")):
@@ -102,6 +103,12 @@ def find(folder: Path, tasks: list[str] | None) -> tuple[list[Source], str]:
         raise SnapKVError(
             f"--data {folder}: no TASK/validation.jsonl, TASK.jsonl or parquet file of RULER in it"
         )
+    for one, other in itertools.combinations(found, 2):
+        if (one.task, one.length) == (other.task, other.length):
+            raise SnapKVError(
+                f"--data {folder}: both {one.path} and {other.path} are {one.task} of one length: give the folder of "
+                "one of them"
+            )
     chosen = rows.chosen_tasks(tasks, [source.task for source in found], TASKS)
     order = {task: i for i, task in enumerate(TASKS)}
     data = rows.fingerprint(source.path for source in found)
@@ -110,7 +117,8 @@ def find(folder: Path, tasks: list[str] | None) -> tuple[list[Source], str]:
 
 
 def _length(path: Path) -> int | None:
-    return next((int(p.name) for p in path.resolve().parents if p.name.isdecimal()), None)
+    folders = list(path.resolve().parents)[:3]  # RULER's are LENGTH/data/TASK
+    return next((int(p.name) for p in folders if p.name.isdecimal()), None)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def tables(summary: Summary, page: Page) -> list[Table]:
             if own:
                 where = _where(setting, length)
                 made += [_figures(own, where, page), _by_task(own, f"{where}, by task", page)]
-    if len(lengths) > 1:
+    if len(lengths) > 1 and None not in lengths:
         made += [_by_length(own, page) for own in grouped(summary, "setting").values()]
     return made
 

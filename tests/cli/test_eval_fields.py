@@ -155,6 +155,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, tokenizer):
             "that the model was trained to: give --data",
         ),
         ("ruler_parquet", "4096/test-00000-of-00001.parquet damaged", [], "it is no parquet file"),
+        ("ruler", "4096/pred/vt.jsonl new", [], "are vt of one length: give the folder of one"),
         (
             "longbench",
             "config/dataset2prompt.json gone",
@@ -187,6 +188,8 @@ def test_a_mistake_is_one_line(call, tmp_path, tokenizer, make, change, args, wo
 def _spoil(path, what):
     if what == "gone":
         path.unlink()
+    elif what == "new":
+        field_data.write_lines(path, [{"input": "a", "outputs": ["b"]}])
     elif what == "damaged":
         path.write_bytes(path.read_bytes() + b"{1")
         if path.suffix == ".parquet":
@@ -198,6 +201,17 @@ def _spoil(path, what):
         else:
             del row[what.removeprefix("no ")]
         field_data.write_lines(path, [row])
+
+
+def test_several_lengths_stand_side_by_side(call, tmp_path, tokenizer):
+    """RULER's own folders; the mean over lengths is that of the means over tasks."""
+    for length, wrong in ((1024, False), (512, True)):
+        row = field_data.prepared(tokenizer, 2, wrong)
+        field_data.write_lines(tmp_path / str(length) / "data" / "vt" / "validation.jsonl", [row])
+    args = ["ruler", "--data", str(tmp_path), "--chat-template", "--setting", "known"]
+    code, out, _ = call("eval", *args)
+    rows = [line.split() for line in out.splitlines()]
+    assert code == 0 and ["full", "cache", "50.0", "100.0", "75.0"] in rows
 
 
 @pytest.mark.parametrize("command", ["ruler", "longbench", "scbench"])

@@ -113,6 +113,13 @@ def test_the_difference_is_the_mean_of_pairs():
     assert (same.low, same.high) == (0, 0) and same.told() == "0, each scored the same"
 
 
+def test_tasks_weigh_the_same():
+    """Three questions of one task and one of another: the mean of 1 and 0; their documents are drawn apart."""
+    found = difference([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 2, 0], ["a", "a", "a", "b"])
+    assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5)
+    assert found.told(100) == "+50.0 (+50.0 to +50.0)"
+
+
 def test_the_interval_covers_the_truth():
     """Of 200 samples of 40 documents, the 95% interval holds the true difference about as often."""
     rng = np.random.default_rng(0)
