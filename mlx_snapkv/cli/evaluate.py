@@ -21,6 +21,8 @@ from ..evals.needle import Needle
 from ..evals.results import Results
 from ..reporting import heatmap
 from . import flags
+from .asking import tell_how_to_go_on
+from .eval_fields import longbench, ruler, scbench
 from .eval_suite import suite
 from .loading import load_model, read_file
 from .options import ResultFiles, whole_numbers, with_suffix, write_result
@@ -37,6 +39,9 @@ app = typer.Typer(help="Ask for facts in long prompts, with the full cache and w
 
 
 app.command("suite")(suite)
+app.command("ruler")(ruler)
+app.command("longbench")(longbench)
+app.command("scbench")(scbench)
 
 
 @app.callback(invoke_without_command=True)
@@ -182,8 +187,5 @@ def _ask(
             return run(model, tokenizer, task, grid, chosen, results, bar.advance)
     except KeyboardInterrupt:
         if base is not None:
-            bar.console.print(
-                f"What was answered is in {with_suffix(base, '.jsonl')}; the same command goes on from there.",
-                soft_wrap=True,
-            )
+            tell_how_to_go_on(with_suffix(base, ".jsonl"), bar.console)
         raise

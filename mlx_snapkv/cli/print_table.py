@@ -6,7 +6,8 @@ from rich.console import Console
 
 from ..reporting.tables import Table
 
-NAMES = ("cache", "policy")  # columns of names; all others hold figures
+NAMES = ("cache", "policy", "way", "task")  # columns of names; all others hold figures
+LONG = 24  # characters of a heading, which are then folded
 LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
 
 
@@ -21,7 +22,10 @@ def print_table(made: Table) -> None:
         if column in NAMES:
             drawn.add_column(column, overflow="fold")
         else:
-            drawn.add_column(column, justify="right", no_wrap=True)
+            fold = len(column) > LONG
+            drawn.add_column(
+                column, justify="right", no_wrap=not fold, overflow="fold", min_width=8 * fold
+            )
     for row in made.rows:
         drawn.add_row(*row)
     console.print(drawn, made.remark, sep="\n", markup=False)

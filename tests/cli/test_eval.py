@@ -131,7 +131,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path):
         (["needle", "--output", "/dev/null/x"], "--output /dev/null/x: "),
         (["needle", "--model", "nowhere"], "--model nowhere: no such folder"),
         (["lines", "--haystack", "x"], "--haystack"),
-        (["longbench"], "longbench"),
+        (["infinitebench"], "infinitebench"),
     ],
 )
 def test_a_mistake_is_one_line(call, args, words):

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from mlx_snapkv.evals import suite_tables
+from mlx_snapkv.evals import score_tables
+from mlx_snapkv.evals.asking import FULL, KEYS, SETTINGS, Way, run
 from mlx_snapkv.evals.paired import difference
 from mlx_snapkv.evals.results import Results
-from mlx_snapkv.evals.suite import FULL, KEYS, SETTINGS, Suite, Way, run
+from mlx_snapkv.evals.suite import PAGE, Suite
 from mlx_snapkv.policies import resolve_policy
 
 SNAPKV = "snapkv:budget=48,n_sink=4,n_window=16,obs_window=16,min_ctx=0,lookahead=0"
@@ -41,13 +42,13 @@ def test_every_question_is_asked_of_every_way_in_both_settings(asked):
 def test_the_tables_tell_ways_apart(asked):
     """Chains need what nobody votes for; entries that stay, and doubtful tokens that vote, find it."""
     *_, records = asked
-    found = {(s["way"], s["setting"]): s for s in suite_tables.summarise(records)}
+    found = {(s["way"], s["setting"]): s for s in score_tables.summarise(records, PAGE)}
     for setting in SETTINGS:
-        assert found[FULL, setting]["right"] >= 5
-        assert found["snapkv", setting]["right"] < found["unsure", setting]["right"]
-        assert found["book", setting]["right"] >= 4 and found["book", setting]["file_bytes"] > 0
+        assert found[FULL, setting]["score"] >= 5 / 6
+        assert found["snapkv", setting]["score"] < found["unsure", setting]["score"]
+        assert found["book", setting]["score"] >= 4 / 6 and found["book", setting]["file_bytes"] > 0
         assert found["snapkv", setting]["difference"]["mean"] < 0
-    assert found["snapkv", "later"]["right"] <= found["snapkv", "known"]["right"]
+    assert found["snapkv", "later"]["score"] <= found["snapkv", "known"]["score"]
     assert found["snapkv", "known"]["entries"] == 48
     assert found["snapkv", "known"]["kv_bytes"] < found[FULL, "known"]["kv_bytes"] / 8
 
@@ -57,7 +58,7 @@ class Backwards(Suite):
 
     def paper(self, *place):
         paper = super().paper(*place)
-        return type(paper)(paper.prompts[::-1], paper.values[::-1], paper.n_shared)
+        return type(paper)(paper.questions[::-1], paper.n_shared)
 
 
 def test_questions_do_not_see_each_other(asked):
@@ -86,7 +87,7 @@ def test_a_run_goes_on_where_it_was(asked, tmp_path):
 
 def test_pages_and_pictures(asked, tmp_path):
     *_, records = asked
-    summary = suite_tables.summarise(records)
+    summary = score_tables.summarise(records, PAGE)
     machine = {"processor": "p", "cores": 1, "system": "s", "device": "cpu", "blas": "b"}
     result = {
         "records": records,
@@ -97,9 +98,9 @@ def test_pages_and_pictures(asked, tmp_path):
         "date": "d",
     }
     result |= {"machine": machine, "versions": {"mlx": "1"}}
-    page = suite_tables.markdown(result, "r.png")
+    page = score_tables.markdown(result, PAGE, "r.png")
     assert "## Question known, 768 tokens, by task" in page and "| unsure |" in page
-    suite_tables.write_plot(result, tmp_path / "r.png")
+    score_tables.write_plot(result, PAGE, tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 5000
 
 
@@ -109,7 +110,14 @@ def test_the_difference_is_the_mean_of_pairs():
     assert found.mean == pytest.approx(-1 / 6) and (found.better, found.worse) == (1, 2)
     assert found.low <= found.mean <= found.high
     same = difference(full, full, range(6))
-    assert (same.low, same.high) == (0, 0) and str(same) == "0, the same answers right"
+    assert (same.low, same.high) == (0, 0) and same.told() == "0, each scored the same"
+
+
+def test_tasks_weigh_the_same():
+    """Three questions of one task and one of another: the mean of 1 and 0; their documents are drawn apart."""
+    found = difference([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 2, 0], ["a", "a", "a", "b"])
+    assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5)
+    assert found.told(100) == "+50.0 (+50.0 to +50.0)"
 
 
 def test_the_interval_covers_the_truth():

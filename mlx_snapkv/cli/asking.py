@@ -1,0 +1,151 @@
+"""What the evaluations over documents share: their options, and the way from these to tables and files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .._version import __version__
+from ..errors import SnapKVError
+from .options import ResultFiles, with_suffix, write_result
+
+if TYPE_CHECKING:
+    from ..evals.asking import Way
+    from ..evals.score_tables import Page
+
+LINE_EVERY = 30.0  # seconds
+
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="POLICY",
+        help="As for generate; repeat it to compare several. --memory and --verify are added to each.",
+    ),
+]
+Setting = Annotated[
+    str, typer.Option(help="Whether the question is in the prompt: known, later or both.")
+]
+Data = Annotated[str, typer.Option(metavar="DIR", help="Folder with your copy of the data.")]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option("--task", metavar="TASK", help="Repeat it for several. By default all there."),
+]
+Documents = Annotated[
+    int | None,
+    typer.Option(min=1, help="Documents per task, from the first on. By default all."),
+]
+Output = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Write NAME.jsonl as answers come, and go on from it if it is there; at the end NAME.json, NAME.md "
+        "and NAME.png.",
+    ),
+]
+
+
+def ways_of(
+    policies: list[str] | None, memory: str, verify: str | None, verify_below: float
+) -> list[Way]:
+    """The full cache, and each policy with the memory and the verification."""
+    from ..engine.recalling import Recall
+    from ..evals.asking import FULL, Way
+    from ..policies import resolve_policy
+
+    recall = Recall(memory, verify, verify_below)
+    given = {"memory": memory, "verify": verify}
+    options = {} if memory == "drop" else given | {"verify_below": verify_below}
+    added = "".join(f", {name} {x}" for name, x in given.items() if x not in ("drop", None))
+    ways = [Way(FULL)]
+    for text in dict.fromkeys(policies or []):
+        chosen = resolve_policy(policy=text)
+        recall.require(chosen)
+        ways.append(Way(f"{chosen}{added}", chosen, options))
+    return ways
+
+
+def settings_of(setting: str) -> list[str]:
+    from ..evals.asking import SETTINGS
+
+    return (
+        list(SETTINGS) if setting == "both" else known("--setting", [setting], [*SETTINGS, "both"])
+    )
+
+
+def known(option: str, given: list[str], names: list[str]) -> list[str]:
+    """What was given, each once; SnapKVError if it is none of the names."""
+    for name in given:
+        if name not in names:
+            raise SnapKVError(
+                f"{option} must be {', '.join(names[:-1])} or {names[-1]}, got {name!r}"
+            )
+    return list(dict.fromkeys(given))
+
+
+def output_files(output: str | None) -> ResultFiles | None:
+    return None if output is None else ResultFiles(output, [".jsonl", ".json", ".md", ".png"])
+
+
+def measure(
+    name: str,
+    model: Any,
+    papers: Any,
+    page: Page,
+    ways: Sequence[Way],
+    settings: Sequence[str],
+    files: ResultFiles | None,
+    as_json: bool,
+) -> None:
+    """Ask everything, print the tables, and write the files."""
+    from ..evals import score_tables
+    from ..evals.asking import KEYS
+    from ..evals.results import Results
+    from ..reporting.setting import setting as measured
+    from .print_table import print_table
+
+    fixed = {**papers.setting(), "model": name, "mlx-snapkv": __version__}
+    answers = None if files is None else with_suffix(files.base, ".jsonl")
+    records = _ask(model, papers, ways, settings, Results(fixed, answers, KEYS), answers)
+    summary = score_tables.summarise(records, page)
+    command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
+    told = {"command": command, **fixed, **measured()}
+    result: dict[str, Any] = {**told, "summary": summary, "records": records}
+    if as_json:
+        print(json.dumps(result))
+    else:
+        for table in score_tables.tables(summary, page):
+            print_table(table)
+    if files is not None:
+        picture = with_suffix(files.base, ".png")
+        score_tables.write_plot(result, page, picture)
+        text = score_tables.markdown(result, page, picture.name)
+        written = [*write_result(files.base, result, text), picture]
+        print(files.told(written), file=sys.stderr if as_json else sys.stdout)
+
+
+def _ask(model, papers, ways, settings, results, answers: Path | None) -> list[dict[str, Any]]:
+    from ..evals.asking import run
+    from .progress import StepBars
+
+    try:
+        with StepBars(LINE_EVERY) as bar:
+            bar.start("documents", len(papers) * len(ways) * len(settings))
+            return run(model, papers, ways, settings, results, bar.advance)
+    except KeyboardInterrupt:
+        if answers is not None:
+            tell_how_to_go_on(answers, bar.console)
+        raise
+
+
+def tell_how_to_go_on(answers: Path, console: Any) -> None:
+    console.print(
+        f"What was answered is in {answers}; the same command goes on from there.",
+        soft_wrap=True,
+    )
