@@ -1,0 +1,29 @@
+"""Every supported model type decodes in a batch as it does alone, or is refused by name."""
+
+import pytest
+from batch_helpers import Run, alone, prompts_of
+from model_configs import make_model
+
+from mlx_snapkv import SnapKVError, models
+from mlx_snapkv.batch.batchable import ALONE
+
+POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,min_ctx=0,lookahead=0"
+
+
+@pytest.mark.parametrize("name", models.SUPPORTED)
+def test_a_batch_answers_as_each_alone(name):
+    model = make_model(name)
+    prompts = prompts_of(40, 30, 55, vocab_size=120)
+    try:
+        run = Run(model, POLICY)
+    except SnapKVError as error:
+        assert name in ALONE and "one after the other" in str(error)
+        return
+    uids = run.insert(prompts[:2], [14, 9])
+    for _ in range(4):
+        run.step()
+    uids += run.insert(prompts[2:], [10])
+    run.finish()
+    for uid, prompt, n in zip(uids, prompts, (14, 9, 10)):
+        assert run.last[uid].finish_reason == "length", run.last[uid].error
+        assert run.answers[uid] == alone(model, prompt, n, policy=POLICY)
