@@ -23,9 +23,8 @@ class Run:
 
     def __init__(self, model, policy, **options):
         self.reports = {}
-        self.generator = CompressedBatchGenerator(
-            model, policy=policy, on_report=self.reports.setdefault, **options
-        )
+        options = {"on_report": self.reports.setdefault, **options}
+        self.generator = CompressedBatchGenerator(model, policy=policy, **options)
         self.answers, self.last = {}, {}
 
     def insert(self, prompts, max_tokens, **options):

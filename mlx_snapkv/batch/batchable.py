@@ -3,15 +3,22 @@
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
-from ..errors import UnsupportedModelError
+from ..engine.recalling import Recall
+from ..errors import SnapKVError, UnsupportedModelError
 from ..models import type_of
+from ..policies import Policy, Stages
 
 # Wrong, or an error, in mlx-lm's own batches too (0.32).
 ALONE = ("gpt_bigcode", "llama4", "nemotron-nas")
 
 
-def require_batchable(model) -> None:
-    """Raises: SnapKVError: prompts of this model can't be decoded together."""
+def require_batchable(model, policy: Policy | Stages, recall: Recall) -> None:
+    """Raises: SnapKVError: prompts of this model can't be decoded together, or not read so."""
+    if recall.memory != "drop" and policy.reads_in_blocks:
+        raise SnapKVError(
+            f"memory={recall.memory} can't be combined with {policy} in a batch: give a policy that reads prompts in "
+            "full, such as snapkv, or answer them one after the other"
+        )
     caches = list(members(make_prompt_cache(model)))
     if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
         raise UnsupportedModelError(

@@ -10,14 +10,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
 from ..caches.quantizable import require_quantizable
-from ..engine.decision import gate
+from ..engine.recalling import Recall
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import Quantization
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .batchable import require_batchable
 from .groups import Groups
 from .guard import guarded_processor, guarded_sampler
-from .job import BatchReport, Job
+from .job import BatchReport, Job, Plan
 from .reading import Reading
 
 
@@ -33,7 +33,10 @@ class CompressedBatchGenerator(BatchGenerator):
         model: an mlx-lm model.
         snapkv, policy: as of `generate_step`; without one of them this is mlx-lm's generator.
         kv_bits, kv_group_size: of compressed entries, if they are to be quantised; full ones stay plain.
+        memory: what becomes of the entries that are not kept, as of `generate_step`.
         on_report: receives a request's number and its `CompressionReport`.
+        on_recall: receives a request's number, and caches with all entries of what it has read, for others to go on
+            from; those of `memory="drop"` are gone.
         **kwargs: mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `sampler`, `completion_batch_size` and so on.
 
     Raises:
@@ -50,21 +53,28 @@ class CompressedBatchGenerator(BatchGenerator):
         policy: Policy | Stages | str | None = None,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
+        memory: str = "drop",
         on_report: BatchReport | None = None,
+        on_recall: Callable[[int, list], None] | None = None,
         **kwargs: Any,
     ):
-        self._policy = resolve_policy(snapkv, policy)
-        self._quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
-        self._on_report = on_report or (lambda uid, report: None)
-        if self._policy is None:
+        chosen = resolve_policy(snapkv, policy)
+        recall = Recall(memory)
+        recall.require(chosen)
+        if chosen is None:
+            self._plan = None
             super().__init__(model, **kwargs)
             return
         require_no_conflict(kwargs)
         layers = attention_layers(model, make_prompt_cache(model))
         self._n_layers = len(layers)
-        require_batchable(model)
-        if self._quantization is not None:
-            require_quantizable(model, layers, self._quantization)
+        require_batchable(model, chosen, recall)
+        quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
+        if quantization is not None:
+            require_quantizable(model, layers, quantization)
+        ignored = lambda *args: None  # noqa: E731
+        told = on_report or ignored, on_recall or ignored
+        self._plan = Plan(model, chosen, quantization, recall, *told)
         super().__init__(model, **kwargs | {"prefill_batch_size": 1})
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)
@@ -80,8 +90,10 @@ class CompressedBatchGenerator(BatchGenerator):
         logits_processors: list[list[Callable]] | None = None,
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
-        if self._policy is not None:
-            for parts, cache in zip(segments, caches or [[]] * len(segments)):
+        if self._plan is not None:
+            given = caches or [[] for _ in segments]
+            caches = [cache or make_prompt_cache(self.model) for cache in given]
+            for parts, cache in zip(segments, caches):
                 self._require(sum(map(len, parts)), cache)
             samplers = [None if s is None else guarded_sampler(s) for s in samplers or []]
             logits_processors = [
@@ -91,30 +103,21 @@ class CompressedBatchGenerator(BatchGenerator):
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
         )
 
-    def _require(self, n_prompt: int, prompt_cache: list | None) -> None:
+    def _require(self, n_prompt: int, prompt_cache: list) -> None:
         """Raises: SnapKVError: the policy can't serve such a prompt."""
-        assert self._policy is not None
-        if n_prompt and gate(self._policy, n_prompt, prompt_cache) is None:
-            self._policy.prefill_quotas(n_prompt, self._n_layers)
+        assert self._plan is not None
+        if n_prompt and self._plan.reason_for_nothing(n_prompt, prompt_cache, 0) is None:
+            self._plan.policy.prefill_quotas(n_prompt, self._n_layers)
 
     def _make_batch(self, n: int) -> Any:
-        if self._policy is None:
+        if self._plan is None:
             return super()._make_batch(n)
         uid, segments, max_tokens, cache, tokens, sampler, processors, stops = (
             self._unprocessed_sequences.popleft()
         )
         n_prompt = sum(map(len, segments))
         self._currently_processing.append([segments, 0, n_prompt])
-        job = Job(
-            self.model,
-            self._policy,
-            uid,
-            n_prompt,
-            cache,
-            max_tokens,
-            self._quantization,
-            self._on_report,
-        )
+        job = Job(self._plan, uid, n_prompt, cache, max_tokens)
         self.prefill_step_size = job.step_size(self._limit)
         return Reading.of(
             job,

@@ -5,20 +5,47 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from ..caches.memories import saved_forms
-from ..engine.decision import gate
-from ..engine.far import pull_for
+from ..caches.memories import lasting_forms, recalling_caches, saved_forms
+from ..engine.making import make_request
 from ..engine.prefill import observing
 from ..engine.recalling import Recall
 from ..engine.report import CompressionReport
-from ..engine.request import Request, held_tokens
+from ..engine.request import Request
+from ..engine.serving import reason_for_nothing
 from ..engine.split_calls import one_by_one
 from ..entries.quantization import Quantization
 from ..policies import Policy, Stages
 
 BatchReport = Callable[[int, CompressionReport], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to become of every prompt of a batch.
+
+    Attributes:
+        quantization: how entries kept are to be quantised, if at all.
+        recall: what becomes of the others; nothing is verified.
+        on_report: receives the number of a request, and its report.
+        on_recall: receives the number of a request, and caches with all entries that it has read.
+    """
+
+    model: Any
+    policy: Policy | Stages
+    quantization: Quantization | None
+    recall: Recall
+    on_report: BatchReport
+    on_recall: Callable[[int, list], None]
+
+    def reason_for_nothing(self, n_prompt: int, prompt_cache: list, max_tokens: int) -> str | None:
+        """Why a prompt is not going to be compressed; None if it is."""
+        options = {"prompt_cache": prompt_cache}
+        return reason_for_nothing(
+            self.model, self.policy, n_prompt, max_tokens, options, self.recall
+        )
 
 
 class Job:
@@ -27,64 +54,52 @@ class Job:
     Args:
         uid: mlx-lm's number of the request.
         n_prompt: tokens to read.
-        prompt_cache: its cache, fresh or of earlier turns.
+        prompt_cache: its cache, fresh or of earlier turns, which is left as it is.
         max_tokens: tokens that will be generated, at most.
-        on_report: receives `uid` and the report.
 
     Attributes:
         caches: what mlx-lm is to be handed; they become compressed.
         error: what ended the request.
     """
 
-    def __init__(
-        self,
-        model,
-        policy: Policy | Stages,
-        uid: int,
-        n_prompt: int,
-        prompt_cache: list,
-        max_tokens: int,
-        quantization: Quantization | None,
-        on_report: BatchReport,
-    ):
+    def __init__(self, plan: Plan, uid: int, n_prompt: int, prompt_cache: list, max_tokens: int):
         self.uid = uid
         self.error: Exception | None = None
-        self._model, self._on_report = model, on_report
+        self._plan = plan
         self._request: Request | None = None
         self._report: CompressionReport | None = None
-        self.caches = copy.deepcopy(prompt_cache)  # as mlx-lm does, it is left as it is
+        self._everything: list | None = None  # if it is to be recalled
+        self.caches = copy.deepcopy(prompt_cache)
         try:
-            self._prepare(policy, n_prompt, max_tokens, quantization)
+            self._prepare(n_prompt, max_tokens)
         except Exception as error:
             self.error = error
 
-    def _prepare(
-        self,
-        policy: Policy | Stages,
-        n_prompt: int,
-        max_tokens: int,
-        quantization: Quantization | None,
-    ) -> None:
-        reason = gate(policy, n_prompt, self.caches, max_tokens)
+    def _prepare(self, n_prompt: int, max_tokens: int) -> None:
+        plan = self._plan
+        reason = plan.reason_for_nothing(n_prompt, self.caches, max_tokens)
         if reason is not None:
-            self._report = CompressionReport(str(policy), n_prompt, reason)
+            self._report = CompressionReport(str(plan.policy), n_prompt, reason)
             return
-        pull = pull_for(
-            self._model, policy, Recall(), held_tokens(self._model, self.caches) + n_prompt
-        )
-        self._request = Request(self._model, policy, n_prompt, self.caches, quantization, pull)
+        if plan.recall.memory != "drop":
+            memory = plan.recall.memory, plan.policy
+            self._everything = self.caches = recalling_caches(plan.model, self.caches, *memory)
+        wanted = n_prompt, self.caches, plan.quantization, plan.recall
+        self._request = make_request(plan.model, plan.policy, *wanted)
         self.caches = self._request.caches
 
     def begin(self) -> None:
         """Report, once, that the prompt is not going to be compressed."""
         report, self._report = self._report, None
         if report is not None:
-            self._on_report(self.uid, report)
+            self._plan.on_report(self.uid, report)
 
     @property
     def loop_model(self) -> Any:
         """The model to read the prompt with."""
-        return one_by_one(self._model, self.caches) if self._request is None else self._model
+        return (
+            one_by_one(self._plan.model, self.caches) if self._request is None else self._plan.model
+        )
 
     def step_size(self, limit: int) -> int:
         """Tokens to read at a time."""
@@ -105,15 +120,19 @@ class Job:
         if self._request is not None:
             report = self._request.compress()
             self._request = None
-            self._on_report(self.uid, report)
+            if self._everything is not None:
+                memory = self._plan.recall.memory
+                lasting = lasting_forms(self._plan.model, self._everything, memory)
+                self._plan.on_recall(self.uid, lasting)
+            self._plan.on_report(self.uid, report)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes for the block if anybody asks for queries."""
         request = self._request
-        with observing(self._model, self.caches) if request is None else request.recording():
+        with observing(self._plan.model, self.caches) if request is None else request.recording():
             yield
 
     def extracted(self) -> list:
         """The caches as they are, for others to go on with."""
-        return saved_forms(self._model, copy.deepcopy(self.caches))
+        return saved_forms(self._plan.model, copy.deepcopy(self.caches))

@@ -15,13 +15,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.layers import attention_layers, is_compressed
 from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
-from ..engine.book import recalling_request
 from ..engine.decision import gate
-from ..engine.far import pull_for, require_far
+from ..engine.far import require_far
+from ..engine.making import make_request
 from ..engine.prefill import mlx_generate
 from ..engine.recalling import VERIFY_BELOW, Recall
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import Request, held_tokens
+from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, drive, require_no_conflict, without_compression
 from ..entries.quantization import taken_from
@@ -300,12 +300,7 @@ class Conversation:
             options["prompt_cache"] = self.prompt_cache
             return start(self.model, **options)
         wanted = self.model, self.policy, tokens.size, self.prompt_cache, quantization
-        pull = pull_for(self.model, self.policy, self._recall, n_prompt)
-        request = (
-            Request(*wanted, pull)
-            if self.memory == "drop"
-            else recalling_request(*wanted, self._recall, pull)
-        )
+        request = make_request(*wanted, self._recall)
         on_report = functools.partial(setattr, self, "report")
         return drive(start, request, on_report, options, without_compression, keep=True)
 

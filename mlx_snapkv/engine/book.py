@@ -10,38 +10,20 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
 from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes, kv_bytes, kv_dtype
-from ..caches.pull import Pull
 from ..caches.recollection import Recollection
 from ..caches.sources import First
-from ..entries.quantization import Quantization
 from ..entries.queries import Queries
-from ..policies import Policy, Stages
 from ..policies.budgets import Quota
-from .compress import Choice, Scored, choices, score
+from .compress import Choice, Scored, choices, score, tell_kept
 from .decision import Decision
-from .recalling import Recall, RecallingRequest
+from .recalling import RecallingRequest
 from .report import Book, CompressionReport, Verified
 from .wrapper import Answered
-
-
-def recalling_request(
-    model: Any,
-    policy: Policy | Stages,
-    n_new: int,
-    caches: list,
-    quantization: Quantization | None,
-    recall: Recall,
-    pull: Pull | None = None,
-) -> RecallingRequest:
-    """A request on caches that forget nothing, which its policy reads in full or in blocks."""
-    kind = BookRequest if policy.reads_in_blocks else RecallingRequest
-    return kind(model, policy, n_new, caches, quantization, pull, recall=recall)
 
 
 @dataclass
@@ -76,10 +58,6 @@ class BookRequest(RecallingRequest):
     @property
     def _observes(self) -> bool:
         return super()._observes or self.recall.verify is not None
-
-    @property
-    def _evicts(self) -> bool:
-        return True
 
     def _prefill_caches(self) -> list:
         quotas = self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
@@ -166,9 +144,6 @@ class BookRequest(RecallingRequest):
         entries.release()
         return found
 
-    def _everything(self, layer: AttentionLayer) -> Recollection:
-        return Recollection(layer.cache_in(self.prompt_cache).sources(), layer, self.pull)
-
     def _voters(self, layer: AttentionLayer) -> Queries | None:
         n = self.decision.n_voters if self.decode_policy.obs_window else 0
         if not n:
@@ -216,9 +191,9 @@ class BookRequest(RecallingRequest):
 
     def _recollection(self, layer: AttentionLayer) -> Recollection:
         """All entries, the tokens that were read again as they came out of that."""
-        (stored,) = layer.cache_in(self.prompt_cache).sources()
         if self.recall.verify == "all":
-            return Recollection([stored], layer)
+            return self._everything(layer)
+        (stored,) = layer.cache_in(self.prompt_cache).sources()
         n = self.decision.n_prompt - self._n_again
         everything = Recollection([First(stored, n)], layer, self.pull)
         again = layer.cache_in(self._small).held()
@@ -242,12 +217,7 @@ class BookRequest(RecallingRequest):
 
     def _fill_report(self, chosen: list[Choice], book: Book) -> None:
         report = self._report
-        report.entries_kept = [None] * len(self.prompt_cache)
-        report.attention_share = [None] * len(self.prompt_cache)
-        for layer, choice in zip(self._layers, chosen):
-            report.entries_kept[layer.index] = choice.kept.shape[-1]
-            report.attention_share[layer.index] = choice.share
-            report.kv_bytes_before += layer.cache_in(self.prompt_cache).full_nbytes
+        tell_kept(report, self.prompt_cache, self._layers, chosen)
         report.kv_bytes_after = kv_bytes(self.caches)
         report.kv_dtype = kv_dtype(self._layers[0].entries_in(self.caches))
         report.prefill_seconds = self._prefill_seconds or 0.0

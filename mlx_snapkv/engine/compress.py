@@ -87,6 +87,21 @@ class Choice:
     share: float | None
 
 
+def tell_kept(
+    report: CompressionReport,
+    prompt_cache: list,
+    layers: list[AttentionLayer],
+    choices: list[Choice],
+) -> None:
+    """Put into a report what is kept of each layer of a prompt cache that still holds everything."""
+    report.entries_kept = [None] * len(prompt_cache)
+    report.attention_share = [None] * len(prompt_cache)
+    for layer, choice in zip(layers, choices):
+        report.entries_kept[layer.index] = choice.kept.shape[-1]
+        report.attention_share[layer.index] = choice.share
+        report.kv_bytes_before += layer.entries_in(prompt_cache).full_nbytes
+
+
 @dataclass
 class Scored:
     """A layer's scores and the attention its entries received, `(B, n_kv_heads, T)` each.
@@ -131,15 +146,10 @@ class Compression:
         """Compress; what it did. Raises as `compress_prompt_cache` does."""
         started = time.perf_counter()
         report = CompressionReport(str(self.policy), self.n_tokens)
-        report.entries_kept = [None] * len(self.prompt_cache)
-        report.attention_share = [None] * len(self.prompt_cache)
         choices = self._choices()
-        for layer, choice in zip(self.layers, choices):
-            report.kv_bytes_before += layer.entries_in(self.prompt_cache).full_nbytes
-            report.attention_share[layer.index] = choice.share
+        tell_kept(report, self.prompt_cache, self.layers, choices)
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
-            report.entries_kept[layer.index] = choice.kept.shape[-1]
             self._replace(layer, choice, uniform)
         mx.clear_cache()
         report.kv_bytes_after = kv_bytes(self.prompt_cache)

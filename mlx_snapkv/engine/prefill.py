@@ -14,10 +14,10 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages, resolve_policy
 from .decision import PREFILL_STEP_SIZE, gate
-from .far import pull_for, require_far
+from .far import require_far
+from .making import make_request
 from .recalling import Recall
 from .report import CompressionReport
-from .request import Request
 from .rewind import Rewind
 from .split_calls import one_by_one
 
@@ -83,8 +83,7 @@ def prefill(
             read(one_by_one(model, cache), tokens, cache, options | quantised)
         return cache, CompressionReport(str(chosen), tokens.size, reason)
     quantization, _ = taken_from(quantised)
-    pull = pull_for(model, chosen, recall, tokens.size)
-    request = Request(model, chosen, tokens.size, cache, quantization, pull)
+    request = make_request(model, chosen, tokens.size, cache, quantization, recall)
     options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
         following = read(model, tokens, request.caches, options)

@@ -6,9 +6,8 @@ from ..caches.layers import attention_layers, kv_bytes
 from ..caches.memories import make_caches
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .book import BookRequest
 from .decision import PREFILL_STEP_SIZE, gate
-from .far import pull_for
+from .making import make_request
 from .prefill import ProgressCallback, read
 from .recalling import Recall
 from .report import CompressionReport
@@ -60,9 +59,7 @@ def read_book(
     if report.reason is not None:
         read(model, mx.array(tokens), caches, options)
         return caches, report
-    recall = Recall(memory, far=far)
-    pull = pull_for(model, policy, recall, len(tokens))
-    request = BookRequest(model, policy, len(tokens), caches, None, pull, recall=recall)
+    request = make_request(model, policy, len(tokens), caches, None, Recall(memory, far=far))
     options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
         read(model, mx.array(tokens), request.caches, options)

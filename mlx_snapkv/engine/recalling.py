@@ -122,10 +122,6 @@ class RecallingRequest(Request):
         return list(self.prompt_cache)
 
     @property
-    def _evicts(self) -> bool:
-        return False
-
-    @property
     def _observes_answer(self) -> bool:
         return super()._observes_answer or self.recall.verify is not None
 
@@ -146,8 +142,12 @@ class RecallingRequest(Request):
                 self._verify(report.verified)
         return report
 
+    def _everything(self, layer: AttentionLayer) -> Recollection:
+        return Recollection(layer.cache_in(self.prompt_cache).sources(), layer, self.pull)
+
     def _recollection(self, layer: AttentionLayer) -> Recollection:
-        return Recollection(layer.cache_in(self.prompt_cache).sources(), layer)
+        """All entries, as the answer's tokens are to ask them."""
+        return self._everything(layer)
 
     def _growing_caches(self) -> list:
         full = list(self.prompt_cache)

@@ -15,9 +15,9 @@ from ..caches.memories import lasting_forms, recalling_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .book import recalling_request
 from .decision import gate
-from .far import pull_for, require_far
+from .far import require_far
+from .making import make_request
 from .prefill import observing
 from .recalling import Recall
 from .report import NO_POLICY, CompressionReport
@@ -64,12 +64,12 @@ def served(
     prompt_cache = make_prompt_cache(model) if given is None else given
     # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
     quantization, options = taken_from(options)
-    pull = pull_for(model, policy, recall, held_tokens(model, prompt_cache) + n_prompt)
+    wanted = quantization, recall
     if recall.memory == "drop":
-        request = Request(model, policy, n_prompt, prompt_cache, quantization, pull)
+        request = make_request(model, policy, n_prompt, prompt_cache, *wanted)
         return drive(start, request, on_report, options, after, keep=given is not None)
     caches = recalling_caches(model, prompt_cache, recall.memory, policy)
-    recalling = recalling_request(model, policy, n_prompt, caches, quantization, recall, pull)
+    recalling = make_request(model, policy, n_prompt, caches, *wanted)
 
     def compressed(report: CompressionReport) -> None:
         prompt_cache[:] = lasting_forms(model, caches, recall.memory)

@@ -87,8 +87,7 @@ def test_reports_of_a_request(prompts):
             raise OSError("no space left")
 
     model = make_llama()
-    run = Run(model, POLICIES[0])
-    run.generator._on_report = on_report
+    run = Run(model, POLICIES[0], on_report=on_report)
     run.insert(prompts, 30)
     error = others_answer_as_alone(run, model, prompts, POLICIES[0], failed=1)
     assert "no space left" in str(error)

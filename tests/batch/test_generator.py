@@ -4,11 +4,13 @@ import mlx.core as mx
 import pytest
 from batch_helpers import Run, alone, prompts_of
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched, plain
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVCache, SnapKVError, prefill
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
+from mlx_snapkv.caches.layers import layer_caches
 
 SNAPKV = "snapkv:n_sink=4,n_window=32,min_ctx=0"
 SNAPKV100 = SNAPKV.replace("min_ctx=0", "min_ctx=100")
@@ -199,3 +201,35 @@ def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):
             CompressedBatchGenerator(tiny_model, policy=SNAPKV, **bad)
     with pytest.raises(ValueError, match="empty prompt"):
         run.generator.insert([[]])
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask, memory):
+    """Two questions of one document at once; the second's caches are what the first one read."""
+    model, tokenizer = demo_model
+    prompt, _ = ask(tokenizer, 900, seed=6)
+    read = {}
+    policy = f"{SNAPKV},budget=60"
+    run = Run(model, policy, memory=memory, on_recall=read.setdefault)
+    run.insert([prompt], 12)
+    run.finish()
+    caches = read[0]
+    n = layer_caches(caches)[-1].offset
+    answer = run.answers[0]
+    known = (prompt + answer)[:n]
+    more = tokenizer.encode("And what else is there?", add_special_tokens=False)
+    following = (prompt + answer + more)[n:]
+    (uid,) = run.insert([following], 12, caches=[caches], all_tokens=[known])
+    run.finish()
+    assert run.answers[0] == alone(model, prompt, 12, policy=policy, memory=memory)
+    kept = make_prompt_cache(model)
+    alone(model, prompt, 12, policy=policy, memory=memory, prompt_cache=kept)
+    wanted = alone(model, following, 12, policy=policy, memory=memory, prompt_cache=kept)
+    assert run.answers[uid] == wanted
+    assert run.reports[uid].entries == 60
+    assert read[uid] is not caches and layer_caches(caches)[-1].offset == n
+
+
+def test_a_memory_needs_a_policy_that_reads_in_full(tiny_model):
+    with pytest.raises(SnapKVError, match="in a batch"):
+        Run(tiny_model, "keydiff:budget=48", memory="recall")
