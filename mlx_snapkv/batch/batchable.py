@@ -3,6 +3,7 @@
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
+from ..caches.memories import in_files
 from ..engine.recalling import Recall
 from ..errors import SnapKVError, UnsupportedModelError
 from ..models import type_of
@@ -18,6 +19,11 @@ def require_batchable(model, policy: Policy | Stages, recall: Recall) -> None:
         raise SnapKVError(
             f"memory={recall.memory} can't be combined with {policy} in a batch: give a policy that reads prompts in "
             "full, such as snapkv, or answer them one after the other"
+        )
+    if in_files(recall.memory):
+        raise SnapKVError(
+            f"memory={recall.memory} keeps files that requests of a batch can't share: give recall, recall:8bit or "
+            "recall:4bit"
         )
     caches = list(members(make_prompt_cache(model)))
     if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):

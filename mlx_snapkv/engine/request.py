@@ -157,8 +157,9 @@ class Request:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes for the block: for all chunks up to the last voter, or for some."""
-        self._require_unchanged()
-        self._started = self._started or time.perf_counter()
+        if not self._started:
+            self._require_unchanged()
+            self._started = time.perf_counter()
         with recording(self._observed if self._observes else []):
             yield
 

@@ -203,7 +203,7 @@ def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):
         run.generator.insert([[]])
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:4bit"])
 def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask, memory):
     """Two questions of one document at once; the second's caches are what the first one read."""
     model, tokenizer = demo_model
@@ -230,6 +230,8 @@ def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask
     assert read[uid] is not caches and layer_caches(caches)[-1].offset == n
 
 
-def test_a_memory_needs_a_policy_that_reads_in_full(tiny_model):
+def test_memories_that_cant_be_in_a_batch(tiny_model):
     with pytest.raises(SnapKVError, match="in a batch"):
         Run(tiny_model, "keydiff:budget=48", memory="recall")
+    with pytest.raises(SnapKVError, match="files"):
+        Run(tiny_model, SNAPKV, memory="recall:file")
