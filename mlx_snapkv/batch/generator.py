@@ -35,8 +35,9 @@ class CompressedBatchGenerator(BatchGenerator):
         kv_bits, kv_group_size: of compressed entries, if they are to be quantised; full ones stay plain.
         memory: what becomes of the entries that are not kept, as of `generate_step`.
         on_report: receives a request's number and its `CompressionReport`.
-        on_recall: receives a request's number, and caches with all entries of what it has read, for others to go on
-            from; those of `memory="drop"` are gone.
+        on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
+            from, and those tokens; entries of `memory="drop"` are gone.
+        turns: caches that hold tokens already are compressed again, as those of a `Conversation` are.
         **kwargs: mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `sampler`, `completion_batch_size` and so on.
 
     Raises:
@@ -55,7 +56,8 @@ class CompressedBatchGenerator(BatchGenerator):
         kv_group_size: int = 64,
         memory: str = "drop",
         on_report: BatchReport | None = None,
-        on_recall: Callable[[int, list], None] | None = None,
+        on_recall: Callable[[int, list, list[int]], None] | None = None,
+        turns: bool = False,
         **kwargs: Any,
     ):
         chosen = resolve_policy(snapkv, policy)
@@ -74,7 +76,7 @@ class CompressedBatchGenerator(BatchGenerator):
             require_quantizable(model, layers, quantization)
         ignored = lambda *args: None  # noqa: E731
         told = on_report or ignored, on_recall or ignored
-        self._plan = Plan(model, chosen, quantization, recall, *told)
+        self._plan = Plan(model, chosen, quantization, recall, *told, turns=turns)
         super().__init__(model, **kwargs | {"prefill_batch_size": 1})
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)

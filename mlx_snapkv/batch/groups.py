@@ -107,7 +107,7 @@ class Fresh(Group):
         if not self.uids or self._n_fed < self.job.n_ahead:
             return responses
         try:
-            self.job.compress()
+            self.job.compress(self.tokens[0])
             self.prompt_cache = list(map(batched, self.job.caches))
         except Exception as error:
             return self._told(responses, {self.job.uid: error})
@@ -115,7 +115,7 @@ class Fresh(Group):
 
     def extract_cache(self, idx: int) -> list:
         """The caches of the answer that has ended, compressed."""
-        self.job.compress()
+        self.job.compress(self.tokens[idx])
         return list(self.job.caches)
 
     def extracted(self, idx: int) -> list:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..caches.layers import is_compressed
 from ..caches.memories import lasting_forms, recalling_caches, saved_forms
 from ..engine.making import make_request
+from ..engine.decision import gate
 from ..engine.prefill import observing
 from ..engine.recalling import Recall
 from ..engine.report import CompressionReport
-from ..engine.request import Request
+from ..engine.request import Request, held_tokens
 from ..engine.serving import reason_for_nothing
 from ..engine.split_calls import one_by_one
 from ..entries.quantization import Quantization
@@ -30,7 +32,8 @@ class Plan:
         quantization: how entries kept are to be quantised, if at all.
         recall: what becomes of the others; nothing is verified.
         on_report: receives the number of a request, and its report.
-        on_recall: receives the number of a request, and caches with all entries that it has read.
+        turns: caches that hold tokens already are compressed again, as those of a conversation are.
+        on_recall: receives the number of a request, caches with all entries that it has read, and those tokens.
     """
 
     model: Any
@@ -38,10 +41,15 @@ class Plan:
     quantization: Quantization | None
     recall: Recall
     on_report: BatchReport
-    on_recall: Callable[[int, list], None]
+    on_recall: Callable[[int, list, list[int]], None]
+    turns: bool = False
 
     def reason_for_nothing(self, n_prompt: int, prompt_cache: list, max_tokens: int) -> str | None:
         """Why a prompt is not going to be compressed; None if it is."""
+        if self.turns:
+            n_tokens = held_tokens(self.model, prompt_cache) + n_prompt
+            goes_on = is_compressed(prompt_cache)
+            return None if goes_on else gate(self.policy, n_tokens, None, max_tokens)
         options = {"prompt_cache": prompt_cache}
         return reason_for_nothing(
             self.model, self.policy, n_prompt, max_tokens, options, self.recall
@@ -110,20 +118,20 @@ class Job:
         """Answer tokens that are fed before the compression; 0 if there is none, or none to come."""
         return 0 if self._request is None else self._request.decision.n_ahead
 
-    def before_last_token(self) -> None:
+    def before_last_token(self, tokens: list[int]) -> None:
         """The prompt but its last token has been read: compress, if that is when the policy wants it."""
         if self._request is not None and self._request.compresses_before_last_token:
-            self.compress()
+            self.compress(tokens)
 
-    def compress(self) -> None:
-        """Compress `caches`, unless they are already."""
+    def compress(self, tokens: list[int]) -> None:
+        """Compress `caches`, unless they are already; `tokens` have been read."""
         if self._request is not None:
             report = self._request.compress()
             self._request = None
             if self._everything is not None:
                 memory = self._plan.recall.memory
                 lasting = lasting_forms(self._plan.model, self._everything, memory)
-                self._plan.on_recall(self.uid, lasting)
+                self._plan.on_recall(self.uid, lasting, list(tokens))
             self._plan.on_report(self.uid, report)
 
     @contextlib.contextmanager

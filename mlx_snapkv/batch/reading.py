@@ -63,7 +63,7 @@ class Reading(PromptProcessingBatch):
         if job.error is None:
             try:
                 job.begin()
-                job.before_last_token()
+                job.before_last_token(self.tokens[0])
                 with job.recording():
                     return self._generation(tokens)
             except Exception as error:

@@ -210,13 +210,13 @@ def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask
     prompt, _ = ask(tokenizer, 900, seed=6)
     read = {}
     policy = f"{SNAPKV},budget=60"
-    run = Run(model, policy, memory=memory, on_recall=read.setdefault)
+    run = Run(model, policy, memory=memory, on_recall=lambda uid, *found: read.update({uid: found}))
     run.insert([prompt], 12)
     run.finish()
-    caches = read[0]
+    caches, known = read[0]
     n = layer_caches(caches)[-1].offset
     answer = run.answers[0]
-    known = (prompt + answer)[:n]
+    assert known == (prompt + answer)[:n]
     more = tokenizer.encode("And what else is there?", add_special_tokens=False)
     following = (prompt + answer + more)[n:]
     (uid,) = run.insert([following], 12, caches=[caches], all_tokens=[known])
@@ -227,7 +227,7 @@ def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask
     wanted = alone(model, following, 12, policy=policy, memory=memory, prompt_cache=kept)
     assert run.answers[uid] == wanted
     assert run.reports[uid].entries == 60
-    assert read[uid] is not caches and layer_caches(caches)[-1].offset == n
+    assert read[uid][0] is not caches and layer_caches(caches)[-1].offset == n
 
 
 def test_memories_that_cant_be_in_a_batch(tiny_model):
