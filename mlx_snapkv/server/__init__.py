@@ -1,0 +1,1 @@
+"""A local server for agents and apps: the APIs they speak, on batches of compressed caches."""

@@ -1,0 +1,285 @@
+"""The thread that generates: it takes requests in, decodes them together, and outlives whatever fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from queue import Queue
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.server import ResponseGenerator
+
+from ..batch.generator import CompressedBatchGenerator
+from ..batch.openai_answer import Answer
+from ..batch.openai_body import Body
+from ..batch.openai_request import Asked, Defaults, asked
+from ..engine.report import CompressionReport
+from ..errors import SnapKVError
+from .channel import Channel, Chosen, Finished, Read, Started
+from .failures import bad_request, busy, internal, shutting_down, too_long
+from .loaded import Loaded
+from .metrics import Metrics
+from .prefixes import Prefixes
+
+log = logging.getLogger("mlx_snapkv.server")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes on.
+
+    Attributes:
+        concurrency: requests that are answered together.
+        queue: requests that may wait besides.
+        context: tokens of a prompt, at most; None is no limit.
+    """
+
+    concurrency: int = 8
+    queue: int = 64
+    context: int | None = None
+
+
+@dataclass
+class Running:
+    """A request that is being read or answered."""
+
+    channel: Channel
+    asked: Asked
+    answer: Answer
+    top_logprobs: int | None
+    since: float
+    report: CompressionReport | None = None
+    n_prompt: int = field(init=False)
+
+    def __post_init__(self):
+        self.n_prompt = len(self.asked.prompt)
+
+
+class Engine(ResponseGenerator):
+    """mlx-lm's `ResponseGenerator`, with our batches in the place of its own.
+
+    Its thread owns the device: it tokenises, looks for what is known of a prompt, reads and decodes. A request that
+    fails ends alone; if a step fails, the requests of that step end, with a number that the log has, and serving
+    goes on.
+
+    Args:
+        loaded: the model.
+        generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
+        prefixes: what is known of prompts.
+        limits: what is taken on.
+        defaults: for bodies that don't say.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        generation: dict[str, Any],
+        prefixes: Prefixes,
+        limits: Limits,
+        defaults: Defaults,
+        metrics: Metrics,
+    ):
+        self.loaded, self.limits, self.defaults, self.metrics = loaded, limits, defaults, metrics
+        self._options = generation
+        self._recalls = generation.get("memory", "drop") != "drop"
+        self._running: dict[int, Running] = {}
+        self._lock = threading.Lock()
+        self._n_open = 0
+        super().__init__(loaded, prefixes)
+
+    # From the event loop's thread.
+
+    def submit(self, channel: Channel, body: Body) -> None:
+        """Queue a request.
+
+        Raises:
+            ApiError: too many wait, or the server is shutting down.
+        """
+        if self._stop:
+            raise shutting_down()
+        with self._lock:
+            waiting = self._n_open - self.limits.concurrency
+            if waiting >= self.limits.queue:
+                raise busy(max(0, waiting))
+            self._n_open += 1
+        self.metrics.opened()
+        self.requests.put((channel, body))
+
+    def count(self, body: Body) -> int:
+        """Tokens of a request's prompt."""
+        answers: Queue = Queue()
+        self.requests.put((answers, body))
+        found = answers.get()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    # In the thread of its own.
+
+    def _run_generate(self) -> None:
+        while not self._stop:
+            try:
+                self._generate()
+            except Exception as error:
+                self._fail_all(error)
+        self._end_all(shutting_down())
+
+    def _generate(self) -> None:
+        self.generator = self._new_generator()
+        with contextlib.closing(self.generator):
+            while not self._stop:
+                self._take_requests()
+                if self._running:
+                    self._step()
+
+    def _take_requests(self) -> None:
+        """Take in what has come; wait for something if there is nothing to do."""
+        timeout = None if self._running else 0.1
+        while (request := self._next_request(timeout)) is not None:
+            channel, body = request
+            try:
+                self._take(channel, body)
+            except Exception as error:
+                self._fail(channel, error)
+            timeout = None
+
+    def _take(self, channel: Any, body: Body) -> None:
+        wanted = asked(body, self.loaded.tokenizer, self.defaults)
+        if isinstance(channel, Queue):
+            channel.put(len(wanted.prompt))
+            return
+        if channel.cancelled:
+            self._close(channel)
+            return
+        n, most = len(wanted.prompt), self.limits.context
+        if most is not None and n > most:
+            raise too_long(n, most)
+        self._start(channel, body, wanted)
+
+    def _start(self, channel: Channel, body: Body, wanted: Asked) -> None:
+        prompt = wanted.prompt
+        caches, n_known = self.prompt_cache.fetch(prompt)
+        (uid,) = self.generator.insert(
+            [prompt[n_known:]],
+            [wanted.max_tokens],
+            caches=None if caches is None else [caches],
+            all_tokens=[prompt[:n_known]],
+            samplers=[wanted.sampler],
+            logits_processors=[wanted.processors],
+        )
+        answer = Answer(wanted, self.loaded.tokenizer)
+        self._running[uid] = Running(channel, wanted, answer, _top_logprobs(body), channel.since)
+        self.metrics.started(len(prompt), n_known)
+        channel.put(Started(len(prompt), n_known))
+
+    def _step(self) -> None:
+        self._remove([uid for uid, running in self._running.items() if running.channel.cancelled])
+        read, responses = self.generator.next()
+        for progress in read:
+            running = self._running[progress.uid]
+            known = running.n_prompt - progress.progress[1]
+            running.channel.put(Read(known + progress.progress[0], running.n_prompt))
+        for response in responses:
+            self._deliver(response)
+
+    def _deliver(self, response: Any) -> None:
+        running = self._running[response.uid]
+        channel, answer = running.channel, running.answer
+        if response.finish_reason == "error":
+            del self._running[response.uid]
+            self._fail(channel, response.error)
+            return
+        if running.top_logprobs is not None:
+            channel.put(_chosen(response, running.top_logprobs))
+        answer.add(response.token, response.finish_reason)
+        for piece in answer.pieces():
+            channel.put(piece)
+        seconds = time.perf_counter() - running.since if answer.n_tokens == 1 else None
+        self.metrics.generated(seconds)
+        if answer.finish_reason is None:
+            return
+        if response.finish_reason is None:  # a stop text has ended it
+            caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
+            self.generator.remove([response.uid])
+        else:
+            caches, tokens = response.prompt_cache, response.all_tokens
+        if not (self._recalls and running.report is not None and running.report.compressed):
+            self.prompt_cache.insert(tokens, caches)
+        del self._running[response.uid]
+        channel.put(Finished(answer.reason, answer.n_tokens, running.report))
+        self._close(channel)
+
+    def _new_generator(self) -> CompressedBatchGenerator:
+        tokenizer = self.loaded.tokenizer
+        return CompressedBatchGenerator(
+            self.loaded.model,
+            stop_tokens=[[token] for token in tokenizer.eos_token_ids],
+            completion_batch_size=self.limits.concurrency,
+            on_report=self._reported,
+            on_recall=self._recalled,
+            turns=True,
+            stream=mx.default_stream(mx.default_device()),
+            **self._options,
+        )
+
+    def _reported(self, uid: int, report: CompressionReport) -> None:
+        self._running[uid].report = report
+
+    def _recalled(self, uid: int, caches: list, tokens: list[int]) -> None:
+        self.prompt_cache.insert(tokens, caches)
+
+    def _remove(self, uids: list[int]) -> None:
+        if uids:
+            self.generator.remove(uids)
+        for uid in uids:
+            self._close(self._running.pop(uid).channel)
+
+    def _fail(self, channel: Any, error: Exception) -> None:
+        """End a request with what went wrong: its own mistake, or a number under which the log tells more."""
+        if isinstance(error, SnapKVError):
+            error = bad_request(str(error))
+        elif not hasattr(error, "status"):
+            number = secrets.token_hex(4)
+            log.error("request %s failed", number, exc_info=error)
+            error = internal(number)
+        channel.put(error)
+        if isinstance(channel, Channel):
+            self._close(channel)
+
+    def _fail_all(self, error: Exception) -> None:
+        """A step has failed: end its requests."""
+        log.error("a step failed", exc_info=error)
+        running, self._running = self._running, {}
+        for request in running.values():
+            self._fail(request.channel, error)
+
+    def _end_all(self, error: Exception) -> None:
+        for request in self._running.values():
+            self._fail(request.channel, error)
+        while (request := self._next_request()) is not None:
+            self._fail(request[0], error)
+
+    def _close(self, channel: Channel) -> None:
+        with self._lock:
+            self._n_open -= 1
+        self.metrics.closed()
+
+
+def _top_logprobs(body: Body) -> int | None:
+    """How many likely tokens are to be told with each; None if none are, nor their own probability."""
+    return getattr(body, "n_top_logprobs", None)
+
+
+def _chosen(response: Any, n: int) -> Chosen:
+    logprobs = response.logprobs
+    top: tuple = ()
+    if n:
+        best = mx.argpartition(-logprobs, kth=n - 1)[:n]
+        best = best[mx.argsort(-logprobs[best])]
+        top = tuple(zip(best.tolist(), logprobs[best].tolist()))
+    return Chosen(response.token, logprobs[response.token].item(), top)

@@ -1,0 +1,96 @@
+"""Answering in the form of an API: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from .channel import Event
+from .exchange import Disconnected, Exchange
+from .failures import ApiError, internal
+
+log = logging.getLogger("mlx_snapkv.server")
+
+
+class Form(ABC):
+    """How an API gives its answers: made for one request, and told all its events."""
+
+    @abstractmethod
+    def take(self, index: int, event: Event) -> None:
+        """Take note of an event of the answer `index`."""
+
+    @abstractmethod
+    def whole(self, exchange: Exchange) -> dict[str, Any]:
+        """The response's body, when all has come."""
+
+    @abstractmethod
+    def begin(self, exchange: Exchange) -> Iterator[str]:
+        """Server-sent events to begin with."""
+
+    @abstractmethod
+    def streamed(self, index: int, event: Event, exchange: Exchange) -> Iterator[str]:
+        """Server-sent events of an event."""
+
+    @abstractmethod
+    def end(self, exchange: Exchange) -> Iterator[str]:
+        """Server-sent events to end with."""
+
+    @staticmethod
+    @abstractmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        """The body of a failed request."""
+
+    @abstractmethod
+    def streamed_error(self, error: ApiError) -> str:
+        """A server-sent event that ends the stream."""
+
+
+def data(value: Any, event: str | None = None) -> str:
+    """One server-sent event."""
+    name = "" if event is None else f"event: {event}\n"
+    return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+async def respond(exchange: Exchange, form: Form, stream: bool) -> Response:
+    """The response to a request; raises ApiError as long as nothing has been sent."""
+    await exchange.begin()
+    if stream:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(
+            _stream(exchange, form), media_type="text/event-stream", headers=headers
+        )
+    async for index, event in exchange.events():
+        form.take(index, event)
+    return JSONResponse(form.whole(exchange))
+
+
+async def _stream(exchange: Exchange, form: Form) -> AsyncIterator[str]:
+    try:
+        for text in form.begin(exchange):
+            yield text
+        async for index, event in exchange.events():
+            for text in form.streamed(index, event, exchange):
+                yield text
+        for text in form.end(exchange):
+            yield text
+    except Disconnected:
+        return
+    except Exception as error:
+        yield form.streamed_error(as_api_error(error))
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception; the log has the rest under a number."""
+    if isinstance(error, ApiError):
+        return error
+    number = secrets.token_hex(4)
+    log.error("request %s failed", number, exc_info=error)
+    return internal(number)
+

@@ -1,0 +1,53 @@
+"""How the server was started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from ..errors import SnapKVError
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Who may ask, and how much at once.
+
+    Attributes:
+        host, port: where it listens.
+        api_key: what clients must send; None asks for none, which only a local address may.
+        origins: web pages of these may ask (CORS).
+        body_bytes: of a request, at most.
+        timeout: seconds for a request; None is no limit.
+
+    Raises:
+        SnapKVError: the address is not local, and there is no key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()
+    body_bytes: int = 32 * 1024 * 1024
+    timeout: float | None = None
+
+    def __post_init__(self):
+        if not self.api_key and not is_local(self.host):
+            raise SnapKVError(
+                f"--host {self.host} lets other machines ask, so it needs --api-key: give one, or keep to 127.0.0.1"
+            )
+
+    @property
+    def hosts(self) -> set[str]:
+        """What a request's Host header may name; with a key, anything."""
+        return {*LOCAL, self.host}
+
+
+def is_local(host: str) -> bool:
+    if host in LOCAL:
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
