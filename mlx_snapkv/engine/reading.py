@@ -7,9 +7,9 @@ from ..caches.memories import make_caches
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from .book import BookRequest
-from .decision import PREFILL_STEP_SIZE, gate
+from .decision import PREFILL_STEP_SIZE, ProgressCallback, gate
 from .far import pull_for
-from .prefill import ProgressCallback, read
+from .prefill import read
 from .recalling import Recall
 from .report import CompressionReport
 
