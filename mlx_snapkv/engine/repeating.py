@@ -12,6 +12,8 @@ from ..policies.base import LEAD
 from .decision import ProgressCallback
 from .rewind import Rewind
 
+AT_ONCE = 512  # tokens read again before they vote: until then the queries of all layers are held
+
 
 class Repetition:
     """A prompt's tokens, fed again chunk by chunk when all have been read, and taken back each time.
@@ -55,7 +57,7 @@ class Repetition:
             return self._model(inputs, cache=cache)
         self._inputs.append(inputs)
         self._n_read += inputs.shape[1]
-        self._step = max(self._step, inputs.shape[1])
+        self._step = min(AT_ONCE, max(self._step, inputs.shape[1]))
         logits = self._model(inputs, cache=cache)
         if self._n_read < self._n_prompt:
             return logits
