@@ -22,9 +22,9 @@ class KVzip(Policy):
     times as long, and room for one more chunk. Conversations, whose turns choose again, and `memory="recall"` refuse
     it.
 
-    Differs from the paper in that all heads of a layer keep equally many entries; budget="adaptive:..." ranks the
-    entries of all layers together. No instruction to repeat is read, since a request may have no tokenizer to put it
-    in tokens with: a subclass can give one by `lead_in`.
+    All heads of a layer keep equally many entries; budget="adaptive:...", which ranks those of all layers together, is
+    nearest to the paper's own choice. It differs in that no instruction to repeat is read, since a request may have
+    no tokenizer to put it in tokens with: a subclass can give one by `lead_in`.
 
     Attributes:
         n_sink: first entries, always kept, which every query may look at.
