@@ -39,7 +39,9 @@ def ways(share: int, length: int) -> dict[tuple[str, str], str]:
     size = f"n_sink={N_SINK},n_window={n_window},obs_window={n_window},min_ctx=0"
     found = {}
     for schedule in ("once", "block"):
-        for name in POLICIES:
+        for name, cls in POLICIES.items():
+            if schedule not in cls.schedules:
+                continue
             options = [budget, f"schedule={schedule}"]
             options += [f"block={BLOCK}"] if schedule == "block" else []
             options += [size, "lookahead=0"] if name == "snapkv" else []

@@ -162,3 +162,25 @@ def above_average(queries, keys, query_positions, scale):
                 weights = np.exp(logits - logits.max())
                 out[b, head // group, :seen] += (weights / weights.sum() >= 1 / seen) / group
     return out
+
+
+def kvzip(queries, keys, n_sink, asked, again, scale):
+    """KVzip's scores of one KV head's entries `asked`, a query at a time.
+
+    Args:
+        queries: `(group, n, D)` of the tokens that end with the last entry; keys: `(T, D)`.
+        asked: a range; again: the first entry of the repetition.
+    """
+    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
+    out = np.zeros(len(asked))
+    n = queries.shape[1]
+    for head in queries:
+        for i, query in enumerate(head):
+            own = len(keys) - n + i
+            seen = [*range(min(n_sink, asked.start)), *asked, *range(again, own + 1)]
+            logits = keys[seen] @ query * scale
+            weights = np.exp(logits - logits.max())
+            weights /= weights.sum()
+            first = min(n_sink, asked.start)
+            out = np.maximum(out, weights[first : first + len(asked)])
+    return out

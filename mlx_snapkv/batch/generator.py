@@ -123,7 +123,6 @@ class CompressedBatchGenerator(BatchGenerator):
         self.prefill_step_size = job.step_size(self._limit)
         return Reading.of(
             job,
-            self.model,
             self.prefill_step_size,
             tokens=[tokens],
             samplers=[sampler],

@@ -108,6 +108,7 @@ class Fresh(Group):
             return responses
         try:
             self.job.compress(self.tokens[0])
+            self.model = self.job.model
             self.prompt_cache = list(map(batched, self.job.caches))
         except Exception as error:
             return self._told(responses, {self.job.uid: error})

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..caches.layers import is_compressed
 from ..caches.memories import lasting_forms, recalling_caches, saved_forms
-from ..engine.making import make_request
 from ..engine.decision import gate
+from ..engine.making import make_request
 from ..engine.prefill import observing
 from ..engine.recalling import Recall
 from ..engine.report import CompressionReport
@@ -103,11 +103,16 @@ class Job:
             self._plan.on_report(self.uid, report)
 
     @property
+    def model(self) -> Any:
+        """The model itself."""
+        return self._plan.model
+
+    @property
     def loop_model(self) -> Any:
         """The model to read the prompt with."""
-        return (
-            one_by_one(self._plan.model, self.caches) if self._request is None else self._plan.model
-        )
+        if self._request is None:
+            return one_by_one(self._plan.model, self.caches)
+        return self._request.loop_model
 
     def step_size(self, limit: int) -> int:
         """Tokens to read at a time."""

@@ -21,13 +21,12 @@ class Reading(PromptProcessingBatch):
     """
 
     job: Job
-    decoder: Any  # the model that the answer is decoded with
 
     @classmethod
-    def of(cls, job: Job, model, prefill_step_size: int, **sequence: Any) -> Reading:
+    def of(cls, job: Job, prefill_step_size: int, **sequence: Any) -> Reading:
         """A batch of one prompt; `sequence` is what mlx-lm keeps of it, in lists of one."""
         batch = cls(job.loop_model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence)
-        batch.job, batch.prompt_cache, batch.decoder = job, job.caches, model
+        batch.job, batch.prompt_cache = job, job.caches
         return batch
 
     def extend(self, batch: Any) -> None:
@@ -68,16 +67,19 @@ class Reading(PromptProcessingBatch):
                     return self._generation(tokens)
             except Exception as error:
                 job.error = error
-        return Failed(self.decoder, job, self.tokens)
+        return Failed(job.model, job, self.tokens)
 
     def _generation(self, tokens: list[list[int]]) -> Group:
-        kind = Fresh if self.job.n_ahead else Group
-        caches = self.job.caches
+        job = self.job
+        kind: type[Group] = Fresh
+        model, caches = job.loop_model, job.caches
+        if not job.n_ahead:
+            kind, model, caches = Group, job.model, list(map(batched, caches))
         generation = kind(
-            self.decoder,
+            model,
             self.uids,
             mx.array([sequence[-1] for sequence in tokens]),
-            caches if self.job.n_ahead else list(map(batched, caches)),
+            caches,
             self.tokens,
             self.samplers,
             self.fallback_sampler,
@@ -85,7 +87,7 @@ class Reading(PromptProcessingBatch):
             self.stop_sequences,
             self.max_tokens,
         )
-        generation.job = self.job
+        generation.job = job
         return generation
 
     def extract_cache(self, idx: int) -> list[Any]:

@@ -15,7 +15,13 @@ from .sources import Plain, Source
 
 
 class FullRecorder(Everything, Recorder, LayerCache):
-    """What the caches have in common that hold all entries, and keep queries for a policy to come."""
+    """What the caches have in common that hold all entries, and keep queries for a policy to come.
+
+    Attributes:
+        repeated: what reading the prompt again has told; see `Entries`.
+    """
+
+    repeated: Any = None
 
     def observe(
         self, first: int, last: int, capacity: int, statistics_from: int | None = None
@@ -40,7 +46,8 @@ class FullRecorder(Everything, Recorder, LayerCache):
 
     def _with_queries(self, entries: Entries) -> Entries:
         """The entries, with the queries recorded to vote for them."""
-        entries = dataclasses.replace(entries, layer=self.layer, statistics=self.statistics)
+        known = {"statistics": self.statistics, "given_repeated": self.repeated}
+        entries = dataclasses.replace(entries, layer=self.layer, **known)
         if self.n_queries:
             entries.observed = self.voters(self.queries, self.query_positions, entries.keys.shape)
         return entries

@@ -111,6 +111,7 @@ class Conversation:
         require_far(self.model, chosen, self._recall)
         if chosen is None:
             return None
+        _require_turns(chosen)
         require_no_conflict(self.generation)
         layers = attention_layers(self.model, make_caches(self.model, self.memory, chosen))
         quantization, _ = taken_from(self.generation)
@@ -327,6 +328,16 @@ class Conversation:
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = known[:n], known[n:]
+
+
+def _require_turns(policy: Policy | Stages) -> None:
+    """Raises: SnapKVError: the policy chooses from a prompt as a whole, and a turn is but a part of one."""
+    _, decode_policy = policy.stages
+    if decode_policy.repeats is not None:
+        raise SnapKVError(
+            f"{decode_policy.name} reads a prompt again as a whole, and a conversation's turns are only parts of one: "
+            "save the text by cache-prompt and ask by generate --prompt-cache-file, or take another policy"
+        )
 
 
 def _require_known(generation: dict[str, Any]) -> None:

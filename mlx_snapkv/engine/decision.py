@@ -3,6 +3,7 @@
 Every way in asks here, so that the same prompt and policy keep the same entries.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -10,6 +11,8 @@ import mlx.core as mx
 from ..caches.layers import is_fresh
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
+
+ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
 
 PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
 

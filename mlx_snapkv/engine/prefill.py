@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -13,7 +13,7 @@ from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages, resolve_policy
-from .decision import PREFILL_STEP_SIZE, gate
+from .decision import PREFILL_STEP_SIZE, ProgressCallback, gate
 from .far import require_far
 from .making import make_request
 from .recalling import Recall
@@ -23,8 +23,6 @@ from .split_calls import one_by_one
 
 # mlx_lm re-exports a function under the module's own name.
 mlx_generate = importlib.import_module("mlx_lm.generate")
-
-ProgressCallback = Callable[[int, int], None]
 
 
 def prefill(
@@ -85,8 +83,9 @@ def prefill(
     quantization, _ = taken_from(quantised)
     request = make_request(model, chosen, tokens.size, cache, quantization, recall)
     options["prefill_step_size"] = request.step_size(prefill_step_size)
+    options["prompt_progress_callback"] = request.progress(prompt_progress_callback)
     with request.recording():
-        following = read(model, tokens, request.caches, options)
+        following = read(request.loop_model, tokens, request.caches, options)
         request.prompt_is_read()
         n = request.decision.last - tokens.size
         if n > 0:

@@ -6,9 +6,9 @@ from ..caches.layers import attention_layers, kv_bytes
 from ..caches.memories import make_caches
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .decision import PREFILL_STEP_SIZE, gate
+from .decision import PREFILL_STEP_SIZE, ProgressCallback, gate
 from .making import make_request
-from .prefill import ProgressCallback, read
+from .prefill import read
 from .recalling import Recall
 from .report import CompressionReport
 

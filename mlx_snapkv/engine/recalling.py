@@ -70,12 +70,17 @@ class Recall:
             )
         if self.memory == "drop" or policy is None:
             return
+        _, decode_policy = policy.stages
+        if decode_policy.repeats is not None:
+            raise SnapKVError(
+                f"{decode_policy.name} chooses once, whatever is asked, and memory={self.memory} keeps all entries for "
+                "every question to choose from: use memory=drop, or a policy that votes, such as snapkv"
+            )
         if any(stage.accumulates_attention for stage in policy.stages):
             raise SnapKVError(
                 f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
                 f"and {policy} counts the attention of all"
             )
-        _, decode_policy = policy.stages
         if policy.reads_in_blocks and decode_policy.lookahead:
             raise SnapKVError(
                 f"lookahead={decode_policy.lookahead} decodes tokens on all entries, and {policy} holds but some of "

@@ -23,8 +23,10 @@ from ..models.patch import recording
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
 from .compress import Compression
-from .decision import Decision, chunk_size, decide, fits_reason
+from .decision import Decision, ProgressCallback, chunk_size, decide, fits_reason
+from .repeating import Repetition
 from .report import CompressionReport
+from .wrapper import Answered
 
 
 @dataclass
@@ -68,6 +70,11 @@ class Request:
         self._observed = attention_classes(self.model)
         if self.quantization is not None:
             require_quantizable(self.model, self._layers, self.quantization)
+        self._repetition: Repetition | None = None
+        if self.decode_policy.repeats is not None:
+            self._repetition = Repetition(self.model, self._layers, self.decode_policy, self.n_new)
+            self.loop_model = Answered(self.model)
+            self.loop_model.answering = self._repetition.read
         self.caches = self._prefill_caches()
         self.compress_seconds = 0.0
         self._started = 0.0
@@ -107,6 +114,8 @@ class Request:
         """A cache that records; one that evicts if entries give way, are counted, or go on from an earlier turn."""
         held, decision = layer.entries_in(self.prompt_cache), self.decision
         expected = decision.at + decision.n_ahead + 1 - self._held
+        if self._repetition is not None:
+            expected += self._repetition.most_at_once
         accumulates = any(stage.accumulates_attention for stage in self.policy.stages)
         once = not self._evicts
         if once and not accumulates and not self._held:
@@ -153,6 +162,12 @@ class Request:
             return min(limit or self.prefill_policy.block, self.prefill_policy.block)
         n_before = self.decision.first - self._held if self._observes else self.n_new
         return chunk_size(self.prefill_policy, limit, self.n_new, n_before)
+
+    def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
+        """What mlx-lm's loop is to call as tokens are read, so that `callback` is told of those read again, too."""
+        if callback is None or self._repetition is None:
+            return callback
+        return self._repetition.progress(callback)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -202,6 +217,9 @@ class Request:
         ).run()
         report.policy, report.pulled_to = str(self.policy), self.pulled_to
         report.prefill_seconds = self._prefill_seconds or 0.0
+        if self._repetition is not None:
+            report.prefill_seconds -= self._repetition.seconds
+            report.selection_seconds += self._repetition.seconds
         if policy.schedule == "block" and report.entries >= decision.at:
             report.reason = fits_reason(decision.at, self.policy) + "; the answer is kept within it"
         return report

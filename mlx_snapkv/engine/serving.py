@@ -116,6 +116,9 @@ def drive(
         "prompt_cache": request.caches,
         "prefill_step_size": request.step_size(options.get("prefill_step_size")),
     }
+    if options.get("prompt_progress_callback") is not None:
+        told = request.progress(options["prompt_progress_callback"])
+        options["prompt_progress_callback"] = told
     begin = functools.partial(start, request.loop_model)
     if request.compresses_before_last_token:
         return _compressed_before_last_token(begin, request, on_report, options)

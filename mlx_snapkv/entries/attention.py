@@ -24,6 +24,10 @@ KEPT_BYTES = (
     64 << 20
 )  # of logits, below which keys that come in blocks are read once; if they are few by key
 
+MOST_BYTES = (
+    32 << 20
+)  # of logits made at a time of queries that are asked for their largest weights
+
 # Softmax by powers of two, which a CPU takes in a third of the time of exp.
 LOG2_E = 1.4426950408889634
 
@@ -78,6 +82,39 @@ def above_average(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     seen = mx.minimum(_own_places(observed, queries) + 1, keys.shape[2])
     least = -mx.log2(seen.astype(mx.float32))[:, None]
     return _votes_in_blocks(keys, observed, queries, lambda weight: weight >= least) / group
+
+
+def most_attention(
+    keys: mx.array, observed: Queries, n_sink: int, asked: range, again: int
+) -> mx.array:
+    """The most attention that any query gives each of the entries `asked`, `(B, n_kv_heads, len(asked))` float32.
+
+    Logarithms, base 2, of weights, the largest of all queries and of a GQA group's heads. Softmax over the first
+    `n_sink` entries, those asked for, and those from `again` on, up to the query's own. It is made in blocks of
+    queries.
+
+    Args:
+        keys: `(B, n_kv_heads, T, head_dim)`.
+    """
+    B, n_heads, n, _ = observed.heads.shape
+    width = n_sink + len(asked) + keys.shape[2] - again
+    size = max(1, MOST_BYTES // (4 * B * n_heads * width))
+    most: list[mx.array] = []
+    for first in range(0, n, size):
+        part = replace(
+            observed,
+            heads=observed.heads[:, :, first : first + size],
+            places=observed.places[first : first + size],
+        )
+        queries, _ = _grouped(keys, part)
+        spans = [(asked.start, asked.stop), (again, part.places.stop), (0, n_sink)]
+        logits = [_logits(keys, part, queries, span, after=most[-1:]) for span in spans]
+        every = mx.concatenate(logits, axis=-1)
+        top = every.max(axis=-1)
+        total = top + mx.log2(mx.power(2, every - top[..., None]).sum(axis=-1))
+        weights = logits[0] - _with_sinks(part, total)[..., None]
+        most.append(mx.maximum(weights.max(axis=2), most[-1]) if most else weights.max(axis=2))
+    return most[-1]
 
 
 def attention_weights(keys: mx.array, observed: Queries) -> mx.array:

@@ -36,6 +36,7 @@ class Entries:
         observed: the queries that vote; None if there are none.
         given_positions: uint32 `(B, n_kv_heads, T)`, the entries' positions in the prompt if some are missing.
         received: float32 `(B, n_kv_heads, T)`, the attention received so far, if it was counted.
+        given_repeated: float32 `(B, n_kv_heads, T)`, if the prompt was read again; see `repeated`.
         given_rotations: uint32 `(B, n_kv_heads, T)`, the positions that keys are turned to if not to their own.
         quantization: how the entries are stored.
         layer: whose entries they are: `.attention`, the mlx-lm attention module, so its output projection and
@@ -53,6 +54,7 @@ class Entries:
     observed: Queries | None = None
     given_positions: mx.array | None = None
     received: mx.array | None = None
+    given_repeated: mx.array | None = None
     given_rotations: mx.array | None = None
     quantization: Quantization | None = None
     layer: Any = None
@@ -122,6 +124,15 @@ class Entries:
         """`(B, n_heads, n, head_dim)`: the observed queries, post-RoPE."""
         return self.voters.heads
 
+    @property
+    def repeated(self) -> mx.array:
+        """`(B, n_kv_heads, T)` float32: `most_attention` of the queries of the prompt read again."""
+        if self.given_repeated is None:
+            raise SnapKVError(
+                "the prompt has not been read again, so nobody votes: give the policy to mlx_snapkv.prefill"
+            )
+        return self.given_repeated
+
     @cached_property
     def raw_queries(self) -> mx.array:
         """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE.
@@ -185,6 +196,7 @@ class Entries:
             stored_values=each(stored, self.stored_values),
             given_positions=part(self.positions),
             received=None if self.received is None else part(self.received),
+            given_repeated=None if self.given_repeated is None else part(self.given_repeated),
             given_rotations=None if self.given_rotations is None else part(self.given_rotations),
             **changes,
         )

@@ -19,6 +19,7 @@ from .key_norm import KeyNorm as KeyNorm
 from .lagkv import LagKV as LagKV
 from .expected_attention import ExpectedAttention as ExpectedAttention
 from .scissorhands import ScissorHands as ScissorHands
+from .kvzip import KVzip as KVzip
 from .random_rows import RandomRows as RandomRows
 # isort: on
 

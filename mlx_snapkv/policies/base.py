@@ -28,6 +28,7 @@ from .budgets import (
 )
 
 SCHEDULES = ("once", "block")
+LEAD = 8  # tokens before those that are read again, which lead in to them
 
 POLICIES: dict[str, type[Policy]] = {}  # by name; to define a subclass with one is to register it
 
@@ -54,12 +55,15 @@ class Policy(ABC):
         pools_votes: a single query's votes, as it scores them, find what that token is about, with its surroundings.
         query_statistics: count statistics of the pre-RoPE queries of all the prompt's tokens but so many first
             ones, for `Entries.statistics`; None is none.
+        repeats: tokens of the prompt that are read again at a time, when all have been read, so that their queries
+            vote, for `Entries.repeated`; None is none.
         last_token: the prompt's last token votes.
         lookahead: answer tokens that vote, before the prompt is compressed; None leaves it to the policy.
         prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
         mass: share of the votes to keep instead of a number of entries.
         closes_gaps: entries are to be seen as if none were missing between them, where they may be moved at all.
         on_full: what becomes of the answer's entries under "once", when they fill the recent window.
+        schedules: those that the policy can follow.
     """
 
     name: ClassVar[str]
@@ -70,12 +74,14 @@ class Policy(ABC):
     accumulates_attention: ClassVar[bool] = False
     pools_votes: ClassVar[bool] = False
     query_statistics: ClassVar[int | None] = None
+    repeats: ClassVar[int | None] = None
     last_token: ClassVar[bool] = True
     lookahead: ClassVar[int | None] = 0
     prefill_chunk: ClassVar[int | None] = None
     mass: ClassVar[float | None] = None
     closes_gaps: ClassVar[bool] = False
     on_full: ClassVar[str] = "slide"
+    schedules: ClassVar[tuple[str, ...]] = SCHEDULES
 
     budget: int | str = 8192
     n_sink: int = 0
@@ -106,7 +112,7 @@ class Policy(ABC):
         allowed = 'a whole number of entries or a share such as "10%"'
         self._require("n_window", is_amount(self.n_window), allowed)
         self._require_count("min_ctx")
-        self._require("schedule", self.schedule in SCHEDULES, " or ".join(SCHEDULES))
+        self._require("schedule", self.schedule in self.schedules, " or ".join(self.schedules))
         self._require_count("block", least=1)
         if self.adaptive:
             ok = self.schedule == "once" and self.mass is None
@@ -132,13 +138,17 @@ class Policy(ABC):
     @property
     def observes(self) -> bool:
         """Whether the policy asks for queries, or for what is made of them."""
-        votes = self.obs_window > 0 or self.accumulates_attention
+        votes = self.obs_window > 0 or self.accumulates_attention or self.repeats is not None
         return votes or self.query_statistics is not None
 
     @property
     def n_lookahead(self) -> int:
         """Answer tokens that vote, before the prompt is compressed, whatever the way in."""
         return self.lookahead or 0
+
+    def lead_in(self, tokens: mx.array, start: int) -> mx.array:
+        """Token ids to read before those of the prompt `(T,)` from `start` on are read again."""
+        return tokens[max(0, start - LEAD) : start]
 
     def reserved(self, n_voted: int) -> int:
         """How many of the entries kept for their scores an answer never takes the place of."""

@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..entries.attention import BLOCK_BYTES
 from ..entries.entries import Entries
 from .base import Policy
+from .snapkv import pool_votes
 
 TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction of zeros
 
@@ -28,6 +29,8 @@ class KeyDiff(Policy):
             coordinate), or "pairwise": the mean similarity to every key (equation 7), computed in blocks.
         similarity: "cosine"; "dot" and "euclidean" compare the keys as they are, with the mean or median
             of the keys as they are (section 4.3).
+        pool_kernel: odd width of the average over the scores of neighbours among the entries held, as SnapKV's votes
+            are pooled; 1 is none, as in the paper. Entries near a distinct one are kept with it.
     """
 
     name = "keydiff"
@@ -36,14 +39,24 @@ class KeyDiff(Policy):
 
     anchor: str = "mean"
     similarity: str = "cosine"
+    pool_kernel: int = 1
 
     def __post_init__(self):
         super().__post_init__()
         self._require("anchor", self.anchor in ANCHORS, ", ".join(ANCHORS))
         self._require("similarity", self.similarity in SIMILARITIES, ", ".join(SIMILARITIES))
+        self._require_count("pool_kernel", least=1, most=255)
+        self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
 
     def score(self, entries: Entries) -> mx.array:
         """Minus the similarity, `(B, n_kv_heads, T)` float32; linear in T but for anchor="pairwise"."""
+        scores = self._differences(entries)
+        if self.pool_kernel == 1:
+            return scores
+        least = scores.min(axis=-1, keepdims=True)  # what lies outside counts as much as the lowest
+        return pool_votes(scores - least, "avg", self.pool_kernel) + least
+
+    def _differences(self, entries: Entries) -> mx.array:
         keys = entries.keys
         if self.anchor == "pairwise":
             return -_joined(keys, lambda part: self._mean_similarity(part, keys))

@@ -19,7 +19,7 @@ class Stages:
         decode_policy: who chooses when it has been read. Who votes then, and what decodes, is its matter.
 
     Raises:
-        SnapKVError: `prefill_policy` is not a block policy.
+        SnapKVError: `prefill_policy` is not a block policy, or `decode_policy` needs all entries.
     """
 
     prefill_policy: Policy
@@ -29,6 +29,10 @@ class Stages:
         if self.prefill_policy.schedule != "block":
             raise SnapKVError(
                 f"only a policy with schedule=block can be followed by another, not {self.prefill_policy}"
+            )
+        if self.decode_policy.repeats is not None:
+            raise SnapKVError(
+                f"{self.decode_policy.name} reads all of a prompt again, so no policy can come before it: give it alone"
             )
 
     @property

@@ -36,6 +36,7 @@ POLICIES = [
     "key_norm:budget=48,block=16",
     "lagkv:budget=300",
     "expected_attention:budget=60",
+    "kvzip:budget=60",
 ]
 LENGTHS = (190, 40, 260, 120, 333, 75)
 

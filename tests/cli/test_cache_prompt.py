@@ -12,7 +12,7 @@ from mlx_lm import cache_prompt
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 from request_helpers import plain
 
-from mlx_snapkv import Conversation
+from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.chat.continuation import mlx_lm_suffix
 from mlx_snapkv.cli.loading import encode, load_model
 from mlx_snapkv.cli.opening import opening_tokens
@@ -239,3 +239,15 @@ def test_a_saved_conversation_is_for_chat(call, book):
     chat.save(file)
     code, out, err = ask(call, book, file)
     assert (code, out) == (2, "") and "go on with it in mlx-snapkv chat, by /load" in err
+
+
+def test_a_text_that_was_read_again_answers_every_question(call, book, cache):
+    """By generate; a chat, whose turns would choose again, says so before it begins, with the file or without."""
+    file, err = cache("again.safetensors", "--policy", "kvzip:budget=75%")
+    assert "entries kept" in err
+    code, out, err = ask(call, book, file)
+    assert (code, out.strip()) == (0, book[2])
+    with pytest.raises(SnapKVError, match="kvzip reads a prompt again as a whole"):
+        Conversation.load(file, *load_model("demo"))
+    code, out, err = call("chat", "--model", "demo", "--policy", "kvzip")
+    assert (code, out) == (2, "") and "kvzip reads a prompt again as a whole" in err

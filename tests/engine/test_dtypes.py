@@ -13,6 +13,7 @@ POLICIES = [
     SNAPKV,
     f"{KEYDIFF},schedule=once",
     KEYDIFF,
+    "kvzip:budget=40",
     f"{KEYDIFF} then snapkv:min_ctx=0,budget=24,n_sink=2,n_window=8,obs_window=8",
 ]
 

@@ -33,6 +33,24 @@ def test_keydiff(anchor, similarity, monkeypatch):
                 assert np.allclose(scores[b, head], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean"])
+@pytest.mark.parametrize("kernel", [3, 7])
+def test_pooled_keydiff(similarity, kernel):
+    entries = make_entries()
+    scores = np.asarray(KeyDiff(similarity=similarity, pool_kernel=kernel).score(entries))
+    for b in range(2):
+        for head in range(2):
+            each = reference.keydiff(entries.keys[b, head], "mean", similarity)
+            expected = reference.pool(each - each.min(), "avg", kernel) + each.min()
+            assert np.allclose(scores[b, head], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [0, 4, 2.5])
+def test_a_kernel_without_a_middle_is_refused(kernel):
+    with pytest.raises(SnapKVError, match=f"keydiff option pool_kernel must be .*, got {kernel}"):
+        KeyDiff(pool_kernel=kernel)
+
+
 def test_keydiff_by_hand():
     """Three keys point one way and one another: the odd one out is kept."""
     keys = mx.array([[1.0, 0], [2, 0.1], [0.5, 0], [0, 3]])[None, None]
@@ -153,3 +171,11 @@ def test_random_is_a_uniform_sample_that_no_schedule_changes():
     left = Entries(keys[:, :, ::3], keys[:, :, ::3])
     left.given_positions = mx.broadcast_to(some, (1, 4, some.size))
     assert mx.array_equal(RandomRows().score(left), scores[..., ::3])
+
+
+def test_neighbours_of_a_distinct_key_stay_with_it():
+    keys = mx.tile(mx.array([[1.0, 0.0]]), (11, 1))
+    keys[5] = mx.array([0.0, 1.0])
+    entries = Entries(keys[None, None], keys[None, None])
+    scores = KeyDiff(pool_kernel=3).score(entries)[0, 0]
+    assert set(mx.argsort(-scores)[:3].tolist()) == {4, 5, 6}

@@ -47,7 +47,12 @@ def text_of(name, way):
 @pytest.mark.parametrize("make", [make_llama, make_qwen])
 def test_a_request_is_served(name, way, make, tokens):
     pattern, options = WAYS[way]
-    model, policy = make(head_dim=32), resolve_policy(policy=text_of(name, pattern))
+    model, text = make(head_dim=32), text_of(name, pattern)
+    if name == "kvzip" and way not in ("once", "adaptive", "pyramid"):
+        with pytest.raises(SnapKVError, match=r"kvzip (option schedule|reads all|chooses once)"):
+            steps(model, tokens, policy=text, **options)
+        return
+    policy = resolve_policy(policy=text)
     cache, reports = make_prompt_cache(model), []
     options = {"policy": policy, "prompt_cache": cache, "on_report": reports.append} | options
     if "memory" in options and any(stage.accumulates_attention for stage in policy.stages):

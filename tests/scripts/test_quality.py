@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize("share", SHARES)
 def test_every_policy_is_measured_under_both_schedules_and_has_room(share, length):
     found = ways(share, length)
-    assert {(name, schedule) for name in POLICIES for schedule in ("once", "block")} <= set(found)
+    assert {(name, s) for name, cls in POLICIES.items() for s in cls.schedules} <= set(found)
     for (_, schedule), text in found.items():
         prefill_policy, decode_policy = resolve_policy(policy=text).stages
         assert schedule.endswith(decode_policy.schedule)
