@@ -28,7 +28,9 @@ class Answer:
         self._detokenizer = tokenizer.detokenizer
         stops = TextStateMachine({"normal": [(text, None) for text in asked.stop]})
         self._until_stop = stops.make_state()
-        self._parts = make_text_state_machine(tokenizer).make_state(asked.state)
+        # What continues a text has no place for thoughts and calls: it stays as it is.
+        parts = make_text_state_machine(tokenizer) if asked.chat else TextStateMachine()
+        self._parts = parts.make_state(asked.state)
         self._pieces: dict[str, list[str]] = {}
         self._calls: list[str] = []
         self._parsed: list[dict[str, Any]] = []

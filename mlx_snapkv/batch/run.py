@@ -131,8 +131,8 @@ class Run:
                 continue
             try:
                 yield self._request(line)
-            except SnapKVError as error:
-                self._fail(line, line.code, str(error))
+            except Exception as error:  # whatever is wrong with one line, the others go on
+                self._fail(line, line.code, _sentence(error))
 
     def _request(self, line: Line) -> Request:
         if line.body is None:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.batch.openai_answer import Answer
-from mlx_snapkv.batch.openai_body import CHAT, parse
+from mlx_snapkv.batch.openai_body import CHAT, COMPLETIONS, parse
 from mlx_snapkv.batch.openai_request import Defaults, asked
 from mlx_snapkv.demo import MODELS
 
@@ -74,6 +74,17 @@ def test_thoughts_are_apart(thinking):
     assert choice["message"]["reasoning"] == "Is it green?"
     choice, _ = said(thinking, "Is it green", "length", **begun)
     assert choice["message"]["content"] == "" and choice["finish_reason"] == "length"
+
+
+def test_a_text_that_is_continued_stays_as_it_is(thinking):
+    text = "<think>Is it green?</think>It is.<tool_call>open</tool_call>"
+    body = parse(COMPLETIONS, {"prompt": "Look: "})
+    answer = Answer(asked(body, thinking, Defaults()), thinking)
+    *tokens, last = thinking.encode(text, add_special_tokens=False)
+    for token in tokens:
+        answer.add(token, None)
+    answer.add(last, "length")
+    assert answer.body("m", {})["choices"][0]["text"] == text
 
 
 def test_tools_are_called(thinking):
