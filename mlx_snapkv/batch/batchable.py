@@ -31,3 +31,16 @@ def require_batchable(model, policy: Policy | Stages, recall: Recall) -> None:
             f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
             "answer them one after the other"
         )
+
+
+def require_together(model) -> None:
+    """The same, of full caches in mlx-lm's own batch.
+
+    Raises: SnapKVError: prompts of this model can't be decoded together.
+    """
+    caches = list(members(make_prompt_cache(model)))
+    if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
+        raise UnsupportedModelError(
+            f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
+            "answer them one after the other"
+        )

@@ -11,6 +11,7 @@ from ..paths import reason, require_place
 from ..reporting import ownership, plots
 
 MOST = 10_000_000  # tokens of a prompt
+UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def whole_numbers(option: str, text: str, least: int) -> list[int]:
@@ -24,6 +25,20 @@ def whole_numbers(option: str, text: str, least: int) -> list[int]:
             f"{option} must be whole numbers from {least} to {MOST}, with commas, got {text!r}"
         )
     return numbers
+
+
+def n_bytes(option: str, text: str) -> int:
+    """Bytes from a number and, if there is one, a decimal unit: "500MB", "4 GB", "1.5e9"."""
+    number, unit = text.strip().lower().removesuffix("b"), 1.0
+    if number[-1:] in UNITS:
+        number, unit = number[:-1], UNITS[number[-1]]
+    try:
+        found = float(number) * unit
+    except ValueError:
+        found = 0.0
+    if not 1 <= found < 2**63:
+        raise SnapKVError(f"{option} must be a number of bytes, such as 500MB or 4GB, got {text!r}")
+    return int(found)
 
 
 class ResultFiles:

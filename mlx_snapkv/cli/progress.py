@@ -1,7 +1,9 @@
 """The progress bars, on stderr: of a prefill, and of work done in steps."""
 
+from __future__ import annotations
+
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +22,9 @@ from rich.theme import Theme
 
 from .options import ResultFiles, write_json
 from .slow_blas import LONG, tell_slow_blas
+
+if TYPE_CHECKING:
+    from ..batch.run import Progress as BatchProgress
 
 # The terminal's own colours, of which only green and red stand out on dark and on light ones alike.
 PALETTE = Theme(
@@ -122,8 +127,8 @@ class StepBars:
         line_every: seconds between two lines, at least.
     """
 
-    def __init__(self, line_every: float = 0.0):
-        self.console = stderr_console()
+    def __init__(self, line_every: float = 0.0, quiet: bool = False):
+        self.console = stderr_console(quiet)
         self._line_every = line_every
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -132,7 +137,7 @@ class StepBars:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
-            disable=not self.console.is_terminal,
+            disable=quiet or not self.console.is_terminal,
         )
 
     def __enter__(self):
@@ -142,18 +147,42 @@ class StepBars:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
 
-    def start(self, what: str, parts: int, done: int = 0) -> None:
-        self._task = self._progress.add_task(what, total=parts, completed=done)
-        self._printed = time.monotonic()
+    def start(self, what: str, parts: int, done: int = 0, **fields: Any) -> None:
+        self._task = self._progress.add_task(what, total=parts, completed=done, **fields)
+        self._printed, self._over = time.monotonic(), False
 
     def advance(self) -> None:
         self._progress.advance(self._task)
+        self._print()
+
+    def _print(self, more: str = "") -> None:
+        """Off a terminal, a line if it is time for one."""
         task = self._progress.tasks[-1]
         late = time.monotonic() - self._printed >= self._line_every
-        if not self.console.is_terminal and (late or task.finished):
-            self._printed = time.monotonic()
+        over = task.finished and not self._over
+        if not self.console.is_terminal and (late or over):
+            self._printed, self._over = time.monotonic(), task.finished
             done = f"{task.completed:.0f}/{task.total:.0f}"
-            self.console.print(f"{task.description} {done}, {task.elapsed or 0:.0f} s")
+            told = f"{task.description} {done}, {task.elapsed or 0:.0f} s"
+            self.console.print(f"{told}, {more}" if more else told, soft_wrap=True)
+
+
+class BatchBar(StepBars):
+    """A bar of a file's lines, with the tokens read and answered a second: give `update` to a `Run`."""
+
+    def __init__(self, n_lines: int, line_every: float, quiet: bool):
+        super().__init__(line_every, quiet)
+        self._progress.columns = (*self._progress.columns, TextColumn("{task.fields[speed]}"))
+        self._n_lines = n_lines
+
+    def update(self, done: BatchProgress) -> None:
+        if not self._progress.tasks:  # what was there before is no work of this run's
+            self.start("answering", self._n_lines, done.before, speed="")
+        seconds = max(done.seconds, 1e-9)
+        read, answered = done.prompt_tokens / seconds, done.answer_tokens / seconds
+        speed = f"{read:,.0f} tokens/s read, {answered:,.0f} answered" if read else ""
+        self._progress.update(self._task, completed=done.lines, speed=speed)
+        self._print(speed)
 
 
 class SavingBars(StepBars):

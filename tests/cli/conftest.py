@@ -5,6 +5,7 @@ import sys
 import tempfile
 
 import pytest
+from batch_file_helpers import read, write
 
 from mlx_snapkv.cli import app
 
@@ -22,3 +23,21 @@ def call(monkeypatch, capsys):
         return exit.value.code, *capsys.readouterr()
 
     return invoke
+
+
+@pytest.fixture
+def batch(call, tmp_path):
+    """batch(lines, *options) -> (exit code, records by custom_id, stderr); the files are `r.jsonl` and `a.jsonl`."""
+
+    def run(lines, *options, stdin=b""):
+        if lines is not None:
+            write(tmp_path / "r.jsonl", lines)
+        source = "-" if stdin else str(tmp_path / "r.jsonl")
+        output = tmp_path / "a.jsonl"
+        code, out, err = call(
+            "batch", source, "-o", str(output), "--model", "demo", *options, stdin=stdin
+        )
+        assert out == ""
+        return code, read(output) if output.exists() else {}, err
+
+    return run

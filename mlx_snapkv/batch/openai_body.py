@@ -1,0 +1,216 @@
+"""What OpenAI's two completion endpoints take, checked: any mistake is one sentence."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..errors import SnapKVError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Body(BaseModel):
+    """The fields that both endpoints have; what is None was not given.
+
+    Fields without a place here are ignored, and `ignored` names them. Those that would change what the answer is, and
+    can't be honoured, are mistakes.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: Any = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Probability | None = None
+    top_k: Count | None = None
+    min_p: Probability | None = None
+    xtc_probability: Probability | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    logit_bias: dict[str, Finite] | None = None
+    frequency_penalty: Finite | None = None
+    frequency_context_size: Positive | None = None
+    presence_penalty: Finite | None = None
+    presence_context_size: Positive | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    repetition_context_size: Positive | None = None
+
+    n: Any = None
+    stream: bool | None = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _list_of_stops(cls, value: Any) -> Any:
+        stops = [value] if isinstance(value, str) else value
+        ok = stops is None or (isinstance(stops, list) and all(isinstance(s, str) for s in stops))
+        _require(ok, "stop must be a string or a list of strings", value)
+        return [s for s in stops if s] if stops else None
+
+    @field_validator("n")
+    @classmethod
+    def _one_answer(cls, value: Any) -> Any:
+        _require(value in (None, 1), "n must be 1: ask once for each answer", value)
+        return value
+
+    @field_validator("logprobs", "top_logprobs")
+    @classmethod
+    def _no_logprobs(cls, value: Any, info: Any) -> Any:
+        unset = value is None or value is False or (info.field_name == "top_logprobs" and not value)
+        _require(unset, f"{info.field_name} are not given: drop the field", value)
+        return value
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that are not known here."""
+        return sorted(name for name, value in (self.model_extra or {}).items() if value is not None)
+
+
+class Message(BaseModel):
+    """A message as the chat template gets it; its content is text, or parts that are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Annotated[str, Field(min_length=1)]
+    content: Any = None
+
+    @field_validator("content")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        parts = value if isinstance(value, list) else []
+        ok = value is None or (isinstance(value, (str, list)) and all(map(_is_text, parts)))
+        _require(ok, "content must be text, or a list of parts of the type text", value)
+        return value
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
+
+
+class ChatBody(Body):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: Any = None
+    audio: Any = None
+    modalities: Any = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _free_choice(cls, value: Any) -> Any:
+        ok = value in (None, "auto", "none")
+        _require(ok, "tool_choice must be auto or none: no tool can be forced", value)
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _free_text(cls, value: Any) -> Any:
+        ok = value is None or value == {"type": "text"}
+        _require(ok, "response_format must be text: no form can be forced on an answer", value)
+        return value
+
+    @field_validator("functions")
+    @classmethod
+    def _no_functions(cls, value: Any) -> Any:
+        _require(not value, "functions are old: give tools", value)
+        return value
+
+    @field_validator("audio", "modalities")
+    @classmethod
+    def _only_text(cls, value: Any, info: Any) -> Any:
+        _require(value in (None, ["text"]), f"{info.field_name} must be text alone", value)
+        return value
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as plain dicts of their own, with the fields that were given."""
+        return [message.model_dump(exclude_unset=True) for message in self.messages]
+
+
+class CompletionBody(Body):
+    """The body of `/v1/completions`."""
+
+    prompt: Any
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: Any = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_prompt(cls, value: Any) -> Any:
+        tokens = value if isinstance(value, list) else [None]
+        whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
+        ok = isinstance(value, str) or (whole and value != [])
+        _require(ok, "prompt must be one text, or the list of its token ids", value)
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: Any) -> Any:
+        _require(not value, "suffix can't be honoured: drop the field", value)
+        return value
+
+
+BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
+
+
+def parse(url: Any, body: Any) -> Body:
+    """A checked body.
+
+    Args:
+        url: `/v1/chat/completions` or `/v1/completions`.
+        body: what came as JSON.
+
+    Raises:
+        SnapKVError: it can't be answered as asked; the sentence names the field.
+    """
+    kind = BODIES.get(url) if isinstance(url, str) else None
+    if kind is None:
+        raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {_shown(url)}")
+    if not isinstance(body, dict):
+        raise SnapKVError(f"body must be an object, got {_shown(body)}")
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise SnapKVError(_sentence(error)) from None
+
+
+def _require(ok: bool, sentence: str, value: Any) -> None:
+    if not ok:
+        raise ValueError(f"{sentence}, got {_shown(value)}")
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":
+        outer = f"{place.rpartition('.')[0]}: " if "." in place else ""
+        return outer + str(first["ctx"]["error"])
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    if first["type"] == "too_short":
+        return f"{place} must not be empty"
+    message = first["msg"].replace("Input should", f"{place} should", 1)
+    message = message.partition(" or instance of")[0].replace("dictionary", "object")
+    told = message if place in message else f"{place}: {message}"
+    return f"{told}, got {_shown(first['input'])}"
+
+
+def _shown(value: Any, most: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}…"

@@ -1,0 +1,186 @@
+"""A checked body as what a batch is asked: tokens, sampler, processors, and where the answer ends."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.server import process_message_content
+
+from ..engine.generate import encode_prompt
+from ..errors import SnapKVError, brief
+from .openai_body import Body, ChatBody, CompletionBody
+from .seeded import SeededSampler
+
+# Of the template's own parameters, those that a request may set in another way or not at all.
+FREE = {"documents", "chat_template"}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a body that says nothing of it gets, by the names of mlx-lm's flags; temperature 0 is greedy."""
+
+    max_tokens: int = 256
+    temp: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    min_tokens_to_keep: int = 1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request ready for a batch.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: of the answer, at most.
+        sampler: None is greedy.
+        processors: of the logits, in mlx-lm's order.
+        stop: texts that end the answer, and are no part of it.
+        state: what the answer begins with, in the words of mlx-lm's `TextStateMachine`: "normal" or "reasoning".
+        tools: that the answer may call.
+        chat: whether a message is answered, or a text continued.
+        ignored: fields of the body that nobody knows.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    sampler: Callable | None
+    processors: list[Callable]
+    stop: list[str]
+    state: str
+    tools: list[dict[str, Any]] | None
+    chat: bool
+    ignored: list[str]
+
+
+def asked(body: Body, tokenizer, defaults: Defaults, seed: int | None = None) -> Asked:
+    """What a body asks of this tokenizer's model.
+
+    Args:
+        seed: 64 bits, for a body without one; None draws one.
+
+    Raises:
+        SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
+    """
+    size = len(tokenizer)
+    tools = None
+    if isinstance(body, ChatBody):
+        tools = body.tools if body.tool_choice != "none" else None
+        prompt = _chat_prompt(body, tokenizer, tools)
+    else:
+        assert isinstance(body, CompletionBody)
+        prompt = _text_prompt(body.prompt, tokenizer, size)
+    if not prompt:
+        raise SnapKVError("the prompt is empty: give some text")
+    return Asked(
+        prompt,
+        body.max_completion_tokens or body.max_tokens or defaults.max_tokens,
+        _sampler(body, tokenizer, defaults, size, seed),
+        _processors(body, size),
+        body.stop or [],
+        _initial_state(tokenizer, prompt) if isinstance(body, ChatBody) else "normal",
+        tools or None,
+        isinstance(body, ChatBody),
+        body.ignored,
+    )
+
+
+def _chat_prompt(body: ChatBody, tokenizer, tools: list[dict[str, Any]] | None) -> list[int]:
+    if not tokenizer.has_chat_template:
+        raise SnapKVError("this model has no chat template: ask it by /v1/completions")
+    if tools and not tokenizer.has_tool_calling:
+        raise SnapKVError("this model's chat template takes no tools: drop them")
+    options = dict(body.chat_template_kwargs or {})
+    own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
+    for name in options:
+        if name in own and name not in FREE:
+            raise SnapKVError(f"chat_template_kwargs can't set {name!r}: the request does")
+    if tools:
+        options["tools"] = tools
+    messages = body.template_messages()
+    try:
+        process_message_content(messages)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except Exception as error:  # templates are code of the model's authors
+        raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
+
+
+def _text_prompt(prompt: str | list[int], tokenizer, size: int) -> list[int]:
+    if isinstance(prompt, str):
+        try:
+            return encode_prompt(tokenizer, prompt).tolist()  # type: ignore[return-value]
+        except Exception as error:
+            raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
+    for token in prompt:
+        _require_token("prompt", token, size)
+    return prompt
+
+
+def _sampler(
+    body: Body, tokenizer, defaults: Defaults, size: int, seed: int | None
+) -> Callable | None:
+    temp = _first(body.temperature, defaults.temp)
+    top_k = _first(body.top_k, defaults.top_k)
+    if top_k >= size:
+        raise SnapKVError(f"top_k must be below the vocabulary's {size}, got {top_k}")
+    if temp == 0:
+        return None
+    xtc_probability = _first(body.xtc_probability, defaults.xtc_probability)
+    sampler = make_sampler(
+        temp,
+        top_p=_first(body.top_p, defaults.top_p),
+        min_p=_first(body.min_p, defaults.min_p),
+        min_tokens_to_keep=defaults.min_tokens_to_keep,
+        top_k=top_k,
+        xtc_probability=xtc_probability,
+        xtc_threshold=_first(body.xtc_threshold, defaults.xtc_threshold),
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
+    own = body.seed if body.seed is not None else seed
+    chosen = secrets.randbits(64) if own is None else own % 2**64
+    return SeededSampler(sampler, chosen, draws=2 if xtc_probability > 0 else 1)
+
+
+def _processors(body: Body, size: int) -> list[Callable]:
+    names = ("repetition", "presence", "frequency")
+    wanted = {
+        name: getattr(body, name) for n in names for name in (f"{n}_penalty", f"{n}_context_size")
+    }
+    bias = {_token(name, size): value for name, value in (body.logit_bias or {}).items()}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return make_logits_processors(bias or None, **given)
+
+
+def _token(name: str, size: int) -> int:
+    """A token id that came as the name of a JSON object's value."""
+    if not (name.isascii() and name.isdecimal() and len(name) < 20):
+        raise SnapKVError(f"logit_bias must have token ids for names, got {name[:60]!r}")
+    _require_token("logit_bias", int(name), size)
+    return int(name)
+
+
+def _require_token(field: str, token: int, size: int) -> None:
+    if not 0 <= token < size:
+        raise SnapKVError(f"{field} must have token ids from 0 to {size - 1}, got {token}")
+
+
+def _initial_state(tokenizer, prompt: list[int]) -> str:
+    """As mlx-lm's server has it: the template may have begun the model's thoughts."""
+    if tokenizer.response_initial_state:
+        return tokenizer.response_initial_state
+    thinks = tokenizer.has_thinking and (
+        tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+    )
+    return "reasoning" if thinks else "normal"
+
+
+def _first(given: Any, default: Any) -> Any:
+    return default if given is None else given

@@ -1,0 +1,248 @@
+"""A file of requests, answered in one batch that they join and leave."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.report import CompressionReport
+from ..errors import SnapKVError, brief
+from .answers_file import AnswersFile
+from .batchable import require_together
+from .generator import CompressedBatchGenerator
+from .memory import Memory, Need
+from .openai_answer import Answer
+from .openai_request import Asked, Defaults, asked
+from .requests_file import Line
+
+ENDED_EARLY = "the answer ended before its prompt was compressed"
+
+
+@dataclass
+class Progress:
+    """What a run has done.
+
+    Attributes:
+        lines: of the file, those of earlier runs included.
+        before: lines of earlier runs.
+        prompt_tokens, answer_tokens: read and generated.
+        seconds: since the run began.
+    """
+
+    lines: int = 0
+    before: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Request:
+    """A request on its way.
+
+    Attributes:
+        n_read: tokens of its prompt that have been read.
+    """
+
+    line: Line
+    asked: Asked
+    need: Need | None
+    answer: Answer
+    report: CompressionReport | None = None
+    n_read: int = 0
+
+
+@dataclass
+class Run:
+    """The answers to a file's lines, each written when it is whole.
+
+    Attributes:
+        answers: entered as a context; what it has already is not asked again.
+        options: of the `CompressedBatchGenerator`: the policy, how entries are quantised, and so on.
+        name: the model's, for the answers.
+        about: what the answers' field `mlx_snapkv` tells of the run.
+        concurrency: requests at once, at most.
+        memory: requests wait rather than take more; None is no limit.
+        seed: of the requests that are sampled and bring none, with their `custom_id`.
+    on_progress: called after every step.
+
+    Raises:
+        SnapKVError: prompts of this model can't be decoded together, or the policy can't serve it.
+        OSError: an answer can't be written.
+    """
+
+    model: Any
+    tokenizer: Any
+    answers: AnswersFile
+    options: dict[str, Any]
+    name: str
+    about: dict[str, Any]
+    defaults: Defaults = field(default_factory=Defaults)
+    concurrency: int = 8
+    memory: Memory | None = None
+    seed: int | None = None
+    on_progress: Callable[[Progress], None] = lambda progress: None
+
+    def __post_init__(self):
+        require_together(self.model)
+        self.progress = Progress()
+        self._active: dict[int, Request] = {}
+        self._waiting: Request | None = None
+        self._generator = self._new_generator()
+
+    def _new_generator(self) -> CompressedBatchGenerator:
+        return CompressedBatchGenerator(
+            self.model,
+            stop_tokens=[[token] for token in self.tokenizer.eos_token_ids],
+            on_report=self._reported,
+            completion_batch_size=self.concurrency,
+            prefill_batch_size=1,  # several at a time take more memory, and on a CPU more time
+            **self.options,
+        )
+
+    def _reported(self, uid: int, report: CompressionReport) -> None:
+        self._active[uid].report = report
+
+    def answer(self, lines: Iterable[Line]) -> None:
+        """Answer, or tell what is wrong with, every line that the file of answers lacks."""
+        self._started = time.perf_counter()
+        requests = self._requests(lines)
+        try:
+            while self._admit(requests):
+                self._step()
+                self._tell()
+            self._tell()
+        finally:
+            self._generator.close()
+
+    def _tell(self) -> None:
+        self.progress.seconds = time.perf_counter() - self._started
+        self.on_progress(self.progress)
+
+    def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
+        """The lines that can be answered; the others are told at once."""
+        for line in lines:
+            if self.answers.has(line):
+                self.progress.lines += 1
+                self.progress.before += 1
+                continue
+            try:
+                yield self._request(line)
+            except Exception as error:  # whatever is wrong with one line, the others go on
+                self._fail(line, line.code, _sentence(error))
+
+    def _request(self, line: Line) -> Request:
+        if line.body is None:
+            raise SnapKVError(line.problem or "")
+        wanted = asked(line.body, self.tokenizer, self.defaults, self._seed(line))
+        need = None
+        if self.memory is not None:
+            need = self.memory.need(len(wanted.prompt), wanted.max_tokens)
+        return Request(line, wanted, need, Answer(wanted, self.tokenizer))
+
+    def _seed(self, line: Line) -> int | None:
+        if self.seed is None:
+            return None
+        digest = hashlib.sha256(f"{self.seed} {line.custom_id}".encode(errors="replace")).digest()
+        return int.from_bytes(digest[:8], "big")
+
+    def _admit(self, requests: Iterator[Request]) -> bool:
+        """Let requests in while there is room; whether there are any."""
+        while len(self._active) < self.concurrency:
+            request = self._waiting or next(requests, None)
+            self._waiting = None
+            if request is None:
+                break
+            if not self._fits(request):
+                self._waiting = request
+                break
+            try:
+                self._insert(request)
+            except SnapKVError as error:  # of the policy, about this prompt
+                self._fail(request.line, "invalid_request", str(error))
+        return bool(self._active)
+
+    def _fits(self, request: Request) -> bool:
+        if self.memory is None or request.need is None or not self._active:
+            return True
+        active = list(self._active.values())
+        needs = [r.need for r in active if r.need is not None]
+        unread = [r.need for r in active if r.need is not None and r.report is None]
+        alone = self.memory.together([request.need], [request.need])
+        held = self._generator.prompt_cache_nbytes
+        planned = self.memory.together([*needs, request.need], [*unread, request.need])
+        return max(held + alone, planned) <= self.memory.limit
+
+    def _insert(self, request: Request) -> None:
+        wanted = request.asked
+        (uid,) = self._generator.insert(
+            [wanted.prompt],
+            [wanted.max_tokens],
+            samplers=[wanted.sampler],  # type: ignore[list-item]  # None is greedy
+            logits_processors=[wanted.processors],
+        )
+        self._active[uid] = request
+
+    def _step(self) -> None:
+        """A token of every answer, and some of a prompt."""
+        try:
+            prompts, responses = self._generator.next()
+        except Exception as error:  # without a policy, nobody tells whose it is
+            self._give_up(error)
+            return
+        for read in prompts:
+            request = self._active[read.uid]
+            self.progress.prompt_tokens += read.progress[0] - request.n_read
+            request.n_read = read.progress[0]
+        for response in responses:
+            self._take(response)
+
+    def _take(self, response: Any) -> None:
+        request = self._active[response.uid]
+        if response.finish_reason == "error":
+            del self._active[response.uid]
+            self._fail(request.line, "failed", _sentence(response.error))
+            return
+        request.answer.add(response.token, response.finish_reason)
+        self.progress.answer_tokens += 1
+        if request.answer.finish_reason is None:
+            return
+        if response.finish_reason is None:  # at a stop text
+            self._generator.remove([response.uid])
+        del self._active[response.uid]
+        self.answers.answer(request.line, request.answer.body(self.name, self._extra(request)))
+        self.progress.lines += 1
+
+    def _extra(self, request: Request) -> dict[str, Any]:
+        """What the answer tells of its compression."""
+        extra = dict(self.about)
+        report = request.report
+        if extra.get("policy") is not None:
+            if report is not None and report.compressed:
+                extra["entries"] = report.entries
+                extra["kv_bytes"] = report.kv_bytes_after
+                extra["kv_bytes_before"] = report.kv_bytes_before
+            else:
+                extra["reason"] = report.reason if report else ENDED_EARLY
+        if request.asked.ignored:
+            extra["ignored"] = request.asked.ignored
+        return extra
+
+    def _give_up(self, error: Exception) -> None:
+        """End all that are under way, and go on without them."""
+        given_up, self._active = list(self._active.values()), {}
+        self._generator.close()
+        self._generator = self._new_generator()
+        for request in given_up:
+            self._fail(request.line, "failed", _sentence(error))
+
+    def _fail(self, line: Line, code: str, sentence: str) -> None:
+        self.answers.error(line, code, sentence)
+        self.progress.lines += 1
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, SnapKVError) else brief(error)

@@ -1,0 +1,100 @@
+"""What requests are said to take, against the arrays."""
+
+import itertools
+
+import pytest
+from batch_file_helpers import SNAPKV, chat, read, text, write
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.batch.answers_file import AnswersFile
+from mlx_snapkv.batch.memory import Memory
+from mlx_snapkv.batch.requests_file import RequestsFile
+from mlx_snapkv.batch.run import Run
+from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.policies import resolve_policy
+
+GROWING = f"{SNAPKV},on_full=grow"
+SHARE = "snapkv:budget=50%,n_sink=4,n_window=16,obs_window=16,min_ctx=0"
+PYRAMID = "snapkv:budget=pyramid:64,n_sink=4,n_window=16,obs_window=16,min_ctx=0"
+KEYDIFF = "keydiff:budget=64,block=64"
+WAYS = [
+    (None, None), (SNAPKV, None), (SNAPKV, 8), (GROWING, None), (SHARE, None), (PYRAMID, None), (KEYDIFF, None),
+    (f"{KEYDIFF} then {SNAPKV}", None),
+]  # fmt: skip
+
+
+def answered(loaded, policy, bits, lines, folder, limit=None, concurrency=8):
+    """The most bytes and the most requests at once, seen after every step, and the records."""
+    model, tokenizer = loaded
+    chosen = resolve_policy(policy=policy)
+    options = {"policy": chosen, "prefill_step_size": 512}
+    options |= {"kv_bits": bits, "kv_group_size": 32} if bits else {}
+    path = folder / "a.jsonl"
+    path.unlink(missing_ok=True)
+    answers = AnswersFile(path, {})
+    run = Run(model, tokenizer, answers, options, "demo", {"policy": policy}, concurrency=concurrency)  # fmt: skip
+    seen = []
+
+    def look(progress):
+        seen.append((run._generator.prompt_cache_nbytes, len(run._active)))
+
+    run.on_progress = look
+    if limit is not None:
+        quantization = Quantization(bits, 32) if bits else None
+        run.memory = Memory(model, chosen, quantization, 512, limit)
+    with answers, write(folder / "r.jsonl", lines).open("rb") as stream:
+        run.answer(RequestsFile(stream))
+    held, at_once = zip(*seen)
+    return max(held), max(at_once), read(path)
+
+
+def needed(loaded, policy, bits, n_prompt, max_tokens):
+    quantization = Quantization(bits, 32) if bits else None
+    memory = Memory(loaded[0], resolve_policy(policy=policy), quantization, 512, 1 << 60)
+    return memory.together(*[[memory.need(n_prompt, max_tokens)]] * 2)
+
+
+@pytest.mark.parametrize("policy, bits", WAYS)
+def test_one_request_takes_what_is_said(demo_llama, tmp_path, policy, bits):
+    request = text("a", 90, max_tokens=40, logit_bias={"2": -100})
+    held, _, found = answered(demo_llama, policy, bits, [request], tmp_path)
+    n_prompt = found["a"]["response"]["body"]["usage"]["prompt_tokens"]
+    assert held <= needed(demo_llama, policy, bits, n_prompt, 40) < 2.2 * held
+
+
+@pytest.mark.parametrize("policy, bits", WAYS)
+def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, policy, bits):
+    lines = [
+        (chat if n % 3 else text)(f"{n}", 5 + 11 * n % 65, max_tokens=4 + 7 * n % 30)
+        for n in range(14)
+    ]
+    most = [needed(demo_llama, policy, bits, *size) for size in ((60, 10), (520, 33))]
+    limit = int(1.8 * max(most))
+    held, at_once, found = answered(demo_llama, policy, bits, lines, tmp_path, limit)
+    _, more, expected = answered(demo_llama, policy, bits, lines, tmp_path)
+    assert held <= limit and 1 < at_once < more
+    assert not [record["error"] for record in found.values() if record["error"]]
+    choices = [
+        {name: record["response"]["body"]["choices"] for name, record in records.items()}
+        for records in (found, expected)
+    ]
+    assert choices[0] == choices[1] and len(choices[0]) == 14
+
+
+def test_a_hybrid(demo_qwen, tmp_path):
+    lines = [chat(f"{n}", 9 * n, max_tokens=6) for n in range(5)]
+    limit = 2 * needed(demo_qwen, SNAPKV, None, 340, 6)
+    held, at_once, found = answered(demo_qwen, SNAPKV, None, lines, tmp_path, limit)
+    assert held <= limit and at_once > 1 and len(found) == 5
+
+
+def test_one_that_never_fits_says_what_it_needs(demo_llama):
+    memory = Memory(demo_llama[0], None, None, 512, 10_000_000)
+    layers = 3 * 2 * 2 * 64 * 4  # layers, keys and values, heads, their size, bytes
+    with pytest.raises(SnapKVError, match=r"need ([\d.]+) MB") as raised:
+        memory.need(10_000, 100)
+    told = float(str(raised.value).partition("need ")[2].split()[0])
+    assert told == pytest.approx(10_100 * layers / 1e6, rel=0.05)
+    assert str(raised.value).endswith("max_kv_bytes is 10 MB: raise it")
+    for n_prompt, max_tokens in itertools.product((1, 700), (1, 300)):
+        memory.need(n_prompt, max_tokens)

@@ -1,0 +1,115 @@
+"""Answers token by token: stop texts, thoughts, calls of tools."""
+
+import json
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+from transformers import AutoTokenizer
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.batch.openai_answer import Answer
+from mlx_snapkv.batch.openai_body import CHAT, COMPLETIONS, parse
+from mlx_snapkv.batch.openai_request import Defaults, asked
+from mlx_snapkv.demo import MODELS
+
+TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
+TEMPLATE = """{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}
+{% endfor %}{% if thinks %}<think>{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    """The embedded tokenizer, as one of a model that thinks and calls tools."""
+    tokenizer = AutoTokenizer.from_pretrained(MODELS["demo"])
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = TEMPLATE
+    return TokenizerWrapper(
+        tokenizer,
+        tool_call_start="<tool_call>",
+        tool_call_end="</tool_call>",
+        tool_parser=json_tools.parse_tool_call,
+    )
+
+
+def said(tokenizer, text, ends="stop", **body):
+    """The choice that comes of an answer, and how many of its tokens were needed for it."""
+    body = {"messages": [{"role": "user", "content": "open the door"}], **body}
+    answer = Answer(asked(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    tokens += [tokenizer.eos_token_id] if ends == "stop" else []
+    for i, token in enumerate(tokens):
+        answer.add(token, ends if i == len(tokens) - 1 else None)
+        if answer.finish_reason:
+            break
+    (choice,) = answer.body("m", {})["choices"]
+    assert answer.body("m", {})["usage"]["completion_tokens"] == i + 1
+    return choice, i + 1 - len(tokens)
+
+
+TEXT = "The key is in the drawer. The door is green. It was cold."
+
+
+@pytest.mark.parametrize(
+    "stop", [" green", "green.", "r. The d", "door is", "T", ".", ["x", "cold", "drawer"]]
+)
+def test_a_stop_text_ends_the_answer_wherever_tokens_begin(demo_llama, stop):
+    first = min(TEXT.partition(s)[0] for s in ([stop] if isinstance(stop, str) else stop))
+    choice, left = said(demo_llama[1], TEXT, stop=stop)
+    assert choice["message"]["content"] == first
+    assert choice["finish_reason"] == "stop" and left < 0
+
+
+@pytest.mark.parametrize("ends", ["stop", "length"])
+def test_the_beginning_of_a_stop_text_is_text_in_the_end(demo_llama, ends):
+    choice, left = said(demo_llama[1], TEXT, ends, stop=["cold. And", "no"])
+    assert (choice["message"]["content"], choice["finish_reason"], left) == (TEXT, ends, 0)
+
+
+def test_thoughts_are_apart(thinking):
+    choice, _ = said(thinking, "<think>Is it green?</think>It is.")
+    assert choice["message"] == {"role": "assistant", "content": "It is.", "reasoning": "Is it green?"}  # fmt: skip
+    begun = {"chat_template_kwargs": {"thinks": True}}
+    choice, _ = said(thinking, "Is it green?</think>It is.", **begun)
+    assert choice["message"]["reasoning"] == "Is it green?"
+    choice, _ = said(thinking, "Is it green", "length", **begun)
+    assert choice["message"]["content"] == "" and choice["finish_reason"] == "length"
+
+
+def test_a_text_that_is_continued_stays_as_it_is(thinking):
+    text = "<think>Is it green?</think>It is.<tool_call>open</tool_call>"
+    body = parse(COMPLETIONS, {"prompt": "Look: "})
+    answer = Answer(asked(body, thinking, Defaults()), thinking)
+    *tokens, last = thinking.encode(text, add_special_tokens=False)
+    for token in tokens:
+        answer.add(token, None)
+    answer.add(last, "length")
+    assert answer.body("m", {})["choices"][0]["text"] == text
+
+
+def test_tools_are_called(thinking):
+    call = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
+    choice, _ = said(thinking, f"Yes.{call}{call}", tools=[TOOL])
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls" and message["content"] == "Yes."
+    for made in message["tool_calls"]:
+        assert made["type"] == "function" and made["function"]["name"] == "open"
+        assert json.loads(made["function"]["arguments"]) == {"door": "green"}
+    assert len({made["id"] for made in message["tool_calls"]}) == 2
+    choice, _ = said(thinking, "<tool_call>open it", "length", tools=[TOOL])
+    assert choice["message"] == {"role": "assistant", "content": "open it"}
+    assert choice["finish_reason"] == "length"
+
+
+def test_tools_reach_the_template(thinking, demo_llama):
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
+    prompts = {
+        choice: asked(parse(CHAT, body | {"tool_choice": choice}), thinking, Defaults()).prompt
+        for choice in ("auto", "none")
+    }
+    assert thinking.decode(prompts["auto"]).startswith("open x")
+    assert thinking.decode(prompts["none"]).startswith("x")
+    with pytest.raises(SnapKVError, match="tool_choice must be auto or none"):
+        parse(CHAT, body | {"tool_choice": "required"})
+    with pytest.raises(SnapKVError, match="takes no tools"):
+        asked(parse(CHAT, body), demo_llama[1], Defaults())

@@ -1,0 +1,53 @@
+"""Files of requests and of answers, as the batch command's tests make and read them."""
+
+import json
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+FACT = "The access code of the amber falcon is 482913. "
+COLD = "It was cold at the market. "
+SNAPKV = "snapkv:top_k=24,n_sink=4,n_window=32,min_ctx=0"
+
+
+def line(custom_id, url=CHAT, /, **body):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def chat(custom_id, n, /, **body):
+    """A question about a fact before `n` sentences."""
+    text = FACT + COLD * n + "What is the access code of the amber falcon?"
+    return line(custom_id, messages=[{"role": "user", "content": text}], **body)
+
+
+def text(custom_id, n, /, **body):
+    """A text that is to be continued by a fact before `n` sentences."""
+    prompt = FACT + COLD * n + "The access code of the amber falcon is"
+    return line(custom_id, COMPLETIONS, prompt=prompt, **body)
+
+
+def write(path, lines):
+    """A file of objects, bytes and strings."""
+    data = [item if isinstance(item, (str, bytes)) else json.dumps(item) for item in lines]
+    path.write_bytes(b"".join((d if isinstance(d, bytes) else d.encode()) + b"\n" for d in data))
+    return path
+
+
+def read(path):
+    """The records of a file of answers, by their `custom_id`."""
+    records = [json.loads(raw) for raw in path.read_text().splitlines()]
+    found = {record["custom_id"]: record for record in records}
+    assert len(found) == len(records), "a custom_id twice"
+    return found
+
+
+def said(record):
+    """What was answered, without what differs from run to run."""
+    if record["error"]:
+        return record["error"]
+    body = record["response"]["body"]
+    return body["choices"], body["usage"], body["mlx_snapkv"], body["model"], body["object"]
+
+
+def answer(record):
+    """The text of an answer."""
+    choice = record["response"]["body"]["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]

@@ -1,0 +1,282 @@
+"""The real command: files of requests, answered, ended half way, and gone on with."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from batch_file_helpers import (
+    COMPLETIONS,
+    FACT,
+    SNAPKV,
+    answer,
+    chat,
+    line,
+    read,
+    said,
+    text,
+    write,
+)
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from mlx_snapkv import generate
+
+KEYDIFF = "keydiff:budget=64,block=64"
+DEMO = ["--model", "demo"]
+
+
+def mixed(tokenizer):
+    """Requests of every kind."""
+    ids = tokenizer.encode(FACT * 9 + "The access code of the amber falcon is")
+    parts = [{"type": "text", "text": FACT}, {"type": "text", "text": "What is the access code?"}]
+    talk = [
+        {"role": "system", "content": FACT * 4},
+        {"role": "user", "content": "What is the access code of the amber falcon?"},
+        {"role": "assistant", "content": "482913"},
+        {"role": "user", "content": "What is the access code of the amber falcon?"},
+    ]
+    return [
+        *(chat(f"chat {n}", 7 * n, max_tokens=5 + n) for n in range(5)),
+        *(text(f"text {n}", 9 * n, max_completion_tokens=4 + n, max_tokens=1) for n in range(4)),
+        line("ids", COMPLETIONS, prompt=ids, max_tokens=8, model="gpt-5"),
+        line("talk", messages=talk, user="somebody"),
+        line("parts", messages=[{"role": "user", "content": parts}]),
+        text("stop", 20, max_tokens=30, stop=["913", "never"]),
+        text("stop at once", 20, max_tokens=30, stop="4"),
+        text("bias", 20, max_tokens=6, logit_bias={str(ids[-1]): 100.0}),
+        text("sampled", 20, max_tokens=12, temperature=3.0, top_p=0.9, min_p=0.001, seed=7),
+        text("xtc", 3, max_tokens=12, temperature=2, top_k=50, xtc_probability=0.5, xtc_threshold=0.01, seed=-1),
+    ]  # fmt: skip
+
+
+def alone(model, tokenizer, request, policy):
+    """What `generate` answers to one request."""
+    body = dict(request["body"])
+    if "prompt" in body:
+        prompt = body["prompt"]
+    else:
+        messages = [dict(message) for message in body["messages"]]
+        for message in messages:
+            if isinstance(message["content"], list):
+                message["content"] = "".join(part["text"] for part in message["content"])
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
+    special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    sampling = {name: body[name] for name in names if name in body}
+    bias = {int(token): value for token, value in body.get("logit_bias", {}).items()}
+    mx.random.seed(body.get("seed", 0) % 2**64)
+    said = generate(
+        model,
+        tokenizer,
+        prompt,
+        policy=policy,
+        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens", 256),
+        sampler=make_sampler(body.get("temperature", 0), xtc_special_tokens=special, **sampling),
+        logits_processors=make_logits_processors(bias or None),
+    )
+    stops = body.get("stop", [])
+    for stop in [stops] if isinstance(stops, str) else stops:
+        said = said.partition(stop)[0]
+    return said
+
+
+@pytest.mark.parametrize("policy", [None, SNAPKV, KEYDIFF, f"{KEYDIFF} then {SNAPKV}"])
+def test_answers_are_those_of_generate(batch, demo_llama, policy):
+    requests = mixed(demo_llama[1])
+    options = ["--policy", policy] if policy else []
+    code, found, err = batch(requests, "--concurrency", "5", *options)
+    assert code == 0 and not [r["error"] for r in found.values() if r["error"]]
+    assert set(found) == {request["custom_id"] for request in requests}
+    for request in requests:
+        record = found[request["custom_id"]]
+        assert answer(record) == alone(*demo_llama, request, policy), request
+    assert re.search(r"17 answered in \S+a\.jsonl \| \d+ prompt tokens, \d+ answer tokens", err)
+
+
+def test_the_form_is_openais(batch):
+    requests = [chat("a", 9, metadata={"x": 1}), text("b", 9, max_tokens=2)]
+    _, found, _ = batch(requests, "--policy", SNAPKV)
+    one, two = found["a"], found["b"]
+    assert set(one) == {"id", "custom_id", "response", "error"} and one["error"] is None
+    assert set(one["response"]) == {"status_code", "request_id", "body"}
+    body, other = one["response"]["body"], two["response"]["body"]
+    assert one["response"]["status_code"] == 200 and body["model"] == "demo"
+    assert (body["object"], other["object"]) == ("chat.completion", "text_completion")
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "482913"}
+    assert choice["finish_reason"] == "stop" and other["choices"][0]["finish_reason"] == "length"
+    assert other["choices"][0]["text"] == "48"
+    usage = other["usage"]
+    assert usage["completion_tokens"] == 2
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 2 > 80
+    ours = body["mlx_snapkv"]
+    assert (ours["policy"], ours["entries"], ours["ignored"]) == (SNAPKV, 60, ["metadata"])
+    assert ours["kv_bytes"] < ours["kv_bytes_before"]
+    ids = [r["id"] for r in (one, two)] + [body["id"], other["id"]]
+    assert len(set(ids)) == 4
+
+
+def test_short_prompts_say_why_they_are_full(batch):
+    _, found, _ = batch([text("a", 1, max_tokens=2)], "--policy", "keydiff:budget=4096")
+    assert "fit the budget of 4096" in found["a"]["response"]["body"]["mlx_snapkv"]["reason"]
+
+
+def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
+    requests = [text(f"{n}", 3) for n in range(3)] + [text("own", 3, temperature=0, max_tokens=3)]
+    options = ["-m", "9", "--temp", "3", "--top-k", "40", "--seed", "5"]
+    _, found, _ = batch(requests, *options)
+    answers = {name: answer(record) for name, record in found.items()}
+    assert answers["own"] == "482" and len(set(answers.values())) == 4
+    assert {r["response"]["body"]["usage"]["completion_tokens"] for r in found.values()} == {3, 9}
+    (tmp_path / "a.jsonl").unlink()
+    _, again, _ = batch(requests[::-1], *options, "--concurrency", "1")
+    assert {name: answer(record) for name, record in again.items()} == answers
+
+
+def test_bits_and_hybrids(call, tmp_path, demo_qwen):
+    requests = [chat(f"{n}", 12 * n, max_tokens=8) for n in range(1, 4)]
+    file, output = write(tmp_path / "r.jsonl", requests), tmp_path / "a.jsonl"
+    model = ["--model", "demo-qwen3-next", "--policy", SNAPKV]
+    assert call("batch", str(file), "-o", str(output), *model)[0] == 0
+    for request in requests:
+        record = read(output)[request["custom_id"]]
+        assert answer(record) == alone(*demo_qwen, request, SNAPKV)
+    bits = tmp_path / "bits.jsonl"
+    assert call("batch", str(file), "-o", str(bits), *model, "--kv-bits", "8")[0] == 0
+    plain, packed = (read(p)["3"]["response"]["body"]["mlx_snapkv"] for p in (output, bits))
+    assert packed["kv_bits"] == 8 and packed["kv_bytes"] < plain["kv_bytes"] / 3
+
+
+BAD = [
+    ("not JSON", "is not JSON"),
+    (b'{"custom_id": "\xff"}', "is not UTF-8"),
+    ("[" * 100_000, "is not JSON"),
+    ("[1]", "is not an object"),
+    ({"url": COMPLETIONS, "body": {"prompt": "x"}}, "custom_id is missing"),
+    ({"custom_id": 7}, "custom_id must be some text, got '7'"),
+    (chat("good", 1), "custom_id 'good' is line 1's already"),
+    ({**chat("get", 1), "method": "GET"}, "method must be POST, got 'GET'"),
+    (line("url", "/v1/embeddings"), "url must be /v1/chat/completions or /v1/completions, got '/v1/emb"),
+    ({"custom_id": "bodiless", "url": COMPLETIONS}, "body must be an object, got None"),
+    (line("silent"), "messages is missing"),
+    (line("empty", messages=[]), "messages must not be empty"),
+    (line("typed", messages=[{"role": "user", "content": 7}]), "messages.0: content must be text"),
+    (line("picture", messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "parts of the type text"),
+    (chat("nan", 1, temperature=float("nan")), "temperature should be a finite number, got nan"),
+    (chat("cold", 1, temperature=-1), "temperature should be greater than or equal to 0, got -1"),
+    (chat("words", 1, top_p="high"), "top_p should be a valid number, got 'high'"),
+    (chat("negative", 1, max_tokens=-5), "max_tokens should be greater than or equal to 1, got -5"),
+    (chat("half", 1, max_tokens=1.5), "max_tokens should be a valid integer, got 1.5"),
+    (chat("two", 1, n=2), "n must be 1"),
+    (chat("streams", 1, stream=True), "stream must be false"),
+    (chat("logprobs", 1, logprobs=True), "logprobs are not given"),
+    (chat("stops", 1, stop=[1]), "stop must be a string or a list of strings, got [1]"),
+    (chat("json", 1, response_format={"type": "json_object"}), "response_format must be text"),
+    (chat("tools", 1, tools=[{"type": "function"}]), "this model's chat template takes no tools"),
+    (chat("template", 1, chat_template_kwargs={"tokenize": False}), "can't set 'tokenize'"),
+    (chat("wide", 1, top_k=10**6), "top_k must be below the vocabulary's"),
+    (chat("bias", 1, logit_bias={"a": 1}), "logit_bias must have token ids for names, got 'a'"),
+    (chat("far bias", 1, logit_bias={"999999": 1}), "logit_bias must have token ids from 0 to"),
+    (line("list", COMPLETIONS, prompt=["a", "b"]), "prompt must be one text, or the list of its token ids"),
+    (line("ids", COMPLETIONS, prompt=[1, 10**9]), "prompt must have token ids from 0 to"),
+    (line("nothing", COMPLETIONS, prompt=[]), "prompt must be one text"),
+    ('{"custom_id": "half", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}', "'half' is line"),
+    ('{"custom_id": "lone", "url": "/v1/completions", "body": {"prompt": "\\ud800"}}', "the tokenizer failed"),
+]  # fmt: skip
+
+
+def test_bad_lines_become_error_lines_and_the_rest_is_answered(call, tmp_path):
+    lines = [chat("good", 1, max_tokens=6), *(bad for bad, _ in BAD), "", chat("last", 2)]
+    file, output = write(tmp_path / "r.jsonl", lines), tmp_path / "a.jsonl"
+    args = ["batch", str(file), "-o", str(output), *DEMO, "--policy", SNAPKV]
+    code, out, err = call(*args)
+    assert (code, out) == (0, "") and f"2 answered, {len(BAD)} errors in " in err
+    records = [json.loads(raw) for raw in output.read_text().splitlines()]
+    errors = {r["error"]["line"]: r for r in records if r["error"]}
+    for number, (_, words) in enumerate(BAD, start=2):
+        message = errors[number]["error"]["message"]
+        assert message.startswith(f"line {number}: ") and words in message
+        assert errors[number]["response"] is None and "\n" not in message
+    right = [r["custom_id"] for r in records if not r["error"]]
+    assert sorted(right) == ["good", "last"]
+    before = output.read_bytes()
+    code, _, err = call(*args)
+    assert code == 0 and output.read_bytes() == before
+    assert f"({len(lines) - 1} of them before)" in err
+
+
+def test_a_template_that_refuses_is_the_lines_mistake(batch):
+    refuses = '{{ raise_exception("no system messages") }}'
+    config = json.dumps({"chat_template": refuses})
+    options = ["--chat-template-config", config]
+    _, found, _ = batch([chat("a", 1), text("b", 1, max_tokens=6)], *options)
+    assert (
+        "chat template or tokenizer failed: TemplateError: no system" in said(found["a"])["message"]
+    )
+    assert answer(found["b"]) == "482913"
+
+
+def test_progress_on_a_terminal(tmp_path):
+    file, output = (
+        write(tmp_path / "r.jsonl", [chat(f"{n}", n) for n in range(5)]),
+        tmp_path / "a.jsonl",
+    )
+    terminal, its = pty.openpty()
+    command = [sys.executable, "-m", "mlx_snapkv", "batch", str(file), "-o", str(output), *DEMO]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=its, env=environment)
+    shown = os.read(terminal, 1 << 16).decode(errors="ignore")
+    os.close(its)
+    os.close(terminal)
+    assert done.returncode == 0
+    assert "answering" in shown and "5/5" in shown and "tokens/s read" in shown
+
+
+def test_kv_memory_has_a_limit(batch):
+    requests = [text(name, n, max_tokens=4) for name, n in (("small", 5), ("large", 300), ("b", 6))]
+    code, found, _ = batch(requests, "--policy", SNAPKV, "--max-kv-bytes", "2.5MB")
+    assert code == 0
+    assert [answer(found[name]) for name in ("small", "b")] == ["4829", "4829"]
+    message = said(found["large"])["message"]
+    assert re.search(r"need [\d.]+ MB of KV memory, and max_kv_bytes is 2.5 MB: raise it", message)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--policy", "keydif"], "unknown policy 'keydif'"),
+        (["--kv-bits", "4"], "--kv-bits in a batch is for compressed entries"),
+        (["--kv-bits", "4", "--policy", SNAPKV, "--kv-group-size", "128"], "kv_group_size must be one of"),
+        (["--max-kv-bytes", "many"], "--max-kv-bytes must be a number of bytes, such as 500MB or 4GB, got 'many'"),
+        (["--max-kv-bytes", "nan"], "--max-kv-bytes must be a number of bytes"),
+        (["--top-k", "999999"], "--top-k must be below the vocabulary's"),
+        (["--concurrency", "0"], "--concurrency"),
+        (["--model", "nowhere"], "--model nowhere: no such folder"),
+    ],
+)  # fmt: skip
+def test_a_mistake_at_the_start_is_one_line(batch, tmp_path, options, words):
+    code, _, err = batch([chat("a", 1)], *options)
+    assert (code, err.count("\n")) == (2, 1) and words in err
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_files_that_cannot_be_read_or_written(call, tmp_path):
+    file, notes = write(tmp_path / "r.jsonl", [chat("a", 1)]), tmp_path / "notes"
+    notes.write_text("my notes")
+    output = str(tmp_path / "a.jsonl")
+    for source, target, words in [
+        (tmp_path / "none", output, "No such file or directory"),
+        (tmp_path, output, "is a folder"),
+        (file, tmp_path, "is a folder"),
+        (file, tmp_path / "no" / "a", "there is no folder"),
+        (file, "/dev/full", "is no regular file"),
+        (file, notes, "mlx-snapkv did not write it"),
+        (file, file, "mlx-snapkv did not write it"),
+    ]:
+        code, out, err = call("batch", str(source), "-o", str(target), *DEMO)
+        assert (code, out, err.count("\n")) == (2, "", 1) and words in err
+    assert notes.read_text() == "my notes" and sorted(tmp_path.iterdir()) == [notes, file]
