@@ -13,9 +13,9 @@ from ..policies import Policy, Stages
 ALONE = ("gpt_bigcode", "llama4", "nemotron-nas")
 
 
-def require_batchable(model, policy: Policy | Stages, recall: Recall) -> None:
+def require_batchable(model, policy: Policy | Stages | None, recall: Recall) -> None:
     """Raises: SnapKVError: prompts of this model can't be decoded together, or not read so."""
-    if recall.memory != "drop" and policy.reads_in_blocks:
+    if recall.memory != "drop" and policy is not None and policy.reads_in_blocks:
         raise SnapKVError(
             f"memory={recall.memory} can't be combined with {policy} in a batch: give a policy that reads prompts in "
             "full, such as snapkv, or answer them one after the other"
@@ -25,19 +25,11 @@ def require_batchable(model, policy: Policy | Stages, recall: Recall) -> None:
             f"memory={recall.memory} keeps files that requests of a batch can't share: give recall, recall:8bit or "
             "recall:4bit"
         )
-    caches = list(members(make_prompt_cache(model)))
-    if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
-        raise UnsupportedModelError(
-            f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
-            "answer them one after the other"
-        )
+    require_together(model)
 
 
 def require_together(model) -> None:
-    """The same, of full caches in mlx-lm's own batch.
-
-    Raises: SnapKVError: prompts of this model can't be decoded together.
-    """
+    """Raises: SnapKVError: prompts of this model can't be decoded together, whatever their caches hold."""
     caches = list(members(make_prompt_cache(model)))
     if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
         raise UnsupportedModelError(

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.layers import attention_layers
 from ..caches.quantizable import require_quantizable
 from ..engine.recalling import Recall
+from ..engine.request import held_tokens
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import Quantization
 from ..policies import Policy, SnapKV, Stages, resolve_policy
@@ -31,7 +32,7 @@ class CompressedBatchGenerator(BatchGenerator):
 
     Args:
         model: an mlx-lm model.
-        snapkv, policy: as of `generate_step`; without one of them this is mlx-lm's generator.
+        snapkv, policy: as of `generate_step`; without one of them, and without `turns`, this is mlx-lm's generator.
         kv_bits, kv_group_size: of compressed entries, if they are to be quantised; full ones stay plain.
         memory: what becomes of the entries that are not kept, as of `generate_step`.
         on_report: receives a request's number and its `CompressionReport`.
@@ -63,7 +64,7 @@ class CompressedBatchGenerator(BatchGenerator):
         chosen = resolve_policy(snapkv, policy)
         recall = Recall(memory)
         recall.require(chosen)
-        if chosen is None:
+        if chosen is None and not turns:
             self._plan = None
             super().__init__(model, **kwargs)
             return
@@ -88,7 +89,7 @@ class CompressedBatchGenerator(BatchGenerator):
         max_tokens: list[int] | None = None,
         caches: list[list[Any]] | None = None,
         all_tokens: list[list[int]] | None = None,
-        samplers: list[Callable] | None = None,
+        samplers: Any = None,
         logits_processors: list[list[Callable]] | None = None,
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
@@ -109,7 +110,9 @@ class CompressedBatchGenerator(BatchGenerator):
         """Raises: SnapKVError: the policy can't serve such a prompt."""
         assert self._plan is not None
         if n_prompt and self._plan.reason_for_nothing(n_prompt, prompt_cache, 0) is None:
-            self._plan.policy.prefill_quotas(n_prompt, self._n_layers)
+            assert self._plan.policy is not None
+            n_tokens = held_tokens(self.model, prompt_cache) + n_prompt
+            self._plan.policy.prefill_quotas(n_tokens, self._n_layers)
 
     def _make_batch(self, n: int) -> Any:
         if self._plan is None:

@@ -14,9 +14,9 @@ from ..engine.decision import gate
 from ..engine.making import make_request
 from ..engine.prefill import observing
 from ..engine.recalling import Recall
-from ..engine.report import CompressionReport
+from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import Request, held_tokens
-from ..engine.serving import reason_for_nothing
+from ..engine.serving import NO_POLICY_REASON, reason_for_nothing
 from ..engine.split_calls import one_by_one
 from ..entries.quantization import Quantization
 from ..policies import Policy, Stages
@@ -37,7 +37,7 @@ class Plan:
     """
 
     model: Any
-    policy: Policy | Stages
+    policy: Policy | Stages | None
     quantization: Quantization | None
     recall: Recall
     on_report: BatchReport
@@ -46,6 +46,8 @@ class Plan:
 
     def reason_for_nothing(self, n_prompt: int, prompt_cache: list, max_tokens: int) -> str | None:
         """Why a prompt is not going to be compressed; None if it is."""
+        if self.policy is None:
+            return NO_POLICY_REASON
         if self.turns:
             n_tokens = held_tokens(self.model, prompt_cache) + n_prompt
             goes_on = is_compressed(prompt_cache)
@@ -87,11 +89,12 @@ class Job:
         plan = self._plan
         reason = plan.reason_for_nothing(n_prompt, self.caches, max_tokens)
         if reason is not None:
-            self._report = CompressionReport(str(plan.policy), n_prompt, reason)
+            self._report = CompressionReport(str(plan.policy or NO_POLICY), n_prompt, reason)
             return
         if plan.recall.memory != "drop":
             memory = plan.recall.memory, plan.policy
             self._everything = self.caches = recalling_caches(plan.model, self.caches, *memory)
+        assert plan.policy is not None
         wanted = n_prompt, self.caches, plan.quantization, plan.recall
         self._request = make_request(plan.model, plan.policy, *wanted)
         self.caches = self._request.caches

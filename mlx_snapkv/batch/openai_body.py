@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -44,10 +44,7 @@ class Body(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     repetition_context_size: Positive | None = None
 
-    n: Any = None
     stream: bool | None = None
-    logprobs: Any = None
-    top_logprobs: Any = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -56,19 +53,6 @@ class Body(BaseModel):
         ok = stops is None or (isinstance(stops, list) and all(isinstance(s, str) for s in stops))
         _require(ok, "stop must be a string or a list of strings", value)
         return [s for s in stops if s] if stops else None
-
-    @field_validator("n")
-    @classmethod
-    def _one_answer(cls, value: Any) -> Any:
-        _require(value in (None, 1), "n must be 1: ask once for each answer", value)
-        return value
-
-    @field_validator("logprobs", "top_logprobs")
-    @classmethod
-    def _no_logprobs(cls, value: Any, info: Any) -> Any:
-        unset = value is None or value is False or (info.field_name == "top_logprobs" and not value)
-        _require(unset, f"{info.field_name} are not given: drop the field", value)
-        return value
 
     @property
     def ignored(self) -> list[str]:
@@ -166,7 +150,39 @@ class CompletionBody(Body):
         return value
 
 
-BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
+class _OneAnswer(Body):
+    """What a file of requests can't ask for."""
+
+    n: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+
+    @field_validator("n")
+    @classmethod
+    def _one_answer(cls, value: Any) -> Any:
+        _require(value in (None, 1), "n must be 1: ask once for each answer", value)
+        return value
+
+    @field_validator("logprobs", "top_logprobs")
+    @classmethod
+    def _no_logprobs(cls, value: Any, info: Any) -> Any:
+        unset = value is None or value is False or (info.field_name == "top_logprobs" and not value)
+        _require(unset, f"{info.field_name} are not given: drop the field", value)
+        return value
+
+
+class FileChat(ChatBody, _OneAnswer):
+    """A line's body, of `/v1/chat/completions`."""
+
+
+class FileCompletion(CompletionBody, _OneAnswer):
+    """A line's body, of `/v1/completions`."""
+
+
+BODIES: dict[str, type[Body]] = {CHAT: FileChat, COMPLETIONS: FileCompletion}
+
+
+Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def parse(url: Any, body: Any) -> Body:
@@ -182,6 +198,11 @@ def parse(url: Any, body: Any) -> Body:
     kind = BODIES.get(url) if isinstance(url, str) else None
     if kind is None:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {_shown(url)}")
+    return as_body(kind, body)
+
+
+def as_body(kind: type[Checked], body: Any) -> Checked:
+    """A body of that kind; SnapKVError as `parse`."""
     if not isinstance(body, dict):
         raise SnapKVError(f"body must be an object, got {_shown(body)}")
     try:

@@ -10,11 +10,12 @@ from typing import Any
 
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
+from .answer import Answer
 from .answers_file import AnswersFile
 from .batchable import require_together
 from .generator import CompressedBatchGenerator
 from .memory import Memory, Need
-from .openai_answer import Answer
+from .openai_answer import answer_body
 from .openai_request import Asked, Defaults, asked
 from .requests_file import Line
 
@@ -213,7 +214,9 @@ class Run:
         if response.finish_reason is None:  # at a stop text
             self._generator.remove([response.uid])
         del self._active[response.uid]
-        self.answers.answer(request.line, request.answer.body(self.name, self._extra(request)))
+        self.answers.answer(
+            request.line, answer_body(request.answer, self.name, self._extra(request))
+        )
         self.progress.lines += 1
 
     def _extra(self, request: Request) -> dict[str, Any]:

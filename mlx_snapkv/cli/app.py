@@ -8,7 +8,19 @@ import typer
 
 from .._version import __version__
 from ..errors import SnapKVError
-from . import batch, bench, cache_prompt, chat, demo, evaluate, generate, models, policies, streams
+from . import (
+    batch,
+    bench,
+    cache_prompt,
+    chat,
+    demo,
+    evaluate,
+    generate,
+    models,
+    policies,
+    serve,
+    streams,
+)
 
 INTERRUPTED = 130  # exit code
 
@@ -22,6 +34,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("batch")(batch.batch)
+app.command("serve")(serve.serve)
 app.command("cache-prompt")(cache_prompt.cache_prompt)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)

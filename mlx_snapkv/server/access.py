@@ -68,4 +68,6 @@ class Access:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the request's body is larger than {most} bytes", code="request_too_large")
+    return ApiError(
+        413, f"the request's body is larger than {most} bytes", code="request_too_large"
+    )

@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
-from ..paths import here
 from .access import Access
 from .engine import Engine
-from .failures import ApiError, bad_request
+from .failures import ApiError
 from .openai_forms import OpenAIForm
-from .openai_routes import router as openai_router
-from .respond import as_api_error
+from .openai_routes import router as openai
+from .respond import Form, as_api_error
 from .settings import Settings
+from .watching import router as watching
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """The application; the engine runs already."""
     app = FastAPI(title="mlx-snapkv", version=__version__, summary="Long prompts, small caches.")
     app.state.engine, app.state.settings = engine, settings
-    app.include_router(openai_router)
-    app.add_api_route("/health", _health, methods=["GET"])
-    app.add_api_route("/metrics", _metrics, methods=["GET"])
-    app.add_exception_handler(ApiError, _failed)
+    app.include_router(openai)
+    app.include_router(watching)
     app.add_exception_handler(HTTPException, _refused)
     app.add_middleware(Access, settings=settings)
+    app.add_middleware(Told, engine=engine)
     if settings.origins:
+        origins = list(settings.origins)
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Guarded, engine=engine)
     return app
+
+
+class Told:
+    """ASGI middleware around everything: whatever is raised is told in the API's own form, and counted."""
+
+    def __init__(self, app: ASGIApp, engine: Engine):
+        self._app, self._metrics = app, engine.metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if status:  # the response has begun: all that is left is to end it
+                raise
+            await _failed(scope["path"], as_api_error(error))(scope, receive, noted)
+        self._metrics.responded(scope["path"] if status != 404 else "other", status)
+
+
+def _failed(path: str, error: ApiError) -> JSONResponse:
+    return JSONResponse(_form(path).error(error), error.status, error.headers)
+
+
+def _form(path: str) -> type[Form]:
+    return OpenAIForm
+
+
+def _refused(request: Request, error: Any) -> Response:
+    """What FastAPI refuses by itself: unknown paths and methods."""
+    method = f"{request.method} {request.url.path[:200]}"
+    told = {404: f"there is no {method} here", 405: f"{method} is not allowed"}
+    message = told.get(error.status_code, str(error.detail))
+    failure = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return _failed(request.url.path, failure)

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import Any
 
+from ..batch.answer import Piece
 from ..engine.report import CompressionReport
 
 
@@ -29,20 +29,6 @@ class Read:
 
     n_read: int
     n_prompt: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of an answer.
-
-    Attributes:
-        state: "normal" or "reasoning", in mlx-lm's words.
-        calls: of tools, in OpenAI's form, instead of text.
-    """
-
-    state: str
-    text: str
-    calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Queue
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.server import ResponseGenerator
 
+from ..batch.answer import Answer
 from ..batch.generator import CompressedBatchGenerator
-from ..batch.openai_answer import Answer
 from ..batch.openai_body import Body
 from ..batch.openai_request import Asked, Defaults, asked
 from ..engine.report import CompressionReport
@@ -68,7 +70,7 @@ class Engine(ResponseGenerator):
     goes on.
 
     Args:
-        loaded: the model.
+        load: gives the model; called in the thread of the engine, to which MLX binds what it makes.
         generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
         prefixes: what is known of prompts.
         limits: what is taken on.
@@ -77,20 +79,29 @@ class Engine(ResponseGenerator):
 
     def __init__(
         self,
-        loaded: Loaded,
+        load: Callable[[], Loaded],
         generation: dict[str, Any],
         prefixes: Prefixes,
         limits: Limits,
         defaults: Defaults,
         metrics: Metrics,
     ):
-        self.loaded, self.limits, self.defaults, self.metrics = loaded, limits, defaults, metrics
+        self.limits, self.defaults, self.metrics = limits, defaults, metrics
+        self.prefixes = prefixes
+        self._load, self._ready = load, Future[Loaded]()
         self._options = generation
         self._recalls = generation.get("memory", "drop") != "drop"
         self._running: dict[int, Running] = {}
         self._lock = threading.Lock()
         self._n_open = 0
-        super().__init__(loaded, prefixes)
+        metrics.track("requests", lambda: self.kv_bytes)
+        metrics.track("prefixes", lambda: self.prompt_cache.nbytes)
+        super().__init__(None, prefixes)  # type: ignore[arg-type]  # whose model is loaded below
+        try:
+            self.loaded = self._ready.result()
+        except BaseException:
+            self.stop_and_join()
+            raise
 
     # From the event loop's thread.
 
@@ -119,23 +130,39 @@ class Engine(ResponseGenerator):
             raise found
         return found
 
+    def end_answers(self) -> None:
+        """End what is under way: the server is shutting down."""
+        self._stop = True
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values of requests that are read or answered."""
+        return self.generator.prompt_cache_nbytes
+
     # In the thread of its own.
 
     def _run_generate(self) -> None:
+        try:
+            self.loaded = self._load()
+            self.generator = self._new_generator()
+        except BaseException as error:
+            self._ready.set_exception(error)
+            return
+        self._n_voters = self._voters()
+        self._ready.set_result(self.loaded)
         while not self._stop:
             try:
                 self._generate()
             except Exception as error:
                 self._fail_all(error)
         self._end_all(shutting_down())
+        self.generator.close()
 
     def _generate(self) -> None:
-        self.generator = self._new_generator()
-        with contextlib.closing(self.generator):
-            while not self._stop:
-                self._take_requests()
-                if self._running:
-                    self._step()
+        while not self._stop:
+            self._take_requests()
+            if self._running:
+                self._step()
 
     def _take_requests(self) -> None:
         """Take in what has come; wait for something if there is nothing to do."""
@@ -163,13 +190,13 @@ class Engine(ResponseGenerator):
 
     def _start(self, channel: Channel, body: Body, wanted: Asked) -> None:
         prompt = wanted.prompt
-        caches, n_known = self.prompt_cache.fetch(prompt)
+        caches, n_known = self.prefixes.fetch(prompt, self._n_voters)
         (uid,) = self.generator.insert(
             [prompt[n_known:]],
             [wanted.max_tokens],
             caches=None if caches is None else [caches],
             all_tokens=[prompt[:n_known]],
-            samplers=[wanted.sampler],
+            samplers=None if wanted.sampler is None else [wanted.sampler],
             logits_processors=[wanted.processors],
         )
         answer = Answer(wanted, self.loaded.tokenizer)
@@ -195,9 +222,8 @@ class Engine(ResponseGenerator):
             self._fail(channel, response.error)
             return
         if running.top_logprobs is not None:
-            channel.put(_chosen(response, running.top_logprobs))
-        answer.add(response.token, response.finish_reason)
-        for piece in answer.pieces():
+            channel.put(_chosen(response, running.top_logprobs, self.loaded.tokenizer))
+        for piece in answer.add(response.token, response.finish_reason):
             channel.put(piece)
         seconds = time.perf_counter() - running.since if answer.n_tokens == 1 else None
         self.metrics.generated(seconds)
@@ -209,9 +235,9 @@ class Engine(ResponseGenerator):
         else:
             caches, tokens = response.prompt_cache, response.all_tokens
         if not (self._recalls and running.report is not None and running.report.compressed):
-            self.prompt_cache.insert(tokens, caches)
+            self.prefixes.insert(tokens, caches)
         del self._running[response.uid]
-        channel.put(Finished(answer.reason, answer.n_tokens, running.report))
+        channel.put(Finished(answer.finish_reason, answer.n_tokens, running.report))
         self._close(channel)
 
     def _new_generator(self) -> CompressedBatchGenerator:
@@ -227,11 +253,19 @@ class Engine(ResponseGenerator):
             **self._options,
         )
 
+    def _voters(self) -> int:
+        """Tokens at a prompt's end that are read whatever is known of it, so that as many vote as ever."""
+        policy = self._options.get("policy")
+        exact = can_trim_prompt_cache(make_prompt_cache(self.loaded.model))
+        if policy is None or not (self._recalls and exact):
+            return 1
+        return max(1, policy.stages[1].obs_window)
+
     def _reported(self, uid: int, report: CompressionReport) -> None:
         self._running[uid].report = report
 
     def _recalled(self, uid: int, caches: list, tokens: list[int]) -> None:
-        self.prompt_cache.insert(tokens, caches)
+        self.prefixes.insert(tokens, caches)
 
     def _remove(self, uids: list[int]) -> None:
         if uids:
@@ -252,11 +286,13 @@ class Engine(ResponseGenerator):
             self._close(channel)
 
     def _fail_all(self, error: Exception) -> None:
-        """A step has failed: end its requests."""
+        """A step has failed: end its requests, and go on with a new batch."""
         log.error("a step failed", exc_info=error)
         running, self._running = self._running, {}
         for request in running.values():
             self._fail(request.channel, error)
+        self.generator.close()
+        self.generator = self._new_generator()
 
     def _end_all(self, error: Exception) -> None:
         for request in self._running.values():
@@ -275,11 +311,12 @@ def _top_logprobs(body: Body) -> int | None:
     return getattr(body, "n_top_logprobs", None)
 
 
-def _chosen(response: Any, n: int) -> Chosen:
+def _chosen(response: Any, n: int, tokenizer) -> Chosen:
     logprobs = response.logprobs
-    top: tuple = ()
+    likely: list[int] = []
     if n:
         best = mx.argpartition(-logprobs, kth=n - 1)[:n]
-        best = best[mx.argsort(-logprobs[best])]
-        top = tuple(zip(best.tolist(), logprobs[best].tolist()))
-    return Chosen(response.token, logprobs[response.token].item(), top)
+        likely = best[mx.argsort(-logprobs[best])].tolist()  # type: ignore[assignment]
+    token, *texts = [tokenizer.decode([i]) for i in (response.token, *likely)]
+    top = zip(texts, (logprobs[i].item() for i in likely))
+    return Chosen(token, logprobs[response.token].item(), tuple(top))

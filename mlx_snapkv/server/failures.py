@@ -64,7 +64,10 @@ def internal(number: str) -> ApiError:
 
 def timed_out(seconds: float) -> ApiError:
     return ApiError(
-        408, f"the request was not answered within {seconds:g} seconds", kind="timeout_error", code="timeout"
+        408,
+        f"the request was not answered within {seconds:g} seconds",
+        kind="timeout_error",
+        code="timeout",
     )
 
 

@@ -19,3 +19,7 @@ class Loaded:
     tokenizer: Any
     name: str
     aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name, *self.aliases]

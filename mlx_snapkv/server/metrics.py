@@ -13,18 +13,28 @@ class Metrics:
     """Counters that the engine and the handlers keep, in a registry of their own."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        about = {"namespace": "mlx_snapkv", "registry": self._registry}
-        self._responses = Counter("responses", "Responses by endpoint and status", ["path", "status"], **about)
-        self._open = Gauge("open_requests", "Requests that wait, are read or answered", **about)
-        self._prompt = Counter("prompt_tokens", "Tokens of prompts", **about)
-        self._cached = Counter("cached_tokens", "Tokens of prompts that an earlier request had read", **about)
-        self._hits = Counter("prefix_hits", "Prompts of which a prefix was known", **about)
-        self._answered = Counter("generated_tokens", "Tokens of answers", **about)
-        self._first = Histogram(
-            "first_token_seconds", "Seconds from the request to its first token", buckets=SECONDS, **about
+        self._registry = registry = CollectorRegistry()
+        self._responses = Counter(
+            "mlx_snapkv_responses", "Responses", ["path", "status"], registry=registry
         )
-        self._bytes = Gauge("kv_bytes", "Bytes of keys and values", ["kind"], **about)
+        self._open = Gauge("mlx_snapkv_open_requests", "Waiting or answered", registry=registry)
+        self._prompt = Counter("mlx_snapkv_prompt_tokens", "Of prompts", registry=registry)
+        self._cached = Counter(
+            "mlx_snapkv_cached_tokens", "Of prompts, read by an earlier request", registry=registry
+        )
+        self._hits = Counter(
+            "mlx_snapkv_prefix_hits", "Prompts with a known prefix", registry=registry
+        )
+        self._answered = Counter("mlx_snapkv_generated_tokens", "Of answers", registry=registry)
+        self._first = Histogram(
+            "mlx_snapkv_first_token_seconds",
+            "From the request to its first token",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._bytes = Gauge(
+            "mlx_snapkv_kv_bytes", "Bytes of keys and values", ["kind"], registry=registry
+        )
 
     def track(self, kind: str, read: Callable[[], float]) -> None:
         """Ask for the KV bytes of a kind whenever somebody looks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,7 +51,6 @@ class ServedCompletion(CompletionBody, _Served):
     """The body of `/v1/completions`."""
 
     logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
-    top_logprobs: Any = None
 
     @property
     def n_top_logprobs(self) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
-import uuid
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .channel import Chosen, Event, Finished, Idle, Piece, Read
+from ..batch.answer import Piece, Said
+from ..batch.openai_answer import beside, head, message, usage
+from .channel import Chosen, Event, Finished, Idle, Read
 from .exchange import Exchange
 from .failures import ApiError
 from .respond import Form, data
@@ -17,23 +18,10 @@ DONE = "data: [DONE]\n\n"
 
 
 @dataclass
-class Said:
-    """What has come of one answer."""
+class Part(Said):
+    """What pieces and tokens come to: an answer, or a part of one."""
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[Chosen] = field(default_factory=list)
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Chosen):
-            self.tokens.append(event)
-        elif isinstance(event, Piece):
-            self.calls += event.calls
-            if event.state == "reasoning":
-                self.reasoning += event.text
-            else:
-                self.text += event.text
 
 
 class OpenAIForm(Form):
@@ -50,22 +38,23 @@ class OpenAIForm(Form):
 
     def __init__(self, model: str, with_usage: bool = False):
         self._with_usage = with_usage
-        self._said: dict[int, Said] = {}
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def said(self, index: int) -> Said:
-        return self._said.setdefault(index, Said())
+        self._parts: dict[int, Part] = {}
+        self._head = head(self.prefix, model)
 
     def take(self, index: int, event: Event) -> None:
-        self.said(index).take(event)
+        part = self._parts.setdefault(index, Part())
+        if isinstance(event, Chosen):
+            part.tokens.append(event)
+        elif isinstance(event, Piece):
+            part.take(event)
+
+    def _taken(self, index: int) -> Part:
+        """What has come of an answer since this was last asked."""
+        return self._parts.pop(index, Part())
 
     def whole(self, exchange: Exchange) -> dict[str, Any]:
         choices = [
-            {"index": i, **self._choice(self.said(i)), "finish_reason": end.reason}
+            {"index": i, **self._choice(self._taken(i)), "finish_reason": end.reason}
             for i, end in sorted(exchange.finished.items())
         ]
         usage = {"usage": usage_of(exchange)}
@@ -80,17 +69,12 @@ class OpenAIForm(Form):
             yield ": keep-alive\n\n"
         elif isinstance(event, Read):
             yield f": reading {event.n_read}/{event.n_prompt}\n\n"
-        elif isinstance(event, Chosen):
-            self.said(index).tokens.append(event)
-        elif isinstance(event, Piece):
-            said = self.said(index)
-            now = Said(tokens=said.tokens)
-            now.take(event)
-            said.tokens = []
-            yield self._chunk(index, self._delta(now), None)
+        else:
+            self.take(index, event)
+        if isinstance(event, Piece):
+            yield self._chunk(index, self._delta(self._taken(index), index), None)
         elif isinstance(event, Finished):
-            rest = Said(tokens=self.said(index).tokens)
-            yield self._chunk(index, self._delta(rest), event.reason)
+            yield self._chunk(index, self._delta(self._taken(index), index), event.reason)
 
     def end(self, exchange: Exchange) -> Iterator[str]:
         if self._with_usage:
@@ -113,26 +97,31 @@ class OpenAIForm(Form):
     def _first(self, index: int) -> Iterator[str]:
         yield from ()
 
-    def _choice(self, said: Said) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, part: Part) -> dict[str, Any]:
+        """A whole answer, as a choice without its index and end."""
 
-    def _delta(self, said: Said) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _delta(self, part: Part, index: int) -> dict[str, Any]:
+        """What has been added to an answer."""
 
 
 class ChatForm(OpenAIForm):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _choice(self, said: Said) -> dict[str, Any]:
-        content = said.text if said.text or not said.calls else None
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        return {"message": message | _beside(said), "logprobs": _chat_logprobs(said.tokens)}
+    def __init__(self, model: str, with_usage: bool = False):
+        super().__init__(model, with_usage)
+        self._n_calls: dict[int, int] = {}
 
-    def _delta(self, said: Said) -> dict[str, Any]:
-        delta = {"content": said.text} if said.text else {}
-        calls = [{**call, "index": i} for i, call in enumerate(said.calls)]
-        more = _beside(said) | ({"tool_calls": calls} if calls else {})
-        return {"delta": delta | more, "logprobs": _chat_logprobs(said.tokens)}
+    def _choice(self, part: Part) -> dict[str, Any]:
+        return {"message": message(part), "logprobs": _chat_logprobs(part.tokens)}
+
+    def _delta(self, part: Part, index: int) -> dict[str, Any]:
+        first = self._n_calls.get(index, 0)
+        self._n_calls[index] = first + len(part.calls)
+        part.calls = [{**call, "index": first + i} for i, call in enumerate(part.calls)]
+        delta = {"content": part.text} if part.text else {}
+        return {"delta": delta | beside(part), "logprobs": _chat_logprobs(part.tokens)}
 
     def _first(self, index: int) -> Iterator[str]:
         yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
@@ -141,22 +130,18 @@ class ChatForm(OpenAIForm):
 class CompletionForm(OpenAIForm):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def _choice(self, said: Said) -> dict[str, Any]:
-        return {"text": said.text, "logprobs": _text_logprobs(said.tokens)}
+    def _choice(self, part: Part) -> dict[str, Any]:
+        return {"text": part.text, "logprobs": _text_logprobs(part.tokens)}
 
-    _delta = _choice
+    def _delta(self, part: Part, index: int) -> dict[str, Any]:
+        return self._choice(part)
 
 
 def usage_of(exchange: Exchange) -> dict[str, Any]:
-    """Tokens of an exchange, in OpenAI's words; a prompt that is answered several times counts once."""
+    """Tokens of an exchange; a prompt that is answered several times counts once."""
     started = exchange.started[0]
     n_answer = sum(end.n_tokens for end in exchange.finished.values())
-    return {
-        "prompt_tokens": started.n_prompt,
-        "completion_tokens": n_answer,
-        "total_tokens": started.n_prompt + n_answer,
-        "prompt_tokens_details": {"cached_tokens": started.n_cached},
-    }
+    return usage(started.n_prompt, n_answer, started.n_cached)
 
 
 def _about(exchange: Exchange) -> dict[str, Any]:
@@ -173,16 +158,6 @@ def _about(exchange: Exchange) -> dict[str, Any]:
             "reason": report.reason,
         }
     }
-
-
-def _beside(said: Said) -> dict[str, Any]:
-    """Fields of a message besides its text."""
-    found: dict[str, Any] = {}
-    if said.reasoning:
-        found["reasoning"] = said.reasoning
-    if said.calls:
-        found["tool_calls"] = said.calls
-    return found
 
 
 def _chat_logprobs(tokens: list[Chosen]) -> dict[str, Any] | None:

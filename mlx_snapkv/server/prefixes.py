@@ -14,10 +14,11 @@ class Prefixes(LRUPromptCache):
     exactly from the tokens it has read.
     """
 
-    def fetch(self, tokens: list[int]) -> tuple[list | None, int]:
-        """A copy of the caches that have read most of a prompt, its last token excepted, and how many tokens."""
-        cache, rest = self.fetch_nearest_cache(MODEL, tokens[:-1])
-        return cache, 0 if cache is None else len(tokens) - 1 - len(rest)
+    def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
+        """A copy of the caches that have read most of a prompt, but for its `n_last` last tokens, and how many."""
+        wanted = tokens[:-n_last]
+        cache, rest = self.fetch_nearest_cache(MODEL, wanted)
+        return cache, 0 if cache is None else len(wanted) - len(rest)
 
     def insert(self, tokens: list[int], caches: list) -> None:
         if tokens:

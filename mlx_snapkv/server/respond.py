@@ -93,4 +93,3 @@ def as_api_error(error: Exception) -> ApiError:
     number = secrets.token_hex(4)
     log.error("request %s failed", number, exc_info=error)
     return internal(number)
-

@@ -8,7 +8,8 @@ from mlx_lm.tool_parsers import json_tools
 from transformers import AutoTokenizer
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.batch.openai_answer import Answer
+from mlx_snapkv.batch.answer import Answer
+from mlx_snapkv.batch.openai_answer import answer_body
 from mlx_snapkv.batch.openai_body import CHAT, COMPLETIONS, parse
 from mlx_snapkv.batch.openai_request import Defaults, asked
 from mlx_snapkv.demo import MODELS
@@ -42,8 +43,8 @@ def said(tokenizer, text, ends="stop", **body):
         answer.add(token, ends if i == len(tokens) - 1 else None)
         if answer.finish_reason:
             break
-    (choice,) = answer.body("m", {})["choices"]
-    assert answer.body("m", {})["usage"]["completion_tokens"] == i + 1
+    (choice,) = answer_body(answer, "m", {})["choices"]
+    assert answer_body(answer, "m", {})["usage"]["completion_tokens"] == i + 1
     return choice, i + 1 - len(tokens)
 
 
@@ -84,7 +85,7 @@ def test_a_text_that_is_continued_stays_as_it_is(thinking):
     for token in tokens:
         answer.add(token, None)
     answer.add(last, "length")
-    assert answer.body("m", {})["choices"][0]["text"] == text
+    assert answer_body(answer, "m", {})["choices"][0]["text"] == text
 
 
 def test_tools_are_called(thinking):

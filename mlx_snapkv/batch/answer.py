@@ -1,0 +1,125 @@
+"""An answer as it comes: its text, its thoughts and the tools it calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.server import ToolCallFormatter
+
+from .openai_request import Asked
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer.
+
+    Attributes:
+        state: "normal" or "reasoning", in mlx-lm's words.
+        calls: of tools, in OpenAI's form, instead of text.
+    """
+
+    state: str
+    text: str
+    calls: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass
+class Said:
+    """What pieces come to."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, piece: Piece) -> None:
+        self.calls += piece.calls
+        if piece.state == "reasoning":
+            self.reasoning += piece.text
+        else:
+            self.text += piece.text
+
+
+class Answer:
+    """One request's answer.
+
+    Stop texts are looked for in the text and not in the tokens, of which a word may be made in several ways.
+
+    Attributes:
+        said: all pieces so far.
+        n_tokens: the end-of-answer token included.
+        finish_reason: None until it has ended; "stop", "length" or "tool_calls".
+    """
+
+    def __init__(self, asked: Asked, tokenizer):
+        self.asked = asked
+        self.said = Said()
+        self.n_tokens = 0
+        self.finish_reason: str | None = None
+        self._parser = tokenizer.tool_parser
+        self._detokenizer = tokenizer.detokenizer
+        stops = TextStateMachine({"normal": [(text, None) for text in asked.stop]})
+        self._until_stop = stops.make_state()
+        # What continues a text has no place for thoughts and calls: it stays as it is.
+        parts = make_text_state_machine(tokenizer) if asked.chat else TextStateMachine()
+        self._parts = parts.make_state(asked.state)
+        self._state = asked.state
+        self._call = ""  # as the model writes it
+        self._new: list[Piece] = []
+
+    def add(self, token: int, finish_reason: str | None) -> list[Piece]:
+        """Take a token in, the last one with mlx-lm's `finish_reason`; what has become certain by it."""
+        self.n_tokens += 1
+        if finish_reason != "stop":
+            self._detokenizer.add_token(token)
+        if finish_reason is not None:
+            self._detokenizer.finalize()
+        self._until_stop, segments = TextStateMachine.split(
+            self._until_stop, self._detokenizer.last_segment
+        )
+        self._take(segments[0][1])
+        if self._until_stop[0] is None:
+            finish_reason = "stop"
+        elif finish_reason is not None:
+            self._take(TextStateMachine.flush(self._until_stop)[1])
+        if finish_reason is not None:
+            self._end(finish_reason)
+        found, self._new = self._new, []
+        for piece in found:
+            self.said.take(piece)
+        if self.finish_reason == "stop" and self.said.calls:
+            self.finish_reason = "tool_calls"
+        return found
+
+    def _take(self, text: str) -> None:
+        """Text that is no part of a stop text."""
+        self._parts, segments = TextStateMachine.split(self._parts, text)
+        for state, piece in segments:
+            self._put(state, piece)
+
+    def _put(self, state: str, text: str) -> None:
+        if self._state == "tool" and state != "tool":
+            self._end_call()
+        self._state = state
+        if state == "tool":
+            self._call += text
+        elif text:
+            self._new.append(Piece(state, text))
+
+    def _end(self, finish_reason: str) -> None:
+        _, rest, state = TextStateMachine.flush(self._parts)
+        self._put(state, rest)
+        self._end_call()
+        self.finish_reason = finish_reason
+
+    def _end_call(self) -> None:
+        """A call is whole; one that can't be parsed is text again."""
+        text, self._call = self._call, ""
+        if not text:
+            return
+        try:
+            calls = ToolCallFormatter(self._parser, self.asked.tools)([text])
+        except Exception:  # parsers of what a model wrote
+            calls = []
+        self._new.append(Piece("tool", "", tuple(calls)) if calls else Piece("normal", text))

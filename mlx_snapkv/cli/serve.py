@@ -1,0 +1,144 @@
+"""`mlx-snapkv serve`: a local server for agents and apps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import SnapKVError
+from . import flags
+from .generation import adapt_tokenizer, make_sampler
+from .loading import load_model
+from .options import n_bytes
+
+KEY_VARIABLE = "MLX_SNAPKV_API_KEY"
+PREFIXES = "4GB"
+
+
+def serve(
+    model: flags.Model,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 is any free one.")] = 8080,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What clients must send; or set {KEY_VARIABLE}. Other addresses than 127.0.0.1 need one."
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Web page that may ask (CORS); repeat it."),
+    ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Another name that clients see; requests may use any."),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=1024, help="Requests at once, at most.")
+    ] = 8,
+    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get a 429.")] = 64,
+    max_context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt, at most; longer ones get a 400.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds for a request, at most.")
+    ] = None,
+    prefix_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for what earlier prompts have read.")
+    ] = PREFIXES,
+    chat_template_config: flags.ChatTemplateConfig = None,
+    extra_eos_token: flags.ExtraEosToken = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens", "-m", min=1, help="Of an answer, where a request does not say."
+        ),
+    ] = 32768,
+    temp: flags.Temp = 0.0,
+    top_p: flags.TopP = 1.0,
+    min_p: flags.MinP = 0.0,
+    top_k: flags.TopK = 0,
+    min_tokens_to_keep: flags.MinTokensToKeep = 1,
+    xtc_probability: flags.XtcProbability = 0.0,
+    xtc_threshold: flags.XtcThreshold = 0.1,
+    kv_group_size: flags.KVGroupSize = 64,
+    kv_bits: flags.KVBits = None,
+    prefill_step_size: flags.PrefillStepSize = 2048,
+    adapter_path: flags.AdapterPath = None,
+    quantize_activations: flags.QuantizeActivations = False,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    snapkv: flags.Snapkv = None,
+    policy: flags.Policy = None,
+    memory: flags.Memory = "drop",
+) -> None:
+    """Serve OpenAI's API to agents and apps on this Mac, on compressed KV caches, several requests at once.
+
+    \b
+      mlx-snapkv serve --model demo --snapkv top_k=1024,min_ctx=0 --memory recall
+      curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+    """
+    _require_server()
+    from ..batch.openai_request import Defaults
+    from ..policies import resolve_policy
+    from ..server.engine import Engine, Limits
+    from ..server.loaded import Loaded
+    from ..server.metrics import Metrics
+    from ..server.prefixes import Prefixes
+    from ..server.run import listening
+    from ..server.run import serve as run
+    from ..server.settings import Settings
+
+    settings = Settings(
+        host,
+        port,
+        api_key or os.environ.get(KEY_VARIABLE) or None,
+        tuple(allow_origin or ()),
+        timeout=timeout,
+    )
+    chosen = resolve_policy(snapkv, policy)
+    prefixes = Prefixes(sys.maxsize, n_bytes("--prefix-bytes", prefix_bytes))
+    sampling: dict[str, Any] = {"temp": temp, "top_p": top_p, "min_p": min_p, "top_k": top_k}
+    sampling |= {"min_tokens_to_keep": min_tokens_to_keep}
+    sampling |= {"xtc_probability": xtc_probability, "xtc_threshold": xtc_threshold}
+
+    def load() -> Loaded:
+        loaded, tokenizer = load_model(
+            model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+        )
+        adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
+        make_sampler(tokenizer, **sampling)  # which finds mistakes
+        return Loaded(loaded, tokenizer, model, tuple(alias or ()))
+
+    with listening(settings) as place:
+        generation: dict[str, Any] = {"policy": chosen, "memory": memory}
+        generation |= {"prefill_step_size": prefill_step_size}
+        if kv_bits is not None:
+            generation |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+        engine = Engine(
+            load,
+            generation,
+            prefixes,
+            Limits(concurrency, queue, max_context),
+            Defaults(max_tokens, **sampling),
+            Metrics(),
+        )
+        address = place.getsockname()
+        url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
+        run(engine, settings, place, lambda: print(_first_line(model, url), flush=True))
+
+
+def _first_line(model: str, url: str) -> str:
+    return f"{model} at {url} | OpenAI clients: base_url={url}/v1 | API page: {url}/docs | Ctrl-C stops"
+
+
+def _require_server() -> None:
+    """Raises: SnapKVError: the packages of the extra are not installed."""
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise SnapKVError(
+                f"serve needs {package}, which is not installed: run pip install 'mlx-snapkv[server]'"
+            )

@@ -1,0 +1,83 @@
+"""Starting and stopping: uvicorn around the application, the engine beside it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ..errors import SnapKVError
+from ..paths import reason
+from .app import create_app
+from .engine import Engine
+from .failures import bad_request
+from .openai_forms import OpenAIForm
+from .settings import Settings
+
+GRACE = 5  # seconds that running answers have when the server is told to stop
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP, which tells clients that speak no HTTP so in JSON."""
+
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(_refusal(msg))
+        self.transport.close()
+
+
+def _refusal(message: str) -> bytes:
+    body = json.dumps(OpenAIForm.error(bad_request(message))).encode()
+    head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def listening(settings: Settings) -> socket.socket:
+    """A socket of the server's address; SnapKVError if it can't have it."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((settings.host, settings.port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        why = reason(error) if isinstance(error, OSError) else "the port must be 0 to 65535"
+        raise SnapKVError(
+            f"--host {settings.host} --port {settings.port}: {why}; give another one"
+        ) from error
+    return found
+
+
+def serve(
+    engine: Engine, settings: Settings, place: socket.socket, on_start: Callable[[], None]
+) -> None:
+    """Serve until told to stop; answers under way are ended then."""
+    config = uvicorn.Config(
+        create_app(engine, settings),
+        http=Protocol,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE,
+        server_header=False,
+    )
+    server = _Server(config, engine, on_start)
+    try:
+        server.run(sockets=[place])
+    finally:
+        engine.stop_and_join()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, engine: Engine, on_start: Callable[[], None]):
+        super().__init__(config)
+        self._engine, self._on_start = engine, on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.end_answers()
+        await super().shutdown(sockets)
