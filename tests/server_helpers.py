@@ -1,6 +1,8 @@
 """A server in this process, with a real model, on a free port."""
 
 import contextlib
+import os
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -72,3 +74,33 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, **setting
     stop[0].should_exit = True
     thread.join(30)
     assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def served_process(*flags, **environment):
+    """`mlx-snapkv serve` as a process of its own on a free port; its url, and the process."""
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_snapkv",
+        "serve",
+        "--model",
+        "demo",
+        "--port",
+        "0",
+        *flags,
+    ]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    try:
+        line = process.stdout.readline()
+        assert " at http://" in line, line + process.stderr.read()
+        yield line.split(" at ")[1].split()[0], process
+    finally:
+        process.kill()
+        process.communicate()

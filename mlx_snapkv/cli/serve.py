@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from .options import n_bytes
 
 KEY_VARIABLE = "MLX_SNAPKV_API_KEY"
 PREFIXES = "4GB"
+PREFIX_FILES = "20GB"
 
 
 def serve(
@@ -50,6 +52,15 @@ def serve(
     prefix_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for what earlier prompts have read.")
     ] = PREFIXES,
+    prefix_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Keep it in this folder, too, so that it outlives the server."
+        ),
+    ] = None,
+    prefix_dir_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Room for that; the oldest give way.")
+    ] = PREFIX_FILES,
     chat_template_config: flags.ChatTemplateConfig = None,
     extra_eos_token: flags.ExtraEosToken = None,
     max_tokens: Annotated[
@@ -87,6 +98,7 @@ def serve(
     from ..server.engine import Engine, Limits
     from ..server.loaded import Loaded
     from ..server.metrics import Metrics
+    from ..server.prefix_files import PrefixFiles, tokenizer_digest
     from ..server.prefixes import Prefixes
     from ..server.run import listening
     from ..server.run import serve as run
@@ -113,6 +125,16 @@ def serve(
         make_sampler(tokenizer, **sampling)  # which finds mistakes
         return Loaded(loaded, tokenizer, model, tuple(alias or ()))
 
+    n_file_bytes = n_bytes("--prefix-dir-bytes", prefix_dir_bytes)
+    setting = {"policy": str(chosen), "memory": memory, "kv_bits": str(kv_bits)}
+
+    def open_files(found: Loaded) -> PrefixFiles | None:
+        if prefix_dir is None:
+            return None
+        told = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
+        folder = Path(prefix_dir).expanduser()
+        return PrefixFiles(folder, n_file_bytes, found.model, told)
+
     with listening(settings) as place:
         generation: dict[str, Any] = {"policy": chosen, "memory": memory}
         generation |= {"prefill_step_size": prefill_step_size}
@@ -125,6 +147,7 @@ def serve(
             Limits(concurrency, queue, max_context),
             Defaults(max_tokens, **sampling),
             Metrics(),
+            open_files,
         )
         address = place.getsockname()
         url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"

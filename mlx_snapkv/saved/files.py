@@ -123,7 +123,7 @@ def load(path: str | Path, model) -> SavedPrompt:
             f"{path} was made with another model or other weights (mlx-lm {found['mlx_lm']}): "
             "give the model it was made with"
         )
-    tokens = np.frombuffer(_unpack(found["tokens"]), np.uint32).tolist() if ours else None
+    notes, tokens = tokens_in(found) if ours else (found, None)
     try:
         require_match(prompt_cache, model)
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
@@ -131,10 +131,8 @@ def load(path: str | Path, model) -> SavedPrompt:
     except SnapKVError as error:
         raise SnapKVError(f"{path} can't be used: {error}") from error
     adopt(prompt_cache, model)
-    if not ours:
-        return SavedPrompt(prompt_cache, tokens, notes=found)
-    notes = json.loads(_unpack(found["notes"]))
-    return SavedPrompt(prompt_cache, tokens, found["policy"], notes)
+    policy = found["policy"] if ours else NO_POLICY
+    return SavedPrompt(prompt_cache, tokens, policy, notes)
 
 
 def _open_book(path: Path, prompt_cache: list, text: str | None) -> None:
@@ -142,6 +140,15 @@ def _open_book(path: Path, prompt_cache: list, text: str | None) -> None:
         book.open_book(path, text, prompt_cache)
     elif book.archives(prompt_cache):
         raise SnapKVError("it holds what was resident of a book, and not its other entries")
+
+
+def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
+    """The notes and tokens that a file's header tells; SnapKVError if it is not one that `save` wrote."""
+    try:
+        tokens = np.frombuffer(_unpack(found["tokens"]), np.uint32).tolist()
+        return json.loads(_unpack(found["notes"])), tokens
+    except Exception as error:  # whatever stands there
+        raise SnapKVError("a saved prompt cache's header is damaged, or mlx-lm's") from error
 
 
 def require_writable(path: str | Path) -> Path:

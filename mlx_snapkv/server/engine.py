@@ -26,6 +26,7 @@ from .channel import Channel, Chosen, Finished, Read, Started
 from .failures import bad_request, busy, internal, shutting_down, too_long
 from .loaded import Loaded
 from .metrics import Metrics
+from .prefix_files import PrefixFiles
 from .prefixes import Prefixes
 
 log = logging.getLogger("mlx_snapkv.server")
@@ -56,6 +57,7 @@ class Running:
     top_logprobs: int | None
     since: float
     report: CompressionReport | None = None
+    recalled: tuple[list[int], list] | None = None  # tokens, and caches with all their entries
     n_prompt: int = field(init=False)
 
     def __post_init__(self):
@@ -73,6 +75,7 @@ class Engine(ResponseGenerator):
         load: gives the model; called in the thread of the engine, to which MLX binds what it makes.
         generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
         prefixes: what is known of prompts.
+        open_files: where that is kept besides, if anywhere.
         limits: what is taken on.
         defaults: for bodies that don't say.
     """
@@ -85,10 +88,12 @@ class Engine(ResponseGenerator):
         limits: Limits,
         defaults: Defaults,
         metrics: Metrics,
+        open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
         self.limits, self.defaults, self.metrics = limits, defaults, metrics
         self.prefixes = prefixes
-        self._load, self._ready = load, Future[Loaded]()
+        self._load, self._open_files = load, open_files
+        self._ready = Future[Loaded]()
         self._options = generation
         self._recalls = generation.get("memory", "drop") != "drop"
         self._running: dict[int, Running] = {}
@@ -145,6 +150,7 @@ class Engine(ResponseGenerator):
         try:
             self.loaded = self._load()
             self.generator = self._new_generator()
+            self.prefixes.files = self._open_files(self.loaded)
         except BaseException as error:
             self._ready.set_exception(error)
             return
@@ -234,8 +240,10 @@ class Engine(ResponseGenerator):
             self.generator.remove([response.uid])
         else:
             caches, tokens = response.prompt_cache, response.all_tokens
-        if not (self._recalls and running.report is not None and running.report.compressed):
-            self.prefixes.insert(tokens, caches)
+        if running.recalled is None:
+            running.recalled = tokens, caches
+            self.prefixes.insert(*running.recalled)
+        self.prefixes.keep(*running.recalled)
         del self._running[response.uid]
         channel.put(Finished(answer.finish_reason, answer.n_tokens, running.report))
         self._close(channel)
@@ -265,6 +273,7 @@ class Engine(ResponseGenerator):
         self._running[uid].report = report
 
     def _recalled(self, uid: int, caches: list, tokens: list[int]) -> None:
+        self._running[uid].recalled = tokens, caches
         self.prefixes.insert(tokens, caches)
 
     def _remove(self, uids: list[int]) -> None:

@@ -1,0 +1,131 @@
+"""What prompts have read, in files of a folder, so that it outlives the server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models.cache import can_trim_prompt_cache
+
+from .. import saved
+from ..chat.common_prefix import common_prefix
+from ..errors import SnapKVError
+from ..saved import header
+from ..saved.files import tokens_in
+from ..saved.fingerprint import fingerprint
+
+log = logging.getLogger("mlx_snapkv.server")
+
+DIGITS = 32  # of a file's name
+
+
+@dataclass
+class Known:
+    """A file, and the tokens that its caches have read.
+
+    Attributes:
+        whole: all entries are there, so that caches of a part of the tokens can be had.
+    """
+
+    path: Path
+    tokens: list[int]
+    n_bytes: int
+    whole: bool
+
+
+class PrefixFiles:
+    """Prompt caches in a folder of their own, the oldest given up for room; only files of this setting are used.
+
+    Args:
+        folder: made, for its owner alone, if it is not there.
+        most_bytes: that the files may take.
+        model: whose caches they are.
+        setting: what must be the same when they are used, besides the model: tokenizer, policy, memory.
+
+    Raises:
+        SnapKVError: the folder can't be made or read.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int, model: Any, setting: dict[str, str]):
+        self._folder, self._most_bytes = folder, most_bytes
+        self._model, self._setting = model, {**setting, "model": fingerprint(model)}
+        self._known: list[Known] = []
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.chmod(folder, 0o700)
+            found = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+        except OSError as error:
+            raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
+        for path in found:
+            self._take(path)
+
+    def _take(self, path: Path) -> None:
+        """Take note of a file, unless it is damaged or of another setting."""
+        try:
+            notes, tokens = tokens_in(header.read(path))
+        except SnapKVError as error:
+            log.warning("a prefix is not used: %s", error)
+            return
+        if notes.get("setting") == self._setting:
+            self._known.append(Known(path, tokens, path.stat().st_size, notes["whole"]))
+
+    def longest(self, tokens: list[int]) -> tuple[int, Known | None]:
+        """How many of the tokens some file's caches have read, the most of all."""
+        best: tuple[int, Known | None] = 0, None
+        for known in self._known:
+            n = common_prefix([known.tokens, tokens])
+            if n > best[0] and (known.whole or n == len(known.tokens)):
+                best = n, known
+        return best
+
+    def read(self, known: Known) -> list | None:
+        """A file's caches; None, and a line in the log, if they are of no use."""
+        try:
+            found = saved.load(known.path, self._model)
+            os.utime(known.path)
+        except (SnapKVError, OSError) as error:
+            log.warning("a prefix is not used: %s", error)
+            self._known.remove(known)
+            return None
+        self._known.append(self._known.pop(self._known.index(known)))
+        return found.prompt_cache
+
+    def write(self, tokens: list[int], caches: list) -> None:
+        """Keep caches; a line in the log if there is no room."""
+        whole = can_trim_prompt_cache(caches)
+        n, known = self.longest(tokens)
+        if known is not None and n == len(tokens):
+            return
+        name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[:DIGITS]
+        path = self._folder / f"{name}.safetensors"
+        notes = {"setting": self._setting, "whole": whole}
+        try:
+            saved.save(path, self._model, caches, tokens, notes=notes)
+            path.chmod(0o600)
+            n_bytes = path.stat().st_size
+        except (SnapKVError, OSError) as error:
+            log.warning("a prefix was not kept: %s", error)
+            return
+        if whole:  # what it begins with takes space only
+            for other in [
+                k for k in self._known if k.whole and tokens[: len(k.tokens)] == k.tokens
+            ]:
+                self._forget(other)
+        self._known.append(Known(path, list(tokens), n_bytes, whole))
+        while sum(k.n_bytes for k in self._known) > self._most_bytes and len(self._known) > 1:
+            self._forget(self._known[0])
+
+    def _forget(self, known: Known) -> None:
+        self._known.remove(known)
+        known.path.unlink(missing_ok=True)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Tells one tokenizer from another, and its chat template."""
+    about = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:DIGITS]

@@ -1,0 +1,91 @@
+"""What was read outlives the server, and nothing damaged or foreign is used."""
+
+import os
+import random
+import shutil
+import stat
+
+import httpx
+import pytest
+from server_helpers import POLICY, served_process
+
+from mlx_snapkv.demo.questions import make_haystack
+
+FLAGS = ("--policy", POLICY, "--memory", "recall")
+
+
+@pytest.fixture(scope="module")
+def document(demo_llama):
+    return make_haystack(demo_llama[1], random.Random(8), 4, 1500)
+
+
+def ask(url, document, number, **fields):
+    text, facts = document
+    messages = [{"role": "user", "content": f"{text}\n\n{facts[number].question}"}]
+    body = {"messages": messages, "max_tokens": 20, **fields}
+    found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    assert found["choices"][0]["message"]["content"] == facts[number].value
+    return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("flags", [FLAGS, ("--policy", POLICY, "--memory", "recall:8bit"), ()])
+def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, flags):
+    folder = tmp_path / "prefixes"
+    with served_process(*flags, "--prefix-dir", str(folder)) as (url, process):
+        assert ask(url, document, 0) == 0
+        process.kill()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600]
+    with served_process(*flags, "--prefix-dir", str(folder)) as (url, process):
+        assert ask(url, document, 1) > 1400
+        assert ask(url, document, 2) > 1400
+
+
+def test_a_conversation_of_a_killed_server_goes_on_from_compressed_entries(document, tmp_path):
+    """Without a memory: exactly from where it was, and nothing else does."""
+    flags = ("--policy", POLICY, "--prefix-dir", str(tmp_path))
+    text, facts = document
+    said = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
+    said += [{"role": "assistant", "content": facts[0].value}]
+    said += [{"role": "user", "content": facts[1].question}]
+    with served_process(*flags) as (url, process):
+        assert ask(url, document, 0) == 0
+        process.kill()
+    with served_process(*flags) as (url, process):
+        body = {"messages": said, "max_tokens": 5}
+        found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 1400
+        assert ask(url, document, 2) == 0
+
+
+def test_damaged_foreign_and_other_settings_are_not_used(document, tmp_path):
+    with served_process(*FLAGS, "--prefix-dir", str(tmp_path)) as (url, _):
+        ask(url, document, 0)
+    (good,) = tmp_path.iterdir()
+    data = good.read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[: len(data) // 2])
+    (tmp_path / "none.safetensors").write_bytes(b"nothing")
+    (tmp_path / "other.txt").write_text("a file of somebody's")
+    flipped = bytearray(data)
+    flipped[-100] ^= 1
+    good.write_bytes(flipped)
+    with served_process(*FLAGS, "--prefix-dir", str(tmp_path)) as (url, process):
+        assert ask(url, document, 1) == 0
+        process.terminate()
+        log = process.stderr.read()
+    assert log.count("a prefix is not used") >= 3 and "Traceback" not in log
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    good.write_bytes(data)
+    other = ("--policy", POLICY.replace("25%", "30%"), "--memory", "recall")
+    with served_process(*other, "--prefix-dir", str(tmp_path)) as (url, _):
+        assert ask(url, document, 1) == 0
+
+
+def test_the_oldest_give_way(document, tmp_path, demo_llama):
+    flags = (*FLAGS, "--prefix-dir", str(tmp_path), "--prefix-dir-bytes", "8MB")
+    with served_process(*flags) as (url, _):
+        for seed in range(4):
+            ask(url, make_haystack(demo_llama[1], random.Random(seed), 4, 1000), 0)
+            assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 8_000_000
+        assert 1 <= len(os.listdir(tmp_path)) < 4
