@@ -13,6 +13,7 @@ import typer
 from ..errors import SnapKVError
 from . import flags
 from .generation import adapt_tokenizer, make_sampler
+from .interrupts import listen
 from .loading import load_model
 from .options import n_bytes
 
@@ -135,6 +136,7 @@ def serve(
         folder = Path(prefix_dir).expanduser()
         return PrefixFiles(folder, n_file_bytes, found.model, told)
 
+    listen()  # here, since the model is loaded in another thread, which may not
     with listening(settings) as place:
         generation: dict[str, Any] = {"policy": chosen, "memory": memory}
         generation |= {"prefill_step_size": prefill_step_size}
