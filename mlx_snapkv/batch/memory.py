@@ -135,6 +135,21 @@ class Memory:
             for need in needs
         )
 
+    def fits(self, new: Need, active: Iterable[tuple[Need, bool]], held: int) -> bool:
+        """Whether one more request can be let in.
+
+        Args:
+            active: what the others need, and whether each is still to be read.
+            held: bytes that their caches have now.
+        """
+        active = list(active)
+        if not active:
+            return True
+        needs = [need for need, _ in active]
+        unread = [need for need, is_unread in active if is_unread]
+        planned = self.together([*needs, new], [*unread, new])
+        return max(held + self.together([new], [new]), planned) <= self.limit
+
     def _padded(self, n: int, fixed: bool) -> int:
         """Rows that a request of `n` entries has in a group, at most."""
         if self._policy is None:

@@ -167,15 +167,10 @@ class Run:
         return bool(self._active)
 
     def _fits(self, request: Request) -> bool:
-        if self.memory is None or request.need is None or not self._active:
+        if self.memory is None or request.need is None:
             return True
-        active = list(self._active.values())
-        needs = [r.need for r in active if r.need is not None]
-        unread = [r.need for r in active if r.need is not None and r.report is None]
-        alone = self.memory.together([request.need], [request.need])
-        held = self._generator.prompt_cache_nbytes
-        planned = self.memory.together([*needs, request.need], [*unread, request.need])
-        return max(held + alone, planned) <= self.memory.limit
+        active = [(r.need, r.report is None) for r in self._active.values() if r.need is not None]
+        return self.memory.fits(request.need, active, self._generator.prompt_cache_nbytes)
 
     def _insert(self, request: Request) -> None:
         wanted = request.asked

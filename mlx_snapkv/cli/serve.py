@@ -47,6 +47,12 @@ def serve(
     max_context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt, at most; longer ones get a 400.")
     ] = None,
+    max_kv_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="KV memory, such as 8GB, that requests wait rather than exceed."
+        ),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds for a request, at most.")
     ] = None,
@@ -126,6 +132,7 @@ def serve(
         make_sampler(tokenizer, **sampling)  # which finds mistakes
         return Loaded(loaded, tokenizer, model, tuple(alias or ()))
 
+    n_kv_bytes = None if max_kv_bytes is None else n_bytes("--max-kv-bytes", max_kv_bytes)
     n_file_bytes = n_bytes("--prefix-dir-bytes", prefix_dir_bytes)
     setting = {"policy": str(chosen), "memory": memory, "kv_bits": str(kv_bits)}
 
@@ -146,7 +153,7 @@ def serve(
             load,
             generation,
             prefixes,
-            Limits(concurrency, queue, max_context),
+            Limits(concurrency, queue, max_context, n_kv_bytes),
             Defaults(max_tokens, **sampling),
             Metrics(),
             open_files,

@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,9 +19,12 @@ from mlx_lm.server import ResponseGenerator
 
 from ..batch.answer import Answer
 from ..batch.generator import CompressedBatchGenerator
+from ..batch.memory import Memory, Need
 from ..batch.openai_body import Body
 from ..batch.openai_request import Asked, Defaults, asked
+from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
+from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from .channel import Channel, Chosen, Finished, Read, Started
 from .failures import bad_request, busy, internal, shutting_down, too_long
@@ -28,6 +32,8 @@ from .loaded import Loaded
 from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Prefixes
+
+USUAL_ANSWER = 2048  # tokens that room is kept for, where a request does not say
 
 log = logging.getLogger("mlx_snapkv.server")
 
@@ -40,22 +46,36 @@ class Limits:
         concurrency: requests that are answered together.
         queue: requests that may wait besides.
         context: tokens of a prompt, at most; None is no limit.
+        kv_bytes: of keys and values that requests take, at most, and what is known of prompts besides; None is no
+            limit.
     """
 
     concurrency: int = 8
     queue: int = 64
     context: int | None = None
+    kv_bytes: int | None = None
 
 
 @dataclass
-class Running:
-    """A request that is being read or answered."""
+class Waiting:
+    """A request that can be answered, when there is room.
+
+    Attributes:
+        top_logprobs: likely tokens to be told with each; None if not even its own probability is.
+        need: what its caches will take; None if nobody wants to know.
+    """
 
     channel: Channel
     asked: Asked
-    answer: Answer
     top_logprobs: int | None
-    since: float
+    need: Need | None
+
+
+@dataclass(kw_only=True)
+class Running(Waiting):
+    """A request that is being read or answered."""
+
+    answer: Answer
     report: CompressionReport | None = None
     recalled: tuple[list[int], list] | None = None  # tokens, and caches with all their entries
     n_prompt: int = field(init=False)
@@ -92,11 +112,13 @@ class Engine(ResponseGenerator):
     ):
         self.limits, self.defaults, self.metrics = limits, defaults, metrics
         self.prefixes = prefixes
+        self.kv_bytes = 0  # of requests that are read or answered, after the last step
         self._load, self._open_files = load, open_files
         self._ready = Future[Loaded]()
         self._options = generation
         self._recalls = generation.get("memory", "drop") != "drop"
         self._running: dict[int, Running] = {}
+        self._waiting: deque[Waiting] = deque()
         self._lock = threading.Lock()
         self._n_open = 0
         metrics.track("requests", lambda: self.kv_bytes)
@@ -139,17 +161,13 @@ class Engine(ResponseGenerator):
         """End what is under way: the server is shutting down."""
         self._stop = True
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values of requests that are read or answered."""
-        return self.generator.prompt_cache_nbytes
-
     # In the thread of its own.
 
     def _run_generate(self) -> None:
         try:
             self.loaded = self._load()
             self.generator = self._new_generator()
+            self._memory = self._new_memory()
             self.prefixes.files = self._open_files(self.loaded)
         except BaseException as error:
             self._ready.set_exception(error)
@@ -172,7 +190,7 @@ class Engine(ResponseGenerator):
 
     def _take_requests(self) -> None:
         """Take in what has come; wait for something if there is nothing to do."""
-        timeout = None if self._running else 0.1
+        timeout = None if self._running or self._waiting else 0.1
         while (request := self._next_request(timeout)) is not None:
             channel, body = request
             try:
@@ -180,21 +198,48 @@ class Engine(ResponseGenerator):
             except Exception as error:
                 self._fail(channel, error)
             timeout = None
+        while self._waiting and self._has_room(self._waiting[0]):
+            waiting = self._waiting.popleft()
+            try:
+                self._start(waiting)
+            except Exception as error:
+                self._fail(waiting.channel, error)
+
+    def _has_room(self, waiting: Waiting) -> bool:
+        """Whether the next request can be read; what is known of others' prompts gives way to it."""
+        if waiting.channel.cancelled:
+            return True
+        if len(self._running) >= self.limits.concurrency:
+            return False
+        if self._memory is None or waiting.need is None:
+            return True
+        held = self.generator.prompt_cache_nbytes
+        active = [(r.need, r.report is None) for r in self._running.values() if r.need is not None]
+        if not self._memory.fits(waiting.need, active, held):
+            return False
+        alone = self._memory.together([waiting.need], [waiting.need])
+        self.prefixes.trim_to(n_bytes=self._memory.limit - held - alone)
+        return True
 
     def _take(self, channel: Any, body: Body) -> None:
         wanted = asked(body, self.loaded.tokenizer, self.defaults)
         if isinstance(channel, Queue):
             channel.put(len(wanted.prompt))
             return
-        if channel.cancelled:
-            self._close(channel)
-            return
         n, most = len(wanted.prompt), self.limits.context
         if most is not None and n > most:
             raise too_long(n, most)
-        self._start(channel, body, wanted)
+        need = None
+        if self._memory is not None:
+            told = body.max_completion_tokens or body.max_tokens
+            need = self._memory.need(n, told or min(wanted.max_tokens, USUAL_ANSWER))
+        self._waiting.append(Waiting(channel, wanted, _top_logprobs(body), need))
 
-    def _start(self, channel: Channel, body: Body, wanted: Asked) -> None:
+    def _start(self, waiting: Waiting) -> None:
+        channel, wanted = waiting.channel, waiting.asked
+        if channel.cancelled:
+            self._close(channel)
+            return
         prompt = wanted.prompt
         caches, n_known = self.prefixes.fetch(prompt, self._n_voters)
         (uid,) = self.generator.insert(
@@ -206,7 +251,7 @@ class Engine(ResponseGenerator):
             logits_processors=[wanted.processors],
         )
         answer = Answer(wanted, self.loaded.tokenizer)
-        self._running[uid] = Running(channel, wanted, answer, _top_logprobs(body), channel.since)
+        self._running[uid] = Running(**vars(waiting), answer=answer)
         self.metrics.started(len(prompt), n_known)
         channel.put(Started(len(prompt), n_known))
 
@@ -217,6 +262,7 @@ class Engine(ResponseGenerator):
             running = self._running[progress.uid]
             known = running.n_prompt - progress.progress[1]
             running.channel.put(Read(known + progress.progress[0], running.n_prompt))
+        self.kv_bytes = self.generator.prompt_cache_nbytes
         for response in responses:
             self._deliver(response)
 
@@ -231,7 +277,7 @@ class Engine(ResponseGenerator):
             channel.put(_chosen(response, running.top_logprobs, self.loaded.tokenizer))
         for piece in answer.add(response.token, response.finish_reason):
             channel.put(piece)
-        seconds = time.perf_counter() - running.since if answer.n_tokens == 1 else None
+        seconds = time.perf_counter() - running.channel.since if answer.n_tokens == 1 else None
         self.metrics.generated(seconds)
         if answer.finish_reason is None:
             return
@@ -260,6 +306,15 @@ class Engine(ResponseGenerator):
             stream=mx.default_stream(mx.default_device()),
             **self._options,
         )
+
+    def _new_memory(self) -> Memory | None:
+        if self.limits.kv_bytes is None:
+            return None
+        bits = self._options.get("kv_bits")
+        how = None if bits is None else Quantization(bits, self._options["kv_group_size"])
+        step_size = self._options.get("prefill_step_size", PREFILL_STEP_SIZE)
+        policy = self._options.get("policy")
+        return Memory(self.loaded.model, policy, how, step_size, self.limits.kv_bytes)
 
     def _voters(self) -> int:
         """Tokens at a prompt's end that are read whatever is known of it, so that as many vote as ever."""
@@ -304,7 +359,7 @@ class Engine(ResponseGenerator):
         self.generator = self._new_generator()
 
     def _end_all(self, error: Exception) -> None:
-        for request in self._running.values():
+        for request in [*self._running.values(), *self._waiting]:
             self._fail(request.channel, error)
         while (request := self._next_request()) is not None:
             self._fail(request[0], error)

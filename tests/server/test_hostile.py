@@ -300,3 +300,21 @@ def test_a_model_that_fails_ends_its_requests_and_serving_goes_on(caplog):
         assert served.post(TEXT, body).status_code == 500
         assert_answers(served)
         assert gone(served)
+
+
+def test_requests_wait_rather_than_take_more_memory():
+    limit = 6_000_000  # 2,000 tokens in full
+    with serving(limits=Limits(kv_bytes=limit)) as served:
+        response = served.post(TEXT, {"prompt": "The key of " * 1000, "max_tokens": 4})
+        assert_refused(response, [400])
+        assert "max_kv_bytes" in response.json()["error"]["message"]
+        most = 0
+        prompts = [f"{word} " * 400 for word in ("key", "door", "house", "garden", "river", "tree")]
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            found = [
+                pool.submit(served.post, TEXT, {"prompt": p, "max_tokens": 40}) for p in prompts
+            ]
+            while not all(f.done() for f in found):
+                most = max(most, served.engine.kv_bytes + served.engine.prefixes.nbytes)
+        assert all(f.result().status_code == 200 for f in found)
+        assert 0 < most <= limit
