@@ -10,10 +10,15 @@ from ..models import type_of
 ALONE = ("gpt_bigcode", "llama4", "nemotron-nas")
 
 
+def is_batchable(model) -> bool:
+    """Whether mlx-lm can decode several prompts of this model together, and right."""
+    caches = members(make_prompt_cache(model))
+    return type_of(model) not in ALONE and all(hasattr(cache, "merge") for cache in caches)
+
+
 def require_batchable(model) -> None:
     """Raises: SnapKVError: prompts of this model can't be decoded together."""
-    caches = list(members(make_prompt_cache(model)))
-    if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
+    if not is_batchable(model):
         raise UnsupportedModelError(
             f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
             "answer them one after the other"

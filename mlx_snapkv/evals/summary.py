@@ -10,7 +10,7 @@ from .results import Record
 REMARK = (
     "Right answers of those asked for; an answer is right if the exact value stands in it. Entries are those kept per "
     "KV head, the most of any layer; under schedule=block up to `block` more are held until the next eviction. KV "
-    "memory is read from the arrays after the answer."
+    "memory is read from the arrays, once the prompt is compressed, or of a full cache when the answer is done."
 )
 
 
