@@ -12,7 +12,7 @@ import numpy as np
 from ..engine.report import format_bytes
 from ..reporting.ownership import PNG_METADATA
 from ..reporting.setting import title
-from ..reporting.tables import Table, as_markdown, setting_text
+from ..reporting.table import Table, as_markdown, setting_text
 from .asking import FULL, SETTINGS
 from .paired import Difference, difference
 

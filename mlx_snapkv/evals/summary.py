@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 from ..engine.report import format_bytes
-from ..reporting.tables import Table, as_markdown, setting_text
+from ..reporting.table import Table, as_markdown, setting_text
 from .results import Record
 
 REMARK = (
