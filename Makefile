@@ -37,7 +37,7 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 docs: $(VENV)/.installed ## write docs/policies.md, commands.md and models.md and the README's tables again
 	$(RUN) scripts/write_docs.py
 
-bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks* (two hours)
+bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks* (three hours)
 	$(RUN) -m mlx_snapkv bench --verified "" --output docs/benchmarks
 	$(RUN) -m mlx_snapkv bench --context "" -p "" --long-prompts "" --steps 30 --output docs/benchmarks-answers
 	$(RUN) -m mlx_snapkv bench --book --output docs/benchmarks-book

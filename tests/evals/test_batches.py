@@ -6,6 +6,7 @@ from model_configs import make_model
 from tiny_models import make_llama
 
 from mlx_snapkv.batch.batchable import is_batchable
+from mlx_snapkv.cli.asking import BatchSize
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals import asking, batches, score_tables
 from mlx_snapkv.evals.answers import answers
@@ -193,3 +194,8 @@ def test_models_that_mlx_lm_cant_batch_are_asked_one_at_a_time(demo_llama):
     prompts = [(i, Prompt([3 + i] * 200, 3)) for i in range(2)]
     found = answers(model, demo_llama[1], prompts, resolve_policy(policy=SNAPKV), {}, 2)
     assert all(answer.first_seconds > 0 for _, answer in found)
+
+
+def test_the_help_tells_the_room():
+    (option,) = BatchSize.__metadata__
+    assert f"{batches.ROOM:,} entries" in option.help
