@@ -37,13 +37,14 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 docs: $(VENV)/.installed ## write docs/policies.md, commands.md and models.md and the README's tables again
 	$(RUN) scripts/write_docs.py
 
-bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks* (two hours)
+bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks* (three hours)
 	$(RUN) -m mlx_snapkv bench --verified "" --output docs/benchmarks
-	$(RUN) -m mlx_snapkv bench --context "" -b "" -p "" --long-prompts "" --steps 30 --output docs/benchmarks-answers
+	$(RUN) -m mlx_snapkv bench --context "" -p "" --long-prompts "" --steps 30 --output docs/benchmarks-answers
 	$(RUN) -m mlx_snapkv bench --book --output docs/benchmarks-book
 	$(RUN) scripts/book_page.py
-	$(RUN) -m mlx_snapkv bench --model demo --needle --context 2048,4096,8192 --steps 20 -b 1,4 --batch-context 4096 \
-		-p 2048,4096 --long-prompts 4096,8192 --verified "" --questions 4 --output docs/benchmarks-demo
+	$(RUN) -m mlx_snapkv bench --batches 1,4,8,16 --output docs/benchmarks-batches
+	$(RUN) -m mlx_snapkv bench --model demo --needle --context 2048,4096,8192 --steps 20 -p 2048,4096 \
+		--long-prompts 4096,8192 --verified "" --questions 4 --output docs/benchmarks-demo
 
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py

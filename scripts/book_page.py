@@ -12,7 +12,8 @@ from typing import Any
 from results_page import ROOT, table, written_by
 
 from mlx_snapkv.engine.report import format_bytes
-from mlx_snapkv.reporting.tables import as_markdown, setting_text, tables
+from mlx_snapkv.reporting.table import as_markdown, setting_text
+from mlx_snapkv.reporting.tables import tables
 
 PAGE, RESULT, COST = (
     ROOT / "docs" / name for name in ("book.md", "book.json", "benchmarks-book.json")

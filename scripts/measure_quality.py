@@ -17,6 +17,7 @@ from quality_page import page
 from results_page import ROOT, about, mlx_versions, shared_options, write
 
 from mlx_snapkv import __version__
+from mlx_snapkv.cli.asking import BATCH_SIZE
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.evals.grid import cells
 from mlx_snapkv.evals.needle import Needle
@@ -67,14 +68,17 @@ def measure(
     fixed = {**task.setting(), "model": name, "mlx-snapkv": __version__}
     results = Results(fixed, folder / f"{name}-{length}.jsonl")
     total = len(grid) * len(chosen)
-    done = sum(results.get(n, cell) is not None for cell in grid for n in chosen)
+    done = sum(
+        results.get({"policy": n, **vars(cell)}) is not None for cell in grid for n in chosen
+    )
 
     def on_answer() -> None:
         nonlocal done
         done += 1
         print(f"{name}, {length} tokens: {done}/{total}", end="\r", flush=True)
 
-    records = run(model, tokenizer, task, grid, chosen, results, on_answer)
+    given = tokenizer, task, grid, chosen, results, on_answer
+    records = run(model, *given, batch_size=BATCH_SIZE)
     print()
     found = {summary["policy"]: summary for summary in summarise(records)}
     rows = [{"way": FULL, "schedule": "", "share": 1, **found[FULL]}]

@@ -13,6 +13,12 @@ from ..policies import Policy, Stages
 ALONE = ("gpt_bigcode", "llama4", "nemotron-nas")
 
 
+def is_batchable(model) -> bool:
+    """Whether mlx-lm can decode several prompts of this model together, and right."""
+    caches = members(make_prompt_cache(model))
+    return type_of(model) not in ALONE and all(hasattr(cache, "merge") for cache in caches)
+
+
 def require_batchable(model, policy: Policy | Stages | None, recall: Recall) -> None:
     """Raises: SnapKVError: prompts of this model can't be decoded together, or not read so."""
     if recall.memory != "drop" and policy is not None and policy.reads_in_blocks:
@@ -30,8 +36,7 @@ def require_batchable(model, policy: Policy | Stages | None, recall: Recall) -> 
 
 def require_together(model) -> None:
     """Raises: SnapKVError: prompts of this model can't be decoded together, whatever their caches hold."""
-    caches = list(members(make_prompt_cache(model)))
-    if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
+    if not is_batchable(model):
         raise UnsupportedModelError(
             f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
             "answer them one after the other"

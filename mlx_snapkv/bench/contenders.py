@@ -90,13 +90,13 @@ def bounded_field(context: int, policy: Policy, with_full: bool) -> list[Contend
     return [*full, Contender(str(policy), "bounded", most, {"policy": policy})]
 
 
-def decoding_cache(model, contender: Contender, context: int, batch: int) -> list[Any]:
+def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     """A prompt cache as it is after a prompt of `context` tokens, its full layers filled with random entries.
 
     Only shapes matter for speed. The other layers have read a few tokens.
     """
     prompt_cache = make_prompt_cache(model)
-    mx.eval(model(mx.zeros((batch, 8), mx.int32), cache=prompt_cache))
+    mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
     for layer in attention_layers(model, prompt_cache):
         keys, values = layer.cache_in(prompt_cache).keys_and_values()
         rows = {"rotating": context, "plain": contender.entries - 1}

@@ -13,25 +13,18 @@ from .contenders import Contender, contenders, decoding_cache, entries_bytes
 WARM_UP = 3
 
 
-def measure_decoding(
-    model, context: int, batch: int, policy: Policy, steps: int
-) -> list[dict[str, Any]]:
+def measure_decoding(model, context: int, policy: Policy, steps: int) -> list[dict[str, Any]]:
     """One record a contender: its median step after a prompt of `context` tokens, and its entries' bytes."""
     found = []
     for contender in contenders(model, context, policy):
-        cache = decoding_cache(model, contender, context, batch)
-        if _can_decode(model, cache, batch):
+        cache = decoding_cache(model, contender, context)
+        if _can_decode(model, cache):
             found.append((contender, cache))
-    seconds = _step_in_turn(model, [cache for _, cache in found], batch, steps)
+    seconds = _step_in_turn(model, [cache for _, cache in found], steps)
     records = []
     for (contender, cache), times in zip(found, seconds):
         step = statistics.median(times)
-        figures = {
-            "batch": batch,
-            "steps": steps,
-            "step_seconds": step,
-            "tokens_per_second": batch / step,
-        }
+        figures = {"steps": steps, "step_seconds": step, "tokens_per_second": 1 / step}
         figures["kv_bytes"] = entries_bytes(cache)
         if contender.kind in ("plain", "snapkv"):
             figures["rollback_seconds"] = _rollback_seconds(model, cache, steps)
@@ -64,20 +57,20 @@ def requesters(model, context: int, policy: Policy) -> list[Contender]:
     return [c for c in contenders(model, context, policy) if c.kind != "plain"]
 
 
-def _can_decode(model, cache: list[Any], batch: int) -> bool:
+def _can_decode(model, cache: list[Any]) -> bool:
     """False where mlx-lm can't serve a model from such a cache (quantised entries with attention sinks)."""
     try:
         for _ in range(WARM_UP):
-            mx.eval(model(mx.zeros((batch, 1), mx.int32), cache=cache))
+            mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
             _take_back(cache)
     except (ValueError, AttributeError):
         return False
     return True
 
 
-def _step_in_turn(model, caches: list[list[Any]], batch: int, steps: int) -> list[list[float]]:
+def _step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
     """Seconds of every step of every cache; who goes first changes with every round."""
-    token = mx.zeros((batch, 1), mx.int32)
+    token = mx.zeros((1, 1), mx.int32)
     seconds: list[list[float]] = [[] for _ in caches]
     for step in range(steps):
         for n in range(len(caches)):

@@ -6,8 +6,10 @@ from typing import Any, Protocol
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..batch.batchable import require_batchable
 from ..caches.layers import attention_layers
 from ..policies import KeyDiff, Policy
+from .batches import batch_field, measure_batch
 from .book import book_field, measure_book
 from .contenders import bounded_field
 from .decode import measure_decoding, requesters
@@ -17,7 +19,7 @@ from .verified import measure_verified
 
 BOUNDED = KeyDiff(budget=2048, block=512)
 
-PARTS = ("decode", "batch", "verified", "requests", "bounded", "book", "needle")
+PARTS = ("decode", "verified", "requests", "bounded", "book", "batches", "needle")
 
 Result = dict[str, list[dict[str, Any]]]
 
@@ -28,7 +30,6 @@ class Plan:
 
     Attributes:
         contexts: context lengths to decode at.
-        batches, batch_context: batch sizes to decode with, and their context length.
         prompts: lengths of whole requests, and of the documents asked about.
         trials: requests with the full cache and with SnapKV; steps: decoded per cache.
         questions: facts to ask for in every document; 0 is none.
@@ -36,11 +37,10 @@ class Plan:
         verified: context lengths at which verified answers are decoded.
         long_prompts: lengths of prompts that are read within a fixed budget, the first one with the full cache too.
         books: lengths of prompts that are read once and asked several questions.
+        batches, batch_prompts: how many prompts are answered at once, and their lengths.
     """
 
     contexts: list[int]
-    batches: list[int]
-    batch_context: int
     prompts: list[int]
     trials: int
     steps: int
@@ -49,6 +49,8 @@ class Plan:
     verified: list[int] = field(default_factory=list)
     long_prompts: list[int] = field(default_factory=list)
     books: list[int] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    batch_prompts: list[int] = field(default_factory=list)
 
 
 class Progress(Protocol):
@@ -62,18 +64,18 @@ class Progress(Protocol):
 
 
 def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
-    """The records of every measurement, by its name; UnsupportedModelError if the model can't be compressed."""
+    """The records of every measurement, by its name.
+
+    Raises:
+        UnsupportedModelError: the model can't be compressed, or batched.
+    """
     attention_layers(model, make_prompt_cache(model))
+    if plan.batches:
+        require_batchable(model)
     result: Result = {part: [] for part in PARTS}
     progress.start("decoding", len(plan.contexts))
     for n in plan.contexts:
-        result["decode"] += measure_decoding(model, n, 1, plan.policy_for(n), plan.steps)
-        progress.advance()
-        progress.save(result)
-    progress.start("decoding in batches", len(plan.batches))
-    for size in plan.batches:
-        policy = plan.policy_for(plan.batch_context)
-        result["batch"] += measure_decoding(model, plan.batch_context, size, policy, plan.steps)
+        result["decode"] += measure_decoding(model, n, plan.policy_for(n), plan.steps)
         progress.advance()
         progress.save(result)
     progress.start("verified answers", len(plan.verified))
@@ -84,6 +86,7 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     _measure_requests(model, plan, progress, result)
     _measure_bounded(model, plan, progress, result)
     _measure_books(model, plan, progress, result)
+    _measure_batches(model, plan, progress, result)
     if plan.questions:
         asked = sum(len(requesters(model, n, plan.policy_for(n))) for n in plan.prompts)
         progress.start("questions", plan.questions * asked)
@@ -124,5 +127,20 @@ def _measure_books(model, plan: Plan, progress: Progress, result: Result) -> Non
         progress.start("books", len(field))
     for n, contender in field:
         result["book"].append(measure_book(model, n, contender))
+        progress.advance()
+        progress.save(result)
+
+
+def _measure_batches(model, plan: Plan, progress: Progress, result: Result) -> None:
+    found = [
+        (n, batch, contender)
+        for n in plan.batch_prompts
+        for batch in plan.batches
+        for contender in batch_field(model, n, plan.policy_for(n))
+    ]
+    if found:
+        progress.start("batches", len(found))
+    for n, batch, contender in found:
+        result["batches"].append(measure_batch(model, n, batch, contender, plan.steps))
         progress.advance()
         progress.save(result)

@@ -33,7 +33,7 @@ class _Answer:
 
     def __init__(self, model, context: int, policy: Policy, verify: str):
         self.model = model
-        full = decoding_cache(model, Contender("full cache", "full", context), context, 1)
+        full = decoding_cache(model, Contender("full cache", "full", context), context)
         self.full = recalling_caches(model, full, "recall")
         layers = attention_layers(model, self.full)
         quotas = policy.quotas(context, len(layers))

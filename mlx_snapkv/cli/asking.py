@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..evals.score_tables import Page
 
 LINE_EVERY = 30.0  # seconds
+BATCH_SIZE = 8
 
 Policies = Annotated[
     list[str] | None,
@@ -47,6 +48,15 @@ Output = Annotated[
         metavar="NAME",
         help="Write NAME.jsonl as answers come, and go on from it if it is there; at the end NAME.json, NAME.md "
         "and NAME.png.",
+    ),
+]
+BatchSize = Annotated[
+    int,
+    typer.Option(
+        "--batch-size",
+        min=1,
+        help="Questions answered at once, with the same answers: fewer where they would hold more than 16,384 "
+        "entries, and one where --memory is given. With 1 the seconds of each are measured, too.",
     ),
 ]
 
@@ -102,6 +112,7 @@ def measure(
     settings: Sequence[str],
     files: ResultFiles | None,
     as_json: bool,
+    batch_size: int,
 ) -> None:
     """Ask everything, print the tables, and write the files."""
     from ..evals import score_tables
@@ -112,7 +123,8 @@ def measure(
 
     fixed = {**papers.setting(), "model": name, "mlx-snapkv": __version__}
     answers = None if files is None else with_suffix(files.base, ".jsonl")
-    records = _ask(model, papers, ways, settings, Results(fixed, answers, KEYS), answers)
+    results = Results(fixed, answers, KEYS)
+    records = _ask(model, papers, ways, settings, results, answers, batch_size)
     summary = score_tables.summarise(records, page)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     told = {"command": command, **fixed, **measured()}
@@ -130,14 +142,16 @@ def measure(
         print(files.told(written), file=sys.stderr if as_json else sys.stdout)
 
 
-def _ask(model, papers, ways, settings, results, answers: Path | None) -> list[dict[str, Any]]:
+def _ask(
+    model, papers, ways, settings, results, answers: Path | None, batch_size: int
+) -> list[dict[str, Any]]:
     from ..evals.asking import run
     from .progress import StepBars
 
     try:
         with StepBars(LINE_EVERY) as bar:
             bar.start("documents", len(papers) * len(ways) * len(settings))
-            return run(model, papers, ways, settings, results, bar.advance)
+            return run(model, papers, ways, settings, results, bar.advance, batch_size)
     except KeyboardInterrupt:
         if answers is not None:
             tell_how_to_go_on(answers, bar.console)

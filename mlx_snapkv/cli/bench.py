@@ -1,9 +1,11 @@
 """`mlx-snapkv bench`: the ways to hold a prompt's entries, side by side in one process."""
 
+from __future__ import annotations
+
 import shlex
 import sys
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,12 +14,17 @@ from ..reporting import plots, tables
 from . import flags
 from .interrupts import listen
 from .loading import load_model
-from .options import MOST, ResultFiles, whole_numbers, write_result
+from .options import ResultFiles, whole_numbers, write_result
+
+if TYPE_CHECKING:
+    from ..bench.run import Plan
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
 CONTEXTS = "4096,16384,32768,49152,65536,131072"
 LONG_PROMPTS = "16384,32768,65536"
 BOOKS = "16384,65536,262144"
+PROMPTS = "8192,16384"
+BATCH_PROMPTS = "8192"
 
 
 def bench(
@@ -33,15 +40,14 @@ def bench(
     verified: Annotated[
         str, typer.Option(help="Context lengths at which verified answers are decoded.")
     ] = "16384,32768,65536",
-    batch_size: Annotated[
-        str, typer.Option("--batch-size", "-b", help="Batch sizes to decode with.")
-    ] = "1,2,4,8",
-    batch_context: Annotated[
-        int, typer.Option(min=LEAST, max=MOST, help="Context of the batches.")
-    ] = 16384,
     prompt_tokens: Annotated[
-        str, typer.Option("--prompt-tokens", "-p", help="Prompt lengths of whole requests.")
-    ] = "8192,16384",
+        str | None,
+        typer.Option(
+            "--prompt-tokens",
+            "-p",
+            help=f"Prompt lengths of whole requests; default: {PROMPTS}, with --batches {BATCH_PROMPTS}.",
+        ),
+    ] = None,
     long_prompts: Annotated[
         str | None,
         typer.Option(
@@ -55,6 +61,12 @@ def bench(
             help="Only this: prompts of --long-prompts tokens read with every entry in a file, then questions.",
         ),
     ] = False,
+    batches: Annotated[
+        str,
+        typer.Option(
+            help="Only this: so many prompts of -p tokens at once, such as 1,4,8,16, in mlx-lm's batches and in ours."
+        ),
+    ] = "",
     num_trials: Annotated[
         int,
         typer.Option("--num-trials", "-n", min=1, help="Requests with the full cache and SnapKV."),
@@ -69,46 +81,25 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the full cache, mlx-lm's --max-kv-size and --kv-bits, and SnapKV, in turn, in one process."""
-    from ..bench.contenders import snapkv_for
     from ..bench.random_model import NAME, make_random_model
-    from ..bench.run import BOUNDED, Plan, run
-    from ..policies import SnapKV
+    from ..bench.run import run
     from ..reporting.setting import setting
     from .print_table import print_table
     from .progress import SavingBars
 
     if needle and model is None:
         raise SnapKVError("--needle needs a model that can answer: --model demo, for one")
-    long = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill a budget's buffers
-    given = None if snapkv is None else SnapKV.from_string(snapkv)
-    lengths = long_prompts if long_prompts is not None else BOOKS if book else LONG_PROMPTS
-    long_lengths = whole_numbers("--long-prompts", lengths, long)
-    plan = Plan(
-        contexts=whole_numbers("--context", context, least=LEAST),
-        verified=whole_numbers("--verified", verified, least=LEAST),
-        batches=whole_numbers("--batch-size", batch_size, least=1),
-        batch_context=batch_context,
-        prompts=whole_numbers("--prompt-tokens", prompt_tokens, least=LEAST),
-        trials=num_trials,
-        steps=steps,
-        questions=questions if needle else 0,
-        policy_for=lambda n: given or snapkv_for(n),
-        long_prompts=long_lengths,
-    )
-    if book:
-        plan = replace(
-            plan,
-            contexts=[],
-            batches=[],
-            prompts=[],
-            verified=[],
-            long_prompts=[],
-            books=long_lengths,
-            questions=0,
-        )
+    sizes = whole_numbers("--batches", batches, least=1)
+    prompts = prompt_tokens if prompt_tokens is not None else BATCH_PROMPTS if sizes else PROMPTS
+    long = long_prompts if long_prompts is not None else BOOKS if book else LONG_PROMPTS
+    plan = _plan(snapkv, context, verified, prompts, long, num_trials, steps)
+    if needle:
+        plan = replace(plan, questions=questions)
+    if book or sizes:
+        plan = _only(plan, book, sizes)
     endings = [".json", ".md", *(f"-{plot}.png" for plot in plots.PLOTS)]
     files = None if output is None else ResultFiles(output, endings)
-    for n in (*plan.contexts, *plan.verified, *plan.prompts, batch_context):
+    for n in (*plan.contexts, *plan.verified, *plan.prompts, *plan.batch_prompts):
         plan.policy_for(n)  # a mistake in the options shows before anything is measured
     listen()
     loaded, tokenizer = (make_random_model(), None) if model is None else load_model(model)
@@ -123,3 +114,46 @@ def bench(
         base = files.base
         page = tables.markdown(result, base.name)
         print(files.told([*write_result(base, result, page), *plots.write_plots(result, base)]))
+
+
+def _plan(
+    snapkv: str | None,
+    context: str,
+    verified: str,
+    prompts: str,
+    long_prompts: str,
+    trials: int,
+    steps: int,
+) -> Plan:
+    """What is measured unless only some of it is wanted."""
+    from ..bench.contenders import snapkv_for
+    from ..bench.run import BOUNDED, Plan
+    from ..policies import SnapKV
+
+    given = None if snapkv is None else SnapKV.from_string(snapkv)
+    fills = BOUNDED.quotas(0, 1)[0].entries + BOUNDED.block  # tokens that fill a budget's buffers
+    return Plan(
+        contexts=whole_numbers("--context", context, LEAST),
+        verified=whole_numbers("--verified", verified, LEAST),
+        prompts=whole_numbers("--prompt-tokens", prompts, LEAST),
+        long_prompts=whole_numbers("--long-prompts", long_prompts, fills),
+        trials=trials,
+        steps=steps,
+        questions=0,
+        policy_for=lambda n: given or snapkv_for(n),
+    )
+
+
+def _only(plan: Plan, book: bool, batches: list[int]) -> Plan:
+    """Books or batches, of the same lengths, and nothing else."""
+    return replace(
+        plan,
+        contexts=[],
+        prompts=[],
+        verified=[],
+        long_prompts=[],
+        questions=0,
+        books=plan.long_prompts if book else [],
+        batches=batches,
+        batch_prompts=plan.prompts if batches else [],
+    )

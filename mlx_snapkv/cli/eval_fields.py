@@ -43,6 +43,7 @@ def ruler(
             help="Put prepared prompts in the model's chat template: for those made with the template type base.",
         ),
     ] = False,
+    batch_size: asking.BatchSize = asking.BATCH_SIZE,
     output: asking.Output = None,
     as_json: flags.AsJson = False,
 ) -> None:
@@ -64,7 +65,7 @@ def ruler(
     most = room(loaded, None)
     papers = Ruler(tokenizer, sources, copy, documents, chat_template, most)
     papers.require_room()
-    asking.measure(model, loaded, papers, PAGE, ways, settings, files, as_json)
+    asking.measure(model, loaded, papers, PAGE, ways, settings, files, as_json, batch_size)
 
 
 def longbench(
@@ -79,6 +80,7 @@ def longbench(
     setting: asking.Setting = "both",
     length: Length = None,
     documents: asking.Documents = None,
+    batch_size: asking.BatchSize = asking.BATCH_SIZE,
     output: asking.Output = None,
     as_json: flags.AsJson = False,
 ) -> None:
@@ -104,7 +106,7 @@ def longbench(
     loaded, tokenizer = load_model(model)
     files = asking.output_files(output)
     papers = make(tokenizer, room=room(loaded, length), n_documents=documents)
-    asking.measure(model, loaded, papers, page, ways, settings, files, as_json)
+    asking.measure(model, loaded, papers, page, ways, settings, files, as_json, batch_size)
 
 
 def scbench(
@@ -124,6 +126,7 @@ def scbench(
     ] = "multi-request",
     length: Length = None,
     documents: asking.Documents = None,
+    batch_size: asking.BatchSize = asking.BATCH_SIZE,
     output: asking.Output = None,
     as_json: flags.AsJson = False,
 ) -> None:
@@ -142,4 +145,4 @@ def scbench(
     loaded, tokenizer = load_model(model)
     files = asking.output_files(output)
     papers = SCBench(tokenizer, found, wording, copy, mode, room(loaded, length), documents)
-    asking.measure(model, loaded, papers, PAGE, ways, [LATER], files, as_json)
+    asking.measure(model, loaded, papers, PAGE, ways, [LATER], files, as_json, batch_size)

@@ -31,6 +31,7 @@ def suite(
     documents: Annotated[int, typer.Option(min=1, help="Documents per task and length.")] = 4,
     questions: Annotated[int, typer.Option(min=1, help="Questions a document, at most.")] = 5,
     seed: flags.DocumentSeed = 0,
+    batch_size: asking.BatchSize = asking.BATCH_SIZE,
     output: asking.Output = None,
     as_json: flags.AsJson = False,
 ) -> None:
@@ -51,4 +52,4 @@ def suite(
         )
     files = asking.output_files(output)
     papers = Suite(tokenizer, tasks, lengths, documents, questions, seed)
-    asking.measure(model, loaded, papers, PAGE, ways, settings, files, as_json)
+    asking.measure(model, loaded, papers, PAGE, ways, settings, files, as_json, batch_size)

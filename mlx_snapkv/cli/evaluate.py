@@ -20,8 +20,7 @@ from ..evals.lines import FACTS, LONGEVAL, Lines
 from ..evals.needle import Needle
 from ..evals.results import Results
 from ..reporting import heatmap
-from . import flags
-from .asking import tell_how_to_go_on
+from . import asking, flags
 from .eval_fields import longbench, ruler, scbench
 from .eval_suite import suite
 from .loading import load_model, read_file
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from ..evals.run import Contenders
 
 LEAST = 256  # tokens of a prompt
-LINE_EVERY = 30.0  # seconds
 POOLED = "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
 POOLING = [*(f"{POOLED},pool_kernel={width}" for width in (1, 5, 7)), POOLED]
 
@@ -88,6 +86,7 @@ def needle(
         list[str] | None,
         typer.Option(metavar="FILE", help="Text to hide facts in; repeat it for several files."),
     ] = None,
+    batch_size: asking.BatchSize = asking.BATCH_SIZE,
     output: Output = None,
     as_json: flags.AsJson = False,
 ) -> None:
@@ -100,7 +99,7 @@ def needle(
         raise SnapKVError(f"--haystack {' '.join(haystack)}: there is no text in it")
     grid = cells(_lengths(length), depths, questions)
     task = partial(Needle, seed=seed, needles=needles, haystack=text or None)
-    _evaluate(model, task, grid, policy or [], output, as_json)
+    _evaluate(model, task, grid, policy or [], output, as_json, batch_size)
 
 
 @app.command("lines")
@@ -111,6 +110,7 @@ def lines(
     depths: Depths = 5,
     questions: Questions = 1,
     seed: flags.DocumentSeed = 0,
+    batch_size: asking.BatchSize = asking.BATCH_SIZE,
     output: Output = None,
     as_json: flags.AsJson = False,
 ) -> None:
@@ -122,7 +122,7 @@ def lines(
     """
     grid = cells(_lengths(length), depths, questions)
     task = partial(Lines, seed=seed, wording=FACTS if model in MODELS else LONGEVAL)
-    _evaluate(model, task, grid, policy or POOLING, output, as_json)
+    _evaluate(model, task, grid, policy or POOLING, output, as_json, batch_size)
 
 
 def _lengths(text: str) -> list[int]:
@@ -139,6 +139,7 @@ def _evaluate(
     policies: list[str],
     output: str | None,
     as_json: bool,
+    batch_size: int,
 ) -> None:
     from ..evals.run import check, contenders
     from ..reporting.setting import setting
@@ -156,7 +157,7 @@ def _evaluate(
     files = None if output is None else ResultFiles(output, endings)
     base = None if files is None else files.base
     results = Results(fixed, None if base is None else with_suffix(base, ".jsonl"))
-    records = _ask(model, tokenizer, task, grid, chosen, results, base)
+    records = _ask(model, tokenizer, task, grid, chosen, results, base, batch_size)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     found = summary.summarise(records)
     result = {"command": command, **fixed, **about, "summary": found, "records": records}
@@ -173,7 +174,14 @@ def _evaluate(
 
 
 def _ask(
-    model, tokenizer, task: Task, grid: list[Cell], chosen: Contenders, results: Results, base
+    model,
+    tokenizer,
+    task: Task,
+    grid: list[Cell],
+    chosen: Contenders,
+    results: Results,
+    base,
+    batch_size: int,
 ) -> list[dict[str, Any]]:
     from ..evals.run import run
     from .progress import StepBars
@@ -182,10 +190,11 @@ def _ask(
         results.get({"policy": name, **vars(cell)}) is not None for cell in grid for name in chosen
     )
     try:
-        with StepBars(LINE_EVERY) as bar:
+        with StepBars(asking.LINE_EVERY) as bar:
             bar.start("asking", len(grid) * len(chosen), done)
-            return run(model, tokenizer, task, grid, chosen, results, bar.advance)
+            given = tokenizer, task, grid, chosen, results, bar.advance
+            return run(model, *given, batch_size=batch_size)
     except KeyboardInterrupt:
         if base is not None:
-            tell_how_to_go_on(with_suffix(base, ".jsonl"), bar.console)
+            asking.tell_how_to_go_on(with_suffix(base, ".jsonl"), bar.console)
         raise

@@ -4,7 +4,7 @@ from rich import box
 from rich import table as rich_table
 from rich.console import Console
 
-from ..reporting.tables import Table
+from ..reporting.table import Table
 
 NAMES = ("cache", "policy", "way", "task")  # columns of names; all others hold figures
 LONG = 24  # characters of a heading, which are then folded

@@ -6,7 +6,6 @@ later   the document is read and compressed first, and each question comes to wh
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +15,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import file_bytes, kv_bytes
-from ..engine.generate import stream_generate
 from ..engine.prefill import prefill, read
 from ..engine.reading import read_book
 from ..engine.report import CompressionReport
-from ..engine.rewind import Rewind
 from ..policies import Policy, Stages
+from .answers import answers
+from .prompt import Answer, Prompt
 from .results import Record, Results
 
 KNOWN, LATER = "known", "later"
@@ -63,6 +62,10 @@ class Question:
     max_tokens: int
     first_line: bool = False
 
+    def after(self, n_read: int, cache: list | None = None) -> Prompt:
+        """What is left to ask once `cache` has read so many tokens."""
+        return Prompt(self.prompt[n_read:], self.max_tokens, self.first_line, cache)
+
 
 @dataclass(frozen=True)
 class Paper:
@@ -94,97 +97,121 @@ def run(
     settings: Sequence[str],
     results: Results,
     on_document: Callable[[], None] = lambda: None,
+    batch_size: int = 1,
 ) -> list[Record]:
-    """Ask what `results` does not hold yet; all records. `on_document` is called after each document's questions."""
+    """Ask what `results` does not hold yet; all records. `on_document` is called after each document's questions.
+
+    Up to `batch_size` questions are answered at once, of one way and setting, those of several documents too. Ways with
+    options answer one at a time.
+    """
     records = []
-    for document, paper in papers:
+    for some in _several(papers, batch_size):
         for way in ways:
             for setting in settings:
-                here = {"way": way.name, "setting": setting, **document}
-                places = [here | {"question": i} for i in range(len(paper.questions))]
-                if any(results.get(place) is None for place in places):
-                    answers = _asked(model, papers.tokenizer, paper, way, setting)
-                    for place, answer in zip(places, answers):
-                        results.add(place | answer)
-                records += [record for place in places if (record := results.get(place))]
-                on_document()
+                asked = _asked(model, some, way, setting, results)
+                given = papers.tokenizer, asked, way.policy, way.options
+                for question, answer in answers(model, *given, batch_size):
+                    results.add(question.record(answer))
+                for _ in some:
+                    on_document()
+        for document, paper in some:
+            places = _places(document, paper, ways, settings)
+            records += [record for place in places if (record := results.get(place))]
     return records
 
 
-def _asked(model, tokenizer, paper: Paper, way: Way, setting: str) -> Iterator[Record]:
-    """The records of all questions about a document."""
-    if setting == KNOWN and way.policy is not None:
-        options = {"policy": way.policy, **way.options}
-        for question in paper.questions:
-            cache = make_prompt_cache(model)
-            yield _answer(model, tokenizer, question, 0, cache, options)
-        return
-    n = paper.n_shared
-    started = time.perf_counter()
-    cache, options, compressed = _document_read(model, paper.questions[0].prompt[:n], way)
-    mx.eval([c.state for c in cache])
-    seconds = time.perf_counter() - started
-    for question in paper.questions:
-        before = Rewind(cache)
-        record = _answer(model, tokenizer, question, n, cache, options, compressed)
-        before.restore()
-        if setting == KNOWN:  # the full cache answers as if it had read the document for each
-            record["first_seconds"] += seconds
-        yield record
+def _several(papers: Papers, n_questions: int) -> Iterator[list[tuple[Record, Paper]]]:
+    """The documents, so many together that they have at least so many questions."""
+    some: list[tuple[Record, Paper]] = []
+    for document, paper in papers:
+        some.append((document, paper))
+        if sum(len(paper.questions) for _, paper in some) >= n_questions:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
-def _document_read(
-    model, tokens: list[int], way: Way
-) -> tuple[list, dict[str, Any], CompressionReport | None]:
-    """A document's caches, the options of the answers to come, and the compression that was made already."""
+def _places(
+    document: Record, paper: Paper, ways: Sequence[Way], settings: Sequence[str]
+) -> list[Record]:
+    """What the records of a document's questions are filed under."""
+    return [
+        {"way": way.name, "setting": setting, **document, "question": i}
+        for way in ways
+        for setting in settings
+        for i in range(len(paper.questions))
+    ]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question that is put to the model.
+
+    Attributes:
+        compressed: what was done to the document before; None if it is read with the question.
+        seconds: that it took to read the document, if they count as the answer's.
+    """
+
+    place: Record
+    question: Question
+    way: Way
+    compressed: CompressionReport | None = None
+    seconds: float = 0.0
+
+    def record(self, answer: Answer) -> Record:
+        """What is kept of the answer; of seconds only those that were measured while nothing else was answered."""
+        question, report = self.question, self.compressed or answer.report
+        recalls = self.way.options.get("memory", "drop") != "drop"
+        # With a memory the cache that was given holds all entries, and the answer's own is another.
+        beside = kv_bytes(answer.cache) + report.kv_bytes_after
+        first, verified = answer.first_seconds, answer.report.verified
+        return self.place | {
+            "score": float(question.score(answer.text)),
+            "answer": answer.text,
+            "expected": question.expected,
+            "tokens": len(question.prompt),
+            "entries": report.entries if report.compressed else None,
+            "kv_bytes": beside if recalls else answer.kv_bytes(report),
+            "file_bytes": file_bytes(answer.cache),
+            "first_seconds": None if first is None else first + self.seconds,
+            "selection_seconds": None if first is None else report.selection_seconds,
+            "votes": 0 if verified is None else verified.votes,
+            "reason": None if self.way.policy is None else report.reason,
+        }
+
+
+def _asked(
+    model, some: list[tuple[Record, Paper]], way: Way, setting: str, results: Results
+) -> Iterator[tuple[_Asked, Prompt]]:
+    """The questions without a record, each document read when its first one is asked for."""
+    for document, paper in some:
+        places = _places(document, paper, [way], [setting])
+        missing = [pair for pair in zip(places, paper.questions) if results.get(pair[0]) is None]
+        if not missing:
+            continue
+        if setting == KNOWN and way.policy is not None:
+            for place, question in missing:
+                yield _Asked(place, question, way), question.after(0)
+            continue
+        n = paper.n_shared
+        started = time.perf_counter()
+        cache, compressed = _document_read(model, paper.questions[0].prompt[:n], way)
+        mx.eval([c.state for c in cache])
+        # In the known setting the full cache answers as if it had read the document for each.
+        seconds = time.perf_counter() - started if setting == KNOWN else 0.0
+        for place, question in missing:
+            yield _Asked(place, question, way, compressed, seconds), question.after(n, cache)
+
+
+def _document_read(model, tokens: list[int], way: Way) -> tuple[list, CompressionReport | None]:
+    """A document's caches, and the compression that was made already."""
     memory = way.options.get("memory", "drop")
     if way.policy is None or (memory != "drop" and not way.policy.reads_in_blocks):
         cache = make_prompt_cache(model)
         read(model, mx.array(tokens), cache, {})
-        return cache, {} if way.policy is None else {"policy": way.policy, **way.options}, None
+        return cache, None
     if memory == "drop":
-        cache, report = prefill(model, tokens, way.policy)
-        return cache, {}, report
+        return prefill(model, tokens, way.policy)
     cache, _ = read_book(model, tokens, way.policy, memory)
-    return cache, {"policy": way.policy, **way.options}, None
-
-
-def _answer(
-    model,
-    tokenizer,
-    question: Question,
-    n_read: int,
-    cache: list,
-    options: dict[str, Any],
-    compressed: CompressionReport | None = None,
-) -> Record:
-    """A question's answer on a cache that has read `n_read` of its tokens; `compressed`: what was done to it before."""
-    reports: list[CompressionReport] = []
-    text = ""
-    started = time.perf_counter()
-    first = None
-    given = {"prompt_cache": cache, "on_report": reports.append, **options}
-    tokens = question.prompt[n_read:]
-    responses = stream_generate(model, tokenizer, tokens, question.max_tokens, **given)
-    with contextlib.closing(responses):  # type: ignore[type-var]
-        for response in responses:
-            first = first or time.perf_counter() - started
-            text += response.text
-            if question.first_line and "\n" in text.lstrip("\n"):
-                break
-    report = compressed or reports[0]
-    # With a memory the cache that was given holds all entries, and the answer's own is another.
-    beside = report.kv_bytes_after if options.get("memory", "drop") != "drop" else 0
-    return {
-        "score": float(question.score(text)),
-        "answer": text,
-        "expected": question.expected,
-        "tokens": len(question.prompt),
-        "entries": report.entries if report.compressed else None,
-        "kv_bytes": kv_bytes(cache) + beside,
-        "file_bytes": file_bytes(cache),
-        "first_seconds": first or 0.0,
-        "selection_seconds": report.selection_seconds,
-        "votes": 0 if reports[0].verified is None else reports[0].verified.votes,
-        "reason": report.reason if options.get("policy") or compressed else None,
-    }
+    return cache, None

@@ -6,14 +6,14 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, kv_bytes
+from ..caches.layers import attention_layers
 from ..demo.questions import contains
 from ..engine.decision import gate
-from ..engine.generate import generate
-from ..engine.report import CompressionReport
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
+from .answers import answers
 from .grid import Cell, Question, Task
+from .prompt import Answer, Prompt
 from .results import Record, Results
 
 FULL = "full cache"
@@ -57,43 +57,48 @@ def run(
     results: Results,
     on_answer: Callable[[], None] = lambda: None,
     generation: Mapping[str, Any] = MappingProxyType({}),
+    batch_size: int = 1,
 ) -> list[Record]:
     """Ask what `results` does not hold yet; the records of all cells and contenders, in that order.
 
-    `generation` holds options of `generate` for every answer, the full cache's too.
+    `generation` holds options of `generate` for every answer, the full cache's too; with any, answers are given one at
+    a time whatever `batch_size` is.
     """
-    for cell in cells:
-        missing = [
-            name for name in contenders if results.get({"policy": name, **vars(cell)}) is None
-        ]
-        if not missing:
-            continue
-        question = task.ask(cell)
-        for name in missing:
-            options = {"policy": contenders[name], **generation}
-            answered = _answer(model, tokenizer, question, options)
-            results.add({"policy": name, **vars(cell), **answered})
-            on_answer()
+
+    def place(name: str, cell: Cell) -> Record:
+        return {"policy": name, **vars(cell)}
+
+    for start in range(0, len(cells), batch_size):
+        some = cells[start : start + batch_size]
+        missing = {
+            name: [cell for cell in some if results.get(place(name, cell)) is None]
+            for name in contenders
+        }
+        wanted = {cell for own in missing.values() for cell in own}
+        questions = {cell: task.ask(cell) for cell in some if cell in wanted}
+        for name, own in missing.items():
+            prompts = [(cell, Prompt(questions[cell].prompt, MAX_TOKENS)) for cell in own]
+            policy = contenders[name]
+            found = answers(model, tokenizer, prompts, policy, generation, batch_size)
+            for cell, answer in found:
+                results.add(place(name, cell) | _told(questions[cell], policy, answer))
+                on_answer()
     return [
         record
         for cell in cells
         for name in contenders
-        if (record := results.get({"policy": name, **vars(cell)}))
+        if (record := results.get(place(name, cell)))
     ]
 
 
-def _answer(model, tokenizer, question: Question, options: dict[str, Any]) -> dict[str, Any]:
-    reports: list[CompressionReport] = []
-    cache = make_prompt_cache(model)
-    options |= {"prompt_cache": cache, "on_report": reports.append}
-    text = generate(model, tokenizer, question.prompt, max_tokens=MAX_TOKENS, **options)
-    (report,) = reports
+def _told(question: Question, policy: Policy | Stages | None, answer: Answer) -> dict[str, Any]:
+    report = answer.report
     return {
-        "right": contains(text, question.expected),
-        "answer": text.strip(),
+        "right": contains(answer.text, question.expected),
+        "answer": answer.text.strip(),
         "expected": question.expected,
         "prompt_tokens": len(question.prompt),
         "entries": report.entries if report.compressed else len(question.prompt),
-        "kv_bytes": kv_bytes(cache),
-        "reason": report.reason if options["policy"] is not None else None,
+        "kv_bytes": answer.kv_bytes(report),
+        "reason": None if policy is None else report.reason,
     }

@@ -12,7 +12,7 @@ import numpy as np
 from ..engine.report import format_bytes
 from ..reporting.ownership import PNG_METADATA
 from ..reporting.setting import title
-from ..reporting.tables import Table, as_markdown, setting_text
+from ..reporting.table import Table, as_markdown, setting_text
 from .asking import FULL, SETTINGS
 from .paired import Difference, difference
 
@@ -20,7 +20,9 @@ REMARK = (
     "The same questions for all; the score is the mean over the tasks asked, each weighing the same. The difference to "
     "the full cache is paired, with a 95% interval bootstrapped over documents. Question known: it stands in the "
     "prompt that is compressed. Question later: the document is compressed first. KV memory: all that is held in "
-    "memory when the answer is done. First token: median seconds, question later without reading the document."
+    "memory once the prompt is compressed, or of a full cache when the answer is done. First token, compression: "
+    "median seconds, measured where answers are given one at a time (--batch-size 1); question later without reading "
+    "the document."
 )
 Records = list[dict[str, Any]]
 Summary = list[dict[str, Any]]
@@ -71,8 +73,8 @@ def summarise(records: Records, page: Page) -> Summary:
                 "entries": max((r["entries"] for r in own if r["entries"]), default=None),
                 "kv_bytes": max(r["kv_bytes"] for r in own),
                 "file_bytes": max(r["file_bytes"] for r in own),
-                "first_seconds": float(np.median([r["first_seconds"] for r in own])),
-                "selection_seconds": float(np.median([r["selection_seconds"] for r in own])),
+                "first_seconds": _median(own, "first_seconds"),
+                "selection_seconds": _median(own, "selection_seconds"),
                 "votes": sum(r["votes"] for r in own),
                 "reason": next((r["reason"] for r in own if r["reason"]), None),
             }
@@ -91,6 +93,12 @@ def task_means(records: Records) -> dict[str, float]:
     """The mean score of each task."""
     tasks = grouped(records, "task").items()
     return {task: mean([r["score"] for r in own]) for (task,), own in tasks}
+
+
+def _median(records: Records, key: str) -> float | None:
+    """Of what was measured; None if nothing was."""
+    measured = [r[key] for r in records if r[key] is not None]
+    return float(np.median(measured)) if measured else None
 
 
 def mean(scores: Sequence[float]) -> float:
@@ -122,8 +130,10 @@ def _where(setting: str, length: int | None) -> str:
 
 def _figures(summary: Summary, heading: str, page: Page) -> Table:
     told = [f"Not compressed: {s['way']} ({s['reason']})." for s in summary if s["reason"]]
+    timed = any(s["first_seconds"] is not None for s in summary)
     columns = ["way", "n", "score", "against full", "entries", "KV memory"]
-    table = Table(heading, " ".join(told), [*columns, "first token", "compression"])
+    columns += ["first token", "compression"] if timed else []
+    table = Table(heading, " ".join(told), columns)
     for s in summary:
         stored = f", {format_bytes(s['file_bytes'])} on disk" if s["file_bytes"] else ""
         table.add(
@@ -133,10 +143,13 @@ def _figures(summary: Summary, heading: str, page: Page) -> Table:
             "" if s["way"] == FULL else Difference(**s["difference"]).told(page.points),
             "all" if s["entries"] is None else f"{s['entries']:,}",
             format_bytes(s["kv_bytes"]) + stored,
-            f"{s['first_seconds']:.2f} s",
-            f"{s['selection_seconds']:.2f} s",
+            *(map(_seconds, (s["first_seconds"], s["selection_seconds"])) if timed else ()),
         )
     return table
+
+
+def _seconds(measured: float | None) -> str:
+    return "" if measured is None else f"{measured:.2f} s"
 
 
 def _by_task(summary: Summary, heading: str, page: Page) -> Table:

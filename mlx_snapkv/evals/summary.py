@@ -4,13 +4,13 @@ import itertools
 from typing import Any
 
 from ..engine.report import format_bytes
-from ..reporting.tables import Table, as_markdown, setting_text
+from ..reporting.table import Table, as_markdown, setting_text
 from .results import Record
 
 REMARK = (
     "Right answers of those asked for; an answer is right if the exact value stands in it. Entries are those kept per "
     "KV head, the most of any layer; under schedule=block up to `block` more are held until the next eviction. KV "
-    "memory is read from the arrays after the answer."
+    "memory is read from the arrays, once the prompt is compressed, or of a full cache when the answer is done."
 )
 
 

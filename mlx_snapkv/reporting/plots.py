@@ -1,4 +1,4 @@
-"""The plots of a result: speed and KV memory against context length."""
+"""The plots of a result: speed and memory against context length, and against how many requests there are."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ LINES = {
 }
 GAP = 0.075  # between two names beside the lines, as a part of the height of the plot
 
-PLOTS = ("decoding", "memory", "verified", "peak", "seconds")
+PLOTS = ("decoding", "memory", "verified", "peak", "seconds", "throughput")
 
 
 def require_matplotlib() -> None:
@@ -54,7 +54,7 @@ def require_matplotlib() -> None:
 
 
 def write_plots(result: dict[str, Any], base: Path) -> list[Path]:
-    """The plots of what was measured, as `base`-NAME.png each, against context length."""
+    """The plots of what was measured, as `base`-NAME.png each."""
     paths = []
     for name, figure in figures(result).items():
         paths.append(base.with_name(f"{base.name}-{name}.png"))
@@ -85,7 +85,16 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
             "{:,g} s".format,
         ),
     }
-    return {name: _figure(result, *plot) for name, plot in plots.items() if plot[0]}
+    drawn = {name: _figure(result, *plot) for name, plot in plots.items() if plot[0]}
+    batches = result.get("batches", [])
+    if batches:
+        longest = max(r["context"] for r in batches)
+        what = f"Tokens/s of requests that decode together, after prompts of {longest:,} tokens"
+        wanted = [r for r in batches if r["context"] == longest], "tokens_per_second", what
+        drawn["throughput"] = _figure(
+            result, *wanted, "{:,g}".format, across="batch", label="requests"
+        )
+    return drawn
 
 
 def _parts(records: list[dict[str, Any]], parts: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -107,6 +116,8 @@ def _figure(
     key: str,
     what: str,
     number: Callable[[float], str],
+    across: str = "context",
+    label: str = "context length (tokens)",
 ) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -116,7 +127,7 @@ def _figure(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ends = []
-    for line, points in _lines(records, key):
+    for line, points in _lines(records, key, across):
         axes.plot(
             *zip(*points),
             color=line.color,
@@ -127,13 +138,13 @@ def _figure(
         )
         ends.append((points[-1][1], line))
     _name_lines(axes, ends)
-    contexts = sorted({r["context"] for r in records})
-    axes.set_xticks(contexts, [f"{c:,}" for c in contexts], rotation=30, ha="right")
+    places = sorted({r[across] for r in records})
+    axes.set_xticks(places, [f"{place:,}" for place in places], rotation=30, ha="right")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("context length (tokens)")
+    axes.set_xlabel(label)
     axes.set_title(title(what, result), fontsize=9, loc="left")
     axes.grid(alpha=0.3)
     return figure
@@ -161,12 +172,14 @@ def _apart(at: list[float], heights: list[float]) -> list[float]:
     return at
 
 
-def _lines(records: list[dict[str, Any]], key: str) -> list[tuple[Line, list[tuple[int, float]]]]:
+def _lines(
+    records: list[dict[str, Any]], key: str, across: str
+) -> list[tuple[Line, list[tuple[int, float]]]]:
     """Every line and its points, the wide ones first: the narrow ones are seen on them."""
     points: dict[str, list[tuple[int, float]]] = {}
     for r in records:
         name = r["kind"] if r["kind"] in LINES else r["contender"]
         if name in LINES:
-            points.setdefault(name, []).append((r["context"], r[key]))
+            points.setdefault(name, []).append((r[across], r[key]))
     found = [(LINES[name], sorted(line)) for name, line in points.items()]
     return sorted(found, key=lambda each: -each[0].width)

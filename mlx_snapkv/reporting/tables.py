@@ -1,23 +1,11 @@
 """A result as tables: the same for the terminal and for the docs."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.report import format_bytes
+from . import batch_tables
 from .plots import figures
-
-
-@dataclass
-class Table:
-    """A title, a remark, column names and rows of text."""
-
-    title: str
-    remark: str
-    columns: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-
-    def add(self, *cells: str) -> None:
-        self.rows.append(list(cells))
+from .table import Table, as_markdown, setting_text
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
@@ -26,12 +14,13 @@ def tables(result: dict[str, Any]) -> list[Table]:
         part(result)
         for part in (
             _decoding,
-            _batches,
             _verified,
             _requests,
             _bounded,
             _books,
             _questions,
+            batch_tables.together,
+            batch_tables.whole_runs,
             _needles,
         )
     ]
@@ -46,25 +35,6 @@ def markdown(result: dict[str, Any], name: str) -> str:
         lines += ["", f"## {table.title}", "", table.remark, "", as_markdown(table)]
     lines += ["", "## Plots", "", *(f"![{plot}]({name}-{plot}.png)" for plot in figures(result))]
     return "\n".join(lines) + "\n"
-
-
-def setting_text(result: dict[str, Any]) -> str:
-    """How and where a result was measured: two paragraphs, which its page begins with."""
-    machine = result["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    return (
-        f"Written by `{result['command']}` at commit {result['commit']}, never typed. "
-        f"Model: {result['model']}.\n\n"
-        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['system']}, "
-        f"{machine['device']}, BLAS: {machine['blas']}. {versions}."
-    )
-
-
-def as_markdown(table: Table) -> str:
-    """A table, names to the left and figures to the right."""
-    rule = ["---" if i == 0 or c == "cache" else "---:" for i, c in enumerate(table.columns)]
-    lines = (table.columns, rule, *table.rows)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def _by_key(records: list[dict[str, Any]], key: str) -> dict[int, list[dict[str, Any]]]:
@@ -105,26 +75,6 @@ def _decoding(result: dict[str, Any]) -> Table:
                 f"{r['step_seconds'] / plain:.3f}" if own else "",
                 f"{1000 * r['rollback_seconds']:.2f} ms" if "rollback_seconds" in r else "",
                 format_bytes(r["kv_bytes"]),
-            )
-    return table
-
-
-def _batches(result: dict[str, Any]) -> Table:
-    table = Table(
-        "Decoding by batch size",
-        "The same for several sequences of one length at once; milliseconds are a step of the whole batch.",
-        ["batch", "context", "cache", "ms/step", "tokens/s", "speed-up"],
-    )
-    for batch, records in _by_key(result["batch"], "batch").items():
-        full = records[0]["step_seconds"]
-        for r in records:
-            table.add(
-                f"{batch}",
-                f"{r['context']:,}",
-                r["contender"],
-                f"{1000 * r['step_seconds']:.1f}",
-                f"{r['tokens_per_second']:.1f}",
-                f"{full / r['step_seconds']:.2f}x",
             )
     return table
 

@@ -4,7 +4,7 @@ import sys
 import fork_helpers
 import pytest
 
-SMALL = ["--context", "1024", "-b", "1", "--batch-context", "1024", "-n", "1", "--steps", "1"]
+SMALL = ["--context", "1024", "-n", "1", "--steps", "1"]
 SMALL += ["--long-prompts", "3000", "--verified", "1024"]
 
 
@@ -35,7 +35,6 @@ def test_tables_files_and_plots(tmp_path):
     assert code == 0, err
     for title in (
         "Decoding by context length",
-        "Decoding by batch size",
         "Whole requests",
         "Reading within a fixed budget",
         "Retrieval",
@@ -50,9 +49,7 @@ def test_tables_files_and_plots(tmp_path):
     result = json.loads((base.parent / "result.json").read_text())
     assert result["command"].startswith("mlx-snapkv bench --model demo --context 1024")
     assert {"versions", "commit", "machine"} <= set(result)
-    assert all(
-        result[name] for name in ("decode", "batch", "verified", "requests", "bounded", "needle")
-    )
+    assert all(result[name] for name in ("decode", "verified", "requests", "bounded", "needle"))
     assert (base.parent / "result-decoding.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -68,6 +65,20 @@ def test_a_book_is_measured_alone(tmp_path):
     }  # fmt: skip
 
 
+def test_batches_are_measured_alone(tmp_path):
+    code, out, err = run(
+        "--model", "demo", "--batches", "1,2", "-p", "1024", "--steps", "2",
+        "--output", str(tmp_path / "result"),
+    )  # fmt: skip
+    assert code == 0, err
+    assert "Decoding many requests together" in out and "Many prompts at once" in out
+    assert "…" not in out and "Whole requests" not in out and "batches 6/6" in err
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "result.json", "result.md", "result-throughput.png",
+    }  # fmt: skip
+    assert "![throughput](result-throughput.png)" in (tmp_path / "result.md").read_text()
+
+
 @pytest.mark.parametrize(
     "args, words",
     [
@@ -77,7 +88,8 @@ def test_a_book_is_measured_alone(tmp_path):
             "--context must be whole numbers from 1024 to 10000000, with commas, got '4k'",
         ),
         (["--book", "--long-prompts", "2000"], "--long-prompts must be whole numbers from 2560"),
-        (["-b", "0"], "--batch-size must be whole numbers from 1"),
+        (["--batches", "0"], "--batches must be whole numbers from 1"),
+        (["--batches", "1", "-p", "512"], "--prompt-tokens must be whole numbers from 1024"),
         (["--snapkv", "topk=4"], "topk"),
         (["--output", "/dev/null/x"], "--output /dev/null/x: "),
         (["--model", "nowhere"], "--model nowhere: no such folder"),

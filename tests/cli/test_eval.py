@@ -178,9 +178,23 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
     assert len(lines) == 1 + 2 + 2 + 2  # the setting, the full cache once, and both ways
 
 
+def test_seconds_are_measured_one_at_a_time(call):
+    """The tables are the same otherwise, and answers too."""
+    small = ["suite", "--length", "512", "--documents", "1", "--questions", "2", "--task", "single"]
+    (_, together, _), (_, alone, _) = call(*small), call(*small, "--batch-size", "1")
+    assert "first token" not in together and "first token" in alone
+    found = [json.loads(call(*small, "--json", *more)[1]) for more in ([], ["--batch-size", "1"])]
+    answers = [[r["answer"] for r in result["records"]] for result in found]
+    assert len(answers[0]) == 4 and answers[0] == answers[1]
+    needle = ["needle", *SMALL, "--policy", KEYDIFF, "--json"]
+    found = [json.loads(call(*needle, "--batch-size", n)[1])["records"] for n in ("1", "3")]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
+        (["--batch-size", "0"], "--batch-size"),
         (["--task", "triple"], "--task must be single, look-alikes"),
         (["--setting", "sooner"], "--setting must be known, later or both, got 'sooner'"),
         (["--policy", "h2o:budget=64", "--memory", "recall"], "counts the attention of all"),

@@ -1,0 +1,60 @@
+"""The answers to prompts, one at a time or many at once: the same, but for what they tell of time."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..batch.batchable import is_batchable
+from ..engine.generate import stream_generate
+from ..engine.report import CompressionReport
+from ..engine.rewind import Rewind
+from ..policies import Policy, Stages
+from .batches import in_batches
+from .prompt import Answer, Prompt
+
+Key = TypeVar("Key")
+
+
+def answers(
+    model,
+    tokenizer,
+    prompts: Iterable[tuple[Key, Prompt]],
+    policy: Policy | Stages | None,
+    options: Mapping[str, Any],
+    batch_size: int,
+) -> Iterator[tuple[Key, Answer]]:
+    """Each prompt's answer, as it ends, with the key that came with the prompt.
+
+    They are decoded together if `batch_size` is above 1, there are no `options` (others of `stream_generate`, which
+    batches don't have) and mlx-lm can batch the model. A cache that a prompt goes on from is then left as it is; one
+    at a time it is brought back to where it was when the next answer is asked for.
+    """
+    if batch_size > 1 and not options and is_batchable(model):
+        yield from in_batches(model, tokenizer, prompts, policy, batch_size)
+        return
+    for key, prompt in prompts:
+        before = None if prompt.cache is None else Rewind(prompt.cache)
+        yield key, _alone(model, tokenizer, prompt, {"policy": policy, **options})
+        if before is not None:
+            before.restore()
+
+
+def _alone(model, tokenizer, prompt: Prompt, options: Mapping[str, Any]) -> Answer:
+    reports: list[CompressionReport] = []
+    cache = make_prompt_cache(model) if prompt.cache is None else prompt.cache
+    given = {"prompt_cache": cache, "on_report": reports.append, **options}
+    text, first = "", 0.0
+    started = time.perf_counter()
+    responses = stream_generate(model, tokenizer, prompt.tokens, prompt.max_tokens, **given)
+    with contextlib.closing(responses):  # type: ignore[type-var]
+        for response in responses:
+            first = first or time.perf_counter() - started
+            text += response.text
+            if prompt.is_answered(text):
+                break
+    return Answer(text, cache, reports[0], first)

@@ -1,0 +1,36 @@
+"""A table, and what stands around tables on a page."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Table:
+    """A title, a remark, column names and rows of text."""
+
+    title: str
+    remark: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def add(self, *cells: str) -> None:
+        self.rows.append(list(cells))
+
+
+def setting_text(result: dict[str, Any]) -> str:
+    """How and where a result was measured: two paragraphs, which its page begins with."""
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return (
+        f"Written by `{result['command']}` at commit {result['commit']}, never typed. "
+        f"Model: {result['model']}.\n\n"
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['system']}, "
+        f"{machine['device']}, BLAS: {machine['blas']}. {versions}."
+    )
+
+
+def as_markdown(table: Table) -> str:
+    """A table, names to the left and figures to the right."""
+    rule = ["---" if i == 0 or c == "cache" else "---:" for i, c in enumerate(table.columns)]
+    lines = (table.columns, rule, *table.rows)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
