@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..batch.batchable import require_batchable
+from ..batch.batchable import require_together
 from ..caches.layers import attention_layers
 from ..policies import KeyDiff, Policy
 from .batches import batch_field, measure_batch
@@ -71,7 +71,7 @@ def run(model, tokenizer, plan: Plan, progress: Progress) -> Result:
     """
     attention_layers(model, make_prompt_cache(model))
     if plan.batches:
-        require_batchable(model)
+        require_together(model)
     result: Result = {part: [] for part in PARTS}
     progress.start("decoding", len(plan.contexts))
     for n in plan.contexts:
