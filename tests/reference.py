@@ -7,6 +7,11 @@ import numpy as np
 
 def votes(queries, keys, query_positions, scale):
     """Softmax votes `(B, n_kv_heads, T)`, one query at a time: masked softmax, sum over queries, mean over a group."""
+    return _told(queries, keys, query_positions, scale, lambda weights: weights)
+
+
+def _told(queries, keys, query_positions, scale, count):
+    """`count` of each query's softmax over what it sees, summed over queries, mean over a group."""
     queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
     B, n_heads, n, _ = queries.shape
     H, T = keys.shape[1:3]
@@ -15,10 +20,10 @@ def votes(queries, keys, query_positions, scale):
     for b in range(B):
         for head in range(n_heads):
             for i in range(n):
-                seen = int(query_positions[i]) + 1
+                seen = min(int(query_positions[i]) + 1, T)
                 logits = keys[b, head // group, :seen] @ queries[b, head, i] * scale
                 weights = np.exp(logits - logits.max())
-                out[b, head // group, :seen] += weights / weights.sum() / group
+                out[b, head // group, :seen] += count(weights / weights.sum()) / group
     return out
 
 
@@ -149,19 +154,7 @@ def expected_attention(keys, values, queries, rotations, n_sink, scale):
 
 def above_average(queries, keys, query_positions, scale):
     """ScissorHands' counts `(B, n_kv_heads, T)`: one for each query that gives 1/t or more, mean over a group."""
-    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
-    B, n_heads, n, _ = queries.shape
-    H, T = keys.shape[1:3]
-    group = n_heads // H
-    out = np.zeros((B, H, T))
-    for b in range(B):
-        for head in range(n_heads):
-            for i in range(n):
-                seen = min(int(query_positions[i]) + 1, T)
-                logits = keys[b, head // group, :seen] @ queries[b, head, i] * scale
-                weights = np.exp(logits - logits.max())
-                out[b, head // group, :seen] += (weights / weights.sum() >= 1 / seen) / group
-    return out
+    return _told(queries, keys, query_positions, scale, lambda weights: weights >= 1 / len(weights))
 
 
 def kvzip(queries, keys, n_sink, asked, again, scale):

@@ -12,10 +12,20 @@ from mlx_lm.models.cache import CacheList, _BaseCache
 
 from ..caches.evicting import EvictingCache
 from ..caches.layers import members
-from ..entries.quantization import Stored, arrays, each, grown, n_bytes, n_rows, pack, rows
+from ..entries.quantization import (
+    Quantised,
+    Stored,
+    arrays,
+    each,
+    grown,
+    n_bytes,
+    n_rows,
+    pack,
+    rows,
+)
 
 
-class BatchedEntries(_BaseCache):
+class BatchedEntries(Quantised, _BaseCache):
     """Compressed caches of one layer that decode together, a token at a time, as mlx-lm's batches want it.
 
     The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most
@@ -157,15 +167,6 @@ class BatchedEntries(_BaseCache):
     @property
     def _n_rows(self) -> int:
         return n_rows(self._stored)
-
-    @property
-    def bits(self) -> int:
-        """mlx-lm chooses its quantised attention by whether a cache has this; one with plain entries has not."""
-        return self.quantization.bits  # type: ignore[union-attr]
-
-    @property
-    def group_size(self) -> int:
-        return self.quantization.group_size  # type: ignore[union-attr]
 
     @property  # type: ignore[misc]  # nothing sets it
     def state(self) -> tuple:

@@ -8,7 +8,16 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, arrays, n_bytes, n_rows, pack, rows
+from ..entries.quantization import (
+    Quantised,
+    Quantization,
+    Stored,
+    arrays,
+    n_bytes,
+    n_rows,
+    pack,
+    rows,
+)
 from ..entries.queries import Queries, Recorder
 from ..errors import SnapKVError, TrimError
 from ..policies import Policy, resolve_policy
@@ -18,7 +27,7 @@ from .pull import Pull
 from .snapshot import snapshot
 
 
-class EvictingCache(Recorder, LayerCache, _BaseCache):
+class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     """A cache whose entries give way when it is full.
 
     Attributes:
@@ -157,15 +166,6 @@ class EvictingCache(Recorder, LayerCache, _BaseCache):
     @property
     def observes(self) -> bool:  # type: ignore[override]
         return self.policy is not None and self.policy.observes_answer
-
-    @property
-    def bits(self) -> int:
-        """mlx-lm chooses its quantised attention by whether a cache has this; one with plain entries has not."""
-        return self.quantization.bits  # type: ignore[union-attr]
-
-    @property
-    def group_size(self) -> int:
-        return self.quantization.group_size  # type: ignore[union-attr]
 
     @property
     def recorded(self) -> list[mx.array]:

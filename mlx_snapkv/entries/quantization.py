@@ -41,6 +41,24 @@ class Quantization:
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
 
+class Quantised:
+    """What mlx-lm's attention asks of a cache: with quantised entries it has these, and else it has not.
+
+    Attributes:
+        quantization: how the entries are stored; None is plain.
+    """
+
+    quantization: Quantization | None
+
+    @property
+    def bits(self) -> int:
+        return self.quantization.bits  # type: ignore[union-attr]  # or AttributeError
+
+    @property
+    def group_size(self) -> int:
+        return self.quantization.group_size  # type: ignore[union-attr]
+
+
 # What mlx-lm calls it, in the options of its functions.
 KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 

@@ -1,11 +1,11 @@
 """What goes into a store comes out of it: bit for bit from a file, as mx.quantize makes it with fewer bits."""
 
 import os
-import resource
 import tempfile
 
 import mlx.core as mx
 import pytest
+from disk_helpers import full_disk
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.adapter import layer_cache
@@ -121,15 +121,13 @@ def test_the_file_has_no_name_and_goes_with_the_store(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def full_disk():
+def no_room():
     """Files can't grow beyond 100 kB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(100_000):
+        yield
 
 
-def test_a_file_without_room_is_left_as_it_was(full_disk):
+def test_a_file_without_room_is_left_as_it_was(no_room):
     store, rows = FileStore(), rows_of(20, mx.float32)
     store.append(*rows)
     with pytest.raises(SnapKVError, match=r"can't be kept in a file in .*: .*; set TMPDIR"):

@@ -1,11 +1,10 @@
 """Conversations that read within a fixed budget and let every question vote over all of it."""
 
 import random
-import resource
-from contextlib import contextmanager
 
 import pytest
 from chat_helpers import ask
+from disk_helpers import full_disk
 
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.caches.layers import attention_layers
@@ -55,17 +54,6 @@ def held(conversation):
     for cache in caches:
         cache.offload()
     return {cache.store.n_entries for cache in caches} | {cache.offset for cache in caches}
-
-
-@contextmanager
-def full_disk(n_bytes):
-    """Files can't grow beyond `n_bytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_ends_the_turn_only(demo_llama):

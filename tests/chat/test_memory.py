@@ -2,10 +2,10 @@
 
 import os
 import random
-import resource
 
 import mlx.core as mx
 import pytest
+from disk_helpers import full_disk
 from model_configs import make_model
 from tiny_models import make_llama
 
@@ -115,13 +115,9 @@ def test_without_room_in_the_file_the_conversation_goes_on(demo_llama, haystack)
     document, facts = haystack
     conversation = Conversation(*demo_llama, policy=SMALL, memory="recall:file", max_tokens=16)
     conversation.attach(document)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(SnapKVError, match="set TMPDIR or --store-dir to a folder with room"):
-            ask(conversation, facts[0].question)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = "set TMPDIR or --store-dir to a folder with room"
+    with full_disk(100_000), pytest.raises(SnapKVError, match=told):
+        ask(conversation, facts[0].question)
     assert kv_bytes(conversation.prompt_cache) > 0
     assert all(all_right(conversation, facts[1:]))
     assert kv_bytes(conversation.prompt_cache) == 0

@@ -2,13 +2,13 @@
 
 import json
 import random
-import resource
 import sys
 from subprocess import PIPE
 
 import fork_helpers
 import pytest
 from chat_helpers import ask
+from disk_helpers import full_disk
 
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.caches.layers import file_bytes
@@ -121,13 +121,8 @@ def test_a_disk_without_room_for_a_question_ends_its_turn(demo_llama, haystack, 
     begun(*demo_llama, haystack).save(path)
     conversation, other = (Conversation.load(path, *demo_llama, max_tokens=12) for _ in range(2))
     before = list(conversation.messages), list(conversation.read)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(SnapKVError, match="can't be kept in a file in"):
-            ask(conversation, haystack[1][1].question)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(1000), pytest.raises(SnapKVError, match="can't be kept in a file in"):
+        ask(conversation, haystack[1][1].question)
     assert (conversation.messages, conversation.read) == before
     for fact in haystack[1][1:]:
         assert ask(conversation, fact.question) == ask(other, fact.question)

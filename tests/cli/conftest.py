@@ -1,6 +1,7 @@
 """The command line as several tests call it."""
 
 import io
+import random
 import sys
 import tempfile
 
@@ -8,6 +9,7 @@ import pytest
 from batch_file_helpers import read, write
 
 from mlx_snapkv.cli import app
+from mlx_snapkv.demo.questions import make_haystack
 
 
 @pytest.fixture
@@ -23,6 +25,15 @@ def call(monkeypatch, capsys):
         return exit.value.code, *capsys.readouterr()
 
     return invoke
+
+
+@pytest.fixture(scope="module")
+def story(demo_llama, tmp_path_factory):
+    """A file of 1,500 tokens, and the facts in it."""
+    text, facts = make_haystack(demo_llama[1], random.Random(0), 4, 1500)
+    path = tmp_path_factory.mktemp("book") / "story.txt"
+    path.write_text(text)
+    return path, facts
 
 
 @pytest.fixture

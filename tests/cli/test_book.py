@@ -5,23 +5,10 @@ import re
 
 import pytest
 
-from mlx_snapkv.demo.questions import make_haystack
-
 BOOK = [
     "--policy",
     "keydiff:budget=96,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0",
 ]
-
-
-@pytest.fixture(scope="module")
-def story(demo_llama, tmp_path_factory):
-    """A file of 1,500 tokens, and the facts in it."""
-    import random
-
-    text, facts = make_haystack(demo_llama[1], random.Random(0), 4, 1500)
-    path = tmp_path_factory.mktemp("book") / "story.txt"
-    path.write_text(text)
-    return path, facts
 
 
 def asked(story, *options):

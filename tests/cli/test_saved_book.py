@@ -1,23 +1,11 @@
 """A long text that is read into a book, saved, and asked, as a user does."""
 
 import json
-import random
 import re
 
 import pytest
 
-from mlx_snapkv.demo.questions import make_haystack
-
 BOOK = "keydiff:budget=96,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0"
-
-
-@pytest.fixture(scope="module")
-def story(demo_llama, tmp_path_factory):
-    """A file of 1,500 tokens, and the facts in it."""
-    text, facts = make_haystack(demo_llama[1], random.Random(0), 4, 1500)
-    path = tmp_path_factory.mktemp("book") / "story.txt"
-    path.write_text(text)
-    return path, facts
 
 
 @pytest.fixture

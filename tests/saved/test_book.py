@@ -1,10 +1,10 @@
 """Books in files: what is resident in one, all entries in a folder beside it, and nothing lost by what goes wrong."""
 
-import resource
 import shutil
 
 import mlx.core as mx
 import pytest
+from disk_helpers import full_disk
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from request_helpers import assert_same, plain, steps
 from saved_helpers import question, saved_file
@@ -178,15 +178,9 @@ def test_a_full_disk_leaves_the_old_book(path, tokens, old, share):
     model, is_whole = old
     caches = read(model, tokens)
     most = int(share * entry_files(path)[0].stat().st_size)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        with pytest.raises(
-            SnapKVError, match=r"book\.safetensors can't be written: File too large"
-        ):
-            saved.save(path, model, caches, tokens, BOOK)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = r"book\.safetensors can't be written: File too large"
+    with full_disk(most), pytest.raises(SnapKVError, match=told):
+        saved.save(path, model, caches, tokens, BOOK)
     is_whole()
     saved.save(path, model, caches, tokens, BOOK)
 

@@ -1,14 +1,13 @@
 """A file's checksum is counted while it is written, and a write that fails leaves nothing behind."""
 
-import contextlib
 import errno
 import io
-import resource
 import sys
 import zlib
 
 import mlx.core as mx
 import pytest
+from disk_helpers import full_disk
 from mlx_lm.models.cache import load_prompt_cache
 from saved_helpers import KEYDIFF, read, saved_file
 from tiny_models import make_llama
@@ -84,23 +83,12 @@ def test_a_save_opens_its_file_once_to_write_it(path, tokens, monkeypatch):
     assert mx.array_equal(load_prompt_cache(str(path))[0].keys, cache[0].keys)
 
 
-@contextlib.contextmanager
-def at_most(n_bytes):
-    """Files can't grow beyond that."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.5, 0.9, 1])
 def test_a_write_that_fails_midway_is_told_with_its_reason(path, tokens, share):
     model = make_llama()
     before = saved_file(path, model, tokens).read_bytes()
     limit = min(int(share * len(before)), len(before) - 1)
-    with at_most(limit), pytest.raises(SnapKVError) as error:
+    with full_disk(limit), pytest.raises(SnapKVError) as error:
         saved_file(path, model, tokens)
     assert str(error.value) == f"{path} can't be written: File too large"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
