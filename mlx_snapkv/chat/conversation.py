@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,13 @@ from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..engine.serving import MAX_TOKENS, drive, require_no_conflict, without_compression
 from ..entries.quantization import taken_from
-from ..errors import SnapKVError, UnknownOptionError
+from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..policies.base import suggestion
 from . import saved_chat
 from .before import Before
 from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix, rendered
+from .requirements import require_known, require_turns
 from .state import STATE, ChatState, first_messages
 
 
@@ -80,7 +79,7 @@ class Conversation:
         system: str | None = None,
         **generation: Any,
     ):
-        _require_known(generation)
+        require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
         self.model = model
@@ -111,7 +110,7 @@ class Conversation:
         require_far(self.model, chosen, self._recall)
         if chosen is None:
             return None
-        _require_turns(chosen)
+        require_turns(chosen)
         require_no_conflict(self.generation)
         layers = attention_layers(self.model, make_caches(self.model, self.memory, chosen))
         quantization, _ = taken_from(self.generation)
@@ -328,26 +327,3 @@ class Conversation:
         if self.policy is not None:
             n = held_tokens(self.model, self.prompt_cache)
         self.read, self.pending_tokens = known[:n], known[n:]
-
-
-def _require_turns(policy: Policy | Stages) -> None:
-    """Raises: SnapKVError: the policy chooses from a prompt as a whole, and a turn is but a part of one."""
-    _, decode_policy = policy.stages
-    if decode_policy.repeats is not None:
-        raise SnapKVError(
-            f"{decode_policy.name} reads a prompt again as a whole, and a conversation's turns are only parts of one: "
-            "save the text by cache-prompt and ask by generate --prompt-cache-file, or take another policy"
-        )
-
-
-def _require_known(generation: dict[str, Any]) -> None:
-    """Raises: UnknownOptionError: mlx-lm knows no such option of an answer."""
-    found = inspect.signature(mlx_generate.generate_step).parameters.values()
-    own = ("prompt_cache", "input_embeddings")  # the conversation's to give
-    known = {p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name not in own}
-    for name in generation:
-        if name not in known:
-            close = suggestion(name, known)
-            raise UnknownOptionError(
-                f"unknown option {name!r} of a conversation{close}; known: {', '.join(sorted(known))}"
-            )
