@@ -9,7 +9,8 @@ from page_helpers import NO_BROWSER, Page, a_document, browsing, open_requests, 
 
 ESCAPE, ENTER, SHIFT, BACK, TAB = "\ue00c", "\ue007", "\ue008", "\ue000", "\ue004"
 SHIFTS = """window.shifts = [];
-new PerformanceObserver((list) => shifts.push(...list.getEntries().filter((e) => !e.hadRecentInput))).observe({type: "layout-shift"});"""
+new PerformanceObserver((list) => shifts.push(...list.getEntries().filter((e) => !e.hadRecentInput)))
+    .observe({type: "layout-shift"});"""
 SHIFTED = """return shifts.flatMap((e) => e.sources.map((s) => [e.value, s.node?.outerHTML ?? s.node?.data,
     s.previousRect.toJSON(), s.currentRect.toJSON()]))"""
 SELF = Path(__file__)
@@ -54,9 +55,13 @@ def endless(demo_llama, tmp_path):
 def test_the_page_needs_nothing_but_its_server(url):
     response = httpx.get(url)
     assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert not re.search(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)\w", response.text.split("<script>")[0])
+    assert not re.search(
+        r"(?:https?:)?//(?!www\.w3\.org/2000/svg)\w", response.text.split("<script>")[0]
+    )
     assert "http" not in response.text.split("<script>")[1]
-    rules = dict(rule.split(" ", 1) for rule in response.headers["content-security-policy"].split("; "))
+    rules = dict(
+        rule.split(" ", 1) for rule in response.headers["content-security-policy"].split("; ")
+    )
     assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
     assert rules["script-src"].startswith("'sha256-") and rules["style-src"].startswith("'sha256-")
 
@@ -154,7 +159,9 @@ def test_a_document_can_do_nothing(page, document):
 
 @NO_BROWSER
 def test_what_is_not_the_pages_own_is_refused(page):
-    page.run("const s = document.createElement('script'); s.text = 'window.done = 1'; document.body.append(s)")
+    page.run(
+        "const s = document.createElement('script'); s.text = 'window.done = 1'; document.body.append(s)"
+    )
     failed = "fetch('http://127.0.0.1:1/').then(() => arguments[0](0), () => arguments[0](1))"
     assert page.driver.execute_async_script(failed) == 1
     assert page.run("return window.done") is None
@@ -198,7 +205,9 @@ def test_it_fits_and_can_be_read(page, document, width, dark):
     page.drop(SELF)
     page.press("x" * 300)
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-    main = page.run("const m = document.querySelector('main'); return [m.scrollWidth, m.clientWidth]")
+    main = page.run(
+        "const m = document.querySelector('main'); return [m.scrollWidth, m.clientWidth]"
+    )
     assert main[0] <= main[1]
     assert page("#send").rect["x"] + page("#send").rect["width"] <= width
     for selector in ("body", ".asked p", ".figures dt", ".figures dd", "#send", "#model"):
