@@ -12,7 +12,6 @@ import typer
 from ..errors import SnapKVError
 from . import flags
 from .generation import adapt_tokenizer, make_sampler
-from .interrupts import listen
 from .loading import load_model
 from .options import n_bytes
 
@@ -114,7 +113,6 @@ def serve(
         make_sampler(tokenizer, **sampling)  # which finds mistakes
         return Loaded(loaded, tokenizer, model, tuple(alias or ()))
 
-    listen()  # here, since the model is loaded in another thread, which may not
     with listening(settings) as place:
         generation: dict[str, Any] = {"policy": chosen, "memory": memory}
         generation |= {"prefill_step_size": prefill_step_size}
