@@ -16,6 +16,7 @@ from .engine import Engine
 from .failures import ApiError
 from .openai_forms import OpenAIForm
 from .openai_routes import router as openai
+from .page import router as page
 from .respond import Form, as_api_error
 from .settings import Settings
 from .watching import router as watching
@@ -27,6 +28,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.state.engine, app.state.settings = engine, settings
     app.include_router(openai)
     app.include_router(watching)
+    app.include_router(page)
     app.add_exception_handler(HTTPException, _refused)
     app.add_middleware(Access, settings=settings)
     app.add_middleware(Told, engine=engine)

@@ -1,0 +1,141 @@
+"""The server as its command starts it, and its page in a real browser."""
+
+import contextlib
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import fork_helpers
+import httpx
+import pytest
+
+from mlx_snapkv.demo.questions import make_haystack
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+NO_BROWSER = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="chromium and chromedriver are not installed"
+)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+SERVE = (
+    "serve --model demo --snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256 --memory recall "
+    "--prefill-step-size 512 --port 0"
+)
+
+
+@contextlib.contextmanager
+def serving(*options):
+    """The address of `mlx-snapkv serve` with these options, while the block runs; it is ended as by Ctrl-C."""
+    command = [sys.executable, "-m", "mlx_snapkv", *SERVE.split(), *options]
+    process = fork_helpers.Popen(command, stdout=fork_helpers.PIPE, text=True)
+    try:
+        yield re.search(r"http://[\d.:]+", process.stdout.readline()).group()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
+def open_requests(url):
+    """How many requests wait or are answered, soon after."""
+    for _ in range(50):
+        text = httpx.get(f"{url}/metrics").text
+        found = float(re.search(r"^mlx_snapkv_open_requests (\S+)", text, re.M).group(1))
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def a_document(tokenizer, n_tokens, seed):
+    """A text, and the facts hidden in it."""
+    return make_haystack(tokenizer, random.Random(seed), 4, n_tokens)
+
+
+@contextlib.contextmanager
+def browsing(folder):
+    """A browser with a new profile in a folder."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS.split(), f"--user-data-dir={folder}", "--window-size=1100,760"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@dataclass
+class Page:
+    """What a person does with the page, and sees of it."""
+
+    driver: object
+    url: str
+
+    def open(self):
+        self.driver.get(self.url)
+        self.wait(lambda: self("#model").text or self("#key-form").is_displayed())
+
+    def __call__(self, selector):
+        return self.all(selector)[-1]
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def run(self, script, *arguments):
+        return self.driver.execute_script(script, *arguments)
+
+    def wait(self, is_so, seconds=20):
+        until = time.monotonic() + seconds
+        while not (found := is_so()):
+            assert time.monotonic() < until, self("body").text
+            time.sleep(0.02)
+        return found
+
+    def press(self, *keys):
+        """Keys that go to what has the focus."""
+        self.driver.switch_to.active_element.send_keys(*keys)
+
+    def paste(self, text):
+        """A text from the clipboard, by the keyboard."""
+        script = "navigator.clipboard.writeText(arguments[0]).then(arguments[1])"
+        rights = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+        self.driver.execute_cdp_cmd("Browser.grantPermissions", rights)
+        self.driver.execute_async_script(script, text)
+        self.press("\ue009", "v", "\ue000")  # Control
+
+    def drop(self, path: Path):
+        data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            event = {"type": kind, "x": 300, "y": 300, "data": data}
+            self.driver.execute_cdp_cmd("Input.dispatchDragEvent", event)
+        self.wait(lambda: self.all("#documents li") or self("#problem").text)
+
+    def ask(self, question):
+        """Ask by the keyboard; the answer when it is there."""
+        self.press(question, "\ue007")  # Enter
+        return self.answered()
+
+    def answered(self):
+        self.wait(lambda: self(".text").get_attribute("aria-busy") == "false")
+        return self(".text").text
+
+    def figures(self):
+        return {dd.get_attribute("data-figure"): dd.text for dd in self.all(".turn:last-child dd")}
+
+    def size(self, width, height, dark=False):
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

@@ -1,0 +1,279 @@
+"""The page in a real browser: asked by keyboard, watched as a person would."""
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from page_helpers import NO_BROWSER, Page, a_document, browsing, open_requests, serving
+
+ESCAPE, ENTER, SHIFT, BACK, TAB = "\ue00c", "\ue007", "\ue008", "\ue000", "\ue004"
+SHIFTS = """window.shifts = [];
+new PerformanceObserver((list) => shifts.push(...list.getEntries().filter((e) => !e.hadRecentInput)))
+    .observe({type: "layout-shift"});"""
+SHIFTED = """return shifts.flatMap((e) => e.sources.map((s) => [e.value, s.node?.outerHTML ?? s.node?.data,
+    s.previousRect.toJSON(), s.currentRect.toJSON()]))"""
+SELF = Path(__file__)
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    with browsing(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture
+def page(driver, url):
+    """The page, opened anew; whatever happens on it, nothing is refused by its Content-Security-Policy."""
+    page = Page(driver, url)
+    page.size(1100, 760)
+    page.open()
+    yield page
+    told = [entry["message"] for entry in driver.get_log("browser")]
+    assert not [message for message in told if "Content Security Policy" in message]
+
+
+@pytest.fixture(scope="module")
+def document(demo_llama):
+    return a_document(demo_llama[1], 1500, seed=11)
+
+
+@pytest.fixture
+def endless(demo_llama, tmp_path):
+    """A text file that takes seconds to read."""
+    path = tmp_path / "endless.txt"
+    path.write_text(a_document(demo_llama[1], 12000, seed=12)[0])
+    return path
+
+
+def test_the_page_needs_nothing_but_its_server(url):
+    response = httpx.get(url)
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert not re.search(
+        r"(?:https?:)?//(?!www\.w3\.org/2000/svg)\w", response.text.split("<script>")[0]
+    )
+    assert "http" not in response.text.split("<script>")[1]
+    rules = dict(
+        rule.split(" ", 1) for rule in response.headers["content-security-policy"].split("; ")
+    )
+    assert rules["default-src"] == "'none'" and rules["connect-src"] == "'self'"
+    assert rules["script-src"].startswith("'sha256-") and rules["style-src"].startswith("'sha256-")
+
+
+@NO_BROWSER
+def test_a_pasted_document_is_asked_about(page, document):
+    text, facts = document
+    page.paste(text)
+    assert f"{len(text):,} characters" in page("#documents li").text
+    assert page("#question").get_attribute("value") == ""
+    page.run(SHIFTS)
+    assert page.ask(facts[0].question) == facts[0].value
+    figures = page.figures()
+    kept, read = (int(n.replace(",", "")) for n in figures["entries"].split(" of "))
+    assert read > 1400 and kept == pytest.approx(read / 4, abs=2)
+    before, after = (float(n.split()[0]) for n in figures["memory"].split(" → "))
+    assert figures["memory"].count("MB") == 2 and after < 0.3 * before
+    assert re.fullmatch(r"\d+\.\d\d s", figures["first"]), figures
+    assert re.fullmatch(r"[\d,]+ tokens/s", figures["speed"]), figures
+    assert page.run("return document.activeElement.id") == "question"
+    # the second question of the chat goes on from what was read
+    assert page.ask(facts[1].question) == facts[1].value
+    assert int(page.figures()["cached"].replace(",", "")) > 1400
+    assert len(page.all(".turn")) == 2 and page.run("return messages.length") == 4
+    assert sum(page.run("return shifts.map((e) => e.value)")) < 0.001, page.run(SHIFTED)
+
+
+@NO_BROWSER
+def test_a_dropped_file_and_a_new_chat(page, document, tmp_path):
+    text, facts = document
+    (tmp_path / "village.txt").write_text(text)
+    page.drop(tmp_path / "village.txt")
+    assert page("#documents li").text.startswith("village.txt")
+    assert page.ask(facts[2].question) == facts[2].value
+    assert page(".asked summary").text.startswith("village.txt")
+    page("#new").click()
+    assert page.all(".turn") == [] and page("#empty").is_displayed()
+    assert page.run("return messages.length + documents.length") == 0
+    page.drop(tmp_path / "village.txt")
+    page("#documents button").click()
+    assert page.all("#documents li") == []
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    page.drop(tmp_path / "picture.png")
+    assert "picture.png is not a text" in page("#problem").text
+
+
+@NO_BROWSER
+def test_escape_stops_an_answer(page, url):
+    page.press("Hello", SHIFT, ENTER, BACK, "you", ENTER)  # to which the model never stops
+    page.wait(lambda: len(page(".text").text) > 100)
+    assert page(".asked p").text == "Hello\nyou"
+    assert page("#stop").is_displayed() and not page("#send").is_displayed()
+    page.press(ESCAPE)
+    page.answered()
+    assert page(".state").text == "Stopped" and page("#send").is_displayed()
+    assert open_requests(url) == 0
+    length = len(page(".text").text)
+    assert page.run("return messages[1].content.length") >= length
+    assert page.run("return document.activeElement.id") == "question"
+
+
+@NO_BROWSER
+def test_what_is_stopped_while_it_is_read_can_be_asked_again(page, url, endless):
+    page.drop(endless)
+    page.press("What is it about?", ENTER)
+    page.wait(lambda: page(".state").text.startswith("Reading"))
+    bar = page("progress")
+    assert bar.is_displayed() and int(bar.get_attribute("max")) > 11000
+    page("#stop").click()
+    page.wait(lambda: not page.all(".turn"))
+    assert page("#question").get_attribute("value") == "What is it about?"
+    assert page("#documents li").text.startswith("endless.txt")
+    assert open_requests(url) == 0
+    page.press(ENTER)
+    page.wait(lambda: page.all(".turn"))
+    page("#new").click()
+    assert page("#question").get_attribute("value") == "" and page.all(".turn") == []
+    assert open_requests(url) == 0
+
+
+@NO_BROWSER
+def test_a_document_can_do_nothing(page, document):
+    tags = "<script>window.done = 1</script><img src=x onerror='window.done = 1'><b id=bold>"
+    page.paste(f"{tags} {document[0]} {tags}")
+    page.press(f"{tags} What is it?", ENTER)
+    page.wait(lambda: page(".text").text)
+    page.press(ESCAPE)
+    page.answered()
+    page(".asked summary").click()
+    page.wait(lambda: page(".asked pre").text.startswith(tags))
+    assert page(".asked p").text.startswith(tags)
+    assert page.run("return window.done") is None
+    assert page.all("#turns script, #turns img, #turns b") == []
+
+
+@NO_BROWSER
+def test_what_is_not_the_pages_own_is_refused(page):
+    page.run(
+        "const s = document.createElement('script'); s.text = 'window.done = 1'; document.body.append(s)"
+    )
+    failed = "fetch('http://127.0.0.1:1/').then(() => arguments[0](0), () => arguments[0](1))"
+    assert page.driver.execute_async_script(failed) == 1
+    assert page.run("return window.done") is None
+    told = " ".join(entry["message"] for entry in page.driver.get_log("browser"))
+    assert "Content Security Policy" in told and "127.0.0.1:1" in told
+
+
+@NO_BROWSER
+def test_reasoning_is_folded_and_other_ends_are_told(page):
+    page.run(
+        """const turn = new Turn("Why?", []);
+        turn.take({choices: [{delta: {reasoning: "<i>Let me see.</i>"}}]});
+        turn.take({choices: [{delta: {content: "Because."}}]});
+        turn.take({choices: [{delta: {}, finish_reason: "length"}]});"""
+    )
+    assert page(".text").text == "Because." and page(".thought summary").text == "Reasoning"
+    assert not page(".thought div").is_displayed()
+    page(".thought summary").click()
+    assert page(".thought div").text == "<i>Let me see.</i>"
+    assert "as many tokens as it may have" in page(".state").text
+
+
+@NO_BROWSER
+def test_a_short_document_says_why_it_is_not_compressed(page, demo_llama):
+    text, facts = a_document(demo_llama[1], 150, seed=13)
+    page.press(text)
+    assert page.ask(" " + facts[0].question) == facts[0].value
+    assert "min_ctx=256" in page(".state").text
+    assert re.fullmatch(r"(\d+) of \1", page.figures()["entries"])
+    assert page.figures()["memory"] == "–"
+
+
+@NO_BROWSER
+@pytest.mark.parametrize("width", [360, 1100])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_and_can_be_read(page, document, width, dark):
+    page.size(width, 700, dark)
+    page.paste(document[0])
+    page.ask(document[1][0].question)
+    page.press(ESCAPE)
+    page.drop(SELF)
+    page.press("x" * 300)
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    main = page.run(
+        "const m = document.querySelector('main'); return [m.scrollWidth, m.clientWidth]"
+    )
+    assert main[0] <= main[1]
+    assert page("#send").rect["x"] + page("#send").rect["width"] <= width
+    for selector in ("body", ".asked p", ".figures dt", ".figures dd", "#send", "#model"):
+        assert contrast(page, selector) >= 4.5, selector
+    ground = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(numbers(ground)) < 384) == dark
+
+
+@NO_BROWSER
+def test_the_keyboard_reaches_everything_and_shows_where_it_is(page):
+    seen = []
+    for _ in range(7):
+        seen.append(page.run("return document.activeElement.id"))
+        page.press(TAB)
+        style = page.run("return getComputedStyle(document.activeElement).outlineStyle")
+        assert style != "none" or not page.run("return document.activeElement.id")
+    assert {"question", "send", "new", "add"} <= set(seen)
+    for field in page.all("textarea, input, button"):
+        assert field.accessible_name or not field.is_displayed(), field.get_attribute("id")
+
+
+@NO_BROWSER
+def test_a_key_is_asked_for_where_one_is_needed(driver, document):
+    text, facts = document
+    with serving("--api-key", "open-sesame", "--max-context", "4000") as url:
+        page = Page(driver, url)
+        page.open()
+        assert page("#key").is_displayed() and page("#key").accessible_name == "API key"
+        assert "the API key is missing or wrong" in page("#problem").text
+        page.press("wrong", ENTER)
+        page.wait(lambda: page.run("return sessionStorage.length") == 0)
+        assert page.run("return document.activeElement.id") == "key"
+        page.press("open-sesame", ENTER)
+        page.wait(lambda: not page("#key-form").is_displayed())
+        assert page("#problem").text == "" and page("#model").text == "demo"
+        page.paste(text)
+        assert page.ask(facts[3].question) == facts[3].value
+        # and what the server refuses is told in its own words, with the question still there
+        page.paste(text * 3)
+        page.press("What is it about?", ENTER)
+        page.wait(lambda: page("#problem").text)
+        assert "this server reads at most 4000: shorten it" in page("#problem").text
+        assert page("#question").get_attribute("value") == "What is it about?"
+        assert len(page.all(".turn")) == 1
+    page.press(ENTER)
+    page.wait(lambda: "can't be reached" in page("#problem").text)
+
+
+def numbers(colour):
+    return [int(n) for n in re.findall(r"\d+", colour)[:3]]
+
+
+def contrast(page, selector):
+    """Of a text and what is behind it, as WCAG 2 defines it."""
+    text, ground = page.run(
+        """let e = document.querySelector(arguments[0]);
+        const text = getComputedStyle(e).color;
+        while (getComputedStyle(e).backgroundColor === "rgba(0, 0, 0, 0)") e = e.parentElement;
+        return [text, getComputedStyle(e).backgroundColor];""",
+        selector,
+    )
+    light, dark = sorted(map(luminance, (text, ground)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+              for c in (n / 255 for n in numbers(colour))]  # fmt: skip
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,53 @@
+"""The recipes of docs/server.md, run as they stand but for the port."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from page_helpers import serving
+
+from mlx_snapkv.demo.questions import make_haystack
+
+PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+WRITTEN = "http://127.0.0.1:8080"
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    """recipes(language): its blocks in the page, with the address of a server that runs."""
+    with serving() as url:
+        text = PAGE.read_text(encoding="utf-8").replace(WRITTEN, url)
+        yield lambda language: re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+def test_python(recipes, demo_llama, tmp_path, monkeypatch, capsys):
+    document, _ = make_haystack(demo_llama[1], random.Random(0), 3, 2048)  # as the demo saves it
+    (tmp_path / "story.txt").write_text(document)
+    monkeypatch.chdir(tmp_path)
+    (code,) = recipes("python")
+    exec(compile(code, PAGE.name, "exec"), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("6475938 {") and "'kv_bytes_after'" in first
+    answer, known = second.split()
+    assert answer == "157815" and int(known) > 1900
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
+def test_curl(recipes):
+    chat, others = (block for block in recipes("bash") if block.startswith("curl"))
+    lines = bash(chat).splitlines()
+    *_, last = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
+    texts = re.findall(r'"delta": {"content": "([^"]*)"}', "\n".join(lines))
+    assert "".join(texts).strip() == "481516" and last["usage"]["completion_tokens"] > 1
+    told = bash(others)
+    assert told.startswith('{"status":"ok"}') and "mlx_snapkv_open_requests 0" in told
+
+
+def bash(script):
+    return subprocess.run(
+        ["bash", "-ec", script], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
