@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SnapKVError
+from ..server.volatile import BILLING
 from . import flags
 from .generation import adapt_tokenizer, make_sampler
 from .loading import load_model
@@ -47,6 +48,14 @@ def serve(
     timeout: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds for a request, at most.")
     ] = None,
+    volatile_header: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME",
+            help="Lines 'NAME: …' at the start of a system prompt to leave out, so that what follows stays known; "
+            "repeat it, or give '' to keep all.",
+        ),
+    ] = [BILLING],  # noqa: B006
     prefix_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for what earlier prompts have read.")
     ] = PREFIXES,
@@ -98,6 +107,7 @@ def serve(
         api_key or os.environ.get(KEY_VARIABLE) or None,
         tuple(allow_origin or ()),
         timeout=timeout,
+        volatile_headers=tuple(volatile_header),
     )
     chosen = resolve_policy(snapkv, policy)
     prefixes = Prefixes(sys.maxsize, n_bytes("--prefix-bytes", prefix_bytes))

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import Queue
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +22,7 @@ from ..batch.openai_request import Asked, Defaults, asked
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError
 from .channel import Channel, Chosen, Finished, Read, Started
+from .counting import Counted
 from .failures import bad_request, busy, internal, shutting_down, too_long
 from .loaded import Loaded
 from .metrics import Metrics
@@ -121,14 +121,19 @@ class Engine(ResponseGenerator):
         self.metrics.opened()
         self.requests.put((channel, body))
 
-    def count(self, body: Body) -> int:
-        """Tokens of a request's prompt."""
-        answers: Queue = Queue()
-        self.requests.put((answers, body))
-        found = answers.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def count(self, body: Body) -> Counted:
+        """Have the tokens of a request's prompt counted; no limit counts this request.
+
+        Raises:
+            ApiError: the server is shutting down.
+        """
+        counted = Counted()
+        if self._stop or not self.is_healthy:
+            raise shutting_down()
+        self.requests.put((counted, body))
+        if self._stop:  # perhaps after the thread has looked into the queue for the last time
+            counted.put(shutting_down())
+        return counted
 
     def end_answers(self) -> None:
         """End what is under way: the server is shutting down."""
@@ -176,12 +181,13 @@ class Engine(ResponseGenerator):
             timeout = None
 
     def _take(self, channel: Any, body: Body) -> None:
-        wanted = asked(body, self.loaded.tokenizer, self.defaults)
-        if isinstance(channel, Queue):
-            channel.put(len(wanted.prompt))
-            return
         if channel.cancelled:
-            self._close(channel)
+            if isinstance(channel, Channel):
+                self._close(channel)
+            return
+        wanted = asked(body, self.loaded.tokenizer, self.defaults)
+        if isinstance(channel, Counted):
+            channel.put(len(wanted.prompt))
             return
         n, most = len(wanted.prompt), self.limits.context
         if most is not None and n > most:
@@ -237,7 +243,8 @@ class Engine(ResponseGenerator):
         if not (self._recalls and running.report is not None and running.report.compressed):
             self.prefixes.insert(tokens, caches)
         del self._running[response.uid]
-        channel.put(Finished(answer.finish_reason, answer.n_tokens, running.report))
+        end = answer.finish_reason, answer.n_tokens, answer.n_reasoning, answer.stopped_by
+        channel.put(Finished(*end, running.report))
         self._close(channel)
 
     def _new_generator(self) -> CompressedBatchGenerator:
