@@ -51,9 +51,18 @@ def listening(settings: Settings) -> socket.socket:
 
 
 def serve(
-    engine: Engine, settings: Settings, place: socket.socket, on_start: Callable[[], None]
+    engine: Engine,
+    settings: Settings,
+    place: socket.socket,
+    on_start: Callable[[], None],
+    on_server: Callable[[uvicorn.Server], None] = lambda server: None,
 ) -> None:
-    """Serve until told to stop; answers under way are ended then."""
+    """Serve until told to stop; answers under way are ended then.
+
+    Args:
+        on_start: called when requests are taken.
+        on_server: receives the server, which ends when its `should_exit` is set.
+    """
     config = uvicorn.Config(
         create_app(engine, settings),
         http=Protocol,
@@ -63,6 +72,7 @@ def serve(
         server_header=False,
     )
     server = _Server(config, engine, on_start)
+    on_server(server)
     try:
         server.run(sockets=[place])
     finally:

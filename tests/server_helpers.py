@@ -1,0 +1,74 @@
+"""A server in this process, with a real model, on a free port."""
+
+import contextlib
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from mlx_snapkv.batch.openai_request import Defaults
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.server.engine import Engine, Limits
+from mlx_snapkv.server.loaded import Loaded
+from mlx_snapkv.server.metrics import Metrics
+from mlx_snapkv.server.prefixes import Prefixes
+from mlx_snapkv.server.run import listening, serve
+from mlx_snapkv.server.settings import Settings
+
+POLICY = "snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=256"
+
+
+@dataclass
+class Served:
+    url: str
+    engine: Engine
+    client: Any
+
+    def post(self, path, json=None, **options):
+        return self.client.post(path, json=json, **options)
+
+    def metric(self, name):
+        """The value of a figure of /metrics."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith(name)).split()[-1])
+
+
+def load_named(name, change=lambda model, tokenizer: None):
+    def load():
+        model, tokenizer = load_model(name)
+        change(model, tokenizer)
+        return Loaded(model, tokenizer, name)
+
+    return load
+
+
+@contextlib.contextmanager
+def serving(load=None, *, policy=POLICY, memory="recall", limits=None, **settings):
+    """A server that runs for the block."""
+    settings = Settings(port=0, **settings)
+    options = {"policy": resolve_policy(policy=policy), "memory": memory}
+    place = listening(settings)
+    engine = Engine(
+        load or load_named("demo"),
+        options,
+        Prefixes(sys.maxsize, 1 << 32),
+        limits or Limits(),
+        Defaults(max_tokens=200),
+        Metrics(),
+    )
+    started = threading.Event()
+    stop: list = []
+    thread = threading.Thread(
+        target=serve, args=(engine, settings, place, started.set), kwargs={"on_server": stop.append}
+    )
+    thread.start()
+    assert started.wait(30)
+    url = f"http://127.0.0.1:{place.getsockname()[1]}"
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield Served(url, engine, client)
+    stop[0].should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
