@@ -10,6 +10,8 @@ from ..errors import SnapKVError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 Probability = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1)]
@@ -68,6 +70,12 @@ class Message(BaseModel):
     role: Annotated[str, Field(min_length=1)]
     content: Any = None
 
+    @field_validator("role")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        _require(value in ROLES, f"role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}", value)
+        return value
+
     @field_validator("content")
     @classmethod
     def _text(cls, value: Any) -> Any:
@@ -122,8 +130,12 @@ class ChatBody(Body):
         return value
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as plain dicts of their own, with the fields that were given."""
-        return [message.model_dump(exclude_unset=True) for message in self.messages]
+        """The messages as plain dicts of their own, with the fields that were given.
+
+        A developer's is a system message, as templates call it.
+        """
+        dumped = [message.model_dump(exclude_unset=True) for message in self.messages]
+        return [m | {"role": "system"} if m["role"] == "developer" else m for m in dumped]
 
 
 class CompletionBody(Body):

@@ -35,6 +35,7 @@ class Exchange:
         self._engine, self._request, self._bodies = engine, request, bodies
         self._timeout = timeout
         self._until = None if timeout is None else time.monotonic() + timeout
+        self._look = time.monotonic() + LOOK
         self._queue: Queued = asyncio.Queue()
         self._channels: list[Channel] = []
         self._early: list[tuple[int, Event]] = []
@@ -80,13 +81,11 @@ class Exchange:
 
     async def _next(self) -> tuple[int, Event]:
         """The next event, or `Idle`; raises what ended a request."""
+        if time.monotonic() > self._look:
+            await self._require_wanted()
         try:
             index, event = await asyncio.wait_for(self._queue.get(), LOOK)
-        except TimeoutError:
-            if await self._request.is_disconnected():
-                raise Disconnected() from None
-            if self._until is not None and time.monotonic() > self._until:
-                raise timed_out(self._timeout or 0) from None
+        except asyncio.TimeoutError:
             return 0, Idle()
         if isinstance(event, Exception):
             raise event
@@ -95,6 +94,14 @@ class Exchange:
         if isinstance(event, Finished):
             self.finished[index] = event
         return index, event
+
+    async def _require_wanted(self) -> None:
+        """Raises: ApiError: nobody is there any more, or it has taken too long."""
+        self._look = time.monotonic() + LOOK
+        if await self._request.is_disconnected():
+            raise Disconnected()
+        if self._until is not None and time.monotonic() > self._until:
+            raise timed_out(self._timeout or 0)
 
 
 class Disconnected(ApiError):

@@ -1,0 +1,302 @@
+"""Nothing that a client sends brings the server down: a 4xx in the API's own form, and the next request answered."""
+
+import concurrent.futures
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from server_helpers import load_named, serving
+
+from mlx_snapkv.server.engine import Limits
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "The key of"}], "max_tokens": 4}
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def chat(**fields):
+    return CHAT, {**HELLO, **fields}
+
+
+def text(**fields):
+    return TEXT, {"prompt": "The key of", "max_tokens": 4, **fields}
+
+
+def message(**fields):
+    return chat(messages=[{"role": "user", "content": "hi", **fields}])
+
+
+BAD = {
+    "stop of numbers": chat(stop=[1]),
+    "stop is an object": chat(stop={"a": 1}),
+    "a list of lists as prompt": text(prompt=[[1], "a"]),
+    "a list of texts as prompt": text(prompt=["a", "b"]),
+    "no prompt": (TEXT, {"max_tokens": 4}),
+    "empty list as prompt": text(prompt=[]),
+    "tokens out of range": text(prompt=[10**9]),
+    "negative tokens": text(prompt=[-1]),
+    "top_k beyond the vocabulary": text(top_k=10**6),
+    "top_p": text(top_p=2),
+    "logit_bias out of range": chat(logit_bias={"99999999": 5}),
+    "logit_bias no number": chat(logit_bias={"a": 5}),
+    "logit_bias infinite": chat(logit_bias={"5": float("inf")}),
+    "negative max_tokens": chat(max_tokens=-1),
+    "max_tokens 0": chat(max_tokens=0),
+    "max_tokens a text": chat(max_tokens="many"),
+    "NaN temperature": chat(temperature=float("nan")),
+    "huge temperature": chat(temperature=1e30),
+    "n": chat(n=1000),
+    "n 0": chat(n=0),
+    "logprobs a text": chat(logprobs="yes"),
+    "top_logprobs": chat(logprobs=True, top_logprobs=10**6),
+    "seed a text": chat(seed="s"),
+    "no messages": (CHAT, {}),
+    "empty messages": chat(messages=[]),
+    "messages no list": chat(messages="hi"),
+    "a message that is none": chat(messages=[5]),
+    "no role": chat(messages=[{"content": "hi"}]),
+    "unknown role": message(role="wizard"),
+    "an image": message(
+        content=[{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
+    ),
+    "content a number": message(content=5),
+    "tool calls that are none": message(
+        role="assistant", tool_calls=[{"function": {"arguments": "{"}}]
+    ),
+    "tools that are none": chat(tools=[5]),
+    "a tool schema that is none": chat(tools=[{"type": "function", "function": 5}]),
+    "a forced tool": chat(tool_choice="required"),
+    "response_format": chat(response_format={"type": "json_schema", "json_schema": {}}),
+    "stream_options": chat(stream=True, stream_options=5),
+    "chat_template_kwargs": chat(chat_template_kwargs={"tokenize": False}),
+    "a body that is a list": (CHAT, []),
+    "a body that is null": (CHAT, None),
+}
+RAW = {
+    "no JSON": b"{nope",
+    "empty": b"",
+    "not UTF-8": b'{"messages": "\xff\xfe"}',
+    "nested": DEEP.encode(),
+    "nested in a field": f'{{"messages": {DEEP}}}'.encode(),
+    "nested a thousand deep": ('{"a":' * 1000 + "1" + "}" * 1000).encode(),
+}
+
+
+def assert_refused(response, status=range(400, 500)):
+    assert response.status_code in status, response.text[:300]
+    error = response.json()["error"]
+    assert error["message"] and error["type"] and set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"]
+
+
+def assert_answers(served):
+    response = served.post(CHAT, HELLO)
+    assert response.status_code == 200 and response.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_fields(served, name):
+    path, body = BAD[name]
+    content = json.dumps(body).encode()
+    assert_refused(served.client.post(path, content=content))
+    assert_answers(served)
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_bad_bodies(served, name, path):
+    assert_refused(served.client.post(path, content=RAW[name]))
+    assert_answers(served)
+
+
+def raw(served, data, wait=5.0):
+    """What a server answers to bytes on a socket."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=wait) as connection:
+        connection.sendall(data)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+            if b"\r\n\r\n" in found and found.endswith((b"}", b"]\n\n")):
+                break
+    return found
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Content-Length: many\r\n\r\n",
+        HEAD + b"Content-Length: 99999999999\r\n\r\n",
+        HEAD + b"\r\n",  # no length
+        HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"\x00\x01\x02\x03\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        HEAD + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"BREW /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=lambda data: repr(data[-24:]),
+)
+def test_bad_http(served, data):
+    found = raw(served, data)
+    head, _, body = found.partition(b"\r\n\r\n")
+    assert head.split()[1][:1] == b"4"
+    assert json.loads(body)["error"]["message"]
+    assert_answers(served)
+
+
+def test_bodies_that_never_end_are_cut_off():
+    with serving(body_bytes=10_000) as served:
+
+        def parts():
+            for _ in range(100):
+                yield b" " * 1000
+
+        assert_refused(served.client.post(CHAT, content=parts()), [413])
+        assert_refused(served.client.post(CHAT, content=b" " * 20_000), [413])
+        assert_answers(served)
+
+
+def test_who_may_ask():
+    with serving(api_key="secret") as served:
+        assert served.client.get("/health").status_code == 200
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"x-api-key": "geheim"},
+            {"Authorization": "secret"},
+        ):
+            assert_refused(served.post(CHAT, HELLO, headers=headers), [401])
+        for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "secret"}):
+            assert served.post(CHAT, HELLO, headers=headers).status_code == 200
+        # with a key, other machines may ask, by whatever name
+        assert (
+            served.post(
+                CHAT, HELLO, headers={"x-api-key": "secret", "Host": "mac.local"}
+            ).status_code
+            == 200
+        )
+
+
+def test_a_page_of_another_site_may_not_ask(served):
+    for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", ""):
+        assert_refused(served.post(CHAT, HELLO, headers={"Host": host}), [403, 400])
+    response = served.client.options(
+        CHAT, headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    )
+    assert "access-control-allow-origin" not in response.headers
+    with serving(origins=("http://good.example",)) as open_to:
+        headers = {"Origin": "http://good.example"}
+        answer = open_to.post(CHAT, HELLO, headers=headers)
+        assert answer.headers["access-control-allow-origin"] == "http://good.example"
+
+
+def test_too_many_and_too_long():
+    with serving(limits=Limits(concurrency=1, queue=1, context=100)) as served:
+        response = served.post(TEXT, {"prompt": "word " * 200})
+        assert_refused(response, [400])
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        slow = {"prompt": "The key of", "max_tokens": 400}
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda _: served.post(TEXT, slow), range(6)))
+        codes = [response.status_code for response in found]
+        assert set(codes) == {200, 429} and codes.count(200) >= 2
+        refused = next(r for r in found if r.status_code == 429)
+        assert_refused(refused, [429])
+        assert int(refused.headers["Retry-After"]) > 0
+        assert_answers(served)
+
+
+def gone(served):
+    """Wait until no request is open."""
+    until = time.monotonic() + 10
+    while served.metric("mlx_snapkv_open_requests") and time.monotonic() < until:
+        time.sleep(0.1)
+    return served.metric("mlx_snapkv_open_requests") == 0
+
+
+@pytest.mark.parametrize("n_lines", [0, 5])
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_leave(served, stream, n_lines):
+    """While it waits or reads, and while it answers."""
+    body = {"prompt": "The key of " * 400, "max_tokens": 3000, "stream": stream}
+    with pytest.raises(httpx.ReadTimeout) if not stream else memoryview(b""):
+        if stream:
+            with served.client.stream("POST", TEXT, json=body) as response:
+                lines = response.iter_lines()
+                for _ in range(n_lines):
+                    next(lines)
+        else:
+            served.post(TEXT, body, timeout=0.5)
+    assert gone(served)
+    assert_answers(served)
+
+
+def test_a_request_that_takes_too_long():
+    with serving(timeout=1.5) as served:
+        body = {"prompt": "The key of", "max_tokens": 100_000}
+        assert_refused(served.post(TEXT, body), [408])
+        assert gone(served)
+        assert_answers(served)
+
+
+def test_good_clients_do_not_notice(served):
+    """The bad requests again, while four good ones stream."""
+    wanted = served.post(TEXT, {"prompt": "The key of", "max_tokens": 300}).json()["choices"][0][
+        "text"
+    ]
+    stop = threading.Event()
+
+    def stream(_):
+        answers = []
+        while not stop.is_set() or not answers:
+            body = {"prompt": "The key of", "max_tokens": 300, "stream": True}
+            with served.client.stream("POST", TEXT, json=body) as response:
+                events = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+            answers.append("".join(json.loads(e)["choices"][0]["text"] for e in events))
+        return answers
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(stream, i) for i in range(4)]
+        for path, body in BAD.values():
+            assert_refused(served.client.post(path, content=json.dumps(body).encode()))
+        stop.set()
+        for answers in streams:
+            assert set(answers.result()) == {wanted}
+
+
+def test_a_model_that_fails_ends_its_requests_and_serving_goes_on(caplog):
+    """NaN for one token of the vocabulary, and an exception for another."""
+    broken = {}
+
+    def change(model, tokenizer):
+        broken["nan"], broken["raise"] = 7, 9
+        weight = model.model.embed_tokens.weight
+        norm = type(model.model).__call__
+
+        def call(self, inputs, *args, **kwargs):
+            if (inputs == broken["raise"]).any().item():
+                raise RuntimeError("a secret of the model's")
+            return norm(self, inputs, *args, **kwargs)
+
+        model.model.__class__ = type("Broken", (type(model.model),), {"__call__": call})
+        del weight
+
+    with serving(load_named("demo", change)) as served:
+        response = served.post(TEXT, {"prompt": [20, 21, 9, 22], "max_tokens": 4})
+        assert response.status_code == 500
+        error = response.json()["error"]
+        assert "secret" not in error["message"] and error["message"].split()[-1] in caplog.text
+        assert_answers(served)
+        # one that fails in the middle of an answer: the others of that step fail, those after it don't
+        body = {"prompt": [20, 21, 22], "max_tokens": 50, "logit_bias": {"9": 1000}}
+        assert served.post(TEXT, body).status_code == 500
+        assert_answers(served)
+        assert gone(served)
