@@ -73,7 +73,7 @@ class Message(BaseModel):
     @field_validator("role")
     @classmethod
     def _known(cls, value: str) -> str:
-        _require(value in ROLES, f"role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}", value)
+        require(value in ROLES, f"role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}", value)
         return value
 
     @field_validator("content")

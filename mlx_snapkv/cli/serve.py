@@ -13,6 +13,7 @@ from ..errors import SnapKVError
 from ..server.volatile import BILLING
 from . import flags
 from .generation import adapt_tokenizer, make_sampler
+from .interrupts import listen
 from .loading import load_model
 from .options import n_bytes
 
@@ -84,7 +85,7 @@ def serve(
     policy: flags.Policy = None,
     memory: flags.Memory = "drop",
 ) -> None:
-    """Serve OpenAI's API to agents and apps on this Mac, on compressed KV caches, several requests at once.
+    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
 
     \b
       mlx-snapkv serve --model demo --snapkv top_k=1024,min_ctx=0 --memory recall
@@ -123,6 +124,7 @@ def serve(
         make_sampler(tokenizer, **sampling)  # which finds mistakes
         return Loaded(loaded, tokenizer, model, tuple(alias or ()))
 
+    listen()  # which only the main thread may
     with listening(settings) as place:
         generation: dict[str, Any] = {"policy": chosen, "memory": memory}
         generation |= {"prefill_step_size": prefill_step_size}
@@ -142,7 +144,8 @@ def serve(
 
 
 def _first_line(model: str, url: str) -> str:
-    return f"{model} at {url} | OpenAI clients: base_url={url}/v1 | API page: {url}/docs | Ctrl-C stops"
+    clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
+    return f"{model} at {url} | {clients} | API page: {url}/docs | Ctrl-C stops"
 
 
 def _require_server() -> None:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ..batch.openai_body import ChatBody, Positive, Probability, as_body, require
+from ..batch.openai_body import ChatBody, Positive, Probability, require
+from .parts import parts
 from .reading import checked
 from .turns import BREAK, Turns
 
@@ -54,19 +55,9 @@ class Document(_Part):
         return f"{title}{self.source.data}{BREAK}"
 
 
-def _parts(value: Any, kinds: dict[str, type[_Part]]) -> list[Any]:
-    """A content's parts; a text alone is one. Raises ValueError for kinds that are not among these."""
-    if isinstance(value, str):
-        return [Text(text=value)]
-    require(isinstance(value, list), "content must be text or a list of blocks", value)
-    found = []
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else part
-        known = kinds.get(kind) if isinstance(kind, str) else None
-        require(known is not None, f"content.{i}: type must be {', '.join(kinds)}", kind)
-        assert known is not None
-        found.append(as_body(known, part))
-    return found
+def _parts(value: Any, kinds: dict[str, type[_Part]], name: str = "content") -> list[Any]:
+    """A content's parts; a text alone is one."""
+    return [Text(text=value)] if isinstance(value, str) else parts(name, value, kinds)
 
 
 PLAIN: dict[str, type[_Part]] = {"text": Text, "document": Document}
@@ -85,8 +76,12 @@ class ToolResult(_Part):
 PARTS: dict[str, dict[str, type[_Part]]] = {
     "system": PLAIN,
     "user": {**PLAIN, "tool_result": ToolResult},
-    "assistant": {"text": Text, "tool_use": ToolUse}
-    | {"thinking": Thinking, "redacted_thinking": Redacted},
+    "assistant": {
+        "text": Text,
+        "tool_use": ToolUse,
+        "thinking": Thinking,
+        "redacted_thinking": Redacted,
+    },
 }
 
 
@@ -123,7 +118,7 @@ class ToolChoice(_Part):
     @classmethod
     def _free(cls, value: Any) -> Any:
         ok = value in ("auto", "none")
-        require(ok, "tool_choice must be auto or none: no tool can be forced", value)
+        require(ok, "type must be auto or none: no tool can be forced", value)
         return value
 
 
@@ -148,13 +143,13 @@ class CountedMessages(BaseModel):
     @field_validator("system")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        return [] if value is None else _parts(value, {"text": Text})
+        return [] if value is None else _parts(value, {"text": Text}, "system")
 
     @field_validator("messages")
     @classmethod
     def _to_answer(cls, value: list[Message]) -> list[Message]:
-        ok = value[-1].role != "assistant"
-        require(ok, "messages must not end with the assistant's: none can be continued", "one")
+        if value[-1].role == "assistant":
+            raise ValueError("messages must not end with the assistant's: none can be continued")
         return value
 
     @field_validator("tools")

@@ -120,6 +120,8 @@ class Engine(ResponseGenerator):
             self._n_open += 1
         self.metrics.opened()
         self.requests.put((channel, body))
+        if self._stop:  # perhaps after the thread has looked into the queue for the last time
+            channel.put(shutting_down())
 
     def count(self, body: Body) -> Counted:
         """Have the tokens of a request's prompt counted; no limit counts this request.
@@ -131,7 +133,7 @@ class Engine(ResponseGenerator):
         if self._stop or not self.is_healthy:
             raise shutting_down()
         self.requests.put((counted, body))
-        if self._stop:  # perhaps after the thread has looked into the queue for the last time
+        if self._stop:  # as in `submit`
             counted.put(shutting_down())
         return counted
 

@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ..batch.openai_body import ChatBody, Positive, Probability, as_body, require
+from ..batch.openai_body import ChatBody, Positive, Probability, require
 from .failures import bad_request
+from .parts import parts
 from .reading import checked
 from .turns import Turns
-
-TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class _Item(BaseModel):
@@ -29,15 +28,12 @@ class _Part(BaseModel):
     text: str
 
 
+TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text"), _Part)
+
+
 def _text(value: Any, name: str) -> str:
-    """A text, or what parts of texts come to; ValueError for other parts."""
-    if isinstance(value, str):
-        return value
-    require(isinstance(value, list), f"{name} must be text or a list of parts", value)
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else part
-        require(kind in TEXTS, f"{name}.{i}: type must be input_text or output_text", kind)
-    return "".join(as_body(_Part, part).text for part in value)
+    """A text, or what parts of texts come to."""
+    return value if isinstance(value, str) else "".join(p.text for p in parts(name, value, TEXTS))
 
 
 class Said(_Item):
@@ -106,6 +102,15 @@ class Function(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
+    @field_validator("parameters")
+    @classmethod
+    def _tellable(cls, value: Any) -> Any:
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError("parameters must have finite numbers") from None
+        return value
+
     def for_template(self) -> dict[str, Any]:
         about = self.model_dump(include={"name", "description"}, exclude_none=True)
         return {"type": "function", "function": {**about, "parameters": self.parameters or {}}}
@@ -137,15 +142,7 @@ class ResponsesBody(BaseModel):
     def _items(cls, value: Any) -> Any:
         if isinstance(value, str):
             return [Said(role="user", content=value)]
-        require(isinstance(value, list), "input must be text or a list of items", value)
-        found = []
-        for i, item in enumerate(value):
-            kind = item.get("type", "message") if isinstance(item, dict) else item
-            known = ITEMS.get(kind) if isinstance(kind, str) else None
-            require(known is not None, f"input.{i}: type must be {', '.join(ITEMS)}", kind)
-            assert known is not None
-            found.append(as_body(known, item))
-        return found
+        return parts("input", value, ITEMS, default="message")
 
     @field_validator("tools")
     @classmethod
@@ -153,9 +150,8 @@ class ResponsesBody(BaseModel):
         """The tools that are functions: what a service runs, or is made of, clients send along to any server."""
         kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value or []]
         require(all(isinstance(kind, str) for kind in kinds), "tools must have a type each", value)
-        json.dumps(value, allow_nan=False)  # the response tells them
         chosen = [tool for tool, kind in zip(value or [], kinds) if kind == "function"]
-        return [as_body(Function, tool) for tool in chosen]
+        return parts("tools", chosen, {"function": Function})
 
     @field_validator("text")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 BILLING = "x-anthropic-billing-header"  # Claude Code's, with a number drawn for each request
 
@@ -16,3 +17,13 @@ def without_headers(text: str, names: Collection[str]) -> str:
         if not colon or name.strip().lower() not in known:
             return text
         text = rest.lstrip("\n")
+
+
+def content_without_headers(content: Any, names: Collection[str]) -> Any:
+    """A message's content, a text or parts of the type text, without such lines."""
+    if isinstance(content, str):
+        return without_headers(content, names)
+    if not content:
+        return content
+    first, *rest = content
+    return [{**first, "text": without_headers(first["text"], names)}, *rest]
