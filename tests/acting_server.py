@@ -1,6 +1,6 @@
 """A server whose model thinks and calls tools: the embedded one, made to say what the last message asks for."""
 
-from dataclasses import replace
+import contextlib
 
 import mlx.core as mx
 from mlx_lm.tool_parsers import json_tools
@@ -34,21 +34,24 @@ def _adapt(model, tokenizer):
     )
 
 
+@contextlib.contextmanager
 def acting():
-    """As `serving`; the model obeys once `obey` has been called with the engine."""
-    return serving(load_named("demo", _adapt))
+    """As `serving`."""
+    with serving(load_named("demo", _adapt)) as served:
+        _make_obey(served.engine)
+        yield served
 
 
-def obey(engine):
-    start = engine._start
+def _make_obey(engine):
+    tokenizer, insert = engine.loaded.tokenizer, engine.generator.insert
 
-    def started(channel, body, wanted):
-        tokenizer = engine.loaded.tokenizer
-        _, order, text = body.messages[-1].content.partition(SAY)
-        if order:
+    def inserted(prompts, *args, all_tokens, logits_processors, **kwargs):
+        asked = tokenizer.decode([*all_tokens[0], *prompts[0]]).removesuffix("<|assistant|>")
+        _, order, text = asked.rpartition(SAY)
+        if order and "<|" not in text:  # nobody has said something since
             tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-            processors = [*wanted.processors, Obeying(tokens)]
-            wanted = replace(wanted, processors=processors)
-        start(channel, body, wanted)
+            logits_processors = [[*logits_processors[0], Obeying(tokens)]]
+        options = {"all_tokens": all_tokens, "logits_processors": logits_processors, **kwargs}
+        return insert(prompts, *args, **options)
 
-    engine._start = started
+    engine.generator.insert = inserted

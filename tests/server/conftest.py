@@ -1,7 +1,7 @@
 """One server for the tests that leave it as it is."""
 
 import pytest
-from acting_server import acting, obey
+from acting_server import acting
 from server_helpers import serving
 
 
@@ -15,5 +15,4 @@ def served():
 def agent():
     """A server whose model answers with what comes after "SAY: " in the last message, thoughts and calls as well."""
     with acting() as found:
-        obey(found.engine)
         yield found
