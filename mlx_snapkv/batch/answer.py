@@ -49,14 +49,17 @@ class Answer:
     Attributes:
         said: all pieces so far.
         n_tokens: the end-of-answer token included.
+        n_reasoning: those of them that are thoughts, with the marks around.
         finish_reason: None until it has ended; "stop", "length" or "tool_calls".
+        stopped_by: the stop text that has ended it.
     """
 
     def __init__(self, asked: Asked, tokenizer):
         self.asked = asked
         self.said = Said()
-        self.n_tokens = 0
+        self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
+        self.stopped_by: str | None = None
         self._parser = tokenizer.tool_parser
         self._detokenizer = tokenizer.detokenizer
         stops = TextStateMachine({"normal": [(text, None) for text in asked.stop]})
@@ -71,16 +74,19 @@ class Answer:
     def add(self, token: int, finish_reason: str | None) -> list[Piece]:
         """Take a token in, the last one with mlx-lm's `finish_reason`; what has become certain by it."""
         self.n_tokens += 1
+        self.n_reasoning += self._state == "reasoning"
         if finish_reason != "stop":
             self._detokenizer.add_token(token)
         if finish_reason is not None:
             self._detokenizer.finalize()
-        self._until_stop, segments = TextStateMachine.split(
-            self._until_stop, self._detokenizer.last_segment
-        )
-        self._take(segments[0][1])
+        new = self._detokenizer.last_segment
+        pending = self._until_stop[3] + new
+        self._until_stop, ((_, text), *_) = TextStateMachine.split(self._until_stop, new)
+        self._take(text)
         if self._until_stop[0] is None:
             finish_reason = "stop"
+            rest = self._until_stop[3]
+            self.stopped_by = pending[len(text) : len(pending) - len(rest)]
         elif finish_reason is not None:
             self._take(TextStateMachine.flush(self._until_stop)[1])
         if finish_reason is not None:

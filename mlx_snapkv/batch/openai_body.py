@@ -53,7 +53,7 @@ class Body(BaseModel):
     def _list_of_stops(cls, value: Any) -> Any:
         stops = [value] if isinstance(value, str) else value
         ok = stops is None or (isinstance(stops, list) and all(isinstance(s, str) for s in stops))
-        _require(ok, "stop must be a string or a list of strings", value)
+        require(ok, "stop must be a string or a list of strings", value)
         return [s for s in stops if s] if stops else None
 
     @property
@@ -73,7 +73,7 @@ class Message(BaseModel):
     @field_validator("role")
     @classmethod
     def _known(cls, value: str) -> str:
-        _require(value in ROLES, f"role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}", value)
+        require(value in ROLES, f"role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}", value)
         return value
 
     @field_validator("content")
@@ -81,7 +81,7 @@ class Message(BaseModel):
     def _text(cls, value: Any) -> Any:
         parts = value if isinstance(value, list) else []
         ok = value is None or (isinstance(value, (str, list)) and all(map(_is_text, parts)))
-        _require(ok, "content must be text, or a list of parts of the type text", value)
+        require(ok, "content must be text, or a list of parts of the type text", value)
         return value
 
 
@@ -107,26 +107,26 @@ class ChatBody(Body):
     @classmethod
     def _free_choice(cls, value: Any) -> Any:
         ok = value in (None, "auto", "none")
-        _require(ok, "tool_choice must be auto or none: no tool can be forced", value)
+        require(ok, "tool_choice must be auto or none: no tool can be forced", value)
         return value
 
     @field_validator("response_format")
     @classmethod
     def _free_text(cls, value: Any) -> Any:
         ok = value is None or value == {"type": "text"}
-        _require(ok, "response_format must be text: no form can be forced on an answer", value)
+        require(ok, "response_format must be text: no form can be forced on an answer", value)
         return value
 
     @field_validator("functions")
     @classmethod
     def _no_functions(cls, value: Any) -> Any:
-        _require(not value, "functions are old: give tools", value)
+        require(not value, "functions are old: give tools", value)
         return value
 
     @field_validator("audio", "modalities")
     @classmethod
     def _only_text(cls, value: Any, info: Any) -> Any:
-        _require(value in (None, ["text"]), f"{info.field_name} must be text alone", value)
+        require(value in (None, ["text"]), f"{info.field_name} must be text alone", value)
         return value
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -152,13 +152,13 @@ class CompletionBody(Body):
         tokens = value if isinstance(value, list) else [None]
         whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
         ok = isinstance(value, str) or (whole and value != [])
-        _require(ok, "prompt must be one text, or the list of its token ids", value)
+        require(ok, "prompt must be one text, or the list of its token ids", value)
         return value
 
     @field_validator("suffix")
     @classmethod
     def _no_suffix(cls, value: Any) -> Any:
-        _require(not value, "suffix can't be honoured: drop the field", value)
+        require(not value, "suffix can't be honoured: drop the field", value)
         return value
 
 
@@ -172,14 +172,14 @@ class _OneAnswer(Body):
     @field_validator("n")
     @classmethod
     def _one_answer(cls, value: Any) -> Any:
-        _require(value in (None, 1), "n must be 1: ask once for each answer", value)
+        require(value in (None, 1), "n must be 1: ask once for each answer", value)
         return value
 
     @field_validator("logprobs", "top_logprobs")
     @classmethod
     def _no_logprobs(cls, value: Any, info: Any) -> Any:
         unset = value is None or value is False or (info.field_name == "top_logprobs" and not value)
-        _require(unset, f"{info.field_name} are not given: drop the field", value)
+        require(unset, f"{info.field_name} are not given: drop the field", value)
         return value
 
 
@@ -223,7 +223,8 @@ def as_body(kind: type[Checked], body: Any) -> Checked:
         raise SnapKVError(_sentence(error)) from None
 
 
-def _require(ok: bool, sentence: str, value: Any) -> None:
+def require(ok: bool, sentence: str, value: Any) -> None:
+    """Raise ValueError unless ok, with the sentence and the value got."""
     if not ok:
         raise ValueError(f"{sentence}, got {_shown(value)}")
 

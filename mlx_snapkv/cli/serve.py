@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SnapKVError
+from ..server.volatile import BILLING
 from . import flags
 from .generation import adapt_tokenizer, make_sampler
 from .interrupts import listen
@@ -56,6 +57,14 @@ def serve(
     timeout: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds for a request, at most.")
     ] = None,
+    volatile_header: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME",
+            help="Lines 'NAME: …' at the start of a system prompt to leave out, so that what follows stays known; "
+            "repeat it, or give '' to keep all.",
+        ),
+    ] = [BILLING],  # noqa: B006
     prefix_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for what earlier prompts have read.")
     ] = PREFIXES,
@@ -93,7 +102,7 @@ def serve(
     policy: flags.Policy = None,
     memory: flags.Memory = "drop",
 ) -> None:
-    """Serve OpenAI's API to agents and apps on this Mac, on compressed KV caches, several requests at once.
+    """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
 
     \b
       mlx-snapkv serve --model demo --snapkv top_k=1024,min_ctx=0 --memory recall
@@ -117,6 +126,7 @@ def serve(
         api_key or os.environ.get(KEY_VARIABLE) or None,
         tuple(allow_origin or ()),
         timeout=timeout,
+        volatile_headers=tuple(volatile_header),
     )
     chosen = resolve_policy(snapkv, policy)
     prefixes = Prefixes(sys.maxsize, n_bytes("--prefix-bytes", prefix_bytes))
@@ -164,7 +174,8 @@ def serve(
 
 
 def _first_line(model: str, url: str) -> str:
-    return f"{model} at {url} | OpenAI clients: base_url={url}/v1 | API page: {url}/docs | Ctrl-C stops"
+    clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
+    return f"{model} at {url} | {clients} | API page: {url}/docs | Ctrl-C stops"
 
 
 def _require_server() -> None:

@@ -7,17 +7,21 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
 from .access import Access
+from .anthropic_forms import MessageForm
+from .anthropic_routes import router as anthropic
 from .engine import Engine
 from .failures import ApiError
 from .openai_forms import OpenAIForm
 from .openai_routes import router as openai
 from .page import router as page
 from .respond import Form, as_api_error
+from .responses_routes import router as responses
 from .settings import Settings
 from .watching import router as watching
 
@@ -27,6 +31,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app = FastAPI(title="mlx-snapkv", version=__version__, summary="Long prompts, small caches.")
     app.state.engine, app.state.settings = engine, settings
     app.include_router(openai)
+    app.include_router(responses)
+    app.include_router(anthropic)
     app.include_router(watching)
     app.include_router(page)
     app.add_exception_handler(HTTPException, _refused)
@@ -63,16 +69,18 @@ class Told:
         except Exception as error:
             if status:  # the response has begun: all that is left is to end it
                 raise
-            await _failed(scope["path"], as_api_error(error))(scope, receive, noted)
+            await _failed(scope, as_api_error(error))(scope, receive, noted)
         self._metrics.responded(scope["path"] if status != 404 else "other", status)
 
 
-def _failed(path: str, error: ApiError) -> JSONResponse:
-    return JSONResponse(_form(path).error(error), error.status, error.headers)
+def _failed(scope: Scope, error: ApiError) -> JSONResponse:
+    return JSONResponse(_form(scope).error(error), error.status, error.headers)
 
 
-def _form(path: str) -> type[Form]:
-    return OpenAIForm
+def _form(scope: Scope) -> type[Form]:
+    """What the client speaks: Anthropic's have a path of their own, and say so in a header."""
+    messages = scope["path"].startswith("/v1/messages")
+    return MessageForm if messages or "anthropic-version" in Headers(scope=scope) else OpenAIForm
 
 
 def _refused(request: Request, error: Any) -> Response:
@@ -81,4 +89,4 @@ def _refused(request: Request, error: Any) -> Response:
     told = {404: f"there is no {method} here", 405: f"{method} is not allowed"}
     message = told.get(error.status_code, str(error.detail))
     failure = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return _failed(request.url.path, failure)
+    return _failed(request.scope, failure)

@@ -47,11 +47,15 @@ class Finished:
     Attributes:
         reason: "stop", "length" or "tool_calls".
         n_tokens: the end-of-answer token included.
+        n_reasoning: those of them that are thoughts.
+        stopped_by: the stop text that has ended it.
         report: what became of the prompt's cache.
     """
 
     reason: str
     n_tokens: int
+    n_reasoning: int
+    stopped_by: str | None
     report: CompressionReport | None
 
 

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import Queue
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +26,7 @@ from ..engine.report import CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from .channel import Channel, Chosen, Finished, Read, Started
+from .counting import Counted
 from .failures import bad_request, busy, internal, shutting_down, too_long
 from .loaded import Loaded
 from .metrics import Metrics
@@ -147,15 +147,22 @@ class Engine(ResponseGenerator):
             self._n_open += 1
         self.metrics.opened()
         self.requests.put((channel, body))
+        if self._stop:  # perhaps after the thread has looked into the queue for the last time
+            channel.put(shutting_down())
 
-    def count(self, body: Body) -> int:
-        """Tokens of a request's prompt."""
-        answers: Queue = Queue()
-        self.requests.put((answers, body))
-        found = answers.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def count(self, body: Body) -> Counted:
+        """Have the tokens of a request's prompt counted; no limit counts this request.
+
+        Raises:
+            ApiError: the server is shutting down.
+        """
+        counted = Counted()
+        if self._stop or not self.is_healthy:
+            raise shutting_down()
+        self.requests.put((counted, body))
+        if self._stop:  # as in `submit`
+            counted.put(shutting_down())
+        return counted
 
     def end_answers(self) -> None:
         """End what is under way: the server is shutting down."""
@@ -222,8 +229,12 @@ class Engine(ResponseGenerator):
         return True
 
     def _take(self, channel: Any, body: Body) -> None:
+        if channel.cancelled:
+            if isinstance(channel, Channel):
+                self._close(channel)
+            return
         wanted = asked(body, self.loaded.tokenizer, self.defaults)
-        if isinstance(channel, Queue):
+        if isinstance(channel, Counted):
             channel.put(len(wanted.prompt))
             return
         n, most = len(wanted.prompt), self.limits.context
@@ -291,7 +302,8 @@ class Engine(ResponseGenerator):
             self.prefixes.insert(*running.recalled)
         self.prefixes.keep(*running.recalled)
         del self._running[response.uid]
-        channel.put(Finished(answer.finish_reason, answer.n_tokens, running.report))
+        end = answer.finish_reason, answer.n_tokens, answer.n_reasoning, answer.stopped_by
+        channel.put(Finished(*end, running.report))
         self._close(channel)
 
     def _new_generator(self) -> CompressedBatchGenerator:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..batch.openai_body import Body, ChatBody, CompletionBody
+from .turns import SYSTEM
+from .volatile import content_without_headers
 
 MOST_ANSWERS = 8
 MOST_LIKELY = 20
@@ -40,6 +43,15 @@ class ServedChat(ChatBody, _Served):
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELY)] | None = None
+
+    def without_headers(self, names: Collection[str]) -> ServedChat:
+        """The same, its system prompt without the header lines of these names that it begins with."""
+        first, *rest = self.messages
+        if first.role not in SYSTEM:
+            return self
+        content = content_without_headers(first.content, names)
+        changed = [first.model_copy(update={"content": content}), *rest]
+        return self.model_copy(update={"messages": changed})
 
     @property
     def n_top_logprobs(self) -> int | None:

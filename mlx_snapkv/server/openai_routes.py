@@ -50,6 +50,8 @@ def _model(name: str) -> dict[str, Any]:
 async def _answered(request: Request, kind: type[Body], form: type[OpenAIForm]) -> Response:
     body: Any = checked(kind, await json_of(request))
     state = request.app.state
+    if isinstance(body, ServedChat):
+        body = body.without_headers(state.settings.volatile_headers)
     name = body.model if isinstance(body.model, str) else state.engine.loaded.name
     exchange = Exchange(state.engine, request, body.answers, state.settings.timeout)
     return await respond(exchange, form(name, body.tells_usage), bool(body.stream))

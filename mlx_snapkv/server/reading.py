@@ -19,8 +19,11 @@ async def json_of(request: Request) -> Any:
     """The JSON of a request's body; ApiError if it is none."""
     raw = await request.body()
     try:
-        return json.loads(raw)
-    except UnicodeDecodeError:
+        value = json.loads(raw)
+        if b"\\ud" in raw.lower():  # perhaps half of a pair, which no answer could tell
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (UnicodeDecodeError, UnicodeEncodeError):
         raise bad_request("the body is not UTF-8") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from .channel import Event
 from .exchange import Disconnected, Exchange
-from .failures import ApiError, internal
+from .failures import ApiError, bad_request, internal
 
 log = logging.getLogger("mlx_snapkv.server")
 
@@ -90,6 +90,8 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told of an exception; the log has the rest under a number."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RecursionError):  # which only what a client has nested can be
+        return bad_request("the body is nested too deeply")
     number = secrets.token_hex(4)
     log.error("request %s failed", number, exc_info=error)
     return internal(number)

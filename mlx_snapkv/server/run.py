@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Callable
@@ -74,7 +75,8 @@ def serve(
     server = _Server(config, engine, on_start)
     on_server(server)
     try:
-        server.run(sockets=[place])
+        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn passes on when it has ended
+            server.run(sockets=[place])
     finally:
         engine.stop_and_join()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from ..errors import SnapKVError
+from .volatile import BILLING
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -20,6 +21,7 @@ class Settings:
         origins: web pages of these may ask (CORS).
         body_bytes: of a request, at most.
         timeout: seconds for a request; None is no limit.
+        volatile_headers: names of lines that system prompts lose at their start.
 
     Raises:
         SnapKVError: the address is not local, and there is no key.
@@ -31,6 +33,7 @@ class Settings:
     origins: tuple[str, ...] = ()
     body_bytes: int = 32 * 1024 * 1024
     timeout: float | None = None
+    volatile_headers: tuple[str, ...] = (BILLING,)
 
     def __post_init__(self):
         if not self.api_key and not is_local(self.host):

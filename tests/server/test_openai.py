@@ -37,7 +37,7 @@ def test_every_question_of_a_document_votes_over_what_the_first_one_read(client,
         about = response.model_extra["mlx_snapkv"]
         assert about["kv_bytes_after"] < 0.3 * about["kv_bytes_before"]
     known = [r.usage.prompt_tokens_details.cached_tokens for r in responses]
-    assert known[0] < 20 or known[0] > 1400  # another test may have asked about it before
+    assert known[0] < 50 or known[0] > 1400  # another test may have asked about it before
     assert all(n > 0.95 * responses[0].usage.prompt_tokens for n in known[1:])
     assert responses[0].usage.total_tokens > responses[0].usage.prompt_tokens > 1400
 

@@ -1,0 +1,37 @@
+"""Anthropic's endpoints: messages, and counting their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from .anthropic_bodies import CountedMessages, Messages
+from .anthropic_forms import MessageForm
+from .exchange import Exchange
+from .reading import checked, documented, json_of
+from .respond import respond
+
+COUNT_SECONDS = 60.0  # for a count, if the server was given no timeout
+
+router = APIRouter(tags=["Anthropic"])
+
+
+@router.post("/v1/messages", openapi_extra=documented(Messages))
+async def messages(request: Request) -> Response:
+    """Answer a conversation's last message."""
+    body = checked(Messages, await json_of(request))
+    engine, settings = request.app.state.engine, request.app.state.settings
+    name = body.model if isinstance(body.model, str) else engine.loaded.name
+    chat = body.chat(settings.volatile_headers)
+    exchange = Exchange(engine, request, [chat], settings.timeout)
+    return await respond(exchange, MessageForm(name), bool(body.stream))
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=documented(CountedMessages))
+async def count_tokens(request: Request) -> dict[str, Any]:
+    """The tokens of a message's prompt, which is not read."""
+    body = checked(CountedMessages, await json_of(request))
+    engine, settings = request.app.state.engine, request.app.state.settings
+    counted = engine.count(body.chat(settings.volatile_headers))
+    return {"input_tokens": await counted.wait(settings.timeout or COUNT_SECONDS)}

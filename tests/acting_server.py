@@ -1,0 +1,57 @@
+"""A server whose model thinks and calls tools: the embedded one, made to say what the last message asks for."""
+
+import contextlib
+
+import mlx.core as mx
+from mlx_lm.tool_parsers import json_tools
+from server_helpers import load_named, serving
+
+SAY = "SAY: "
+TEMPLATE = """{{ bos_token }}{% for t in tools or [] %}[{{ t.function.name }}] {% endfor %}{% for m in messages -%}
+<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}
+{%- endfor %}<|assistant|>{% if enable_thinking == false %}<think></think>{% endif %}"""
+
+
+class Obeying:
+    """A logits processor that leaves one token possible at every step."""
+
+    def __init__(self, tokens):
+        self._tokens = iter(tokens)
+
+    def __call__(self, tokens, logits):
+        allowed = mx.arange(logits.shape[-1]) == next(self._tokens)
+        return mx.where(allowed, logits, -mx.inf)
+
+
+def _adapt(model, tokenizer):
+    tokenizer._tokenizer.chat_template = TEMPLATE
+    tokenizer._tool_parser = json_tools.parse_tool_call
+    tokenizer._tool_call_start, tokenizer._tool_call_end = "<tool_call>", "</tool_call>"
+    tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
+    tokenizer._think_start_tokens, tokenizer._think_end_tokens = (
+        tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("<think>", "</think>")
+    )
+
+
+@contextlib.contextmanager
+def acting():
+    """As `serving`."""
+    with serving(load_named("demo", _adapt)) as served:
+        _make_obey(served.engine)
+        yield served
+
+
+def _make_obey(engine):
+    tokenizer, insert = engine.loaded.tokenizer, engine.generator.insert
+
+    def inserted(prompts, *args, all_tokens, logits_processors, **kwargs):
+        asked = tokenizer.decode([*all_tokens[0], *prompts[0]]).removesuffix("<|assistant|>")
+        _, order, text = asked.rpartition(SAY)
+        if order and "<|" not in text:  # nobody has said something since
+            tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            logits_processors = [[*logits_processors[0], Obeying(tokens)]]
+        options = {"all_tokens": all_tokens, "logits_processors": logits_processors, **kwargs}
+        return insert(prompts, *args, **options)
+
+    engine.generator.insert = inserted
