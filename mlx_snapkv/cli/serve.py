@@ -175,7 +175,7 @@ def serve(
 
 def _first_line(model: str, url: str) -> str:
     clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
-    return f"{model} at {url} | {clients} | API page: {url}/docs | Ctrl-C stops"
+    return f"{model} at {url} (a page to ask at) | {clients} | its API: {url}/docs | Ctrl-C stops"
 
 
 def _require_server() -> None:

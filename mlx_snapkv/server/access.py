@@ -25,15 +25,25 @@ class Access:
             return
         headers = Headers(scope=scope)
         self._require_host(headers)
+        self._require_origin(headers)
         self._require_key(headers, scope)
         await self._app(scope, self._limited(headers, receive), send)
 
     def _require_host(self, headers: Headers) -> None:
         """A web page whose name was pointed at this machine (DNS rebinding) sends that name."""
         host = headers.get("host", "")
-        name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-        if self._settings.api_key is None and name not in self._settings.hosts:
+        if self._settings.api_key is None and _name(host) not in self._settings.hosts:
             raise ApiError(403, f"the Host header names {host[:80]!r}, which this server is not")
+
+    def _require_origin(self, headers: Headers) -> None:
+        """A page of another site can send requests, even if it can't read what they come to."""
+        origin = headers.get("origin")
+        if origin is None or self._settings.api_key is not None or origin in self._settings.origins:
+            return
+        if _name(origin.partition("://")[2]) not in self._settings.hosts:
+            raise ApiError(
+                403, f"pages of {origin[:80]!r} may not ask: start the server with --allow-origin"
+            )
 
     def _require_key(self, headers: Headers, scope: Scope) -> None:
         key = self._settings.api_key
@@ -65,6 +75,11 @@ class Access:
             return message
 
         return limited
+
+
+def _name(host: str) -> str:
+    """A host without its port."""
+    return host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
 
 
 def _too_large(most: int) -> ApiError:

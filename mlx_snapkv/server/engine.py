@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -18,70 +17,26 @@ from mlx_lm.server import ResponseGenerator
 
 from ..batch.answer import Answer
 from ..batch.generator import CompressedBatchGenerator
-from ..batch.memory import Memory, Need
+from ..batch.memory import Memory
 from ..batch.openai_body import Body
-from ..batch.openai_request import Asked, Defaults, asked
+from ..batch.openai_request import Defaults, asked
 from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from .channel import Channel, Chosen, Finished, Read, Started
+from .channel import Channel, Finished, Read, Started
 from .counting import Counted
 from .failures import bad_request, busy, internal, shutting_down, too_long
+from .likely import chosen, n_likely
 from .loaded import Loaded
 from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Prefixes
+from .requests import Limits, Running, Waiting
 
 USUAL_ANSWER = 2048  # tokens that room is kept for, where a request does not say
 
 log = logging.getLogger("mlx_snapkv.server")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the server takes on.
-
-    Attributes:
-        concurrency: requests that are answered together.
-        queue: requests that may wait besides.
-        context: tokens of a prompt, at most; None is no limit.
-        kv_bytes: of keys and values that requests take, at most, and what is known of prompts besides; None is no
-            limit.
-    """
-
-    concurrency: int = 8
-    queue: int = 64
-    context: int | None = None
-    kv_bytes: int | None = None
-
-
-@dataclass
-class Waiting:
-    """A request that can be answered, when there is room.
-
-    Attributes:
-        top_logprobs: likely tokens to be told with each; None if not even its own probability is.
-        need: what its caches will take; None if nobody wants to know.
-    """
-
-    channel: Channel
-    asked: Asked
-    top_logprobs: int | None
-    need: Need | None
-
-
-@dataclass(kw_only=True)
-class Running(Waiting):
-    """A request that is being read or answered."""
-
-    answer: Answer
-    report: CompressionReport | None = None
-    recalled: tuple[list[int], list] | None = None  # tokens, and caches with all their entries
-    n_prompt: int = field(init=False)
-
-    def __post_init__(self):
-        self.n_prompt = len(self.asked.prompt)
 
 
 class Engine(ResponseGenerator):
@@ -244,7 +199,7 @@ class Engine(ResponseGenerator):
         if self._memory is not None:
             told = body.max_completion_tokens or body.max_tokens
             need = self._memory.need(n, told or min(wanted.max_tokens, USUAL_ANSWER))
-        self._waiting.append(Waiting(channel, wanted, _top_logprobs(body), need))
+        self._waiting.append(Waiting(channel, wanted, n_likely(body), need))
 
     def _start(self, waiting: Waiting) -> None:
         channel, wanted = waiting.channel, waiting.asked
@@ -285,7 +240,7 @@ class Engine(ResponseGenerator):
             self._fail(channel, response.error)
             return
         if running.top_logprobs is not None:
-            channel.put(_chosen(response, running.top_logprobs, self.loaded.tokenizer))
+            channel.put(chosen(response, running.top_logprobs, self.loaded.tokenizer))
         for piece in answer.add(response.token, response.finish_reason):
             channel.put(piece)
         seconds = time.perf_counter() - running.channel.since if answer.n_tokens == 1 else None
@@ -380,19 +335,3 @@ class Engine(ResponseGenerator):
         with self._lock:
             self._n_open -= 1
         self.metrics.closed()
-
-
-def _top_logprobs(body: Body) -> int | None:
-    """How many likely tokens are to be told with each; None if none are, nor their own probability."""
-    return getattr(body, "n_top_logprobs", None)
-
-
-def _chosen(response: Any, n: int, tokenizer) -> Chosen:
-    logprobs = response.logprobs
-    likely: list[int] = []
-    if n:
-        best = mx.argpartition(-logprobs, kth=n - 1)[:n]
-        likely = best[mx.argsort(-logprobs[best])].tolist()  # type: ignore[assignment]
-    token, *texts = [tokenizer.decode([i]) for i in (response.token, *likely)]
-    top = zip(texts, (logprobs[i].item() for i in likely))
-    return Chosen(token, logprobs[response.token].item(), tuple(top))

@@ -192,6 +192,10 @@ def test_a_page_of_another_site_may_not_ask(served):
         CHAT, headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
     )
     assert "access-control-allow-origin" not in response.headers
+    for origin in ("http://evil.example", "null", "http://localhost.evil.example"):
+        headers = {"Origin": origin, "Content-Type": "text/plain"}
+        assert_refused(served.post(CHAT, HELLO, headers=headers), [403])
+    assert served.post(CHAT, HELLO, headers={"Origin": served.url}).status_code == 200
     with serving(origins=("http://good.example",)) as open_to:
         headers = {"Origin": "http://good.example"}
         answer = open_to.post(CHAT, HELLO, headers=headers)
@@ -308,13 +312,19 @@ def test_requests_wait_rather_than_take_more_memory():
         response = served.post(TEXT, {"prompt": "The key of " * 1000, "max_tokens": 4})
         assert_refused(response, [400])
         assert "max_kv_bytes" in response.json()["error"]["message"]
-        most = 0
+        most, step = 0, served.engine._step
+
+        def looked_at():  # in the engine's thread, between two steps
+            nonlocal most
+            step()
+            held = served.engine.generator.prompt_cache_nbytes
+            most = max(most, held + served.engine.prefixes.nbytes)
+
+        served.engine._step = looked_at
         prompts = [f"{word} " * 400 for word in ("key", "door", "house", "garden", "river", "tree")]
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             found = [
                 pool.submit(served.post, TEXT, {"prompt": p, "max_tokens": 40}) for p in prompts
             ]
-            while not all(f.done() for f in found):
-                most = max(most, served.engine.kv_bytes + served.engine.prefixes.nbytes)
         assert all(f.result().status_code == 200 for f in found)
         assert 0 < most <= limit
