@@ -12,6 +12,11 @@ from ..engine.report import CompressionReport
 
 
 @dataclass(frozen=True)
+class Accepted:
+    """A request can be answered, and waits for room."""
+
+
+@dataclass(frozen=True)
 class Started:
     """A request's prompt is going to be read.
 
@@ -64,7 +69,7 @@ class Idle:
     """Nothing has come for a while."""
 
 
-Event = Started | Read | Piece | Chosen | Finished | Idle | Exception
+Event = Accepted | Started | Read | Piece | Chosen | Finished | Idle | Exception
 Queued = asyncio.Queue[tuple[int, Event]]
 
 

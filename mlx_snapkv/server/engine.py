@@ -24,7 +24,7 @@ from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from .channel import Channel, Finished, Read, Started
+from .channel import Accepted, Channel, Finished, Read, Started
 from .counting import Counted
 from .failures import bad_request, busy, internal, shutting_down, too_long
 from .likely import chosen, n_likely
@@ -200,6 +200,7 @@ class Engine(ResponseGenerator):
             told = body.max_completion_tokens or body.max_tokens
             need = self._memory.need(n, told or min(wanted.max_tokens, USUAL_ANSWER))
         self._waiting.append(Waiting(channel, wanted, n_likely(body), need))
+        channel.put(Accepted())
 
     def _start(self, waiting: Waiting) -> None:
         channel, wanted = waiting.channel, waiting.asked

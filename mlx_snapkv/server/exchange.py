@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from fastapi import Request
 
 from ..batch.openai_body import Body
-from .channel import Channel, Event, Finished, Idle, Queued, Started
+from .channel import Accepted, Channel, Event, Finished, Idle, Queued, Started
 from .engine import Engine
 from .failures import ApiError, timed_out
 
@@ -39,11 +39,12 @@ class Exchange:
         self._queue: Queued = asyncio.Queue()
         self._channels: list[Channel] = []
         self._early: list[tuple[int, Event]] = []
+        self._n_accepted = 0
         self.started: dict[int, Started] = {}
         self.finished: dict[int, Finished] = {}
 
     async def begin(self) -> None:
-        """Wait until all prompts are accepted.
+        """Wait until all prompts are going to be read, or wait for room that others have.
 
         Raises:
             ApiError: one is not; nothing has been answered then.
@@ -54,11 +55,18 @@ class Exchange:
                 channel = Channel(loop, self._queue, index)
                 self._engine.submit(channel, body)
                 self._channels.append(channel)
-            while len(self.started) < len(self._bodies):
-                self._early.append(await self._next())
+            while not self.all_started:
+                index, event = await self._next()
+                if isinstance(event, Idle) and self._n_accepted == len(self._bodies):
+                    break
+                self._early.append((index, event))
         except BaseException:
             self.end()
             raise
+
+    @property
+    def all_started(self) -> bool:
+        return len(self.started) == len(self._bodies)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Which answer, and what came of it; `Idle` when nothing has come for a while."""
@@ -89,6 +97,7 @@ class Exchange:
             return 0, Idle()
         if isinstance(event, Exception):
             raise event
+        self._n_accepted += isinstance(event, Accepted)
         if isinstance(event, Started):
             self.started[index] = event
         if isinstance(event, Finished):

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from .channel import Event
+from .channel import Event, Idle
 from .exchange import Disconnected, Exchange
 from .failures import ApiError, bad_request, internal
 
@@ -73,11 +73,21 @@ async def respond(exchange: Exchange, form: Form, stream: bool) -> Response:
 
 async def _stream(exchange: Exchange, form: Form) -> AsyncIterator[str]:
     try:
-        for text in form.begin(exchange):
-            yield text
+        begun, early = False, []
         async for index, event in exchange.events():
-            for text in form.streamed(index, event, exchange):
-                yield text
+            if not exchange.all_started:
+                early.append((index, event))
+                if isinstance(event, Idle):
+                    yield ": waiting\n\n"
+                continue
+            if not begun:
+                begun = True
+                for text in form.begin(exchange):
+                    yield text
+            for told in (*early, (index, event)):
+                for text in form.streamed(*told, exchange):
+                    yield text
+            early = []
         for text in form.end(exchange):
             yield text
     except Disconnected:

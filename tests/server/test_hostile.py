@@ -10,7 +10,8 @@ import httpx
 import pytest
 from server_helpers import load_named, serving
 
-from mlx_snapkv.server.engine import Limits
+from mlx_snapkv.server import exchange
+from mlx_snapkv.server.requests import Limits
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "The key of"}], "max_tokens": 4}
@@ -216,6 +217,26 @@ def test_too_many_and_too_long():
         assert_refused(refused, [429])
         assert int(refused.headers["Retry-After"]) > 0
         assert_answers(served)
+
+
+def test_a_stream_that_waits_for_room_is_told_so(monkeypatch):
+    monkeypatch.setattr(exchange, "IDLE", 0.5)
+    with serving(limits=Limits(concurrency=1)) as served:
+        long = {
+            "prompt": "The key of",
+            "max_tokens": 3000,
+            "stream": True,
+            "logit_bias": {"1": -100},
+        }
+        short = {"prompt": "The key of", "max_tokens": 3, "stream": True}
+        with served.client.stream("POST", TEXT, json=long) as first:
+            lines = first.iter_lines()
+            assert next(lines)
+            with served.client.stream("POST", TEXT, json=short) as second:
+                waiting = second.iter_lines()
+                assert next(waiting) == ": waiting"
+                first.close()
+                assert "data: [DONE]" in list(waiting)
 
 
 def gone(served):
