@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quality_ways import Line, lines, needles, options
+from quality_page import page, write_plot
+from quality_ways import Line, keydiff_kernels, lines, needles, snapkv_options
 from results_page import ROOT, about, mlx_versions, write
 
 from mlx_snapkv import __version__
@@ -26,7 +27,7 @@ from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo.documents import make_document, make_facts
 from mlx_snapkv.demo.questions import question_prompt, token_counter
 from mlx_snapkv.evals.asking import FULL, KEYS, KNOWN, LATER, Paper, Question, Way, run
-from mlx_snapkv.evals.results import Results
+from mlx_snapkv.evals.results import Record, Results
 from mlx_snapkv.evals.score_tables import summarise
 from mlx_snapkv.evals.suite import MAX_TOKENS, PAGE, QUESTION_TOKENS, Suite
 
@@ -59,11 +60,20 @@ def _equal(value: str, answer: str) -> float:
     return float(answer.strip() == value)
 
 
+class Made(list):
+    """A suite's papers, made once for all ways."""
+
+    def __init__(self, suite: Suite):
+        super().__init__(suite)
+        self.tokenizer = suite.tokenizer
+
+
 PARTS: dict[str, tuple[str, str, list[Line]]] = {
     "known": ("demo-tasks", KNOWN, lines(KNOWN)),
     "later": ("demo-tasks", LATER, lines(LATER)),
     "needles": ("demo", KNOWN, needles()),
-    "options": ("demo-tasks", KNOWN, options()),
+    "options": ("demo-tasks", KNOWN, snapkv_options()),
+    "kernels": ("demo-tasks", LATER, keydiff_kernels()),
 }
 
 
@@ -73,31 +83,43 @@ def papers(model: str, tokenizer) -> Suite:
     return Suite(tokenizer, TASKS, [LENGTH], DOCUMENTS, QUESTIONS, SEED)
 
 
-def measure(part: str, folder: Path, wanted: float) -> Iterator[dict[str, Any]]:
-    """A JSON object a cell, the full cache's first; a cell not asked in full before the time `wanted` has none."""
+def measure(part: str, folder: Path, until: float) -> Iterator[dict[str, Any]]:
+    """A JSON object a cell, the full cache's first; after the time `until` only of what was asked in full before."""
     name, setting, listed = PARTS[part]
     model, tokenizer = load_model(name)
-    asked = papers(name, tokenizer)
-    fixed = {**asked.setting(), "model": name, "mlx-snapkv": __version__}
+    suite = papers(name, tokenizer)
+    asked = Made(suite)
+    fixed = {**suite.setting(), "model": name, "mlx-snapkv": __version__}
     results = Results(fixed, folder / f"{name}-{setting}.jsonl", KEYS)
     cells = [("full cache", 1, Way(FULL))]
     cells += [(line.name, share, line.way(share)) for share, line in by_share(listed)]
-    records = []
+    records: dict[str, list[Record]] = {}
     for line, share, way in cells:
-        if time.time() < wanted or complete(asked, way, setting, results):
-            records += run(model, asked, [way], [setting], results)
+        if time.time() < until or complete(asked, way, setting, results):
+            records[way.name] = run(model, asked, [way], [setting], results)
             print(f"{part}: {line}, 1/{share}", flush=True)
-    found = {summary["way"]: summary for summary in summarise(records, PAGE)}
+    base = listed[0]
     for line, share, way in cells:
-        if way.name in found:
-            yield {"part": part, "model": name, "line": line, "share": share, **found[way.name]}
+        if own := records.get(way.name):
+            row = {"part": part, "model": name, "line": line, "share": share, "base": base.name}
+            row |= compared(own, records[FULL])
+            if share in base.shares and line != base.name:
+                reference = records.get(base.way(share).name)
+                row["to_base"] = reference and compared(own, reference)["difference"]
+            yield row
+
+
+def compared(own: list[Record], reference: list[Record]) -> dict[str, Any]:
+    """What tables tell of these answers, with their difference to the others."""
+    others = [record | {"way": FULL} for record in reference if own is not reference]
+    return next(s for s in summarise([*others, *own], PAGE) if s["way"] == own[0]["way"])
 
 
 def by_share(listed: Sequence[Line]) -> list[tuple[int, Line]]:
     return [(share, line) for line in listed for share in line.shares]
 
 
-def complete(asked: Suite, way: Way, setting: str, results: Results) -> bool:
+def complete(asked: Made, way: Way, setting: str, results: Results) -> bool:
     """Whether all questions have been answered in this way."""
     for place, paper in asked:
         here = {"way": way.name, "setting": setting, **place}
@@ -111,7 +133,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "quality", help="without its suffix")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "quality", help="without its suffix"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="ask nothing new after so many"
@@ -119,8 +143,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "quality")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    wanted = time.time() + 60 * args.minutes
-    rows = [row for part in args.only for row in measure(part, args.folder, wanted)]
+    until = time.time() + 60 * args.minutes
+    rows = [row for part in args.only for row in measure(part, args.folder, until)]
     result = {
         **about("measure_quality.py", *sys.argv[1:]),
         "versions": mlx_versions(),
@@ -128,7 +152,6 @@ def main() -> None:
         "tasks": TASKS,
         "rows": rows,
     }
-    from quality_page import page, write_plot
     write(args.out, result, page(result))
     write_plot(result, args.out.with_suffix(".png"))
     print(page(result))

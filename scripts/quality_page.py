@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from quality_plot import write_plot
-from quality_words import HOW, INTRO, LEFT_OUT, NEEDLES, OPTIONS, SETTINGS
+from quality_words import HOW, INTRO, KERNELS, LEFT_OUT, NEEDLES, OPTIONS, SETTINGS
 from results_page import ROOT, table, written_by
 
 from mlx_snapkv.engine.report import format_bytes
@@ -43,6 +43,7 @@ def page(result: dict[str, Any]) -> str:
         text += "".join(_by_share(parts[setting], f"question {setting}"))
     text += "\n" + NEEDLES.format(**words) + "".join(_by_share(parts["needles"], "six digits"))
     text += "\n" + OPTIONS.format(**words) + _table(parts["options"])
+    text += "\n" + KERNELS.format(**words) + "".join(_by_share(parts["kernels"], "KeyDiff"))
     return text + "\n" + LEFT_OUT.format(**words)
 
 
@@ -58,21 +59,25 @@ def _by_share(rows: Rows, what: str) -> list[str]:
 
 
 def _table(rows: Rows) -> str:
-    """A row a way; scores by task where there are several."""
+    """A row a way, the best first; scores by task where there are several."""
+    rows = [rows[0], *sorted(rows[1:], key=lambda row: -row["score"])]
     tasks = list(rows[0]["by_task"])
     tasks = tasks if len(tasks) > 1 else []
-    header = ["way", "n", "right", "against the full cache", "entries", "KV memory", *tasks]
+    header = ["way", "n", "right", "against the full cache", f"against {rows[0]['base']}"]
+    header += ["entries", "KV memory", *tasks]
     return "\n" + "\n".join(table(header, [_cells(row, tasks) for row in rows])) + "\n"
 
 
 def _cells(row: dict[str, Any], tasks: list[str]) -> list[str]:
     full = row["line"] == FULL
+    base = row.get("to_base")
     stored = f", {format_bytes(row['file_bytes'])} on disk" if row["file_bytes"] else ""
     return [
         row["line"],
         str(row["asked"]),
         f"{row['score']:.2f}",
         "" if full else Difference(**row["difference"]).told(),
+        Difference(**base).told() if base else "",
         "all" if row["entries"] is None else f"{row['entries']:,}",
         format_bytes(row["kv_bytes"]) + stored,
         *(f"{row['by_task'][task]:.2f}" for task in tasks),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_snapkv.evals.asking import KNOWN, LATER, Way
+from mlx_snapkv.evals.asking import KNOWN, Way
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
 N_SINK, N_WINDOW, BLOCK = 4, 32, 256
-SHARES = {KNOWN: (8, 16, 32), LATER: (4, 8, 16)}  # one entry in so many is kept
 SIZE = f"n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0"  # SnapKV's, larger by default than these budgets
 
 SNAPKV = "snapkv:budget={share}%," + SIZE
 ADAPTIVE = "snapkv:budget=adaptive:{share}%," + SIZE
+CRITICAL = SNAPKV + ",critical=true"
 KEYDIFF = f"keydiff:budget={{share}}%,block={BLOCK}"
 TWO_STAGES = f"keydiff:budget={{wide}}%,block={BLOCK} then {SNAPKV}"
 BOOK = f"{KEYDIFF} then {SNAPKV}"
@@ -39,23 +39,6 @@ class Line:
         return Way(f"{self.name}, 1/{share}", resolve_policy(policy=text), self.options)
 
 
-def variants(shares: tuple[int, ...]) -> list[Line]:
-    """SnapKV as it is by default, and its two other ways to share out or rank."""
-    return [
-        Line("snapkv", SNAPKV, shares),
-        Line("snapkv, adaptive", ADAPTIVE, shares),
-        Line("snapkv, critical", SNAPKV + ",critical=true", shares),
-        Line("snapkv, adaptive and critical", ADAPTIVE + ",critical=true", shares),
-    ]
-
-
-def keydiffs(shares: tuple[int, ...]) -> list[Line]:
-    return [
-        Line("keydiff", KEYDIFF, shares),
-        Line("keydiff, pool_kernel=5", KEYDIFF + ",pool_kernel=5", shares),
-    ]
-
-
 def controls(share: int) -> list[Line]:
     """All other policies, which score the whole prompt at once, at one budget."""
     told = {"snapkv", "keydiff", "kvzip"}
@@ -66,57 +49,72 @@ def controls(share: int) -> list[Line]:
     ]
 
 
-def recalling(shares: tuple[int, ...] = (16, 32)) -> list[Line]:
-    """Every entry stays available."""
-    unsure = {"memory": "recall", "verify": "unsure"}
-    return [
-        Line("snapkv, recall", SNAPKV, shares, {"memory": "recall"}),
-        Line("snapkv, recall, unsure", SNAPKV, shares, unsure),
-        Line("book, unsure", BOOK, shares, unsure | {"memory": "recall:file"}),
-    ]
-
-
 def lines(setting: str) -> list[Line]:
-    """The lines of a setting, as its tables list them; those that matter most first."""
-    shares = SHARES[setting]
+    """The lines of a setting in the order in which they are asked: what matters most and costs least first."""
+    unsure = {"memory": "recall", "verify": "unsure"}
+    snapkv_unsure = Line("snapkv, recall, unsure", SNAPKV, (16, 32), unsure)
+    book = Line("book, unsure", BOOK, (16,), unsure | {"memory": "recall:file"})
     if setting == KNOWN:
-        stages = Line("keydiff then snapkv", TWO_STAGES, shares)
-        return [*variants(shares), *keydiffs(shares), stages, *recalling(), *controls(shares[0])]
-    kvzip = "kvzip:budget={share}%"
-    zips = [
-        Line("kvzip, adaptive", kvzip.replace("=", "=adaptive:"), shares),
-        Line("kvzip", kvzip, shares[:2]),
+        return [
+            Line("snapkv", SNAPKV, (8, 16, 32)),
+            Line("snapkv, adaptive", ADAPTIVE, (8, 16, 32)),
+            Line("snapkv, critical", CRITICAL, (16, 32)),
+            Line("snapkv, adaptive and critical", ADAPTIVE + ",critical=true", (16, 32)),
+            snapkv_unsure,
+            Line("keydiff then snapkv", TWO_STAGES, (8, 16)),
+            Line("keydiff, pool_kernel=5", KEYDIFF + ",pool_kernel=5", (8, 16)),
+            Line("keydiff", KEYDIFF, (8, 16)),
+            book,
+            *controls(8),
+        ]
+    return [
+        Line("keydiff", KEYDIFF, (4, 8, 16)),
+        Line("keydiff, pool_kernel=5", KEYDIFF + ",pool_kernel=5", (4, 8, 16)),
+        Line("snapkv", SNAPKV, (4, 8, 16)),
+        Line("snapkv, recall", SNAPKV, (16, 32), {"memory": "recall"}),
+        snapkv_unsure,
+        book,
+        Line("kvzip, adaptive", "kvzip:budget=adaptive:{share}%", (4, 8)),
+        *controls(4),
+        Line("kvzip", "kvzip:budget={share}%", (4, 8)),
     ]
-    snapkv = Line("snapkv", SNAPKV, shares)
-    return [*keydiffs(shares), *zips, snapkv, *recalling(), *controls(shares[0])]
 
 
 # What SnapKV's options are worth, the question known; the first line is the default.
-OPTIONS = [
+OPTIONS = (
     "",
     "lookahead=0",
     "lookahead=8",
-    "pool_kernel=1",
     "pool_kernel=7",
     "pool_kernel=13",
     "pool_kernel=31",
-    "n_window=64",
     "heads=shared,last_token=false",
-]
-OPTIONS_SHARE = 16
+)
+KERNELS = (1, 3, 5, 9, 15)  # KeyDiff's, 1 being none, the default
 
 
-def options() -> list[Line]:
+def snapkv_options() -> list[Line]:
     """SnapKV with one option changed at a time."""
     found = []
     for text in OPTIONS:
-        policy = SNAPKV if not text.startswith("n_window") else SNAPKV.replace("n_window=32,", "")
-        policy += "," + text if text else ""
-        found.append(Line(f"snapkv, {text}" if text else "snapkv", policy, (OPTIONS_SHARE,)))
+        name = f"snapkv, {text}" if text else "snapkv"
+        found.append(Line(name, f"{SNAPKV},{text}".rstrip(","), (16,)))
     return found
+
+
+def keydiff_kernels() -> list[Line]:
+    """KeyDiff with its scores averaged over fewer and more neighbours."""
+    return [
+        Line(
+            f"keydiff, pool_kernel={kernel}" if kernel > 1 else "keydiff",
+            f"{KEYDIFF},pool_kernel={kernel}",
+            (8, 16),
+        )
+        for kernel in KERNELS
+    ]
 
 
 def needles() -> list[Line]:
     """What the selection alone is worth, for values longer than what it keeps around each vote."""
-    chosen = variants((16, 32))[:3]
-    return [Line(line.name, line.policy + ",lookahead=0", line.shares) for line in chosen]
+    ways = {"snapkv": SNAPKV, "snapkv, adaptive": ADAPTIVE, "snapkv, critical": CRITICAL}
+    return [Line(name, policy + ",lookahead=0", (16, 32)) for name, policy in ways.items()]
