@@ -103,6 +103,7 @@ def measure(part: str, folder: Path, until: float) -> Iterator[dict[str, Any]]:
         if own := records.get(way.name):
             row = {"part": part, "model": name, "line": line, "share": share, "base": base.name}
             row |= compared(own, records[FULL])
+            del row["first_seconds"], row["selection_seconds"]  # no timing on a busy machine
             if share in base.shares and line != base.name:
                 reference = records.get(base.way(share).name)
                 row["to_base"] = reference and compared(own, reference)["difference"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from quality_plot import write_plot
 from quality_words import HOW, INTRO, KERNELS, LEFT_OUT, NEEDLES, OPTIONS, SETTINGS
+from quality_ways import controls
 from results_page import ROOT, table, written_by
 
 from mlx_snapkv.engine.report import format_bytes
@@ -37,6 +38,7 @@ def page(result: dict[str, Any]) -> str:
     asked = min(row["asked"] for row in result["rows"])
     known = {"written_by": written_by(result), "length": result["length"], "asked": asked}
     words = known | figures | {"tasks": ", ".join(f"*{task}*" for task in result["tasks"])}
+    words["others"] = f"{_best_control(result['rows']):.2f}"
     text = INTRO.format(**words) + HOW.format(**words)
     for setting in (KNOWN, LATER):
         text += "\n" + SETTINGS[setting].format(**words)
@@ -45,6 +47,12 @@ def page(result: dict[str, Any]) -> str:
     text += "\n" + OPTIONS.format(**words) + _table(parts["options"])
     text += "\n" + KERNELS.format(**words) + "".join(_by_share(parts["kernels"], "KeyDiff"))
     return text + "\n" + LEFT_OUT.format(**words)
+
+
+def _best_control(rows: Rows) -> float:
+    """The highest score of the policies that are asked only as controls."""
+    names = {line.name for line in controls(1)}
+    return max(row["score"] for row in rows if row["line"] in names)
 
 
 def _by_share(rows: Rows, what: str) -> list[str]:

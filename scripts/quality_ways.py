@@ -14,6 +14,7 @@ SNAPKV = "snapkv:budget={share}%," + SIZE
 ADAPTIVE = "snapkv:budget=adaptive:{share}%," + SIZE
 CRITICAL = SNAPKV + ",critical=true"
 KEYDIFF = f"keydiff:budget={{share}}%,block={BLOCK}"
+ONCE = "keydiff:budget=adaptive:{share}%,pool_kernel=5,schedule=once"
 TWO_STAGES = f"keydiff:budget={{wide}}%,block={BLOCK} then {SNAPKV}"
 BOOK = f"{KEYDIFF} then {SNAPKV}"
 
@@ -74,6 +75,7 @@ def lines(setting: str) -> list[Line]:
         Line("snapkv, recall", SNAPKV, (16, 32), {"memory": "recall"}),
         snapkv_unsure,
         book,
+        Line("keydiff, pool_kernel=5, once, adaptive", ONCE, (8, 16)),
         Line("kvzip, adaptive", "kvzip:budget=adaptive:{share}%", (4, 8)),
         *controls(4),
         Line("kvzip", "kvzip:budget={share}%", (4, 8)),

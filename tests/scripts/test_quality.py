@@ -110,9 +110,10 @@ def test_the_picture_has_a_curve_for_each_way_of_several_budgets(tmp_path):
     rows = [row(FULL, 1, 1.0, part=KNOWN), row("snapkv", 8, 0.9, part=KNOWN)]
     rows += [row("snapkv", 16, 0.5, part=KNOWN), row("tova", 8, 0.1, part=KNOWN)]
     axes = Figure().add_subplot()
-    quality_plot._panel(axes, KNOWN, rows)
+    quality_plot.panel(axes, KNOWN, rows, {"snapkv": ("red", "o")})
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert drawn == {FULL: [1, 1], "snapkv": [0.9, 0.5], "the other policies": [0.1]}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1/8", "1/16"]
     rows += [r | {"part": LATER} for r in rows]
     quality_plot.write_plot({"rows": rows, "length": 2048}, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 5000
