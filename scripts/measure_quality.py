@@ -3,14 +3,14 @@
     python scripts/measure_quality.py                    # writes docs/quality.json, .md and .png
 
 The tasks are those of `mlx-snapkv eval suite`, and six-digit codes on `demo`. Every answer is kept in build/quality/
-as it comes, and a later run goes on from there. With --only a part is asked; the page has what was asked in full.
+as it comes, and a later run goes on from there. With --only and --minutes less is asked; the page has what was asked in
+full by then.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -91,11 +91,11 @@ def measure(part: str, folder: Path, until: float) -> Iterator[dict[str, Any]]:
     asked = Made(suite)
     fixed = {**suite.setting(), "model": name, "mlx-snapkv": __version__}
     results = Results(fixed, folder / f"{name}-{setting}.jsonl", KEYS)
-    cells = [("full cache", 1, Way(FULL))]
+    cells = [(FULL, 1, Way(FULL))]
     cells += [(line.name, share, line.way(share)) for share, line in by_share(listed)]
     records: dict[str, list[Record]] = {}
     for line, share, way in cells:
-        if time.time() < until or complete(asked, way, setting, results):
+        if line == FULL or time.time() < until or complete(asked, way, setting, results):
             records[way.name] = run(model, asked, [way], [setting], results)
             print(f"{part}: {line}, 1/{share}", flush=True)
     base = listed[0]
@@ -145,9 +145,10 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     until = time.time() + 60 * args.minutes
-    rows = [row for part in args.only for row in measure(part, args.folder, until)]
+    ends = {part: until if part in args.only else 0 for part in PARTS}
+    rows = [row for part, end in ends.items() for row in measure(part, args.folder, end)]
     result = {
-        **about("measure_quality.py", *sys.argv[1:]),
+        **about("measure_quality.py"),
         "versions": mlx_versions(),
         "length": LENGTH,
         "tasks": TASKS,

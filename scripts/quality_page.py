@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from quality_plot import write_plot
-from quality_words import HOW, INTRO, KERNELS, LEFT_OUT, NEEDLES, OPTIONS, SETTINGS
 from quality_ways import controls
+from quality_words import HOW, INTRO, KERNELS, LEFT_OUT, NEEDLES, OPTIONS, SETTINGS
 from results_page import ROOT, table, written_by
 
 from mlx_snapkv.engine.report import format_bytes
@@ -27,7 +27,7 @@ class Figures:
         self._rows = {(FULL if r["line"] == FULL else r["way"]): r for r in rows}
 
     def __getitem__(self, way: str) -> str:
-        return f"{self._rows[way]['score']:.2f}"
+        return f"{self._rows[way]['score']:.2f}" if way in self._rows else "(not asked)"
 
 
 def page(result: dict[str, Any]) -> str:
@@ -52,7 +52,7 @@ def page(result: dict[str, Any]) -> str:
 def _best_control(rows: Rows) -> float:
     """The highest score of the policies that are asked only as controls."""
     names = {line.name for line in controls(1)}
-    return max(row["score"] for row in rows if row["line"] in names)
+    return max((row["score"] for row in rows if row["line"] in names), default=0.0)
 
 
 def _by_share(rows: Rows, what: str) -> list[str]:

@@ -14,19 +14,24 @@ a summary or an argument would be worth, nor that the order stays the same on a 
 
 ## Which policy for what
 
-- **One question at the end of a prompt that fits in memory**: `snapkv` with `budget=adaptive:...`. It has
-  {known[snapkv, adaptive, 1/8]} at 1/8 where equal budgets have {known[snapkv, 1/8]} (full cache {known[full cache]}), six-digit codes at 1/32
-  {needles[snapkv, adaptive, 1/32]} against {needles[snapkv, 1/32]}, and is nowhere worse. Single facts are found down to 1/32.
-- **Several facts, chains, or to be sure**: `--memory recall --verify unsure`, {known[snapkv, recall, unsure, 1/16]} at 1/16 where `snapkv` alone
-  has {known[snapkv, 1/16]}, and the same when the question comes later: {later[snapkv, recall, unsure, 1/16]}.
-- **Questions that nobody knows yet, nothing kept beside** (`cache-prompt`, a chat with `drop`): a quarter of the entries,
-  by `kvzip:budget=adaptive:25%` ({later[kvzip, adaptive, 1/4]}), which reads twice, or `keydiff:budget=25%` ({later[keydiff, 1/4]}). At 1/8 give KeyDiff
-  `pool_kernel=5`: {later[keydiff, pool_kernel=5, 1/8]} against {later[keydiff, 1/8]}. Never `snapkv`, {later[snapkv, 1/4]} at 1/4; at 1/16 nobody is good.
-- **A prompt too long for memory**: KeyDiff, pooled likewise; with `--memory recall:file --verify unsure` it forgets
-  nothing, {later[book, unsure, 1/16]} at 1/16 resident.
-- **Not `keydiff:budget=adaptive:...`**: its scores can't be compared between layers, {later[keydiff, pool_kernel=5, once, adaptive, 1/8]} at 1/8.
-- **`critical=true`**: no difference that could be told. **All others** are controls: none above {others} at the largest
-  budget it was asked at.
+- **One question at the end of a prompt that fits in memory**: `snapkv`, with `budget=adaptive:...`. At 1/8 it has
+  {known[snapkv, adaptive, 1/8]} where equal budgets have {known[snapkv, 1/8]} (full cache {known[full cache]}),
+  six-digit codes at 1/32 {needles[snapkv, adaptive, 1/32]} against {needles[snapkv, 1/32]}, and it is nowhere worse.
+  Single facts are found down to 1/32, chains and several facts are not.
+- **Several facts, chains, or to be sure**: `--memory recall --verify unsure`, at 1/16
+  {known[snapkv, recall, unsure, 1/16]} where `snapkv` alone has {known[snapkv, 1/16]}, and
+  {later[snapkv, recall, unsure, 1/16]} when the question comes later.
+- **Questions that nobody knows yet, nothing kept beside** (`cache-prompt`, a chat with `drop`): a quarter of the
+  entries, by `kvzip:budget=adaptive:25%`, {later[kvzip, adaptive, 1/4]}, which reads the text twice, or KeyDiff,
+  {later[keydiff, 1/4]}. At 1/8 give KeyDiff `pool_kernel=5`: {later[keydiff, pool_kernel=5, 1/8]} against
+  {later[keydiff, 1/8]}. Never `snapkv`, {later[snapkv, 1/4]} at 1/4. At 1/16 nothing is good without a memory.
+- **A prompt too long for memory**: `keydiff` with `pool_kernel=5`, the question known too
+  ({known[keydiff, pool_kernel=5, 1/8]} at 1/8). With `--memory recall:file --verify unsure` it forgets nothing:
+  {later[book, unsure, 1/16]} at 1/16 resident.
+- **Not `keydiff:budget=adaptive:...`**: its scores can't be compared between layers,
+  {later[keydiff, pool_kernel=5, once, adaptive, 1/8]} at 1/8.
+- **`critical=true`**: no difference that could be told. **All others** are controls: none finds more than {others}
+  at the largest budget it was asked at.
 """
 
 HOW = """
@@ -48,7 +53,8 @@ HOW = """
   block policies none. Codes have 4 to 10 tokens, several facts and chains 20 to 40.
 - With `recall` every entry stays available, and `unsure` lets doubtful tokens vote again over all of them. A book has
   as many entries in memory as the others, besides a block of 256 while it reads, and all in a file.
-- *Entries* are the largest layer's, KV memory is all that is held in memory when the answer is done. Times are left out: the machine was not idle.
+- *Entries* are those of the layer that keeps most, KV memory is all that is held in memory when the answer is done.
+  Times are left out: the machine was not idle.
 """
 
 SETTINGS = {
