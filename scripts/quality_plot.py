@@ -10,18 +10,9 @@ from quality_ways import controls
 from mlx_snapkv.evals.asking import FULL, KNOWN, LATER
 from mlx_snapkv.reporting.ownership import PNG_METADATA
 
-COLORS = (
-    "#dd4b45",
-    "#0b2a6b",
-    "#5a9bd4",
-    "#e39b3b",
-    "#3d8b5f",
-    "#8a5fb0",
-    "#7a5c44",
-    "#d169a8",
-    "#222222",
-)
-MARKERS = "osDv^P*Xd"
+COLORS = ("#dd4b45", "#0b2a6b", "#5a9bd4", "#e39b3b", "#3d8b5f", "#8a5fb0", "#7a5c44")
+COLORS += ("#d169a8", "#222222", "#8fb339", "#16a3a3", "#b8860b", "#a00040")
+MARKERS = "osDv^P*XdphH<"
 APART = 0.012  # of curves at one budget, as a factor
 Styles = dict[str, tuple[str, str]]  # color and mark of each line
 

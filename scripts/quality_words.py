@@ -24,14 +24,15 @@ a summary or an argument would be worth, nor that the order stays the same on a 
 - **Questions that nobody knows yet, nothing kept beside** (`cache-prompt`, a chat with `drop`): a quarter of the
   entries, by `kvzip:budget=adaptive:25%`, {later[kvzip, adaptive, 1/4]}, which reads the text twice, or KeyDiff,
   {later[keydiff, 1/4]}. At 1/8 give KeyDiff `pool_kernel=5`: {later[keydiff, pool_kernel=5, 1/8]} against
-  {later[keydiff, 1/8]}. Never `snapkv`, {later[snapkv, 1/4]} at 1/4. At 1/16 nothing is good without a memory.
+  {later[keydiff, 1/8]}; as good as `kvzip`, {later[kvzip, adaptive, 1/8]}, which needs `adaptive` there
+  ({later[kvzip, 1/8]} without). Never `snapkv`, {later[snapkv, 1/4]} at 1/4. At 1/16 nothing is good without a memory.
 - **A prompt too long for memory**: `keydiff` with `pool_kernel=5`, the question known too
   ({known[keydiff, pool_kernel=5, 1/8]} at 1/8). With `--memory recall:file --verify unsure` it forgets nothing:
   {later[book, unsure, 1/16]} at 1/16 resident.
 - **Not `keydiff:budget=adaptive:...`**: its scores can't be compared between layers,
   {later[keydiff, pool_kernel=5, once, adaptive, 1/8]} at 1/8.
-- **`critical=true`**: no difference that could be told. **All others** are controls: none finds more than {others}
-  at the largest budget it was asked at.
+- **`critical=true`**: no difference that could be told, with `adaptive` or without.
+- **All others** are controls: none finds more than {others} at the largest budget it was asked at.
 """
 
 HOW = """
@@ -87,7 +88,8 @@ LEFT_OUT = """\
 
 - Real checkpoints, contexts above {length:,} tokens, and the hybrid model `demo-qwen3-next`.
 - *Two-links*, which is like *three-links*.
-- At smaller budgets, the controls (dots in the picture), which find little as it is.
+- The controls (crosses in the picture) at smaller budgets, and most of them with the question known: a few questions
+  tried with 1/8 of the entries found next to nothing.
 - `kvzip` with the question known, since it asks nothing of the question, and at 1/16.
 - Pyramids, `mass`, `verify=all` (the full cache's answers by construction: [answers.md](answers.md)) and fewer bits
   ([kv-bits.md](kv-bits.md)).
