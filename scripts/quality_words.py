@@ -16,8 +16,8 @@ a summary or an argument would be worth, nor that the order stays the same on a 
 
 - **One question at the end of a prompt that fits in memory**: `snapkv`, with `budget=adaptive:...`. At 1/8 it has
   {known[snapkv, adaptive, 1/8]} where equal budgets have {known[snapkv, 1/8]} (full cache {known[full cache]}),
-  six-digit codes at 1/32 {needles[snapkv, adaptive, 1/32]} against {needles[snapkv, 1/32]}, and in the mean it is nowhere worse.
-  Single facts are found down to 1/32, chains and several facts are not.
+  six-digit codes at 1/32 {needles[snapkv, adaptive, 1/32]} against {needles[snapkv, 1/32]}, and nowhere is the
+  mean worse. Single facts are found down to 1/32, chains and several facts are not.
 - **Several facts, chains, or to be sure**: `--memory recall --verify unsure`, at 1/16
   {known[snapkv, recall, unsure, 1/16]} where `snapkv` alone has {known[snapkv, 1/16]}, and
   {later[snapkv, recall, unsure, 1/16]} when the question comes later.
@@ -73,8 +73,9 @@ digit but the first is decoded on all entries, so this is what the selection alo
 OPTIONS = """\
 ## SnapKV's options
 
-One option changed at a time, but for the last row, 1/16 of the entries, the question known. `snapkv` has the defaults,
-`lookahead=4,pool_kernel=21`; `heads=shared,last_token=false`, which also means `lookahead=0`, is the way of the pull request that this grew from.
+One option changed at a time, 1/16 of the entries, the question known. `snapkv` has the defaults,
+`lookahead=4,pool_kernel=21`; `heads=shared,last_token=false`, with no `lookahead`
+either, is the way of the pull request that this grew from.
 """
 
 KERNELS = """\
