@@ -49,8 +49,7 @@ bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; wr
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py
 
-eval: $(VENV)/.installed ## are facts still found? every policy and way to vote; writes docs/quality, defaults, kv-bits, answers, book (three hours)
-	$(RUN) scripts/measure_defaults.py
+eval: $(VENV)/.installed ## are facts still found? every policy, the question known or later; writes docs/quality, kv-bits, answers, book (three hours)
 	$(RUN) scripts/measure_quality.py
 	$(RUN) scripts/measure_kv_bits.py
 	$(RUN) scripts/measure_answers.py

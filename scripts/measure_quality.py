@@ -1,114 +1,161 @@
-"""Facts found with every policy, under both schedules and at several budgets, on both embedded models.
+"""What every policy still answers, the question known when compressing or coming later: docs/quality.md.
 
-    python scripts/measure_quality.py                    # writes docs/quality.json and docs/quality.md
+    python scripts/measure_quality.py                    # writes docs/quality.json, .md and .png
 
-Every answer is kept in build/quality/ as it comes, and a later run goes on from there. Each cell's documents are
-those of `mlx-snapkv eval needle --needles 4`, with fixed seeds.
+The tasks are those of `mlx-snapkv eval suite`, and six-digit codes on `demo`. Every answer is kept in build/quality/
+as it comes, and a later run goes on from there. With --only and --minutes less is asked; the page has what was asked in
+full by then.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quality_page import page
-from results_page import ROOT, about, mlx_versions, shared_options, write
+from quality_page import page, write_plot
+from quality_ways import Line, keydiff_kernels, lines, needles, snapkv_options
+from results_page import ROOT, about, mlx_versions, write
 
 from mlx_snapkv import __version__
-from mlx_snapkv.cli.asking import BATCH_SIZE
+from mlx_snapkv.chat.common_prefix import common_prefix
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.evals.grid import cells
-from mlx_snapkv.evals.needle import Needle
-from mlx_snapkv.evals.results import Results
-from mlx_snapkv.evals.run import FULL, check, contenders, run
-from mlx_snapkv.evals.summary import summarise
-from mlx_snapkv.policies import POLICIES
+from mlx_snapkv.demo.documents import make_document, make_facts
+from mlx_snapkv.demo.questions import question_prompt, token_counter
+from mlx_snapkv.evals.asking import FULL, KEYS, KNOWN, LATER, Paper, Question, Way, run
+from mlx_snapkv.evals.results import Record, Results
+from mlx_snapkv.evals.score_tables import summarise
+from mlx_snapkv.evals.suite import MAX_TOKENS, PAGE, QUESTION_TOKENS, Suite
 
-SEED, NEEDLES, DEPTHS = 7_000_000, 4, 5
-SHARES = (4, 8, 16, 32)  # one entry in so many is kept
-BLOCK = 256  # tokens read at a time under schedule=block
-N_SINK, N_WINDOW = 4, 32  # SnapKV's, whose defaults are larger than these budgets
-SLACK = 64  # tokens that a prompt may be shorter than its length
-
-
-def ways(share: int, length: int) -> dict[tuple[str, str], str]:
-    """The policies to measure at a budget, by (policy, schedule) as the page lists them."""
-    budget = f"budget={100 / share:g}%"
-    n_window = min(N_WINDOW, (length - SLACK) // share // 2)
-    size = f"n_sink={N_SINK},n_window={n_window},obs_window={n_window},min_ctx=0"
-    found = {}
-    for schedule in ("once", "block"):
-        for name, cls in POLICIES.items():
-            if schedule not in cls.schedules:
-                continue
-            options = [budget, f"schedule={schedule}"]
-            options += [f"block={BLOCK}"] if schedule == "block" else []
-            options += [size, "lookahead=0"] if name == "snapkv" else []
-            found[name, schedule] = f"{name}:{','.join(options)}"
-    found["snapkv, lookahead=4", "once"] = f"snapkv:{budget},{size},lookahead=4"
-    prefill = f"keydiff:budget={min(50, 400 / share):g}%,block={BLOCK}"
-    decode = f"snapkv:{budget},{size},lookahead=0"
-    found["keydiff, then snapkv", "block, then once"] = f"{prefill} then {decode}"
-    return found
+SEED, LENGTH = 7_000_000, 2048
+TASKS = ("single", "look-alikes", "overwritten", "several", "three-links")
+DOCUMENTS, QUESTIONS = 5, 4  # documents of each task, questions about each
+NEEDLE_DOCUMENTS, NEEDLES = 25, 4
 
 
-def measure(
-    name: str, length: int, shares: Sequence[int], questions: int, folder: Path
-) -> list[dict[str, Any]]:
-    """A JSON object a way and share: right answers, entries and bytes; the full cache first, with share 1."""
+class SixDigits(Suite):
+    """Access codes of six digits, all of one document asked for."""
+
+    def setting(self) -> dict[str, Any]:
+        return {"task": "six digits", "seed": self.seed}
+
+    def paper(self, task: str, length: int, document: int) -> Paper:
+        rng = random.Random(f"{self.seed} {task} {length} {document}")
+        facts = make_facts(rng, self.n_questions, attributes=["access code"])
+        count = token_counter(self.tokenizer)
+        text = make_document(rng, facts, length - QUESTION_TOKENS, count)
+        prompts = [question_prompt(self.tokenizer, text, fact.question) for fact in facts]
+        asked = [
+            Question(prompt, fact.value, partial(_equal, fact.value), MAX_TOKENS)
+            for prompt, fact in zip(prompts, facts)
+        ]
+        return Paper(asked, common_prefix(prompts))
+
+
+def _equal(value: str, answer: str) -> float:
+    return float(answer.strip() == value)
+
+
+class Made(list):
+    """A suite's papers, made once for all ways."""
+
+    def __init__(self, suite: Suite):
+        super().__init__(suite)
+        self.tokenizer = suite.tokenizer
+
+
+PARTS: dict[str, tuple[str, str, list[Line]]] = {
+    "known": ("demo-tasks", KNOWN, lines(KNOWN)),
+    "later": ("demo-tasks", LATER, lines(LATER)),
+    "needles": ("demo", KNOWN, needles()),
+    "options": ("demo-tasks", KNOWN, snapkv_options()),
+    "kernels": ("demo-tasks", LATER, keydiff_kernels()),
+}
+
+
+def papers(model: str, tokenizer) -> Suite:
+    if model == "demo":
+        return SixDigits(tokenizer, ["six digits"], [LENGTH], NEEDLE_DOCUMENTS, NEEDLES, SEED)
+    return Suite(tokenizer, TASKS, [LENGTH], DOCUMENTS, QUESTIONS, SEED)
+
+
+def measure(part: str, folder: Path, until: float) -> Iterator[dict[str, Any]]:
+    """A JSON object a cell, the full cache's first; after the time `until` only of what was asked in full before."""
+    name, setting, listed = PARTS[part]
     model, tokenizer = load_model(name)
-    task = Needle(tokenizer, SEED, NEEDLES)
-    grid = cells([length], DEPTHS, questions)
-    listed = [(share, way, text) for share in shares for way, text in ways(share, length).items()]
-    names = [next(n for n in contenders([text]) if n != FULL) for _, _, text in listed]
-    chosen = contenders([text for _, _, text in listed])
-    check(model, chosen, [length - SLACK, length])
-    fixed = {**task.setting(), "model": name, "mlx-snapkv": __version__}
-    results = Results(fixed, folder / f"{name}-{length}.jsonl")
-    total = len(grid) * len(chosen)
-    done = sum(
-        results.get({"policy": n, **vars(cell)}) is not None for cell in grid for n in chosen
-    )
+    suite = papers(name, tokenizer)
+    asked = Made(suite)
+    fixed = {**suite.setting(), "model": name, "mlx-snapkv": __version__}
+    results = Results(fixed, folder / f"{name}-{setting}.jsonl", KEYS)
+    cells = [(FULL, 1, Way(FULL))]
+    cells += [(line.name, share, line.way(share)) for share, line in by_share(listed)]
+    records: dict[str, list[Record]] = {}
+    for line, share, way in cells:
+        if line == FULL or time.time() < until or complete(asked, way, setting, results):
+            records[way.name] = run(model, asked, [way], [setting], results)
+            print(f"{part}: {line}, 1/{share}", flush=True)
+    base = listed[0]
+    for line, share, way in cells:
+        if own := records.get(way.name):
+            row = {"part": part, "model": name, "line": line, "share": share, "base": base.name}
+            row |= compared(own, records[FULL])
+            del row["first_seconds"], row["selection_seconds"]  # no timing on a busy machine
+            if share in base.shares and line != base.name:
+                reference = records.get(base.way(share).name)
+                row["to_base"] = reference and compared(own, reference)["difference"]
+            yield row
 
-    def on_answer() -> None:
-        nonlocal done
-        done += 1
-        print(f"{name}, {length} tokens: {done}/{total}", end="\r", flush=True)
 
-    given = tokenizer, task, grid, chosen, results, on_answer
-    records = run(model, *given, batch_size=BATCH_SIZE)
-    print()
-    found = {summary["policy"]: summary for summary in summarise(records)}
-    rows = [{"way": FULL, "schedule": "", "share": 1, **found[FULL]}]
-    for (share, (way, schedule), _), policy in zip(listed, names):
-        rows.append({"way": way, "schedule": schedule, "share": share, **found[policy]})
-    return [{"model": name, **row} for row in rows]
+def compared(own: list[Record], reference: list[Record]) -> dict[str, Any]:
+    """What tables tell of these answers, with their difference to the others."""
+    others = [record | {"way": FULL} for record in reference if own is not reference]
+    return next(s for s in summarise([*others, *own], PAGE) if s["way"] == own[0]["way"])
+
+
+def by_share(listed: Sequence[Line]) -> list[tuple[int, Line]]:
+    return [(share, line) for line in listed for share in line.shares]
+
+
+def complete(asked: Made, way: Way, setting: str, results: Results) -> bool:
+    """Whether all questions have been answered in this way."""
+    for place, paper in asked:
+        here = {"way": way.name, "setting": setting, **place}
+        for i in range(len(paper.questions)):
+            if results.get(here | {"question": i}) is None:
+                return False
+    return True
 
 
 def main() -> None:
-    parser = shared_options(__doc__, "quality")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
-    parser.add_argument("--shares", type=int, nargs="+", default=SHARES)
-    parser.add_argument("--questions", type=int, default=4, help="asked at each depth")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "quality", help="without its suffix"
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="ask nothing new after so many"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "quality")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for name in args.models:
-        for length in args.lengths:
-            rows += measure(name, length, args.shares, args.questions, args.folder)
+    until = time.time() + 60 * args.minutes
+    ends = {part: until if part in args.only else 0 for part in PARTS}
+    rows = [row for part, end in ends.items() for row in measure(part, args.folder, end)]
     result = {
-        **about("measure_quality.py", *sys.argv[1:]),
+        **about("measure_quality.py"),
         "versions": mlx_versions(),
-        "block": BLOCK,
-        "depths": DEPTHS,
-        "needles": NEEDLES,
-        "questions": args.questions,
+        "length": LENGTH,
+        "tasks": TASKS,
         "rows": rows,
     }
     write(args.out, result, page(result))
+    write_plot(result, args.out.with_suffix(".png"))
     print(page(result))
 
 

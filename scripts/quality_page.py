@@ -1,59 +1,103 @@
-"""docs/quality.md, written from docs/quality.json."""
+"""docs/quality.md, written from docs/quality.json.
+
+python scripts/quality_page.py                         # writes docs/quality.md and .png again
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from results_page import written_by
+from quality_plot import write_plot
+from quality_ways import controls
+from quality_words import HOW, INTRO, KERNELS, LEFT_OUT, NEEDLES, OPTIONS, SETTINGS
+from results_page import ROOT, table, written_by
 
-PAGE = """# What each policy finds
+from mlx_snapkv.engine.report import format_bytes
+from mlx_snapkv.evals.asking import FULL, KNOWN, LATER
+from mlx_snapkv.evals.paired import Difference
 
-{written_by}
+Rows = list[dict[str, Any]]
 
-Facts with values of several tokens are hidden in a document, {needles} in each, and one is asked for at the end, the
-one at a depth of 0 to 100%: {depths} depths, {questions} questions at each. A figure is the share of exact answers,
-of {asked}. The documents are those of `mlx-snapkv eval needle`, the same for all policies.
 
-- The budget is a share of the prompt's entries, kept per KV head. `once` reads the whole prompt first; `block` evicts
-  after every {block} tokens, and goes on while the answer is decoded.
-- Under `once` the first two answer tokens are decoded on all entries, with `lookahead=4` the first five. Values have
-  3 to 8 tokens, so that row shows SnapKV's default as it is used, not what its selection alone is worth.
-- Two stages: KeyDiff reads within four times the entries that SnapKV then keeps (half of the prompt at most).
-- All other options are the defaults, but for SnapKV's sink and recent window, which are larger than these budgets.
-"""
+class Figures:
+    """Figures of the results as the words ask for them, such as `{known[snapkv, 1/16]}`."""
+
+    def __init__(self, rows: Rows):
+        self._rows = {(FULL if r["line"] == FULL else r["way"]): r for r in rows}
+
+    def __getitem__(self, way: str) -> str:
+        return f"{self._rows[way]['score']:.2f}" if way in self._rows else "(not asked)"
 
 
 def page(result: dict[str, Any]) -> str:
-    """The page: a table for each model and length."""
-    asked = result["depths"] * result["questions"]
-    text = PAGE.format(**result, written_by=written_by(result), asked=asked)
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    parts: dict[str, Rows] = {}
     for row in result["rows"]:
-        groups.setdefault((row["model"], row["length"]), []).append(row)
-    for (model, length), rows in groups.items():
-        text += f"\n## `{model}`, {length:,} tokens\n\n" + "\n".join(_table(rows)) + "\n"
-    return text
+        parts.setdefault(row["part"], []).append(row)
+    figures = {part: Figures(rows) for part, rows in parts.items()}
+    asked = min(row["asked"] for row in result["rows"])
+    known = {"written_by": written_by(result), "length": result["length"], "asked": asked}
+    words = known | figures | {"tasks": ", ".join(f"*{task}*" for task in result["tasks"])}
+    words["others"] = f"{_best_control(result['rows']):.2f}"
+    text = INTRO.format(**words) + HOW.format(**words)
+    for setting in (KNOWN, LATER):
+        text += "\n" + SETTINGS[setting].format(**words)
+        text += "".join(_by_share(parts[setting], f"question {setting}"))
+    text += "\n" + NEEDLES.format(**words) + "".join(_by_share(parts["needles"], "six digits"))
+    text += "\n" + OPTIONS.format(**words) + _table(parts["options"])
+    text += "\n" + KERNELS.format(**words) + "".join(_by_share(parts["kernels"], "KeyDiff"))
+    return text + "\n" + LEFT_OUT.format(**words)
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _best_control(rows: Rows) -> float:
+    """The highest score of the policies that are asked only as controls."""
+    names = {line.name for line in controls(1)}
+    return max((row["score"] for row in rows if row["line"] in names), default=0.0)
+
+
+def _by_share(rows: Rows, what: str) -> list[str]:
+    """A table for each budget."""
     full, *others = rows
     shares = sorted({row["share"] for row in others})
-    lines = [
-        f"Full cache: {_figure(full)}.",
-        "",
-        "| policy | schedule | "
-        + " | ".join(f"1/{share} of the entries" for share in shares)
-        + " |",
-        "| --- | --- |" + " ---: |" * len(shares),
+    return [
+        f"\n### 1/{share} of the entries, {what}\n"
+        + _table([full, *(row for row in others if row["share"] == share)])
+        for share in shares
     ]
-    found = {(row["way"], row["schedule"], row["share"]): row for row in others}
-    for way, schedule in dict.fromkeys((row["way"], row["schedule"]) for row in others):
-        figures = [_figure(found[way, schedule, share]) for share in shares]
-        lines.append(f"| {way} | {schedule} | " + " | ".join(figures) + " |")
-    return lines
 
 
-def _figure(row: dict[str, Any]) -> str:
-    if row["reason"] is not None:
-        return "not compressed"
-    return f"{row['right'] / row['asked']:.2f}"
+def _table(rows: Rows) -> str:
+    """A row a way, the best first; scores by task where there are several."""
+    rows = [rows[0], *sorted(rows[1:], key=lambda row: -row["score"])]
+    tasks = list(rows[0]["by_task"])
+    tasks = tasks if len(tasks) > 1 else []
+    header = ["way", "n", "right", "against the full cache", f"against {rows[0]['base']}"]
+    header += ["entries", "KV memory", *tasks]
+    return "\n" + "\n".join(table(header, [_cells(row, tasks) for row in rows])) + "\n"
+
+
+def _cells(row: dict[str, Any], tasks: list[str]) -> list[str]:
+    full = row["line"] == FULL
+    base = row.get("to_base")
+    stored = f", {format_bytes(row['file_bytes'])} on disk" if row["file_bytes"] else ""
+    return [
+        row["line"],
+        str(row["asked"]),
+        f"{row['score']:.2f}",
+        "" if full else Difference(**row["difference"]).told(),
+        Difference(**base).told() if base else "",
+        "all" if row["entries"] is None else f"{row['entries']:,}",
+        format_bytes(row["kv_bytes"]) + stored,
+        *(f"{row['by_task'][task]:.2f}" for task in tasks),
+    ]
+
+
+def main() -> None:
+    docs = ROOT / "docs"
+    result = json.loads((docs / "quality.json").read_text(encoding="utf-8"))
+    (docs / "quality.md").write_text(page(result), encoding="utf-8")
+    write_plot(result, docs / "quality.png")
+
+
+if __name__ == "__main__":
+    main()

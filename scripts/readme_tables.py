@@ -15,7 +15,11 @@ from mlx_snapkv.engine.report import format_bytes
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 # Which of the figures are shown.
-CONTEXT, LONG, SHARE, RESIDENT, DISTANCE = 32768, 16384, 16, 32, 1024
+CONTEXT, LONG, RESIDENT, DISTANCE = 32768, 16384, 32, 1024
+ASKED = [
+    ("known", 16, ("snapkv", "snapkv, recall, unsure")),
+    ("later", 4, ("keydiff", "kvzip, adaptive", "snapkv", "random")),
+]
 
 
 def filled(readme: str) -> str:
@@ -26,7 +30,7 @@ def filled(readme: str) -> str:
 
 def results() -> list[str]:
     """What was measured, as Markdown lines."""
-    rows = [*_speed(), *_bounded(), _facts(), _turns(), _book(), _bits(), _long_answers()]
+    rows = [*_speed(), *_bounded(), *_tasks(), _turns(), _book(), _bits(), _long_answers()]
     return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
 
 
@@ -80,17 +84,19 @@ def _bounded() -> list[tuple[str, ...]]:
     return [(what, *seconds, *source), ("peak memory then", *peaks, *source)]
 
 
-def _facts() -> tuple[str, ...]:
-    rows = [row for row in _load("quality")["rows"] if row["model"] == "demo"]
-    length = max(row["length"] for row in rows)
-    rows = [row for row in rows if row["length"] == length]
+def _tasks() -> list[tuple[str, ...]]:
+    result = _load("quality")
     shown = []
-    for way, schedule in (("snapkv", "once"), ("keydiff", "block"), ("streaming_llm", "block")):
-        row = _one(rows, way=way, schedule=schedule, share=SHARE)
-        shown.append(f"`{way}` {_right(row)}")
-    what = f"facts found in {length:,} tokens, 1/{SHARE} of the entries (`demo`)"
-    full = _right(_one(rows, way="full cache"))
-    return what, full, ", ".join(shown), *_source("quality", "make eval")
+    for setting, share, names in ASKED:
+        rows = [row for row in result["rows"] if row["part"] == setting]
+        told = [f"`{name}` {_one(rows, line=name, share=share)['score']:.2f}" for name in names]
+        what = (
+            f"{len(result['tasks'])} harder tasks, {result['length']:,} tokens, question {setting}"
+        )
+        what += f", 1/{share} of the entries (`demo-tasks`)"
+        full = f"{_one(rows, line='full cache')['score']:.2f}"
+        shown.append((what, full, ", ".join(told), *_source("quality", "make eval")))
+    return shown
 
 
 def _turns() -> tuple[str, ...]:

@@ -7,7 +7,6 @@ import pytest
 
 from scripts import (
     benchmark_long_answers,
-    measure_defaults,
     measure_kv_bits,
     measure_long_answers,
     measure_turns,
@@ -20,7 +19,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize(
     "name, script",
     [
-        ("defaults", measure_defaults),
         ("kv-bits", measure_kv_bits),
         ("turns", measure_turns),
         ("long-answers", measure_long_answers),

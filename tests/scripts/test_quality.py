@@ -1,64 +1,124 @@
+"""The page of all policies: what it measures, and that it is its result."""
+
 import json
 from pathlib import Path
 
 import pytest
 
-from mlx_snapkv.policies import POLICIES, resolve_policy
-from scripts.measure_quality import SHARES, SLACK, ways
-from scripts.quality_page import page
+from mlx_snapkv.evals.asking import FULL, KNOWN, LATER
+from mlx_snapkv.policies import POLICIES
+from scripts import measure_quality, quality_page, quality_plot, quality_ways
 
 DOCS = Path(__file__).parents[2] / "docs"
+N_SHORTEST, N_LAYERS = 1900, 4  # tokens of the shortest prompts
 
 
-@pytest.mark.parametrize("length", [1024, 2048, 4096])
-@pytest.mark.parametrize("share", SHARES)
-def test_every_policy_is_measured_under_both_schedules_and_has_room(share, length):
-    found = ways(share, length)
-    assert {(name, s) for name, cls in POLICIES.items() for s in cls.schedules} <= set(found)
-    for (_, schedule), text in found.items():
-        prefill_policy, decode_policy = resolve_policy(policy=text).stages
-        assert schedule.endswith(decode_policy.schedule)
-        assert schedule.startswith(prefill_policy.schedule)
-        assert decode_policy.quotas(length, 3)[0].entries == length // share
-        resolve_policy(policy=text).prefill_quotas(length - SLACK, 3)
+def ways(part):
+    _, _, listed = measure_quality.PARTS[part]
+    return [(share, line.way(share)) for share, line in measure_quality.by_share(listed)]
 
 
-def row(way, schedule, share, right, reason=None):
+def test_every_policy_is_measured():
+    asked = {way.policy.stages[0].name for part in (KNOWN, LATER) for _, way in ways(part)}
+    assert asked == set(POLICIES)
+
+
+@pytest.mark.parametrize("part", measure_quality.PARTS)
+def test_every_way_has_its_budget_and_room(part):
+    for share, way in ways(part):
+        prefill_policy, decode_policy = way.policy.stages
+        prefill_policy.prefill_quotas(N_SHORTEST, N_LAYERS)
+        quotas = decode_policy.quotas(2048, N_LAYERS)
+        assert {quota.entries for quota in quotas} == {2048 // share}
+    names = [way.name for _, way in ways(part)]
+    assert len(set(names)) == len(names)
+
+
+def test_needles_are_six_digits(demo_llama):
+    _, tokenizer = demo_llama
+    (place, paper), *others = measure_quality.SixDigits(tokenizer, ["six digits"], [768], 2, 3)
+    assert len(others) == 1 and len(paper.questions) == 3
+    assert place == {"task": "six digits", "length": 768, "document": 0}
+    for question in paper.questions:
+        assert 600 < len(question.prompt) <= 768
+        assert question.prompt[: paper.n_shared] == paper.questions[0].prompt[: paper.n_shared]
+        assert question.expected.isdigit() and len(question.expected) == 6
+        assert question.score(f" {question.expected}\n") == 1
+        assert question.score(question.expected + "0") == 0
+
+
+def test_only_what_is_asked_in_full_is_shown(demo_tasks, tmp_path, monkeypatch):
+    """The full cache and one way are complete, of another there is one answer; no time is left."""
+    model, tokenizer = demo_tasks
+    monkeypatch.setattr(measure_quality, "load_model", lambda name: (model, tokenizer))
+    monkeypatch.setattr(measure_quality, "LENGTH", 640)
+    monkeypatch.setattr(measure_quality, "TASKS", ("single",))
+    monkeypatch.setattr(measure_quality, "DOCUMENTS", 1)
+    monkeypatch.setattr(measure_quality, "QUESTIONS", 2)
+    whole, broken = quality_ways.lines(LATER)[0], quality_ways.lines(LATER)[1]
+    monkeypatch.setitem(measure_quality.PARTS, "later", ("demo-tasks", LATER, [whole]))
+    rows = list(measure_quality.measure("later", tmp_path, float("inf")))
+    assert [row["line"] for row in rows] == [FULL] + ["keydiff"] * 3
+    file = tmp_path / "demo-tasks-later.jsonl"
+    lines = file.read_text().splitlines()
+    one = json.loads(lines[-1]) | {"way": broken.way(4).name}
+    file.write_text("\n".join([*lines, json.dumps(one)]) + "\n")
+    monkeypatch.setitem(measure_quality.PARTS, "later", ("demo-tasks", LATER, [whole, broken]))
+    again = list(measure_quality.measure("later", tmp_path, 0))
+    assert again == rows
+    assert all(row["asked"] == 2 for row in again)
+
+
+def row(line, share, score, **other):
+    difference = {"mean": score - 1, "low": score - 1, "high": score - 1, "better": 0, "worse": 1}
     return {
-        "model": "demo",
-        "length": 2048,
-        "way": way,
-        "schedule": schedule,
+        "line": line,
+        "base": "tova",
         "share": share,
-        "right": right,
-        "asked": 20,
-        "reason": reason,
-    }
+        "asked": 100,
+        "score": score,
+        "difference": difference,
+        "entries": 2048 // share,
+        "kv_bytes": 1000,
+        "file_bytes": 0,
+        "by_task": {"single": score, "several": 0.0},
+    } | other
 
 
-def test_the_page_has_a_row_a_policy_and_schedule():
-    about = {"command": "c", "date": "d", "commit": "x", "machine": "m", "versions": {"mlx": "1"}}
-    about |= {"block": 256, "depths": 5, "needles": 4, "questions": 4}
+def test_a_table_has_a_row_a_way_and_one_for_each_budget():
     rows = [
-        row("full cache", "", 1, 20),
-        row("tova", "once", 8, 15),
-        row("tova", "block", 8, 5),
-        row("tova", "once", 4, 20),
-        row("tova", "block", 4, 0, reason="it fits"),
+        row(FULL, 1, 1.0, entries=None),
+        row("tova", 8, 0.25),
+        row("book", 16, 0.75, file_bytes=2000, to_base={**row("", 16, 1.5)["difference"]}),
     ]
-    lines = page(about | {"rows": rows}).splitlines()
-    assert lines[-6:] == [
-        "Full cache: 1.00.",
+    first, second = quality_page._by_share(rows, "w")
+    assert first.splitlines()[1:] == [
+        "### 1/8 of the entries, w",
         "",
-        "| policy | schedule | 1/4 of the entries | 1/8 of the entries |",
-        "| --- | --- | ---: | ---: |",
-        "| tova | once | 1.00 | 0.75 |",
-        "| tova | block | not compressed | 0.25 |",
+        "| way | n | right | against the full cache | against tova | entries | KV memory | single | several |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| full cache | 100 | 1.00 |  |  | all | 1 kB | 1.00 | 0.00 |",
+        "| tova | 100 | 0.25 | -0.75 (-0.75 to -0.75) |  | 256 | 1 kB | 0.25 | 0.00 |",
     ]
+    told = "| book | 100 | 0.75 | -0.25 (-0.25 to -0.25) | +0.50 (+0.50 to +0.50) | 128 | 1 kB, 2 kB on disk |"
+    assert told in second
 
 
-def test_the_page_in_the_docs_is_its_result():
-    if not (DOCS / "quality.json").exists():
-        pytest.skip("not measured yet: python scripts/measure_quality.py")
+def test_the_picture_has_a_curve_for_each_way_of_several_budgets(tmp_path):
+    from matplotlib.figure import Figure
+
+    rows = [row(FULL, 1, 1.0, part=KNOWN), row("snapkv", 8, 0.9, part=KNOWN)]
+    rows += [row("snapkv", 16, 0.5, part=KNOWN), row("tova", 8, 0.1, part=KNOWN)]
+    axes = Figure().add_subplot()
+    quality_plot.panel(axes, KNOWN, rows, {"snapkv": ("red", "o")})
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert drawn == {FULL: [1, 1], "snapkv": [0.9, 0.5], "the other policies": [0.1]}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1/8", "1/16"]
+    rows += [r | {"part": LATER} for r in rows]
+    quality_plot.write_plot({"rows": rows, "length": 2048}, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 5000
+
+
+def test_a_hundred_questions_a_cell():
     result = json.loads((DOCS / "quality.json").read_text(encoding="utf-8"))
-    assert (DOCS / "quality.md").read_text(encoding="utf-8") == page(result)
+    assert min(row["asked"] for row in result["rows"]) >= 100

@@ -1,0 +1,97 @@
+"""What docs/quality.md says between its tables. Figures in braces are filled in by `quality_page`."""
+
+from mlx_snapkv.evals.asking import KNOWN, LATER
+
+INTRO = """\
+# What each policy finds
+
+{written_by}
+
+**No real checkpoint was measured.** Below is what two embedded models of one or two million parameters answer, which
+do nothing but look facts up in synthetic documents of {length:,} tokens. It tells policies apart; it does not say what
+a summary or an argument would be worth, nor that the order stays the same on a large model. Measure yours with
+`mlx-snapkv eval suite`, `ruler`, `longbench` or `scbench`: [measuring.md](measuring.md).
+
+## Which policy for what
+
+- **One question at the end of a prompt that fits in memory**: `snapkv`, with `budget=adaptive:...`. At 1/8 it has
+  {known[snapkv, adaptive, 1/8]} where equal budgets have {known[snapkv, 1/8]} (full cache {known[full cache]}),
+  six-digit codes at 1/32 {needles[snapkv, adaptive, 1/32]} against {needles[snapkv, 1/32]}, and nowhere is the
+  mean worse. Single facts are found down to 1/32, chains and several facts are not.
+- **Several facts, chains, or to be sure**: `--memory recall --verify unsure`, at 1/16
+  {known[snapkv, recall, unsure, 1/16]} where `snapkv` alone has {known[snapkv, 1/16]}, and
+  {later[snapkv, recall, unsure, 1/16]} when the question comes later.
+- **Questions that nobody knows yet, nothing kept beside** (`cache-prompt`, a chat with `drop`): a quarter of the
+  entries, by `kvzip:budget=adaptive:25%`, {later[kvzip, adaptive, 1/4]}, which reads the text twice, or KeyDiff,
+  {later[keydiff, 1/4]}. At 1/8 give KeyDiff `pool_kernel=5`: {later[keydiff, pool_kernel=5, 1/8]} against
+  {later[keydiff, 1/8]}; as good as `kvzip`, {later[kvzip, adaptive, 1/8]}, which needs `adaptive` there
+  ({later[kvzip, 1/8]} without). Never `snapkv`, {later[snapkv, 1/4]} at 1/4. At 1/16 nothing is good without a memory.
+- **A prompt too long for memory**: `keydiff` with `pool_kernel=5`, the question known too
+  ({known[keydiff, pool_kernel=5, 1/8]} at 1/8). With `--memory recall:file --verify unsure` it forgets nothing:
+  {later[book, unsure, 1/16]} at 1/16 resident.
+- **Not `keydiff:budget=adaptive:...`**: its scores can't be compared between layers,
+  {later[keydiff, pool_kernel=5, once, adaptive, 1/8]} at 1/8.
+- **`critical=true`**: no difference that could be told, with `adaptive` or without.
+- **All others** are controls: none finds more than {others} at the largest budget it was asked at.
+"""
+
+HOW = """
+![Right answers by budget](quality.png)
+
+## How it was asked
+
+- Tasks of `mlx-snapkv eval suite`: {tasks}.
+  {asked} questions a cell at least, the same for every way; an answer is right if it is the value and nothing else.
+  *Right* is the mean over the tasks, each weighing the same.
+- Differences are paired, question by question, with a 95% interval bootstrapped over documents. An interval that holds
+  0 is no difference that these questions can tell.
+- *Known*: the question stands in the prompt that is compressed. *Later*: the document is read and compressed first,
+  and its questions come one by one to what is left.
+- The budget is a share of the prompt's entries, kept per KV head. SnapKV has `n_sink=4,n_window=32`, since its defaults
+  are larger than these budgets. KeyDiff reads blocks of 256 tokens. Two stages read within four times the entries
+  kept, half of the prompt at most. All else scores the whole prompt once (`schedule=once`), with its defaults.
+- The question known, SnapKV decodes five answer tokens on all entries (`lookahead=4`), what else scores once two, and
+  block policies none. Codes have 4 to 10 tokens, several facts and chains 20 to 40.
+- With `recall` every entry stays available, and `unsure` lets doubtful tokens vote again over all of them. A book has
+  as many entries in memory as the others, besides a block of 256 while it reads, and all in a file.
+- *Entries* are those of the layer that keeps most, KV memory is all that is held in memory when the answer is done.
+  Times are left out: the machine was not idle.
+"""
+
+SETTINGS = {
+    KNOWN: "## The question known\n",
+    LATER: "## The question later\n",
+}
+
+NEEDLES = """\
+## Six-digit codes: budgets by layer
+
+`demo`, {length:,} tokens, the question known; four access codes in each document, all asked for. `lookahead=0`: no
+digit but the first is decoded on all entries, so this is what the selection alone is worth.
+"""
+
+OPTIONS = """\
+## SnapKV's options
+
+One option changed at a time, 1/16 of the entries, the question known. `snapkv` has the defaults,
+`lookahead=4,pool_kernel=21`; `heads=shared,last_token=false`, with no `lookahead`
+either, is the way of the pull request that this grew from.
+"""
+
+KERNELS = """\
+## KeyDiff's pooling
+
+The question later. `keydiff` has the default, `pool_kernel=1`, which pools nothing, as in the paper.
+"""
+
+LEFT_OUT = """\
+## What was left out
+
+- Real checkpoints, contexts above {length:,} tokens, and the hybrid model `demo-qwen3-next`.
+- *Two-links*, which is like *three-links*.
+- The controls (crosses in the picture) at smaller budgets, and most of them with the question known, where 18 questions
+  each, at 1/8, found next to nothing.
+- `kvzip` with the question known, since it asks nothing of the question, and at 1/16.
+- Pyramids, `mass`, `verify=all` (the full cache's answers by construction: [answers.md](answers.md)) and fewer bits
+  ([kv-bits.md](kv-bits.md)).
+"""
