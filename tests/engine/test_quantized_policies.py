@@ -12,8 +12,7 @@ from saved_helpers import CONTINUE, KEYDIFF, SNAPKV, SPECS, question, spec
 from tiny_models import make_llama
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, saved
-from mlx_snapkv.caches.evicting import EvictingCache
-from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.entries.quantization import Quantised, Quantization
 from mlx_snapkv.policies.snapkv import ON_FULL
 
 BITS = [8, 4]
@@ -66,7 +65,7 @@ def test_it_is_the_plain_run_with_rounded_rows(model, tokens, policy, bits, monk
     pack, unpack = Quantization.pack, Quantization.unpack
     monkeypatch.setattr(Quantization, "pack", lambda self, rows: unpack(self, pack(self, rows)))
     monkeypatch.setattr(Quantization, "unpack", lambda self, rows: rows)
-    monkeypatch.delattr(EvictingCache, "bits")  # which mlx-lm's attention asks for
+    monkeypatch.delattr(Quantised, "bits")  # which mlx-lm's attention asks for
     rounded, exact, _ = said(model, tokens, policy, bits)
     for one, other in zip(cache, rounded, strict=True):
         assert mx.array_equal(one.positions, other.positions)
