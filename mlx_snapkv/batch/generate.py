@@ -84,7 +84,12 @@ def batch_generate(
     reports = _InOrder(on_report or (lambda report: None))
     stops = [[token] for token in tokenizer.eos_token_ids]
     generator = CompressedBatchGenerator(
-        model, policy=chosen, stop_tokens=stops, on_report=reports.add, **kwargs
+        model,
+        policy=chosen,
+        stop_tokens=stops,
+        on_report=reports.add,
+        reads_first=True,
+        **kwargs,
     )
     limits = [max_tokens] * len(given) if isinstance(max_tokens, int) else max_tokens
     with contextlib.closing(generator), generator.stats() as stats:

@@ -38,6 +38,8 @@ class CompressedBatchGenerator(BatchGenerator):
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
             from, and those tokens; entries of `memory="drop"` are gone.
+        reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
+            fewer and fuller steps.
         turns: caches that hold tokens already are compressed again, as those of a `Conversation` are.
         **kwargs: mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `sampler`, `completion_batch_size` and so on.
 
@@ -59,6 +61,7 @@ class CompressedBatchGenerator(BatchGenerator):
         on_report: BatchReport | None = None,
         on_recall: Callable[[int, list, list[int]], None] | None = None,
         turns: bool = False,
+        reads_first: bool = False,
         **kwargs: Any,
     ):
         chosen = resolve_policy(snapkv, policy)
@@ -82,6 +85,7 @@ class CompressedBatchGenerator(BatchGenerator):
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)
         self._generation_batch = Groups()
+        self._reads_first = reads_first
 
     def insert_segments(
         self,
@@ -113,6 +117,20 @@ class CompressedBatchGenerator(BatchGenerator):
             assert self._plan.policy is not None
             n_tokens = held_tokens(self.model, prompt_cache) + n_prompt
             self._plan.policy.prefill_quotas(n_tokens, self._n_layers)
+
+    def _next(self) -> Any:
+        """mlx-lm's step; the time that compressions take in it counts as the prompts'."""
+        if self._plan is None:
+            return super()._next()
+        groups = self._generation_batch
+        has_room = len(groups) < self.completion_batch_size
+        unread = len(self._prompt_batch) or (has_room and self._unprocessed_sequences)
+        groups.waits = bool(self._reads_first and unread)
+        found = super()._next()
+        seconds, groups.compress_seconds = groups.compress_seconds, 0.0
+        self._counters.decode_time -= seconds
+        self._counters.prompt_time += seconds
+        return found
 
     def _make_batch(self, n: int) -> Any:
         if self._plan is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import GenerationBatch, greedy_sampler
 
 from ..caches.layers import members
@@ -22,6 +24,7 @@ class Group(GenerationBatch):
 
     Attributes:
         joins: others of its kind may come in, and it may join them.
+        compress_seconds: what the compression took, if there was one in the last step.
         job: of a request that can't be joined yet.
     """
 
@@ -33,6 +36,7 @@ class Group(GenerationBatch):
 
     joins = True
     job: Any = None
+    compress_seconds = 0.0
 
     @property
     def kind(self) -> tuple:
@@ -67,14 +71,10 @@ class Group(GenerationBatch):
 
     def _errors(self, responses: list[Any]) -> dict[int, Exception]:
         """Why requests failed in the last step, by `uid`."""
-        with mx.stream(
-            mx.cpu
-        ):  # on the device it would wait for the next tokens, which are under way
-            nan: Any = mx.isnan(mx.stack([r.logprobs[0] for r in responses])).tolist()
         errors: dict[int, Exception] = {
             r.uid: FloatingPointError("the model gave NaN instead of logits")
-            for r, is_nan in zip(responses, nan)
-            if is_nan
+            for r in responses
+            if _is_nan(r.logprobs)
         }
         for i, uid in enumerate(self.uids):
             functions = [self.samplers[i], *self.logits_processors[i]]  # type: ignore[index]
@@ -86,6 +86,14 @@ class Group(GenerationBatch):
     def _failure(self, uid: int, error: Exception) -> Any:
         nothing: Any = None
         return self.Response(uid, -1, nothing, "error", None, None, error)
+
+
+def _is_nan(logprobs: mx.array) -> bool:
+    """Whether log-probabilities that have been computed are NaN: then all of them are."""
+    if logprobs.dtype == mx.bfloat16:  # which NumPy has not
+        with mx.stream(mx.cpu):  # on the device it would wait for the tokens under way
+            return bool(mx.isnan(logprobs[0]).item())
+    return bool(np.isnan(np.asarray(logprobs)[0]))
 
 
 class Fresh(Group):
@@ -106,12 +114,14 @@ class Fresh(Group):
         self._n_fed += 1
         if not self.uids or self._n_fed < self.job.n_ahead:
             return responses
+        started = time.perf_counter()
         try:
             self.job.compress(self.tokens[0])
             self.model = self.job.model
             self.prompt_cache = list(map(batched, self.job.caches))
         except Exception as error:
             return self._told(responses, {self.job.uid: error})
+        self.compress_seconds = time.perf_counter() - started
         return responses
 
     def extract_cache(self, idx: int) -> list:
@@ -146,9 +156,16 @@ class Failed(Group):
 
 
 class Groups:
-    """What mlx-lm's `BatchGenerator` takes for its one batch of requests that decode."""
+    """What mlx-lm's `BatchGenerator` takes for its one batch of requests that decode.
+
+    Attributes:
+        waits: only requests that are still to be compressed go on.
+        compress_seconds: what compressions have taken, and nobody has accounted for yet.
+    """
 
     def __init__(self) -> None:
+        self.waits = False
+        self.compress_seconds = 0.0
         self._together: list[Group] = []
         self._alone: list[Group] = []  # not to be joined yet, or ever
 
@@ -181,8 +198,10 @@ class Groups:
         other.extend(group)
 
     def next(self) -> list[Any]:
-        """A token of every request."""
-        responses = [response for group in self._groups for response in group.next()]
+        """A token of every request that goes on."""
+        groups = list(self._alone) if self.waits else self._groups
+        responses = [response for group in groups for response in group.next()]
+        self.compress_seconds += sum(group.compress_seconds for group in self._alone)
         self._settle()
         return responses
 

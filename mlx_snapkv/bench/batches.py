@@ -35,8 +35,9 @@ def measure_batch(
 
 def _generator(model, contender: Contender, batch: int) -> BatchGenerator:
     options = {"completion_batch_size": batch, **contender.options}
-    kind = CompressedBatchGenerator if contender.kind == "snapkv" else BatchGenerator
-    return kind(model, **options)
+    if contender.kind != "snapkv":
+        return BatchGenerator(model, **options)
+    return CompressedBatchGenerator(model, reads_first=True, **options)
 
 
 def _whole_run(model, length: int, batch: int, contender: Contender) -> dict[str, Any]:

@@ -122,6 +122,20 @@ def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
     assert run.finish() == {uids[1]: alone(tiny_model, prompts[1], 10, policy=policy)}
 
 
+def test_prompts_are_read_before_others_go_on_if_nobody_waits(tiny_model):
+    policy = f"{SNAPKV},budget=56"
+    prompts = prompts_of(400, 300, 200)
+    run = Run(tiny_model, policy, reads_first=True, prefill_step_size=64)
+    uids = run.insert(prompts, 30)
+    run.step()
+    while run.generator._prompt_batch.uids or run.generator._unprocessed_sequences:
+        run.step()
+        assert all(len(answer) <= 5 for answer in run.answers.values())  # which vote
+    run.finish()
+    for uid, prompt in zip(uids, prompts):
+        assert run.answers[uid] == alone(tiny_model, prompt, 30, policy=policy)
+
+
 def test_segments_and_all_tokens_are_mlx_lms(tiny_model):
     prompt = prompts_of(200)[0]
     policy = f"{SNAPKV},budget=56"

@@ -25,10 +25,10 @@ EVENTS = st.lists(
 )
 
 
-@given(st.sampled_from(POLICIES), EVENTS)
+@given(st.sampled_from(POLICIES), EVENTS, st.booleans())
 @settings(max_examples=25)
-def test_every_answer_is_the_one_alone(policy, events):
-    run = Run(MODEL, policy, prefill_step_size=48)
+def test_every_answer_is_the_one_alone(policy, events, reads_first):
+    run = Run(MODEL, policy, prefill_step_size=48, reads_first=reads_first)
     inserted, removed, extracted = {}, set(), []
     for event, a, b in events:
         if event == "insert":
