@@ -33,6 +33,11 @@ class Defaults:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """All but the length."""
+        return {name: value for name, value in vars(self).items() if name != "max_tokens"}
+
 
 @dataclass(frozen=True)
 class Asked:

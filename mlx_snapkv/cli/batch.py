@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
 from ..errors import SnapKVError
 from ..paths import reason
 from . import flags
-from .generation import adapt_tokenizer, make_sampler
-from .loading import load_model
-from .options import n_bytes
+from .answering import batch_options, load_for_requests, most_kv_bytes
 
 if TYPE_CHECKING:
     from ..batch.answers_file import AnswersFile
@@ -96,28 +94,35 @@ def batch(
         raise SnapKVError(
             "--kv-bits in a batch is for compressed entries: add --policy, or drop it"
         )
-    limit = None if max_kv_bytes is None else n_bytes("--max-kv-bytes", max_kv_bytes)
-    sampling: dict[str, Any] = {"temp": temp, "top_p": top_p, "min_p": min_p, "top_k": top_k}
-    sampling |= {"min_tokens_to_keep": min_tokens_to_keep}
-    sampling |= {"xtc_probability": xtc_probability, "xtc_threshold": xtc_threshold}
+    limit = most_kv_bytes(max_kv_bytes)
+    defaults = Defaults(
+        max_tokens,
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        min_tokens_to_keep=min_tokens_to_keep,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+    )
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": kv_bits}
     with _opened(requests) as stream:
         answers = AnswersFile(_path(output), {"model": model, **about})
-        loaded, tokenizer = load_model(
-            model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+        loaded, tokenizer = load_for_requests(
+            model,
+            adapter_path,
+            defaults,
+            trust_remote_code=trust_remote_code,
+            quantize_activations=quantize_activations,
+            extra_eos_token=extra_eos_token,
+            chat_template_config=chat_template_config,
         )
-        adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
-        make_sampler(tokenizer, **sampling)  # which finds mistakes
-        options = {"policy": chosen, "prefill_step_size": prefill_step_size}
-        quantization = None
-        if kv_bits is not None:
-            quantization = Quantization(kv_bits, kv_group_size)
-            options |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-        defaults = Defaults(max_tokens, **sampling)
+        options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size)
         run = Run(
             loaded, tokenizer, answers, options, model, about, defaults, concurrency, seed=seed
         )
         if limit is not None:
+            quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
             run.memory = Memory(loaded, chosen, quantization, prefill_step_size, limit)
         _answer(run, stream, quiet)
     if not quiet:

@@ -6,16 +6,15 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..errors import SnapKVError
 from ..server.volatile import BILLING
 from . import flags
-from .generation import adapt_tokenizer, make_sampler
+from .answering import batch_options, load_for_requests, most_kv_bytes
 from .interrupts import listen
-from .loading import load_model
 from .options import n_bytes
 
 KEY_VARIABLE = "MLX_SNAPKV_API_KEY"
@@ -111,11 +110,12 @@ def serve(
     _require_server()
     from ..batch.openai_request import Defaults
     from ..policies import resolve_policy
-    from ..server.engine import Engine, Limits
+    from ..server.engine import Engine
     from ..server.loaded import Loaded
     from ..server.metrics import Metrics
     from ..server.prefix_files import PrefixFiles, tokenizer_digest
     from ..server.prefixes import Prefixes
+    from ..server.requests import Limits
     from ..server.run import listening
     from ..server.run import serve as run
     from ..server.settings import Settings
@@ -130,19 +130,30 @@ def serve(
     )
     chosen = resolve_policy(snapkv, policy)
     prefixes = Prefixes(sys.maxsize, n_bytes("--prefix-bytes", prefix_bytes))
-    sampling: dict[str, Any] = {"temp": temp, "top_p": top_p, "min_p": min_p, "top_k": top_k}
-    sampling |= {"min_tokens_to_keep": min_tokens_to_keep}
-    sampling |= {"xtc_probability": xtc_probability, "xtc_threshold": xtc_threshold}
+    defaults = Defaults(
+        max_tokens,
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        min_tokens_to_keep=min_tokens_to_keep,
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
+    )
 
     def load() -> Loaded:
-        loaded, tokenizer = load_model(
-            model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+        loaded, tokenizer = load_for_requests(
+            model,
+            adapter_path,
+            defaults,
+            trust_remote_code=trust_remote_code,
+            quantize_activations=quantize_activations,
+            extra_eos_token=extra_eos_token,
+            chat_template_config=chat_template_config,
         )
-        adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
-        make_sampler(tokenizer, **sampling)  # which finds mistakes
         return Loaded(loaded, tokenizer, model, tuple(alias or ()))
 
-    n_kv_bytes = None if max_kv_bytes is None else n_bytes("--max-kv-bytes", max_kv_bytes)
+    n_kv_bytes = most_kv_bytes(max_kv_bytes)
     n_file_bytes = n_bytes("--prefix-dir-bytes", prefix_dir_bytes)
     setting = {"policy": str(chosen), "memory": memory, "kv_bits": str(kv_bits)}
 
@@ -155,16 +166,13 @@ def serve(
 
     listen()  # here, since the model is loaded in another thread, which may not
     with listening(settings) as place:
-        generation: dict[str, Any] = {"policy": chosen, "memory": memory}
-        generation |= {"prefill_step_size": prefill_step_size}
-        if kv_bits is not None:
-            generation |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+        options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size)
         engine = Engine(
             load,
-            generation,
+            options | {"memory": memory},
             prefixes,
             Limits(concurrency, queue, max_context, n_kv_bytes),
-            Defaults(max_tokens, **sampling),
+            defaults,
             Metrics(),
             open_files,
         )

@@ -8,9 +8,8 @@ from fastapi import APIRouter, Request, Response
 
 from .anthropic_bodies import CountedMessages, Messages
 from .anthropic_forms import MessageForm
-from .exchange import Exchange
 from .reading import checked, documented, json_of
-from .respond import respond
+from .respond import answered
 
 COUNT_SECONDS = 60.0  # for a count, if the server was given no timeout
 
@@ -21,11 +20,8 @@ router = APIRouter(tags=["Anthropic"])
 async def messages(request: Request) -> Response:
     """Answer a conversation's last message."""
     body = checked(Messages, await json_of(request))
-    engine, settings = request.app.state.engine, request.app.state.settings
-    name = body.model if isinstance(body.model, str) else engine.loaded.name
-    chat = body.chat(settings.volatile_headers)
-    exchange = Exchange(engine, request, [chat], settings.timeout)
-    return await respond(exchange, MessageForm(name), bool(body.stream))
+    chat = body.chat(request.app.state.settings.volatile_headers)
+    return await answered(request, body, [chat], MessageForm)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=documented(CountedMessages))

@@ -20,7 +20,7 @@ from .failures import ApiError
 from .openai_forms import OpenAIForm
 from .openai_routes import router as openai
 from .page import router as page
-from .respond import Form, as_api_error
+from .respond import Form, told
 from .responses_routes import router as responses
 from .settings import Settings
 from .watching import router as watching
@@ -69,7 +69,7 @@ class Told:
         except Exception as error:
             if status:  # the response has begun: all that is left is to end it
                 raise
-            await _failed(scope, as_api_error(error))(scope, receive, noted)
+            await _failed(scope, told(error))(scope, receive, noted)
         self._metrics.responded(scope["path"] if status != 404 else "other", status)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import secrets
 import threading
 import time
 from collections import deque
@@ -23,10 +21,9 @@ from ..batch.openai_request import Defaults, asked
 from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError
 from .channel import Accepted, Channel, Finished, Read, Started
 from .counting import Counted
-from .failures import bad_request, busy, internal, shutting_down, too_long
+from .failures import as_api_error, busy, log, shutting_down, too_long
 from .likely import chosen, n_likely
 from .loaded import Loaded
 from .metrics import Metrics
@@ -35,8 +32,6 @@ from .prefixes import Prefixes
 from .requests import Limits, Running, Waiting
 
 USUAL_ANSWER = 2048  # tokens that room is kept for, where a request does not say
-
-log = logging.getLogger("mlx_snapkv.server")
 
 
 class Engine(ResponseGenerator):
@@ -306,14 +301,8 @@ class Engine(ResponseGenerator):
             self._close(self._running.pop(uid).channel)
 
     def _fail(self, channel: Any, error: Exception) -> None:
-        """End a request with what went wrong: its own mistake, or a number under which the log tells more."""
-        if isinstance(error, SnapKVError):
-            error = bad_request(str(error))
-        elif not hasattr(error, "status"):
-            number = secrets.token_hex(4)
-            log.error("request %s failed", number, exc_info=error)
-            error = internal(number)
-        channel.put(error)
+        """End a request with what went wrong."""
+        channel.put(as_api_error(error))
         if isinstance(channel, Channel):
             self._close(channel)
 

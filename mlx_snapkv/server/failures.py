@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
+
+from ..errors import SnapKVError
+
+log = logging.getLogger("mlx_snapkv.server")
+
 
 class ApiError(Exception):
     """A request that can't be answered.
@@ -73,3 +80,14 @@ def timed_out(seconds: float) -> ApiError:
 
 def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception: its own mistake, or a number under which the log tells more."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SnapKVError):
+        return bad_request(str(error))
+    number = secrets.token_hex(4)
+    log.error("request %s failed", number, exc_info=error)
+    return internal(number)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from ..batch.openai_body import Body
-from .exchange import Exchange
 from .openai_bodies import ServedChat, ServedCompletion
 from .openai_forms import ChatForm, CompletionForm, OpenAIForm
 from .reading import checked, documented, json_of
-from .respond import respond
+from .respond import answered
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -49,9 +49,7 @@ def _model(name: str) -> dict[str, Any]:
 
 async def _answered(request: Request, kind: type[Body], form: type[OpenAIForm]) -> Response:
     body: Any = checked(kind, await json_of(request))
-    state = request.app.state
     if isinstance(body, ServedChat):
-        body = body.without_headers(state.settings.volatile_headers)
-    name = body.model if isinstance(body.model, str) else state.engine.loaded.name
-    exchange = Exchange(state.engine, request, body.answers, state.settings.timeout)
-    return await respond(exchange, form(name, body.tells_usage), bool(body.stream))
+        body = body.without_headers(request.app.state.settings.volatile_headers)
+    made = partial(form, with_usage=body.tells_usage)
+    return await answered(request, body, body.answers, made)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
-import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from fastapi import Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from ..batch.openai_body import Body
 from .channel import Event, Idle
 from .exchange import Disconnected, Exchange
-from .failures import ApiError, bad_request, internal
-
-log = logging.getLogger("mlx_snapkv.server")
+from .failures import ApiError, as_api_error, bad_request
 
 
 class Form(ABC):
@@ -58,6 +55,21 @@ def data(value: Any, event: str | None = None) -> str:
     return f"{name}data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
+async def answered(
+    request: Request, body: Any, chats: Sequence[Body], form: Callable[[str], Form]
+) -> Response:
+    """The response to a request, in the form that is made for the model's name.
+
+    Args:
+        body: what came; its `model` and `stream` count.
+        chats: what is asked, one for each answer.
+    """
+    engine, settings = request.app.state.engine, request.app.state.settings
+    name = body.model if isinstance(body.model, str) else engine.loaded.name
+    exchange = Exchange(engine, request, chats, settings.timeout)
+    return await respond(exchange, form(name), bool(body.stream))
+
+
 async def respond(exchange: Exchange, form: Form, stream: bool) -> Response:
     """The response to a request; raises ApiError as long as nothing has been sent."""
     await exchange.begin()
@@ -84,8 +96,8 @@ async def _stream(exchange: Exchange, form: Form) -> AsyncIterator[str]:
                 begun = True
                 for text in form.begin(exchange):
                     yield text
-            for told in (*early, (index, event)):
-                for text in form.streamed(*told, exchange):
+            for each in (*early, (index, event)):
+                for text in form.streamed(*each, exchange):
                     yield text
             early = []
         for text in form.end(exchange):
@@ -93,15 +105,11 @@ async def _stream(exchange: Exchange, form: Form) -> AsyncIterator[str]:
     except Disconnected:
         return
     except Exception as error:
-        yield form.streamed_error(as_api_error(error))
+        yield form.streamed_error(told(error))
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception; the log has the rest under a number."""
-    if isinstance(error, ApiError):
-        return error
+def told(error: Exception) -> ApiError:
+    """What a client is told of what was raised while it was served."""
     if isinstance(error, RecursionError):  # which only what a client has nested can be
         return bad_request("the body is nested too deeply")
-    number = secrets.token_hex(4)
-    log.error("request %s failed", number, exc_info=error)
-    return internal(number)
+    return as_api_error(error)

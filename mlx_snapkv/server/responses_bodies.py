@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
@@ -18,8 +19,9 @@ from .turns import Turns
 class _Item(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
+    @abstractmethod
     def tell(self, turns: Turns) -> None:
-        raise NotImplementedError
+        """Add what it says to a conversation."""
 
 
 class _Part(BaseModel):

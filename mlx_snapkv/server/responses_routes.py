@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
-from .exchange import Exchange
 from .reading import checked, documented, json_of
-from .respond import respond
+from .respond import answered
 from .responses_bodies import ResponsesBody
 from .responses_forms import ResponseForm
 
@@ -17,8 +18,5 @@ router = APIRouter(tags=["OpenAI"])
 async def responses(request: Request) -> Response:
     """Answer a conversation's last message; nothing of it is stored."""
     body = checked(ResponsesBody, await json_of(request))
-    engine, settings = request.app.state.engine, request.app.state.settings
-    name = body.model if isinstance(body.model, str) else engine.loaded.name
-    chat = body.chat(settings.volatile_headers)
-    exchange = Exchange(engine, request, [chat], settings.timeout)
-    return await respond(exchange, ResponseForm(name, body), bool(body.stream))
+    chat = body.chat(request.app.state.settings.volatile_headers)
+    return await answered(request, body, [chat], partial(ResponseForm, body=body))
