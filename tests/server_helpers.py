@@ -56,7 +56,7 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, **setting
     engine = Engine(
         load or load_named("demo"),
         options,
-        Prefixes(sys.maxsize, 1 << 32),
+        Prefixes(1 << 32),
         limits or Limits(),
         Defaults(max_tokens=200),
         Metrics(),

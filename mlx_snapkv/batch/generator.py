@@ -8,14 +8,15 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers
+from ..caches.layers import attention_layers, members
 from ..caches.quantizable import require_quantizable
-from ..engine.recalling import Recall
+from ..engine.far import require_far
+from ..engine.recalling import VERIFY_BELOW, Recall, require_verifiable
 from ..engine.request import held_tokens
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import Quantization
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .batchable import require_batchable
+from .batchable import require_together
 from .groups import Groups
 from .guard import guarded_processor, guarded_sampler
 from .job import BatchReport, Job, Plan
@@ -34,7 +35,8 @@ class CompressedBatchGenerator(BatchGenerator):
         model: an mlx-lm model.
         snapkv, policy: as of `generate_step`; without one of them, and without `turns`, this is mlx-lm's generator.
         kv_bits, kv_group_size: of compressed entries, if they are to be quantised; full ones stay plain.
-        memory: what becomes of the entries that are not kept, as of `generate_step`.
+        memory, verify, verify_below, far: what becomes of the entries that are not kept, and what answers do with
+            them, as of `generate_step`. Answers that are verified decode by themselves, in turn with the others.
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
             from, and those tokens; entries of `memory="drop"` are gone.
@@ -58,6 +60,9 @@ class CompressedBatchGenerator(BatchGenerator):
         kv_bits: int | None = None,
         kv_group_size: int = 64,
         memory: str = "drop",
+        verify: str | None = None,
+        verify_below: float = VERIFY_BELOW,
+        far: str | None = None,
         on_report: BatchReport | None = None,
         on_recall: Callable[[int, list, list[int]], None] | None = None,
         turns: bool = False,
@@ -65,16 +70,19 @@ class CompressedBatchGenerator(BatchGenerator):
         **kwargs: Any,
     ):
         chosen = resolve_policy(snapkv, policy)
-        recall = Recall(memory)
+        recall = Recall(memory, verify, verify_below, far)
         recall.require(chosen)
+        require_far(model, chosen, recall)
         if chosen is None and not turns:
             self._plan = None
             super().__init__(model, **kwargs)
             return
         require_no_conflict(kwargs)
-        layers = attention_layers(model, make_prompt_cache(model))
+        caches = make_prompt_cache(model)
+        layers = attention_layers(model, caches)
         self._n_layers = len(layers)
-        require_batchable(model, chosen, recall)
+        require_together(model)
+        require_verifiable(recall, len(list(members(caches))), len(layers))
         quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
         if quantization is not None:
             require_quantizable(model, layers, quantization)

@@ -96,33 +96,42 @@ def _is_nan(logprobs: mx.array) -> bool:
     return bool(np.isnan(np.asarray(logprobs)[0]))
 
 
-class Fresh(Group):
-    """A request whose prompt is still to be compressed: its first tokens may vote on it."""
+class Single(Group):
+    """A request by itself: its prompt is to be compressed when some tokens of the answer have been fed, or the answer
+    asks the entries that were compressed away."""
 
     job: Job
     _n_fed = 0
 
     @property
     def joins(self) -> bool:  # type: ignore[override]
-        return self.job.n_ahead == 0
+        return self.job.joins
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         return self.job.recording()
 
     def next(self) -> list[Any]:
+        self.compress_seconds = 0.0
         responses = super().next()
         self._n_fed += 1
-        if not self.uids or self._n_fed < self.job.n_ahead:
+        if not self.uids or self.job.is_compressed or self._n_fed < self.job.n_ahead:
             return responses
         started = time.perf_counter()
         try:
             self.job.compress(self.tokens[0])
-            self.model = self.job.model
-            self.prompt_cache = list(map(batched, self.job.caches))
+            self.prompt_cache = self.job.caches
+            if self.joins:
+                self.model = self.job.model
+                self.prompt_cache = list(map(batched, self.job.caches))
         except Exception as error:
             return self._told(responses, {self.job.uid: error})
         self.compress_seconds = time.perf_counter() - started
         return responses
+
+    def filter(self, keep: list[int]) -> None:
+        if not keep and self.uids:
+            self.job.end(self.tokens[0])
+        super().filter(keep)
 
     def extract_cache(self, idx: int) -> list:
         """The caches of the answer that has ended, compressed."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..caches.layers import is_compressed
+from ..caches.layers import attention_layers, is_compressed
 from ..caches.memories import lasting_forms, recalling_caches, saved_forms
 from ..engine.decision import gate
 from ..engine.making import make_request
@@ -30,7 +30,7 @@ class Plan:
 
     Attributes:
         quantization: how entries kept are to be quantised, if at all.
-        recall: what becomes of the others; nothing is verified.
+        recall: what becomes of the others, and what answers do with them.
         on_report: receives the number of a request, and its report.
         turns: caches that hold tokens already are compressed again, as those of a conversation are.
         on_recall: receives the number of a request, caches with all entries that it has read, and those tokens.
@@ -69,6 +69,7 @@ class Job:
 
     Attributes:
         caches: what mlx-lm is to be handed; they become compressed.
+        is_compressed: nothing more is to be done to them.
         error: what ended the request.
     """
 
@@ -78,6 +79,7 @@ class Job:
         self._plan = plan
         self._request: Request | None = None
         self._report: CompressionReport | None = None
+        self.is_compressed = False
         self._everything: list | None = None  # if it is to be recalled
         self.caches = copy.deepcopy(prompt_cache)
         try:
@@ -90,6 +92,8 @@ class Job:
         reason = plan.reason_for_nothing(n_prompt, self.caches, max_tokens)
         if reason is not None:
             self._report = CompressionReport(str(plan.policy or NO_POLICY), n_prompt, reason)
+            self.is_compressed = True
+            self.caches = saved_forms(plan.model, self.caches)  # which mlx-lm's batches can hold
             return
         if plan.recall.memory != "drop":
             memory = plan.recall.memory, plan.policy
@@ -123,8 +127,13 @@ class Job:
 
     @property
     def n_ahead(self) -> int:
-        """Answer tokens that are fed before the compression; 0 if there is none, or none to come."""
+        """Answer tokens that are fed before the compression, if that is still to come."""
         return 0 if self._request is None else self._request.decision.n_ahead
+
+    @property
+    def joins(self) -> bool:
+        """Whether others can decode with it: it is compressed, and asks nothing of what was compressed away."""
+        return self.is_compressed and self._request is None
 
     def before_last_token(self, tokens: list[int]) -> None:
         """The prompt but its last token has been read: compress, if that is when the policy wants it."""
@@ -133,20 +142,47 @@ class Job:
 
     def compress(self, tokens: list[int]) -> None:
         """Compress `caches`, unless they are already; `tokens` have been read."""
-        if self._request is not None:
-            report = self._request.compress()
+        if self._request is None or self.is_compressed:
+            return
+        report = self._request.compress()
+        self.is_compressed = True
+        verify = self._plan.recall.verify
+        if verify != "all":  # which goes on reading into them
+            self._tell_recalled(tokens)
+        if verify is None:
+            self._request.end()
             self._request = None
-            if self._everything is not None:
-                memory = self._plan.recall.memory
-                lasting = lasting_forms(self._plan.model, self._everything, memory)
-                self._plan.on_recall(self.uid, lasting, list(tokens))
-            self._plan.on_report(self.uid, report)
+        self._plan.on_report(self.uid, report)
+
+    def end(self, tokens: list[int]) -> None:
+        """The answer has ended, or nobody wants it any more; `tokens` have been read."""
+        request, self._request = self._request, None
+        if request is not None and self.is_compressed:
+            request.end()
+            self._tell_recalled(tokens)
+
+    def _tell_recalled(self, tokens: list[int]) -> None:
+        """Tell of the caches with all entries, once, unless a call of the model was broken off."""
+        everything, self._everything = self._everything, None
+        if everything is None:
+            return
+        model, memory = self._plan.model, self._plan.recall.memory
+        (n, *more) = {
+            layer.entries_in(everything).offset for layer in attention_layers(model, everything)
+        }
+        if not more:
+            lasting = lasting_forms(model, everything, memory)
+            self._plan.on_recall(self.uid, lasting, list(tokens[:n]))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes for the block if anybody asks for queries."""
         request = self._request
-        with observing(self._plan.model, self.caches) if request is None else request.recording():
+        if request is None:
+            patched = observing(self._plan.model, self.caches)
+        else:
+            patched = request.recording_answer() if self.is_compressed else request.recording()
+        with patched:
             yield
 
     def extracted(self) -> list:

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
 from .entries import batched
-from .groups import Failed, Fresh, Group
+from .groups import Failed, Group, Single
 from .job import Job
 
 
@@ -71,9 +71,9 @@ class Reading(PromptProcessingBatch):
 
     def _generation(self, tokens: list[list[int]]) -> Group:
         job = self.job
-        kind: type[Group] = Fresh
+        kind: type[Group] = Single
         model, caches = job.loop_model, job.caches
-        if not job.n_ahead:
+        if job.joins:
             kind, model, caches = Group, job.model, list(map(batched, caches))
         generation = kind(
             model,

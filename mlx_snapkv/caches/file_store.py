@@ -1,108 +1,68 @@
 """A layer's entries in files."""
 
-import contextlib
-import tempfile
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError
-from .entry_file import EntryFile, TemporaryFile
+from .file_parts import FixedPart, GrowingPart
 from .row_bytes import RowBytes
+from .sources import Chain
 
 
-class FileStore:
-    """Entries in two files, of keys and of values, that are read through memory maps.
+class FileStore(Chain):
+    """Entries in files of keys and of values, token after token, that are read through memory maps.
 
-    The files have no names, so that their space is free again as soon as the store or the process is gone, however that
-    ends. Token after token they hold `(B, n_kv_heads, ...)`: new entries go to the end, behind the back of whoever
-    computes the next.
+    A copy shares the files with what it is a copy of, and any number of processes may share those that were saved:
+    what each is given from then on goes to nameless files of its own, and what it takes back stays with the others.
 
     Args:
         quantization: how entries are quantised, each by itself; None is not at all.
+        parts: entries to begin with.
     """
 
-    waits = True
+    _sources: list[Any]  # parts that stay as they are, and one that grows
 
-    def __init__(self, quantization: Quantization | None = None):
-        self.n_entries = 0
+    def __init__(self, quantization: Quantization | None = None, parts: Sequence[FixedPart] = ()):
         self.quantization = quantization
-        self._files: list[TemporaryFile] = []  # of keys and values, once it is known what those are
-        self._writing: Future | None = None
-        self._n_written = 0
-
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        self._wait()
-        if not self._files:
-            self._files = [
-                TemporaryFile(RowBytes.of(rows, self.quantization)) for rows in (keys, values)
-            ]
-        data = [file.layout.packed(rows) for file, rows in zip(self._files, (keys, values))]
-        mx.eval(data)
-        self.n_entries += keys.shape[2]
-        self._writing = _writer().submit(self._write, list(map(np.asarray, data)))
-
-    def _write(self, data: list[np.ndarray]) -> None:
-        for file, rows in zip(self._files, data):
-            file.write(rows, self._n_written)
-
-    def flush(self) -> None:
-        self._wait()
-
-    def _wait(self) -> None:
-        """Until what was appended is written.
-
-        Raises:
-            SnapKVError: it could not be; the store holds what was before.
-        """
-        if self._writing is None:
-            return
-        writing, self._writing = self._writing, None
-        try:
-            writing.result()
-            self._n_written = self.n_entries
-        except BaseException as error:
-            if not writing.done():  # an interrupt of ours, not a failure of its
-                self._writing = writing
-                raise
-            self.n_entries = self._n_written
-            self._cut()
-            if not isinstance(error, OSError):
-                raise
-            raise SnapKVError(
-                f"a conversation's entries can't be kept in a file in {tempfile.gettempdir()}: "
-                f"{error.strerror or error}; set TMPDIR or --store-dir to a folder with room, or use another memory"
-            ) from error
-
-    def entries(self) -> tuple[mx.array, mx.array]:
-        keys, values = self._read(lambda file: file.read(0, self.n_entries))
-        return keys, values
-
-    def read_keys(self, start: int, stop: int) -> mx.array:
-        self._wait()
-        return self._files[0].read(start, stop)
-
-    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
-        chosen = np.array(places)
-        keys, values = self._read(lambda file: file.gather(chosen))
-        return keys, values
-
-    def _read(self, of: Callable[[EntryFile], mx.array]) -> list[mx.array]:
-        self._wait()
-        return [of(file) for file in self._files]
+        super().__init__([*parts, GrowingPart(quantization)])
 
     @property
-    def layouts(self) -> list[RowBytes]:
-        return [file.layout for file in self._files]
+    def _growing(self) -> GrowingPart:
+        return self._sources[-1]
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        self._growing.append(keys, values)
+
+    def flush(self) -> None:
+        self._growing.wait()
+
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        self.flush()
+        return super().read_keys(start, stop)
+
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        self.flush()
+        return super().gather(places)
+
+    def entries(self) -> tuple[mx.array, mx.array]:
+        self.flush()
+        keys, values = zip(*(part.entries() for part, _, _ in self._spans()))
+        return _joined(keys), _joined(values)
 
     def data(self, start: int, stop: int) -> list[np.ndarray]:
-        self._wait()
-        return [file.data(start, stop) for file in self._files]
+        self.flush()
+        found = [
+            part.data(max(start, first) - first, min(stop, end) - first)
+            for part, first, end in self._spans()
+            if max(start, first) < min(stop, end)
+        ]
+        return found[0] if len(found) == 1 else [np.concatenate(rows) for rows in zip(*found)]
 
     def as_cache(self) -> None:
         return None
@@ -112,17 +72,24 @@ class FileStore:
         return True
 
     def truncate(self, n: int) -> None:
-        if n < self.n_entries:
-            with contextlib.suppress(
-                SnapKVError
-            ):  # what there was no room for is not to stay anyway
-                self._wait()
-            self.n_entries = self._n_written = min(n, self.n_entries)
-            self._cut()
+        *fixed, growing = self._sources
+        n_fixed = sum(part.n_entries for part in fixed)
+        growing.truncate(max(0, n - n_fixed))
+        if n < n_fixed:
+            firsts = [part.first(max(0, n - first)) for part, first, _ in self._spans()]
+            self._sources = [*(part for part in firsts if part.n_entries), growing]
 
-    def _cut(self) -> None:
-        for file in self._files:
-            file.cut(self.n_entries)
+    def __deepcopy__(self, memo: dict) -> FileStore:
+        self.flush()
+        growing = self._growing
+        if growing.n_entries:
+            part = FixedPart(growing.files, growing.n_entries)
+            self._sources[-1:] = [part, GrowingPart(self.quantization)]
+        return FileStore(self.quantization, self._sources[:-1])
+
+    @property
+    def layouts(self) -> list[RowBytes]:
+        return [file.layout for file in self._sources[0].files]
 
     @property
     def nbytes(self) -> int:
@@ -130,14 +97,12 @@ class FileStore:
 
     @property
     def file_nbytes(self) -> int:
-        return self.n_entries * sum(file.layout.token for file in self._files)
+        return self.n_entries * sum(layout.token for layout in self.layouts)
 
     @property
     def entry_bytes(self) -> int:
-        return sum(file.layout.token_as_read for file in self._files)
+        return sum(layout.token_as_read for layout in self.layouts)
 
 
-@cache
-def _writer() -> ThreadPoolExecutor:
-    """The thread that writes for all stores of the process."""
-    return ThreadPoolExecutor(1, thread_name_prefix="mlx-snapkv-entries")
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)

@@ -11,6 +11,7 @@ from .options import n_bytes
 
 if TYPE_CHECKING:
     from ..batch.openai_request import Defaults
+    from ..engine.recalling import Recall
     from ..policies import Policy, Stages
 
 
@@ -38,9 +39,12 @@ def batch_options(
     prefill_step_size: int,
     kv_bits: int | None,
     kv_group_size: int,
+    recall: Recall,
 ) -> dict[str, Any]:
     """Options of a `CompressedBatchGenerator`."""
-    options = {"policy": policy, "prefill_step_size": prefill_step_size}
+    options: dict[str, Any] = {"policy": policy, "prefill_step_size": prefill_step_size}
+    options |= {"memory": recall.memory, "far": recall.far}
+    options |= {"verify": recall.verify, "verify_below": recall.below}
     quantised = {} if kv_bits is None else {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     return options | quantised
 

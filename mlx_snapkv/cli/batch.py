@@ -70,6 +70,11 @@ def batch(
     trust_remote_code: flags.TrustRemoteCode = False,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
+    memory: flags.Memory = "drop",
+    store_dir: flags.StoreDir = None,
+    verify: flags.Verify = None,
+    verify_below: flags.VerifyBelow = 0.999,
+    far: flags.Far = None,
     quiet: flags.Quiet = False,
 ) -> None:
     """Answer a file of requests, OpenAI's batch lines, several at once on compressed KV caches.
@@ -86,6 +91,7 @@ def batch(
     from ..batch.memory import Memory
     from ..batch.openai_request import Defaults
     from ..batch.run import Run
+    from ..engine.recalling import Recall
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
 
@@ -105,7 +111,9 @@ def batch(
         xtc_probability=xtc_probability,
         xtc_threshold=xtc_threshold,
     )
+    recall = Recall(memory, verify, verify_below, far)
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": kv_bits}
+    about |= {} if memory == "drop" else {"memory": memory, "verify": verify}
     with _opened(requests) as stream:
         answers = AnswersFile(_path(output), {"model": model, **about})
         loaded, tokenizer = load_for_requests(
@@ -117,7 +125,7 @@ def batch(
             extra_eos_token=extra_eos_token,
             chat_template_config=chat_template_config,
         )
-        options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size)
+        options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size, recall)
         run = Run(
             loaded, tokenizer, answers, options, model, about, defaults, concurrency, seed=seed
         )

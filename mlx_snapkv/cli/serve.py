@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -65,8 +64,12 @@ def serve(
         ),
     ] = [BILLING],  # noqa: B006
     prefix_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory for what earlier prompts have read.")
-    ] = PREFIXES,
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help=f"Room for what earlier prompts have read; by default {PREFIXES} in memory, {PREFIX_FILES} in files.",
+        ),
+    ] = None,
     prefix_dir: Annotated[
         str | None,
         typer.Option(
@@ -100,6 +103,10 @@ def serve(
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: flags.Memory = "drop",
+    store_dir: flags.StoreDir = None,
+    verify: flags.Verify = None,
+    verify_below: flags.VerifyBelow = 0.999,
+    far: flags.Far = None,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
 
@@ -109,6 +116,8 @@ def serve(
     """
     _require_server()
     from ..batch.openai_request import Defaults
+    from ..caches.memories import in_files
+    from ..engine.recalling import Recall
     from ..policies import resolve_policy
     from ..server.engine import Engine
     from ..server.loaded import Loaded
@@ -129,7 +138,9 @@ def serve(
         volatile_headers=tuple(volatile_header),
     )
     chosen = resolve_policy(snapkv, policy)
-    prefixes = Prefixes(sys.maxsize, n_bytes("--prefix-bytes", prefix_bytes))
+    recall = Recall(memory, verify, verify_below, far)
+    usual = PREFIX_FILES if in_files(memory) else PREFIXES
+    prefixes = Prefixes(n_bytes("--prefix-bytes", prefix_bytes or usual))
     defaults = Defaults(
         max_tokens,
         temp=temp,
@@ -155,7 +166,7 @@ def serve(
 
     n_kv_bytes = most_kv_bytes(max_kv_bytes)
     n_file_bytes = n_bytes("--prefix-dir-bytes", prefix_dir_bytes)
-    setting = {"policy": str(chosen), "memory": memory, "kv_bits": str(kv_bits)}
+    setting = {"policy": str(chosen), "memory": memory, "far": str(far), "kv_bits": str(kv_bits)}
 
     def open_files(found: Loaded) -> PrefixFiles | None:
         if prefix_dir is None:
@@ -166,10 +177,10 @@ def serve(
 
     listen()  # here, since the model is loaded in another thread, which may not
     with listening(settings) as place:
-        options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size)
+        options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size, recall)
         engine = Engine(
             load,
-            options | {"memory": memory},
+            options,
             prefixes,
             Limits(concurrency, queue, max_context, n_kv_bytes),
             defaults,

@@ -5,10 +5,8 @@ been read, its last queries vote over everything stored; the best entries are ga
 tokens are read again over those, and the answer is decoded from them. The resident caches stay for the next turn.
 """
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -228,15 +226,11 @@ class BookRequest(RecallingRequest):
         """What was done when the last token was read."""
         return self._report
 
-    @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        try:
-            with super().decoding():
-                yield
-        finally:
-            for layer in self._layers:
-                cache = layer.cache_in(self.prompt_cache)
-                cache.store.truncate(cache.offset)
+    def end(self) -> None:
+        super().end()
+        for layer in self._layers:
+            cache = layer.cache_in(self.prompt_cache)
+            cache.store.truncate(cache.offset)
 
 
 def _with_window(quota: Quota, n_window: int) -> Quota:

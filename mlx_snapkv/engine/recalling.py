@@ -1,7 +1,5 @@
 """Requests whose prompt's entries all stay, beside the few that the answer is decoded from."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..caches.layers import AttentionLayer, copies_but_entries, members
@@ -88,6 +86,15 @@ class Recall:
             )
 
 
+def require_verifiable(recall: Recall, n_caches: int, n_full: int) -> None:
+    """Raises: SnapKVError: answers can't be verified so where `n_full` of a model's caches hold entries."""
+    if recall.verify == "all" and n_full < n_caches:
+        raise SnapKVError(
+            f"verify=all takes tokens back, and {n_caches - n_full} of {n_caches} layers can't "
+            "(linear or sliding-window attention): use verify=unsure"
+        )
+
+
 @dataclass
 class RecallingRequest(Request):
     """One more turn on full caches that stay: its queries vote over all entries ever read.
@@ -106,16 +113,7 @@ class RecallingRequest(Request):
         super().__post_init__()
         if self.recall.verify is not None:
             self.loop_model = Answered(self.model)
-        if self.recall.verify == "all":
-            self._require_rewindable()
-
-    def _require_rewindable(self) -> None:
-        n_caches, n_full = len(list(members(self.prompt_cache))), len(self._layers)
-        if n_full < n_caches:
-            raise SnapKVError(
-                f"verify=all takes tokens back, and {n_caches - n_full} of {n_caches} layers can't "
-                "(linear or sliding-window attention): use verify=unsure"
-            )
+        require_verifiable(self.recall, len(list(members(self.prompt_cache))), len(self._layers))
 
     def _prefill_caches(self) -> list:
         capacity = self.decision.at + self.decision.n_ahead + 1
@@ -171,11 +169,6 @@ class RecallingRequest(Request):
         self._checked = Checked(self.model, full, small, gathering, verified)
         self.loop_model.answering = self._checked
 
-    @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        try:
-            with super().decoding():
-                yield
-        finally:
-            if self._checked is not None:
-                self._checked.close()
+    def end(self) -> None:
+        if self._checked is not None:
+            self._checked.close()

@@ -179,10 +179,22 @@ class Request:
             yield
 
     @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
+    def recording_answer(self) -> Iterator[None]:
         """The same for the tokens after it is compressed, whose queries vote only if entries still give way by them."""
         with recording(self._observed if self._observes_answer else []):
             yield
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """The same for all tokens of the answer; when the block is left, it has ended."""
+        try:
+            with self.recording_answer():
+                yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """The answer has ended: leave the caller's caches as whoever goes on from them wants them."""
 
     def prompt_is_read(self) -> None:
         """Stop the prefill's clock; the first call counts."""

@@ -20,9 +20,10 @@ import numpy as np
 
 from ..caches.archived import ArchivedKVCache
 from ..caches.entry_file import PIECE, SavedFile
+from ..caches.file_parts import FixedPart
+from ..caches.file_store import FileStore
 from ..caches.layers import members
 from ..caches.row_bytes import RowBytes
-from ..caches.saved_store import SavedStore
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from . import header
@@ -77,6 +78,20 @@ def named_folder(target: Path) -> Path | None:
     return target.with_name(name) if own else None
 
 
+def files_of(target: Path) -> list[Path]:
+    """A saved prompt's files: its own, and those of its entries if it is a book."""
+    folder = named_folder(target)
+    return [target, *(_entry_files(folder) if folder else [])]
+
+
+def remove(target: Path) -> None:
+    """Remove a saved prompt, and its entries if it is a book. Raises: OSError."""
+    folder = named_folder(target)
+    target.unlink(missing_ok=True)
+    if folder is not None:
+        _remove(folder)
+
+
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
     """Give the caches of a book's file the entries beside it.
 
@@ -98,7 +113,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
             n_pieces = -(-n * layout.token // piece)
             own, checksums = checksums[:n_pieces], checksums[n_pieces:]
             files.append(SavedFile(folder / _name(number, kind), layout, n, own, piece))
-        cache.store = SavedStore(files, n)
+        cache.store = FileStore(quantization, [FixedPart(files, n)])
     if any(cache.offset != n for cache in archives(prompt_cache)):
         raise SnapKVError(f"its layers should hold {n} tokens")
 
@@ -171,7 +186,10 @@ def _name(number: int, kind: str) -> str:
 def _remove(folder: Path) -> None:
     """Remove a folder of entries, and whatever of it can be removed."""
     with contextlib.suppress(OSError):
-        for kind in _KINDS:
-            for file in folder.glob(f"*.{kind}"):
-                file.unlink(missing_ok=True)
+        for file in _entry_files(folder):
+            file.unlink(missing_ok=True)
         folder.rmdir()
+
+
+def _entry_files(folder: Path) -> list[Path]:
+    return [file for kind in _KINDS for file in folder.glob(f"*.{kind}")]

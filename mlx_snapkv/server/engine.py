@@ -72,7 +72,8 @@ class Engine(ResponseGenerator):
         self._lock = threading.Lock()
         self._n_open = 0
         metrics.track("requests", lambda: self.kv_bytes)
-        metrics.track("prefixes", lambda: self.prompt_cache.nbytes)
+        metrics.track("prefixes", lambda: prefixes.nbytes)
+        metrics.track("prefix_files", lambda: prefixes.file_nbytes)
         super().__init__(None, prefixes)  # type: ignore[arg-type]  # whose model is loaded below
         try:
             self.loaded = self._ready.result()
@@ -171,7 +172,12 @@ class Engine(ResponseGenerator):
         if self._memory is None or waiting.need is None:
             return True
         held = self.generator.prompt_cache_nbytes
-        active = [(r.need, r.report is None) for r in self._running.values() if r.need is not None]
+        stays = self._options.get("verify") is not None
+        active = [
+            (r.need, stays or r.report is None)
+            for r in self._running.values()
+            if r.need is not None
+        ]
         if not self._memory.fits(waiting.need, active, held):
             return False
         alone = self._memory.together([waiting.need], [waiting.need])
@@ -282,8 +288,9 @@ class Engine(ResponseGenerator):
     def _voters(self) -> int:
         """Tokens at a prompt's end that are read whatever is known of it, so that as many vote as ever."""
         policy = self._options.get("policy")
-        exact = can_trim_prompt_cache(make_prompt_cache(self.loaded.model))
-        if policy is None or not (self._recalls and exact):
+        if policy is None or policy.reads_in_blocks or not self._recalls:
+            return 1
+        if not can_trim_prompt_cache(make_prompt_cache(self.loaded.model)):
             return 1
         return max(1, policy.stages[1].obs_window)
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from .. import saved
-from ..chat.common_prefix import common_prefix
+from ..caches.memories import saved_forms
 from ..errors import SnapKVError
-from ..saved import header
+from ..saved import book, header
 from ..saved.files import tokens_in
 from ..saved.fingerprint import fingerprint
 
@@ -29,13 +30,24 @@ class Known:
     """A file, and the tokens that its caches have read.
 
     Attributes:
+        ids: the tokens, uint32 `(n,)`.
         whole: all entries are there, so that caches of a part of the tokens can be had.
     """
 
     path: Path
-    tokens: list[int]
+    ids: np.ndarray
     n_bytes: int
     whole: bool
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.ids.tolist()
+
+    def n_common(self, ids: np.ndarray) -> int:
+        """How many tokens both begin with."""
+        n = min(len(ids), len(self.ids))
+        differ = np.flatnonzero(ids[:n] != self.ids[:n])
+        return int(differ[0]) if differ.size else n
 
 
 class PrefixFiles:
@@ -72,14 +84,15 @@ class PrefixFiles:
             log.warning("a prefix is not used: %s", error)
             return
         if notes.get("setting") == self._setting:
-            self._known.append(Known(path, tokens, path.stat().st_size, notes["whole"]))
+            self._known.append(Known(path, _ids(tokens), _n_bytes(path), notes["whole"]))
 
     def longest(self, tokens: list[int]) -> tuple[int, Known | None]:
         """How many of the tokens some file's caches have read, the most of all."""
         best: tuple[int, Known | None] = 0, None
+        ids = _ids(tokens)
         for known in self._known:
-            n = common_prefix([known.tokens, tokens])
-            if n > best[0] and (known.whole or n == len(known.tokens)):
+            n = known.n_common(ids)
+            if n > best[0] and (known.whole or n == len(known.ids)):
                 best = n, known
         return best
 
@@ -97,6 +110,7 @@ class PrefixFiles:
 
     def write(self, tokens: list[int], caches: list) -> None:
         """Keep caches; a line in the log if there is no room."""
+        caches = saved_forms(self._model, caches)
         whole = can_trim_prompt_cache(caches)
         n, known = self.longest(tokens)
         if known is not None and n == len(tokens):
@@ -106,23 +120,31 @@ class PrefixFiles:
         notes = {"setting": self._setting, "whole": whole}
         try:
             saved.save(path, self._model, caches, tokens, notes=notes)
-            path.chmod(0o600)
-            n_bytes = path.stat().st_size
+            for file in book.files_of(path):
+                file.chmod(0o600)
+            n_bytes = _n_bytes(path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not kept: %s", error)
             return
+        new = Known(path, _ids(tokens), n_bytes, whole)
         if whole:  # what it begins with takes space only
-            for other in [
-                k for k in self._known if k.whole and tokens[: len(k.tokens)] == k.tokens
-            ]:
+            for other in [k for k in self._known if k.whole and new.n_common(k.ids) == len(k.ids)]:
                 self._forget(other)
-        self._known.append(Known(path, list(tokens), n_bytes, whole))
+        self._known.append(new)
         while sum(k.n_bytes for k in self._known) > self._most_bytes and len(self._known) > 1:
             self._forget(self._known[0])
 
     def _forget(self, known: Known) -> None:
         self._known.remove(known)
-        known.path.unlink(missing_ok=True)
+        book.remove(known.path)
+
+
+def _ids(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.uint32)
+
+
+def _n_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in book.files_of(path))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 from mlx_lm.models.cache import LRUPromptCache
 
+from ..caches.layers import file_bytes
 from .prefix_files import PrefixFiles
 
 MODEL = "model"  # mlx-lm's store holds those of several; this server serves one
@@ -15,11 +18,20 @@ class Prefixes(LRUPromptCache):
     Caches with all entries serve any prompt that begins as theirs does; a compressed one serves only what goes on
     exactly from the tokens it has read.
 
+    Args:
+        most_bytes: that they may take, in memory and in files without names.
+
     Attributes:
         files: where they are kept besides, so that they outlive the server; None is nowhere.
+        file_nbytes: what they take in files without names; what several share is counted for each.
     """
 
     files: PrefixFiles | None = None
+
+    def __init__(self, most_bytes: int):
+        super().__init__(sys.maxsize)
+        self._most_bytes = most_bytes
+        self.file_nbytes = 0
 
     def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
         """A copy of the caches that have read most of a prompt, but for its `n_last` last tokens, and how many."""
@@ -38,8 +50,21 @@ class Prefixes(LRUPromptCache):
         return cache, 0 if cache is None else len(tokens) - len(rest)
 
     def insert(self, tokens: list[int], caches: list) -> None:
-        if tokens:
-            self.insert_cache(MODEL, list(tokens), caches)
+        if not tokens:
+            return
+        self.insert_cache(MODEL, list(tokens), caches)
+        self._count()
+        while self.nbytes + self.file_nbytes > self._most_bytes:
+            self.trim_to(n_sequences=len(self) - 1)
+
+    def trim_to(self, **limits: int | None) -> None:
+        super().trim_to(**limits)
+        self._count()
+
+    def _count(self) -> None:
+        known = (each for least_recent in self._lru._lrus.values() for each in least_recent)
+        caches = (self._trie.get(*key).prompt_cache for key in known)
+        self.file_nbytes = sum(map(file_bytes, caches))
 
     def keep(self, tokens: list[int], caches: list) -> None:
         """Write to a file what is to outlive the server."""

@@ -244,9 +244,3 @@ def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask
     assert run.reports[uid].entries == 60
     assert read[uid][0] is not caches and layer_caches(caches)[-1].offset == n
 
-
-def test_memories_that_cant_be_in_a_batch(tiny_model):
-    with pytest.raises(SnapKVError, match="in a batch"):
-        Run(tiny_model, "keydiff:budget=48", memory="recall")
-    with pytest.raises(SnapKVError, match="files"):
-        Run(tiny_model, SNAPKV, memory="recall:file")

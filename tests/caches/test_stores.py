@@ -134,8 +134,9 @@ def test_a_file_without_room_is_left_as_it_was(no_room):
         store.append(*rows_of(20, mx.float32, seed=1))
         store.flush()
     assert store.n_entries == 20
-    sizes = [os.fstat(file._file.fileno()).st_size for file in store._files]
-    assert sizes == [20 * file.layout.token for file in store._files]
+    files = store._growing.files
+    sizes = [os.fstat(file._file.fileno()).st_size for file in files]
+    assert sizes == [20 * file.layout.token for file in files]
     assert_bits_equal(store.entries(), rows)
 
 

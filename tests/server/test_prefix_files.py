@@ -12,6 +12,7 @@ from server_helpers import POLICY, served_process
 from mlx_snapkv.demo.questions import make_haystack
 
 FLAGS = ("--policy", POLICY, "--memory", "recall")
+BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,15 @@ def ask(url, document, number, **fields):
     return found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.parametrize("flags", [FLAGS, ("--policy", POLICY, "--memory", "recall:8bit"), ()])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        FLAGS,
+        ("--policy", POLICY, "--memory", "recall:8bit"),
+        ("--policy", POLICY, "--memory", "recall:file", "--verify", "unsure"),
+        (),
+    ],
+)
 def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, flags):
     folder = tmp_path / "prefixes"
     with served_process(*flags, "--prefix-dir", str(folder)) as (url, process):
@@ -56,6 +65,29 @@ def test_a_conversation_of_a_killed_server_goes_on_from_compressed_entries(docum
         found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 1400
         assert ask(url, document, 2) == 0
+
+
+def test_a_book_of_a_killed_server_goes_on(document, tmp_path):
+    """Read within a budget, all of it on the disk: what was said before is known, and a later question finds all."""
+    flags = ("--policy", BOOK, "--memory", "recall:file", "--prefix-dir", str(tmp_path))
+    text, facts = document
+    said = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
+    said += [{"role": "assistant", "content": facts[0].value}]
+    said += [{"role": "user", "content": facts[3].question}]
+    with served_process(*flags) as (url, process):
+        assert ask(url, document, 0) == 0
+        process.kill()
+    (folder,) = tmp_path.glob("*.entries")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    with served_process(*flags) as (url, process):
+        body = {"messages": said, "max_tokens": 20}
+        found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 1400
+        assert found["choices"][0]["message"]["content"] == facts[3].value
+    with served_process(*flags, "--prefix-dir-bytes", "3MB") as (url, process):
+        ask(url, document, 1)
+        (folder,) = tmp_path.glob("*.entries")  # the others have given way
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_damaged_foreign_and_other_settings_are_not_used(document, tmp_path):

@@ -1,6 +1,9 @@
-"""A store of saved files, and of what came since, gives what one store of all of it would."""
+"""A store that begins with files of others gives what one store of all of it would, and leaves those as they are."""
 
+import copy
+import os
 import zlib
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -10,8 +13,8 @@ from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.entry_file import SavedFile
+from mlx_snapkv.caches.file_parts import FixedPart
 from mlx_snapkv.caches.file_store import FileStore
-from mlx_snapkv.caches.saved_store import SavedStore
 from mlx_snapkv.entries.quantization import Quantization
 
 PIECE = 1000  # which no token's bytes divide
@@ -36,7 +39,7 @@ def saved(folder, rows, quantization=None):
         paths.append(folder / name)
         paths[-1].write_bytes(raw)
         files.append(SavedFile(paths[-1], layout, len(data), np.array(sums, np.uint32), PIECE))
-    return SavedStore(files, rows[0].shape[2]), paths
+    return FileStore(quantization, [FixedPart(files, rows[0].shape[2])]), paths
 
 
 def flip(path, place):
@@ -77,6 +80,56 @@ def test_it_is_as_one_store_of_all(tmp_path_factory, quantization, changes, n_sa
             else:  # also below what is saved
                 each.truncate(max(1, each.n_entries - n))
     assert_same(store, plain)
+
+
+@pytest.mark.parametrize("quantization", WAYS)
+@given(st.data())
+def test_copies_share_files_and_go_their_own_ways(quantization, data):
+    """Stores grow, shrink and are copied in any order; each is as one that shares nothing with the others."""
+    pairs: list = [(FileStore(quantization), rows_of(20))]
+    pairs[0][0].append(*rows_of(20))
+    for seed in range(1, data.draw(st.integers(2, 10))):
+        i = data.draw(st.integers(0, len(pairs) - 1))
+        store, rows = pairs[i]
+        what, n = data.draw(st.sampled_from(["grow", "shrink", "copy"])), data.draw(st.integers(1, 30))
+        if what == "copy":
+            pairs.append((copy.deepcopy(store), rows))
+        elif what == "grow":
+            store.append(*rows_of(n, seed))
+            pairs[i] = store, [mx.concatenate(both, axis=2) for both in zip(rows, rows_of(n, seed))]
+        else:
+            left = max(1, store.n_entries - n)
+            store.truncate(left)
+            pairs[i] = store, [x[:, :, :left] for x in rows]
+    for store, rows in pairs:
+        alone = FileStore(quantization)
+        alone.append(*rows)
+        assert_same(store, alone)
+
+
+def test_a_copy_writes_nothing_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store = FileStore()
+    store.append(*rows_of(5000))
+    store.flush()
+    before = blocks_of_nameless_files(tmp_path)
+    copies = [copy.deepcopy(store) for _ in range(3)]
+    assert blocks_of_nameless_files(tmp_path) == before > 0
+    copies[0].append(*rows_of(10))
+    copies[0].flush()
+    assert before < blocks_of_nameless_files(tmp_path) < 1.1 * before
+
+
+def blocks_of_nameless_files(folder):
+    """Bytes on the disk of this process's open files that have no name in any folder."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if os.readlink(link).startswith(str(folder)):
+                found += os.stat(link).st_blocks * 512
+        except FileNotFoundError:
+            pass
+    return found
 
 
 def test_the_files_stay_as_they_are(tmp_path):

@@ -1,0 +1,194 @@
+"""Requests of a batch that forget nothing answer as they do alone, and leave what follow-ups go on from."""
+
+import copy
+
+import mlx.core as mx
+import pytest
+from batch_helpers import Run, alone, prompts_of
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from request_helpers import assert_unpatched
+from tiny_models import make_llama, make_qwen
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.batch.generator import CompressedBatchGenerator
+
+SNAPKV = "snapkv:n_sink=4,n_window=32,min_ctx=100,budget=56"
+BOOK = "keydiff:budget=64,block=32,min_ctx=100 then snapkv:n_sink=4,obs_window=8,n_window=16,budget=48,lookahead=0"
+WAYS = [
+    (SNAPKV, {"memory": "recall"}),
+    (SNAPKV, {"memory": "recall:file"}),
+    (SNAPKV, {"memory": "recall:file:8bit"}),
+    (SNAPKV, {"memory": "recall", "verify": "unsure"}),
+    (SNAPKV, {"memory": "recall:8bit", "verify": "unsure", "verify_below": 1.0}),
+    (SNAPKV, {"memory": "recall:file", "verify": "unsure"}),
+    (SNAPKV, {"memory": "recall", "verify": "all"}),
+    (SNAPKV, {"memory": "recall:4bit", "verify": "all"}),
+    (SNAPKV + ",last_token=false", {"memory": "recall", "verify": "all"}),
+    (BOOK, {"memory": "recall"}),
+    (BOOK, {"memory": "recall:file"}),
+    (BOOK, {"memory": "recall:file", "verify": "unsure"}),
+    (BOOK, {"memory": "recall", "verify": "all"}),
+]
+LENGTHS = (190, 40, 260, 120)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_llama(hidden_size=128)
+
+
+def of(value):
+    return ",".join(map(str, value.values())) if isinstance(value, dict) else value[:6]
+
+
+@pytest.mark.parametrize(("policy", "options"), WAYS, ids=of)
+def test_staggered_requests_answer_as_alone(model, policy, options):
+    prompts = prompts_of(*LENGTHS)
+    limits = [12, 60, 40, 25]
+    recalled = {}
+    run = Run(model, policy, on_recall=lambda uid, *told: recalled.update({uid: told}), **options)
+    uids = run.insert(prompts[:2], limits[:2])
+    for i in range(2, len(prompts)):
+        for _ in range(4):
+            run.step()
+        uids += run.insert([prompts[i]], [limits[i]])
+    run.finish()
+    for uid, prompt, limit in zip(uids, prompts, limits):
+        reports = []
+        wanted = alone(
+            model, prompt, limit, policy=policy, on_report=reports.append, **options
+        )
+        assert run.answers[uid] == wanted
+        assert run.reports[uid].entries_kept == reports[0].entries_kept
+        assert run.reports[uid].reason == reports[0].reason
+        assert (uid in recalled) == (len(prompt) >= 100)
+        if uid in recalled:
+            tokens = (prompt + wanted)[: len(recalled[uid][1])]
+            assert recalled[uid][1] == tokens and len(tokens) >= len(prompt)
+    assert_unpatched()
+
+
+@pytest.mark.parametrize(("policy", "options"), WAYS, ids=of)
+def test_several_go_on_from_what_one_has_read(model, policy, options):
+    """As from a prompt cache of their own: none sees what another was asked."""
+    (document,) = prompts_of(200)
+    recalled = {}
+    run = Run(
+        model,
+        policy,
+        turns=True,
+        on_recall=lambda uid, *told: recalled.update({uid: told}),
+        **options,
+    )
+    (first,) = run.insert([document], 8)
+    run.finish()
+    caches, tokens = recalled[first]
+    questions = prompts_of(12, 30, 60, seed=1)
+    given = [copy.deepcopy(caches) for _ in questions]
+    uids = run.insert(questions, 20, caches=given, all_tokens=[list(tokens) for _ in questions])
+    run.finish()
+    for uid, question in zip(uids, questions):
+        own = copy.deepcopy(caches)
+        wanted = alone(model, question, 20, policy=policy, prompt_cache=own, **options)
+        assert run.answers[uid] == wanted
+        assert recalled[uid][1][: len(tokens) + len(question)] == tokens + question
+
+
+def test_files_are_shared_from_any_token_on(model):
+    """What is trimmed to a common prefix reads on as if nothing else had been in the files."""
+    document, other = prompts_of(200, 90)
+    recalled = {}
+    options = {"memory": "recall:file"}
+    run = Run(
+        model,
+        SNAPKV,
+        turns=True,
+        on_recall=lambda uid, *told: recalled.update({uid: told}),
+        **options,
+    )
+    (first,) = run.insert([document], 4)
+    run.finish()
+    part = copy.deepcopy(recalled[first][0])
+    trim_prompt_cache(part, 120)
+    (second,) = run.insert([other], 20, caches=[part], all_tokens=[document[:80]])
+    (third,) = run.insert(
+        [other[:5]], 20, caches=[copy.deepcopy(part)], all_tokens=[document[:80]]
+    )
+    run.finish()
+    assert run.answers[second] == alone(
+        model, document[:80] + other, 20, policy=SNAPKV, **options
+    )
+    # Below the gate, on entries that were in files.
+    assert run.reports[third].reason is not None
+    assert run.answers[third] == alone(model, document[:80] + other[:5], 20)
+
+
+@pytest.mark.parametrize("verify", ["unsure", "all"])
+def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
+    prompts = prompts_of(200, 150)
+    recalled = {}
+    options = {"memory": "recall", "verify": verify, "verify_below": 1.0}
+    if verify == "all":
+        del options["verify_below"]
+    run = Run(model, SNAPKV, on_recall=lambda uid, *told: recalled.update({uid: told}), **options)
+    gone, stays = run.insert(prompts, 40)
+    while len(run.answers.get(gone, [])) < 7:
+        run.step()
+    run.generator.remove([gone])
+    run.finish()
+    assert run.answers[stays] == alone(model, prompts[1], 40, policy=SNAPKV, **options)
+    caches, tokens = recalled[gone]
+    full = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=full)
+    assert [c.offset for c in caches] == [len(tokens)] * len(caches)
+    for mine, plain in zip(caches, full):
+        assert mx.allclose(mine.keys_and_values()[0], plain.keys_and_values()[0], atol=1e-4)
+    assert_unpatched()
+
+
+@pytest.mark.parametrize("verify", ["unsure", "all"])
+def test_one_that_fails_ends_alone(model, verify):
+    prompts = prompts_of(200, 150)
+    calls = []
+
+    def breaks(logprobs):
+        calls.append(1)
+        if len(calls) > 5:
+            raise RuntimeError("broken sampler")
+        return mx.argmax(logprobs, axis=-1)
+
+    run = Run(model, SNAPKV, memory="recall", verify=verify)
+    failing, good = run.insert(prompts, 20, samplers=[breaks, None])
+    run.finish()
+    assert str(run.last[failing].error) == "broken sampler"
+    assert run.answers[good] == alone(
+        model, prompts[1], 20, policy=SNAPKV, memory="recall", verify=verify
+    )
+    assert_unpatched()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"policy": SNAPKV, "verify": "unsure"}, "memory=drop does not keep"),
+        ({"policy": SNAPKV, "memory": "recall:file", "verify": "all"}, "must be in memory"),
+        ({"policy": SNAPKV, "memory": "recall", "far": "pull"}, "far=pull needs a policy that evicts"),
+        ({"turns": True, "memory": "recall", "verify": "unsure"}, "needs a policy"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_once(model, options, words):
+    with pytest.raises(SnapKVError, match=words):
+        CompressedBatchGenerator(model, **options)
+
+
+def test_a_hybrid_asks_when_unsure_and_refuses_to_check_all():
+    model = make_qwen()
+    options = {"memory": "recall:file", "verify": "unsure", "verify_below": 1.0}
+    prompts = prompts_of(150, 120)
+    run = Run(model, SNAPKV, **options)
+    uids = run.insert(prompts, 15)
+    run.finish()
+    for uid, prompt in zip(uids, prompts):
+        assert run.answers[uid] == alone(model, prompt, 15, policy=SNAPKV, **options)
+    with pytest.raises(SnapKVError, match="verify=all takes tokens back"):
+        Run(model, SNAPKV, memory="recall", verify="all")
