@@ -1,6 +1,7 @@
 """A server whose model thinks and calls tools: the embedded one, made to say what the last message asks for."""
 
 import contextlib
+import itertools
 
 import mlx.core as mx
 from mlx_lm.tool_parsers import json_tools
@@ -43,10 +44,11 @@ def acting():
 
 
 def _make_obey(engine):
-    tokenizer, insert = engine.loaded.tokenizer, engine.generator.insert
+    tokenizer, insert = engine.loaded.tokenizer, engine.generator.insert_segments
 
     def inserted(prompts, *args, all_tokens, logits_processors, **kwargs):
-        asked = tokenizer.decode([*all_tokens[0], *prompts[0]]).removesuffix("<|assistant|>")
+        tokens = [*all_tokens[0], *itertools.chain(*prompts[0])]
+        asked = tokenizer.decode(tokens).removesuffix("<|assistant|>")
         _, order, text = asked.rpartition(SAY)
         if order and "<|" not in text:  # nobody has said something since
             tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
@@ -54,4 +56,4 @@ def _make_obey(engine):
         options = {"all_tokens": all_tokens, "logits_processors": logits_processors, **kwargs}
         return insert(prompts, *args, **options)
 
-    engine.generator.insert = inserted
+    engine.generator.insert_segments = inserted

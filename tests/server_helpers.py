@@ -48,10 +48,10 @@ def load_named(name, change=lambda model, tokenizer: None):
 
 
 @contextlib.contextmanager
-def serving(load=None, *, policy=POLICY, memory="recall", limits=None, **settings):
-    """A server that runs for the block."""
+def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generation=(), **settings):
+    """A server that runs for the block; `generation` are more options of its batches."""
     settings = Settings(port=0, **settings)
-    options = {"policy": resolve_policy(policy=policy), "memory": memory}
+    options = {"policy": resolve_policy(policy=policy), "memory": memory, **dict(generation)}
     place = listening(settings)
     engine = Engine(
         load or load_named("demo"),
@@ -69,10 +69,12 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, **setting
     thread.start()
     assert started.wait(30)
     url = f"http://127.0.0.1:{place.getsockname()[1]}"
-    with httpx.Client(base_url=url, timeout=60) as client:
-        yield Served(url, engine, client)
-    stop[0].should_exit = True
-    thread.join(30)
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield Served(url, engine, client)
+    finally:
+        stop[0].should_exit = True
+        thread.join(30)
     assert not thread.is_alive()
 
 

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..caches.layers import attention_layers, is_compressed
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from ..caches.layers import attention_layers, is_compressed, members
 from ..caches.memories import lasting_forms, recalling_caches, saved_forms
 from ..engine.decision import gate
 from ..engine.making import make_request
@@ -187,4 +190,10 @@ class Job:
 
     def extracted(self) -> list:
         """The caches as they are, for others to go on with."""
-        return saved_forms(self._plan.model, copy.deepcopy(self.caches))
+        caches = saved_forms(self._plan.model, copy.deepcopy(self.caches))
+        for cache in members(caches):
+            if isinstance(cache, KVCache) and cache.offset:
+                # Without the room that there is for the rest of the prompt.
+                cache.keys, cache.values = map(mx.contiguous, cache.keys_and_values())
+        mx.eval([cache.state for cache in caches])
+        return caches

@@ -78,8 +78,8 @@ def asked(body: Body, tokenizer, defaults: Defaults, seed: int | None = None) ->
     size = len(tokenizer)
     tools = None
     if isinstance(body, ChatBody):
-        tools = body.tools if body.tool_choice != "none" else None
-        prompt = _chat_prompt(body, tokenizer, tools)
+        tools = _tools(body)
+        prompt = chat_tokens(body, tokenizer, body.template_messages())
     else:
         assert isinstance(body, CompletionBody)
         prompt = _text_prompt(body.prompt, tokenizer, size)
@@ -98,7 +98,23 @@ def asked(body: Body, tokenizer, defaults: Defaults, seed: int | None = None) ->
     )
 
 
-def _chat_prompt(body: ChatBody, tokenizer, tools: list[dict[str, Any]] | None) -> list[int]:
+def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    return body.tools if body.tool_choice != "none" else None
+
+
+def chat_tokens(
+    body: ChatBody,
+    tokenizer,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Messages in the chat template, as a body wants it; they are changed on the way.
+
+    Raises:
+        SnapKVError: the template refuses, or there is none.
+    """
+    tools = _tools(body)
     if not tokenizer.has_chat_template:
         raise SnapKVError("this model has no chat template: ask it by /v1/completions")
     if tools and not tokenizer.has_tool_calling:
@@ -110,10 +126,10 @@ def _chat_prompt(body: ChatBody, tokenizer, tools: list[dict[str, Any]] | None) 
             raise SnapKVError(f"chat_template_kwargs can't set {name!r}: the request does")
     if tools:
         options["tools"] = tools
-    messages = body.template_messages()
     try:
         process_message_content(messages)
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+        options["add_generation_prompt"] = add_generation_prompt
+        return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
 

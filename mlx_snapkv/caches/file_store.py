@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +14,7 @@ from .row_bytes import RowBytes
 from .sources import Chain
 
 
-class FileStore(Chain):
+class FileStore(Chain[FixedPart]):
     """Entries in files of keys and of values, token after token, that are read through memory maps.
 
     A copy shares the files with what it is a copy of, and any number of processes may share those that were saved:
@@ -26,15 +25,13 @@ class FileStore(Chain):
         parts: entries to begin with.
     """
 
-    _sources: list[Any]  # parts that stay as they are, and one that grows
-
     def __init__(self, quantization: Quantization | None = None, parts: Sequence[FixedPart] = ()):
         self.quantization = quantization
         super().__init__([*parts, GrowingPart(quantization)])
 
     @property
     def _growing(self) -> GrowingPart:
-        return self._sources[-1]
+        return self._sources[-1]  # type: ignore[return-value]  # the last one is
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         self._growing.append(keys, values)
@@ -72,8 +69,8 @@ class FileStore(Chain):
         return True
 
     def truncate(self, n: int) -> None:
-        *fixed, growing = self._sources
-        n_fixed = sum(part.n_entries for part in fixed)
+        growing = self._growing
+        n_fixed = self.n_entries - growing.n_entries
         growing.truncate(max(0, n - n_fixed))
         if n < n_fixed:
             firsts = [part.first(max(0, n - first)) for part, first, _ in self._spans()]

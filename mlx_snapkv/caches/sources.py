@@ -1,7 +1,7 @@
 """Entries that are read in part: the keys of a span, or what was chosen."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -49,10 +49,13 @@ class Plain:
         return take_entries(self._cache.keys, places), take_entries(self._cache.values, places)
 
 
-class Chain:
+S = TypeVar("S", bound=Source)
+
+
+class Chain(Generic[S]):
     """The entries of one source after the other."""
 
-    def __init__(self, sources: list[Source]):
+    def __init__(self, sources: list[S]):
         self._sources = sources
 
     @property
@@ -63,7 +66,7 @@ class Chain:
     def waits(self) -> bool:
         return any(source.waits for source in self._sources)
 
-    def _spans(self) -> Iterator[tuple[Source, int, int]]:
+    def _spans(self) -> Iterator[tuple[S, int, int]]:
         """Those that hold any, and where in all entries theirs begin and end."""
         first = 0
         for source in self._sources:

@@ -17,12 +17,13 @@ from ..batch.answer import Answer
 from ..batch.generator import CompressedBatchGenerator
 from ..batch.memory import Memory
 from ..batch.openai_body import Body
-from ..batch.openai_request import Defaults, asked
+from ..batch.openai_request import Asked, Defaults, asked
 from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
 from ..entries.quantization import Quantization
 from .channel import Accepted, Channel, Finished, Read, Started
 from .counting import Counted
+from .cuts import cuts
 from .failures import as_api_error, busy, log, shutting_down, too_long
 from .likely import chosen, n_likely
 from .loaded import Loaded
@@ -130,7 +131,7 @@ class Engine(ResponseGenerator):
         except BaseException as error:
             self._ready.set_exception(error)
             return
-        self._n_voters = self._voters()
+        self._look_at_options()
         self._ready.set_result(self.loaded)
         while not self._stop:
             try:
@@ -200,7 +201,9 @@ class Engine(ResponseGenerator):
         if self._memory is not None:
             told = body.max_completion_tokens or body.max_tokens
             need = self._memory.need(n, told or min(wanted.max_tokens, USUAL_ANSWER))
-        self._waiting.append(Waiting(channel, wanted, n_likely(body), need))
+        self._waiting.append(
+            Waiting(channel, wanted, n_likely(body), need, self._cuts(body, wanted))
+        )
         channel.put(Accepted())
 
     def _start(self, waiting: Waiting) -> None:
@@ -210,8 +213,10 @@ class Engine(ResponseGenerator):
             return
         prompt = wanted.prompt
         caches, n_known = self.prefixes.fetch(prompt, self._n_voters)
-        (uid,) = self.generator.insert(
-            [prompt[n_known:]],
+        ends = [n for n in waiting.cuts if n > n_known] + [len(prompt)]
+        starts = [n_known, *ends]
+        (uid,) = self.generator.insert_segments(
+            [[prompt[start:end] for start, end in zip(starts, ends)]],
             [wanted.max_tokens],
             caches=None if caches is None else [caches],
             all_tokens=[prompt[:n_known]],
@@ -228,8 +233,11 @@ class Engine(ResponseGenerator):
         read, responses = self.generator.next()
         for progress in read:
             running = self._running[progress.uid]
-            known = running.n_prompt - progress.progress[1]
-            running.channel.put(Read(known + progress.progress[0], running.n_prompt))
+            n = running.n_prompt - progress.progress[1] + progress.progress[0]
+            if progress.end_of_segment and n in running.cuts:
+                caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
+                self.prefixes.insert(tokens, caches)
+            running.channel.put(Read(n, running.n_prompt))
         self.kv_bytes = self.generator.prompt_cache_nbytes
         for response in responses:
             self._deliver(response)
@@ -285,14 +293,24 @@ class Engine(ResponseGenerator):
         policy = self._options.get("policy")
         return Memory(self.loaded.model, policy, how, step_size, self.limits.kv_bytes)
 
-    def _voters(self) -> int:
-        """Tokens at a prompt's end that are read whatever is known of it, so that as many vote as ever."""
+    def _look_at_options(self) -> None:
+        """See what can be taken from prefixes, and where they are to be kept."""
         policy = self._options.get("policy")
-        if policy is None or policy.reads_in_blocks or not self._recalls:
-            return 1
-        if not can_trim_prompt_cache(make_prompt_cache(self.loaded.model)):
-            return 1
-        return max(1, policy.stages[1].obs_window)
+        trims = can_trim_prompt_cache(make_prompt_cache(self.loaded.model))
+        in_blocks = policy is not None and policy.reads_in_blocks
+        keeps_all = policy is None or (self._recalls and not in_blocks)
+        # Tokens at a prompt's end that are read whatever is known of it, so that as many vote as ever.
+        self._n_voters = 1
+        if policy is not None and keeps_all and trims:
+            self._n_voters = max(1, policy.stages[1].obs_window)
+        self._keeps_parts = not in_blocks and not (keeps_all and trims)
+        self._keeps_end = keeps_all
+
+    def _cuts(self, body: Body, wanted: Asked) -> list[int]:
+        """Where what has been read of a prompt is to be kept: not where a part of it can be had anyway."""
+        if not self._keeps_parts:
+            return []
+        return cuts(body, self.loaded.tokenizer, wanted.prompt, self._keeps_end)
 
     def _reported(self, uid: int, report: CompressionReport) -> None:
         self._running[uid].report = report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..batch.answer import Piece, Said
@@ -149,15 +149,17 @@ def _about(exchange: Exchange) -> dict[str, Any]:
     report = exchange.finished[0].report if 0 in exchange.finished else None
     if report is None:
         return {}
-    return {
-        "mlx_snapkv": {
-            "policy": report.policy,
-            "entries": report.entries if report.compressed else None,
-            "kv_bytes_before": report.kv_bytes_before,
-            "kv_bytes_after": report.kv_bytes_after,
-            "reason": report.reason,
-        }
+    about: dict[str, Any] = {
+        "policy": report.policy,
+        "entries": report.entries if report.compressed else None,
+        "kv_bytes_before": report.kv_bytes_before,
+        "kv_bytes_after": report.kv_bytes_after,
+        "reason": report.reason,
     }
+    for name, part in (("verified", report.verified), ("book", report.book)):
+        if part is not None:
+            about[name] = asdict(part)
+    return {"mlx_snapkv": about}
 
 
 def _chat_logprobs(tokens: list[Chosen]) -> dict[str, Any] | None:

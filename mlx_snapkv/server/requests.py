@@ -36,12 +36,14 @@ class Waiting:
     Attributes:
         top_logprobs: likely tokens to be told with each; None if not even its own probability is.
         need: what its caches will take; None if nobody wants to know.
+        cuts: after how many of its prompt's tokens what has been read is to be kept for others.
     """
 
     channel: Channel
     asked: Asked
     top_logprobs: int | None
     need: Need | None
+    cuts: list[int]
 
 
 @dataclass(kw_only=True)

@@ -243,4 +243,3 @@ def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask
     assert run.answers[uid] == wanted
     assert run.reports[uid].entries == 60
     assert read[uid][0] is not caches and layer_caches(caches)[-1].offset == n
-

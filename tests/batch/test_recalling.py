@@ -55,9 +55,7 @@ def test_staggered_requests_answer_as_alone(model, policy, options):
     run.finish()
     for uid, prompt, limit in zip(uids, prompts, limits):
         reports = []
-        wanted = alone(
-            model, prompt, limit, policy=policy, on_report=reports.append, **options
-        )
+        wanted = alone(model, prompt, limit, policy=policy, on_report=reports.append, **options)
         assert run.answers[uid] == wanted
         assert run.reports[uid].entries_kept == reports[0].entries_kept
         assert run.reports[uid].reason == reports[0].reason
@@ -111,13 +109,9 @@ def test_files_are_shared_from_any_token_on(model):
     part = copy.deepcopy(recalled[first][0])
     trim_prompt_cache(part, 120)
     (second,) = run.insert([other], 20, caches=[part], all_tokens=[document[:80]])
-    (third,) = run.insert(
-        [other[:5]], 20, caches=[copy.deepcopy(part)], all_tokens=[document[:80]]
-    )
+    (third,) = run.insert([other[:5]], 20, caches=[copy.deepcopy(part)], all_tokens=[document[:80]])
     run.finish()
-    assert run.answers[second] == alone(
-        model, document[:80] + other, 20, policy=SNAPKV, **options
-    )
+    assert run.answers[second] == alone(model, document[:80] + other, 20, policy=SNAPKV, **options)
     # Below the gate, on entries that were in files.
     assert run.reports[third].reason is not None
     assert run.answers[third] == alone(model, document[:80] + other[:5], 20)
@@ -172,7 +166,10 @@ def test_one_that_fails_ends_alone(model, verify):
     [
         ({"policy": SNAPKV, "verify": "unsure"}, "memory=drop does not keep"),
         ({"policy": SNAPKV, "memory": "recall:file", "verify": "all"}, "must be in memory"),
-        ({"policy": SNAPKV, "memory": "recall", "far": "pull"}, "far=pull needs a policy that evicts"),
+        (
+            {"policy": SNAPKV, "memory": "recall", "far": "pull"},
+            "far=pull needs a policy that evicts",
+        ),
         ({"turns": True, "memory": "recall", "verify": "unsure"}, "needs a policy"),
     ],
 )

@@ -91,7 +91,10 @@ def test_copies_share_files_and_go_their_own_ways(quantization, data):
     for seed in range(1, data.draw(st.integers(2, 10))):
         i = data.draw(st.integers(0, len(pairs) - 1))
         store, rows = pairs[i]
-        what, n = data.draw(st.sampled_from(["grow", "shrink", "copy"])), data.draw(st.integers(1, 30))
+        what, n = (
+            data.draw(st.sampled_from(["grow", "shrink", "copy"])),
+            data.draw(st.integers(1, 30)),
+        )
         if what == "copy":
             pairs.append((copy.deepcopy(store), rows))
         elif what == "grow":

@@ -1,0 +1,113 @@
+"""A server that forgets nothing: verified answers, entries in files, books, and models that take nothing back."""
+
+import concurrent.futures
+import inspect
+import random
+
+import pytest
+from mlx_lm.models.cache import LRUPromptCache
+from server_helpers import POLICY, load_named, serving
+
+from mlx_snapkv import Conversation
+from mlx_snapkv.demo.questions import make_haystack
+
+SMALL = POLICY.replace("25%", "96").replace("n_window=32", "n_window=40") + ",lookahead=0"
+BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
+WAYS = [
+    (SMALL, "recall", {"verify": "unsure"}),
+    (SMALL, "recall:8bit", {"verify": "all"}),
+    (SMALL, "recall:file", {"verify": "unsure"}),
+    (BOOK, "recall:file:8bit", {"verify": "unsure"}),
+]
+
+
+@pytest.fixture(scope="module")
+def document(demo_llama):
+    return make_haystack(demo_llama[1], random.Random(5), 6, 800)
+
+
+def ask(served, messages, **fields):
+    body = {"messages": messages, "max_tokens": 16, **fields}
+    found = served.post("/v1/chat/completions", json=body).json()
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"]["content"], cached, found["mlx_snapkv"]
+
+
+@pytest.mark.parametrize(("policy", "memory", "options"), WAYS, ids=lambda value: str(value)[:12])
+def test_follow_ups_answer_as_a_conversation_and_four_at_once(
+    document, demo_llama, policy, memory, options
+):
+    text, facts = document
+    conversation = Conversation(*demo_llama, policy=policy, memory=memory, max_tokens=16, **options)
+    with serving(policy=policy, memory=memory, generation=options) as served:
+        messages = []
+        for i, fact in enumerate(facts[:3]):
+            said = fact.question if i else f"{text}\n\n{fact.question}"
+            messages.append({"role": "user", "content": said})
+            answer, cached, about = ask(served, messages)
+            assert answer == "".join(r.text for r in conversation.send(said)).strip() == fact.value
+            assert (cached > 700) == (i > 0)
+            assert about["verified"]["verify"] == options["verify"]
+            assert about["verified"]["tokens"] > 0
+            assert ("book" in about) == (policy == BOOK)
+            messages.append({"role": "assistant", "content": answer})
+
+        def follow_up(fact):
+            return ask(served, [*messages, {"role": "user", "content": fact.question}])
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(follow_up, facts[2:]))
+        for fact, (answer, cached, _) in zip(facts[2:], answers):
+            assert answer == fact.value and cached > 700
+        files = served.metric('mlx_snapkv_kv_bytes{kind="prefix_files"}')
+        assert (files > 0) == ("file" in memory)
+
+
+@pytest.mark.parametrize(("policy", "memory"), [(POLICY, "recall:file"), (POLICY, "drop")])
+def test_a_system_prompt_is_read_once(document, demo_qwen, policy, memory):
+    """Also of a model with linear layers, whose caches can't be cut, and where only compressed ones are left."""
+    text, facts = document
+    system = {"role": "system", "content": text}
+    with serving(load_named("demo-qwen3-next"), policy=policy, memory=memory) as served:
+        found = [ask(served, [system, {"role": "user", "content": f.question}]) for f in facts[:3]]
+        known = [cached for _, cached, _ in found]
+        assert known[0] == 0 and min(known[1:]) > 750
+        last = {"role": "user", "content": facts[4].question}
+        said = [{"role": "user", "content": facts[2].question}]
+        said += [{"role": "assistant", "content": found[2][0]}]
+        _, cached, _ = ask(served, [system, *said, last])
+        assert cached > max(known)
+    with serving(load_named("demo-qwen3-next"), policy=policy, memory=memory) as served:
+        for fact, (wanted, _, about) in zip(facts[1:3], found[1:]):
+            given = [
+                {"role": "system", "content": text},
+                {"role": "user", "content": fact.question},
+            ]
+            served.engine.prefixes.trim_to(n_sequences=0)
+            anew, cached, again = ask(served, given)
+            assert cached == 0 and anew == wanted and again["entries"] == about["entries"]
+
+
+def test_room_for_prefixes_counts_files(document):
+    text, facts = document
+    with serving(policy=POLICY, memory="recall:file") as served:
+        prefixes = served.engine.prefixes
+        messages = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
+        ask(served, messages)
+        one = prefixes.file_nbytes
+        prefixes._most_bytes = 2 * one + one // 2
+        for n in range(3):
+            messages[0]["content"] = f"{n} {text}\n\n{facts[0].question}"
+            assert ask(served, messages)[0] == facts[0].value
+            assert prefixes.file_nbytes <= prefixes._most_bytes
+        assert len(prefixes) == 2
+
+
+def test_the_hooks_of_mlx_lm_that_prefixes_stand_on():
+    """An upgrade of mlx-lm that changes one of these is to fail here, and not in an answer."""
+    store = LRUPromptCache(3)
+    store.insert_cache("m", [1, 2], [])
+    keys = [key for least_recent in store._lru._lrus.values() for key in least_recent]
+    assert keys == [("m", [1, 2])]
+    assert store._trie.get(*keys[0]).prompt_cache == []
+    assert {"n_sequences", "n_bytes"} <= set(inspect.signature(store.trim_to).parameters)
