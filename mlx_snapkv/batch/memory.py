@@ -136,19 +136,22 @@ class Memory:
         )
 
     def fits(self, new: Need, active: Iterable[tuple[Need, bool]], held: int) -> bool:
-        """Whether one more request can be let in.
+        """Whether one more request can be let in; the arguments are those of `with_another`."""
+        active = list(active)
+        return not active or self.with_another(new, active, held) <= self.limit
+
+    def with_another(self, new: Need, active: Iterable[tuple[Need, bool]], held: int) -> int:
+        """Bytes that are taken at most once another request has been let in.
 
         Args:
             active: what the others need, and whether each is still to be read.
             held: bytes that their caches have now.
         """
         active = list(active)
-        if not active:
-            return True
         needs = [need for need, _ in active]
         unread = [need for need, is_unread in active if is_unread]
         planned = self.together([*needs, new], [*unread, new])
-        return max(held + self.together([new], [new]), planned) <= self.limit
+        return max(held + self.together([new], [new]), planned)
 
     def _padded(self, n: int, fixed: bool) -> int:
         """Rows that a request of `n` entries has in a group, at most."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..engine.report import CompressionReport
@@ -169,7 +169,12 @@ class Run:
     def _fits(self, request: Request) -> bool:
         if self.memory is None or request.need is None:
             return True
-        active = [(r.need, r.report is None) for r in self._active.values() if r.need is not None]
+        stays = self.options.get("verify") is not None  # what was read is asked again and again
+        active = [
+            (r.need, stays or r.report is None)
+            for r in self._active.values()
+            if r.need is not None
+        ]
         return self.memory.fits(request.need, active, self._generator.prompt_cache_nbytes)
 
     def _insert(self, request: Request) -> None:
@@ -223,6 +228,8 @@ class Run:
                 extra["entries"] = report.entries
                 extra["kv_bytes"] = report.kv_bytes_after
                 extra["kv_bytes_before"] = report.kv_bytes_before
+                if report.verified is not None:
+                    extra["verified"] = asdict(report.verified)
             else:
                 extra["reason"] = report.reason if report else ENDED_EARLY
         if request.asked.ignored:

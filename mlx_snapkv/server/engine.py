@@ -181,8 +181,8 @@ class Engine(ResponseGenerator):
         ]
         if not self._memory.fits(waiting.need, active, held):
             return False
-        alone = self._memory.together([waiting.need], [waiting.need])
-        self.prefixes.trim_to(n_bytes=self._memory.limit - held - alone)
+        taken = self._memory.with_another(waiting.need, active, held)
+        self.prefixes.trim_to(n_bytes=self._memory.limit - taken)
         return True
 
     def _take(self, channel: Any, body: Body) -> None:

@@ -120,6 +120,16 @@ def test_the_form_is_openais(batch):
     assert len(set(ids)) == 4
 
 
+def test_answers_may_ask_again_what_was_dropped(batch):
+    policy = SNAPKV + ",lookahead=0"
+    flags = ("--policy", policy, "--memory", "recall:file", "--verify", "unsure")
+    _, found, _ = batch([chat("a", 9), text("b", 9, max_tokens=4)], *flags)
+    assert answer(found["a"]) == "482913"
+    ours = found["a"]["response"]["body"]["mlx_snapkv"]
+    assert ours["memory"] == "recall:file" and ours["verified"]["verify"] == "unsure"
+    assert ours["verified"]["tokens"] > 0
+
+
 def test_short_prompts_say_why_they_are_full(batch):
     _, found, _ = batch([text("a", 1, max_tokens=2)], "--policy", "keydiff:budget=4096")
     assert "fit the budget of 4096" in found["a"]["response"]["body"]["mlx_snapkv"]["reason"]
