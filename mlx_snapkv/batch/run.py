@@ -171,9 +171,7 @@ class Run:
             return True
         stays = self.options.get("verify") is not None  # what was read is asked again and again
         active = [
-            (r.need, stays or r.report is None)
-            for r in self._active.values()
-            if r.need is not None
+            (r.need, stays or r.report is None) for r in self._active.values() if r.need is not None
         ]
         return self.memory.fits(request.need, active, self._generator.prompt_cache_nbytes)
 

@@ -10,20 +10,15 @@ from concurrent.futures import Future
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.server import ResponseGenerator
 
 from ..batch.answer import Answer
 from ..batch.generator import CompressedBatchGenerator
-from ..batch.memory import Memory
 from ..batch.openai_body import Body
-from ..batch.openai_request import Asked, Defaults, asked
-from ..engine.decision import PREFILL_STEP_SIZE
+from ..batch.openai_request import Defaults, asked
 from ..engine.report import CompressionReport
-from ..entries.quantization import Quantization
 from .channel import Accepted, Channel, Finished, Read, Started
 from .counting import Counted
-from .cuts import cuts
 from .failures import as_api_error, busy, log, shutting_down, too_long
 from .likely import chosen, n_likely
 from .loaded import Loaded
@@ -31,8 +26,8 @@ from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Prefixes
 from .requests import Limits, Running, Waiting
-
-USUAL_ANSWER = 2048  # tokens that room is kept for, where a request does not say
+from .reuse import Reuse
+from .room import Room
 
 
 class Engine(ResponseGenerator):
@@ -67,7 +62,6 @@ class Engine(ResponseGenerator):
         self._load, self._open_files = load, open_files
         self._ready = Future[Loaded]()
         self._options = generation
-        self._recalls = generation.get("memory", "drop") != "drop"
         self._running: dict[int, Running] = {}
         self._waiting: deque[Waiting] = deque()
         self._lock = threading.Lock()
@@ -126,12 +120,12 @@ class Engine(ResponseGenerator):
         try:
             self.loaded = self._load()
             self.generator = self._new_generator()
-            self._memory = self._new_memory()
+            used = self.prefixes, self.loaded, self._options
+            self._reuse, self._room = Reuse(*used), Room(*used, self.limits.kv_bytes)
             self.prefixes.files = self._open_files(self.loaded)
         except BaseException as error:
             self._ready.set_exception(error)
             return
-        self._look_at_options()
         self._ready.set_result(self.loaded)
         while not self._stop:
             try:
@@ -170,20 +164,8 @@ class Engine(ResponseGenerator):
             return True
         if len(self._running) >= self.limits.concurrency:
             return False
-        if self._memory is None or waiting.need is None:
-            return True
         held = self.generator.prompt_cache_nbytes
-        stays = self._options.get("verify") is not None
-        active = [
-            (r.need, stays or r.report is None)
-            for r in self._running.values()
-            if r.need is not None
-        ]
-        if not self._memory.fits(waiting.need, active, held):
-            return False
-        taken = self._memory.with_another(waiting.need, active, held)
-        self.prefixes.trim_to(n_bytes=self._memory.limit - taken)
-        return True
+        return self._room.make(waiting, self._running.values(), held)
 
     def _take(self, channel: Any, body: Body) -> None:
         if channel.cancelled:
@@ -197,13 +179,8 @@ class Engine(ResponseGenerator):
         n, most = len(wanted.prompt), self.limits.context
         if most is not None and n > most:
             raise too_long(n, most)
-        need = None
-        if self._memory is not None:
-            told = body.max_completion_tokens or body.max_tokens
-            need = self._memory.need(n, told or min(wanted.max_tokens, USUAL_ANSWER))
-        self._waiting.append(
-            Waiting(channel, wanted, n_likely(body), need, self._cuts(body, wanted))
-        )
+        need, cuts = self._room.need(body, wanted), self._reuse.cuts(body, wanted.prompt)
+        self._waiting.append(Waiting(channel, wanted, n_likely(body), need, cuts))
         channel.put(Accepted())
 
     def _start(self, waiting: Waiting) -> None:
@@ -212,7 +189,7 @@ class Engine(ResponseGenerator):
             self._close(channel)
             return
         prompt = wanted.prompt
-        caches, n_known = self.prefixes.fetch(prompt, self._n_voters)
+        caches, n_known = self._reuse.fetch(prompt)
         ends = [n for n in waiting.cuts if n > n_known] + [len(prompt)]
         starts = [n_known, *ends]
         (uid,) = self.generator.insert_segments(
@@ -237,6 +214,8 @@ class Engine(ResponseGenerator):
             if progress.end_of_segment and n in running.cuts:
                 caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
                 self.prefixes.insert(tokens, caches)
+                if self._reuse.ends_at(n, running.cuts):
+                    running.recalled = tokens, caches
             running.channel.put(Read(n, running.n_prompt))
         self.kv_bytes = self.generator.prompt_cache_nbytes
         for response in responses:
@@ -284,40 +263,14 @@ class Engine(ResponseGenerator):
             **self._options,
         )
 
-    def _new_memory(self) -> Memory | None:
-        if self.limits.kv_bytes is None:
-            return None
-        bits = self._options.get("kv_bits")
-        how = None if bits is None else Quantization(bits, self._options["kv_group_size"])
-        step_size = self._options.get("prefill_step_size", PREFILL_STEP_SIZE)
-        policy = self._options.get("policy")
-        return Memory(self.loaded.model, policy, how, step_size, self.limits.kv_bytes)
-
-    def _look_at_options(self) -> None:
-        """See what can be taken from prefixes, and where they are to be kept."""
-        policy = self._options.get("policy")
-        trims = can_trim_prompt_cache(make_prompt_cache(self.loaded.model))
-        in_blocks = policy is not None and policy.reads_in_blocks
-        keeps_all = policy is None or (self._recalls and not in_blocks)
-        # Tokens at a prompt's end that are read whatever is known of it, so that as many vote as ever.
-        self._n_voters = 1
-        if policy is not None and keeps_all and trims:
-            self._n_voters = max(1, policy.stages[1].obs_window)
-        self._keeps_parts = not in_blocks and not (keeps_all and trims)
-        self._keeps_end = keeps_all
-
-    def _cuts(self, body: Body, wanted: Asked) -> list[int]:
-        """Where what has been read of a prompt is to be kept: not where a part of it can be had anyway."""
-        if not self._keeps_parts:
-            return []
-        return cuts(body, self.loaded.tokenizer, wanted.prompt, self._keeps_end)
-
     def _reported(self, uid: int, report: CompressionReport) -> None:
         self._running[uid].report = report
 
     def _recalled(self, uid: int, caches: list, tokens: list[int]) -> None:
-        self._running[uid].recalled = tokens, caches
-        self.prefixes.insert(tokens, caches)
+        running = self._running[uid]
+        if running.recalled is None:
+            running.recalled = tokens, caches
+            self.prefixes.insert(tokens, caches)
 
     def _remove(self, uids: list[int]) -> None:
         if uids:
