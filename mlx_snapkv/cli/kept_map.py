@@ -69,7 +69,9 @@ def _map(found: Inspection, width: int) -> list[Text]:
 def _measure(found: Inspection) -> str:
     if found.sentences[0].votes is not None:
         return "by their share of the votes for the entries chosen"
-    return "by the share of their entries that were chosen; fixed: kept whatever they say"
+    if found.sentences[0].chosen:
+        return "by the share of their entries that were chosen"
+    return "nothing was chosen: these are kept whatever they say"
 
 
 def _share(sentence: Sentence) -> str:

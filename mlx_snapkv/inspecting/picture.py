@@ -25,8 +25,10 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
     for axes, found in zip(rows, inspections, strict=True):
         image = _draw(axes, found)
     rows[0].set_title(f"{model}, {rows[0].get_title(loc='left')}", fontsize=8, loc="left")
-    rows[-1].set_xlabel("position in the prompt (tokens)")
-    figure.colorbar(image, ax=list(rows), label="heads that keep the entries", format="{x:.0%}")
+    rows[-1].set_xlabel("position in the prompt (tokens)", fontsize=8)
+    bar = figure.colorbar(image, ax=list(rows), format="{x:.0%}")
+    bar.set_label("heads that keep the entries", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
     figure.savefig(path, dpi=200, metadata=PNG_METADATA)
 
 
@@ -35,7 +37,7 @@ def _draw(axes: Any, found: Inspection) -> Any:
     density = found.density(COLUMNS)
     image = axes.imshow(
         density,
-        cmap="cividis",
+        cmap="Blues",
         vmin=0,
         vmax=1,
         aspect="auto",

@@ -18,6 +18,7 @@ from ..engine.prefill import mlx_generate
 from ..engine.recalling import Recall
 from ..engine.report import CompressionReport
 from ..engine.serving import MAX_TOKENS, served
+from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import listening
 from ..policies import Policy, SnapKV, Stages, resolve_policy
@@ -50,12 +51,16 @@ def inspect_prompt(
         prefill_step_size, prompt_progress_callback: as of `prefill`.
 
     Raises:
-        SnapKVError: the prompt is empty, the policy can't be read, or the model is not supported.
+        SnapKVError: the prompt or the answer is to be empty, the policy can't be read, or the model is not supported.
     """
     chosen = resolve_policy(snapkv, policy)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     tokens = encode_prompt(tokenizer, prompt)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
+    if max_tokens < 1:
+        raise SnapKVError(f"max_tokens must be at least 1, got {max_tokens}")
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:

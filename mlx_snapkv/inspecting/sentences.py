@@ -16,6 +16,9 @@ _PIECE = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*
 
 LONG = 400  # characters; a longer piece is a list, a table or code, and is cut between its lines
 
+_MARKED = re.compile(r"(?<=\n)(?=[^\S\n]*[^\w\s\"'“‘(])")  # before a line of a list, a table, or a heading
+LONG_TO_READ = 200  # characters, as LONG, where sentences are shown
+
 _ROLE = re.compile(r"\s*\w+\n")  # what templates write behind a mark: whose turn it is
 
 
@@ -45,6 +48,12 @@ def sentences_of(text: str) -> Iterator[str]:
     """The sentences of a text, with the white space behind them; long lists, tables and code line by line."""
     for piece in _PIECE.findall(text):
         yield from piece.splitlines(keepends=True) if len(piece) > LONG else [piece]
+
+
+def _lines_of(text: str) -> Iterator[str]:
+    """Sentences as short as a reader wants them: items of lists, rows of tables and lines of code are their own."""
+    for piece in itertools.chain.from_iterable(map(_MARKED.split, sentences_of(text))):
+        yield from piece.splitlines(keepends=True) if len(piece) > LONG_TO_READ else [piece]
 
 
 def ranked(
@@ -83,7 +92,7 @@ def _tokens_of_sentences(
         words = text[at : spans[run[-1]][1]]
         role = _ROLE.match(words) if start and special[start - 1] else None
         lead = [] if role is None else [role.group()]
-        for piece in (*lead, *sentences_of(words[role.end() :] if role else words)):
+        for piece in (*lead, *_lines_of(words[role.end() :] if role else words)):
             at += len(piece)
             stop = start
             while stop <= run[-1] and spans[stop][1] <= at:

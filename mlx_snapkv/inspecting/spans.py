@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-MOST = 4  # bytes of a character, each of which may be a token of its own
 INCOMPLETE = "\ufffd"  # what a tokeniser makes of bytes that are no character
+MOST = 8  # tokens of a character, which has at most four bytes
 
 Span = tuple[int, int]
 
@@ -19,19 +19,28 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
     """
     pieces: list[str] = []
     spans: list[Span] = []
-    at = before = start = 0  # tokens[before:start] are the ones decoded last
-    known = ""
+    before = start = 0  # tokens[before:start] are the ones taken last, and `known` what they say
+    known = waiting = ""  # and what those from `before` on say that may not be whole yet
+
+    def take(stop: int, text: str) -> None:
+        nonlocal before, start, known, waiting
+        at = spans[-1][1] if spans else 0
+        pieces.append(text[len(known) :])
+        spans.extend([(at, at + len(pieces[-1]))] * (stop - start))
+        before, start = start, stop
+        known, waiting = _decoded(tokenizer, tokens[before:start]), ""
+
     for stop in range(1, len(tokens) + 1):
         text = _decoded(tokenizer, tokens[before:stop])
-        is_whole = not text.endswith(INCOMPLETE)
-        if not is_whole and stop - start < MOST and stop < len(tokens):
-            continue
-        piece = text[len(known) :]
-        spans += [(at, at + len(piece))] * (stop - start)
-        pieces.append(piece)
-        at += len(piece)
-        before, start = (start if is_whole else stop), stop
-        known = _decoded(tokenizer, tokens[before:start])
+        if waiting and len(text) > len(waiting) and text.startswith(waiting):
+            take(stop - 1, waiting)  # nothing will make it whole
+            text = _decoded(tokenizer, tokens[before:stop])
+        if text.endswith(INCOMPLETE) and stop - start < MOST:
+            waiting = text
+        else:
+            take(stop, text)
+    if waiting:
+        take(len(tokens), waiting)
     return "".join(pieces), spans
 
 
