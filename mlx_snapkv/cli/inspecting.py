@@ -78,7 +78,12 @@ def inspect(
     adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     console = stderr_console(quiet)
     encoded = partial(
-        encode, tokenizer, text, system_prompt, ignore_chat_template, prefill_response=prefill_response
+        encode,
+        tokenizer,
+        text,
+        system_prompt,
+        ignore_chat_template,
+        prefill_response=prefill_response,
     )
     tokens = waited_for(console, TOKENISING, encoded)
     found = []
@@ -116,7 +121,9 @@ def _policies(snapkv: str | None, policies: list[str] | None) -> list[Any]:
     if snapkv is not None:
         chosen.insert(0, resolve_policy(snapkv))
     if not chosen:
-        raise SnapKVError("nothing to inspect: give a --policy, such as keydiff:budget=25%, or --snapkv")
+        raise SnapKVError(
+            "nothing to inspect: give a --policy, such as keydiff:budget=25%, or --snapkv"
+        )
     if len(chosen) > MOST:
         raise SnapKVError(f"at most {MOST} policies fit side by side, got {len(chosen)}")
     return chosen

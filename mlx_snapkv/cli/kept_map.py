@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ..inspecting.inspection import Inspection, Sentence
+    from ..inspecting.inspection import Inspection
+    from ..inspecting.ranking import Sentence
 
 SHADES = " ░▒▓█"
 SENTENCES = 10

@@ -52,7 +52,7 @@ def served(
 ) -> Iterator[Any]:
     """mlx-lm's own iterator, `start(model, **options)`, if need be with a compression between two of its steps.
 
-    `after` amends the items that come after it, given the seconds it took; `on_kept` is told what it keeps of each layer.
+    `after` amends the items that come after it, given the seconds it took; `on_kept` is told what it keeps.
     """
     on_report = on_report or (lambda report: None)
     recall.require(policy)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.report import CompressionReport
-from .sentences import Sentence
+from .ranking import Sentence
 from .spans import Span
 
 
@@ -79,12 +79,12 @@ class Inspection:
 
     @property
     def shares(self) -> list[float | None]:
-        """Of each of `layers`, the share (0 to 1) of the voters' attention that went to what is kept; None if unknown."""
+        """Of each of `layers`, the share (0 to 1) of the voters' attention that went to what is kept, if known."""
         known = self.report.attention_share
         return [known[layer] if known else None for layer in self.layers]
 
     def density(self, n_columns: int) -> np.ndarray:
-        """`(n_layers, n_columns)`, 0 to 1: of the tokens in each part of the prompt, the share that a layer's heads keep."""
+        """`(n_layers, n_columns)`, 0 to 1: of the entries in each part of the prompt, the share that is kept."""
         edges = np.linspace(0, self.n_tokens, min(n_columns, self.n_tokens) + 1).round().astype(int)
         counts = np.add.reduceat(self.kept.sum(axis=1), edges[:-1], axis=1)
         return counts / np.diff(edges) / np.array(self.heads)[:, None]
@@ -123,4 +123,3 @@ class Inspection:
             "weights": [round(float(x), 6) for x in found.weights[i, -1, :n]],
             "own": round(float(found.own[i, -1]), 6),
         }
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ PAGE = Path(__file__).with_name("page.html")
 SENTENCES = 10
 
 
-def page(inspections: Sequence[Inspection], model: str, special: Sequence[int] = ()) -> str:
+def page(inspections: Sequence[Inspection], model: str, special: Collection[int] = ()) -> str:
     """The page of one prompt under one or more policies, side by side.
 
     Args:
@@ -34,7 +34,9 @@ def page(inspections: Sequence[Inspection], model: str, special: Sequence[int] =
         raise SnapKVError("one page shows one prompt: inspect the same with every policy")
     one = inspections[0]
     # Tokens that share a span are a group.
-    groups = [len(list(same)) for _, same in groupby(range(one.n_tokens), key=lambda i: _of(one, i))]
+    groups = [
+        len(list(same)) for _, same in groupby(range(one.n_tokens), key=lambda i: _of(one, i))
+    ]
     firsts = np.cumsum([0, *groups])
     group_of = np.repeat(np.arange(len(groups)), groups)
     data = {
@@ -42,7 +44,9 @@ def page(inspections: Sequence[Inspection], model: str, special: Sequence[int] =
         "text": one.text,
         "sizes": [_units(one.text[slice(*one.spans[i])]) for i in firsts[:-1]],
         "several": {g: size for g, size in enumerate(groups) if size > 1},
-        "special": sorted({int(group_of[i]) for i, t in enumerate(one.tokens) if t in set(special)}),
+        "special": sorted(
+            {int(group_of[i]) for i, t in enumerate(one.tokens) if t in set(special)}
+        ),
         "policies": [_policy(found, group_of) for found in inspections],
     }
     # In a script element "<" could begin its end, or a comment.

@@ -21,12 +21,10 @@ def write_picture(inspections: Sequence[Inspection], model: str, path: Path) -> 
     heights = [0.9 + 0.22 * min(len(found.layers), 3 * TICKS) for found in inspections]
     figure = Figure(figsize=(8, sum(heights) + 0.4), layout="constrained")
     rows = figure.subplots(len(inspections), squeeze=False, height_ratios=heights)[:, 0]
-    image = None
-    for axes, found in zip(rows, inspections, strict=True):
-        image = _draw(axes, found)
+    images = [_draw(axes, found) for axes, found in zip(rows, inspections, strict=True)]
     rows[0].set_title(f"{model}, {rows[0].get_title(loc='left')}", fontsize=8, loc="left")
     rows[-1].set_xlabel("position in the prompt (tokens)", fontsize=8)
-    bar = figure.colorbar(image, ax=list(rows), format="{x:.0%}")
+    bar = figure.colorbar(images[-1], ax=list(rows), format="{x:.0%}")
     bar.set_label("heads that keep the entries", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     figure.savefig(path, dpi=200, metadata=PNG_METADATA)

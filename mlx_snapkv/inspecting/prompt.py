@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.layers import attention_layers
+from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.recording import RecordingKVCache
 from ..engine.decision import PREFILL_STEP_SIZE, ProgressCallback, decide
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.recalling import Recall
-from ..engine.report import CompressionReport
 from ..engine.serving import MAX_TOKENS, served
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import listening
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .inspection import Inspection
-from .sentences import Sentence, ranked
-from .spans import special_tokens, token_spans
+from .ranking import Sentence, ranked
+from .spans import Span, special_tokens, token_spans
 from .watching import Watcher
 
 
@@ -41,8 +42,8 @@ def inspect_prompt(
 ) -> Inspection:
     """Answer a prompt as `generate` does, greedily, and tell what was kept of it and where the answer looked.
 
-    The weights are those of the attention's own queries and entries, taken when it was called. To know them takes time:
-    an answer is decoded several times more slowly.
+    The weights are those of the attention's own queries and entries, taken when it was called. To know them takes time
+    and a wait at every token, so this is no way to measure speed.
 
     Args:
         prompt: a text, to which no chat template is applied, or token ids, as of `stream_generate`.
@@ -67,84 +68,61 @@ def inspect_prompt(
         # One that records nothing, but can be listened to where nothing is dropped.
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
     watcher = Watcher(layers, tokens.size, max_tokens)
-    reports: list[CompressionReport] = []
-
-    def on_report(report: CompressionReport) -> None:
-        reports.append(report)
-        if report.compressed:
-            watcher.is_compressed()
-
     given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
+    start = functools.partial(mlx_generate.stream_generate, **given)
+    wanted = model, tokens.size, max_tokens, chosen, Recall(), watcher.on_report
     options = {
         "prompt_cache": caches,
         "prefill_step_size": prefill_step_size,
         "prompt_progress_callback": prompt_progress_callback,
     }
-    start = functools.partial(mlx_generate.stream_generate, **given)
-    wanted = model, tokens.size, max_tokens, chosen, Recall(), on_report, options
     responses = []
     with listening(attention_classes(model), watcher.hear):
-        for response in served(start, *wanted, on_kept=watcher.on_kept):
+        for response in served(start, *wanted, options, on_kept=watcher.on_kept):
             watcher.take_down()
             responses.append(response)
-    prompt_ids: list[int] = tokens.tolist()  # type: ignore[assignment]
-    said = [r.token for r in responses if r.finish_reason != "stop"]
-    whole, spans = token_spans(tokenizer, prompt_ids + said)
-    n, end = len(prompt_ids), spans[tokens.size - 1][1]
-    heads = [watcher.heads[layer.number] for layer in layers]
-    sentences: tuple[Sentence, ...] = ()
-    if watcher.kept and chosen is not None:
-        special = np.isin(prompt_ids, sorted(special_tokens(tokenizer)))
-        counts = _counts(watcher, heads, chosen, n)
-        sentences = ranked(whole[:end], spans[:n], special, counts, bool(watcher.votes))
-    indices = tuple(layer.index for layer in layers)
-    return Inspection(
-        policy=reports[0].policy,
-        tokens=tuple(prompt_ids),
-        text=whole[:end],
-        spans=tuple(spans[:n]),
-        layers=indices,
-        layers_without=tuple(i for i in range(len(caches)) if i not in indices),
-        heads=tuple(heads),
-        positions=_positions(watcher, heads, n),
-        sentences=sentences,
-        report=reports[0],
-        answer="".join(r.text for r in responses),
-        answer_tokens=tuple(whole[max(a, end) : b] for a, b in spans[n:]),
-        attended=watcher.attended(len(said)),
-    )
+    found = _Found(chosen, tokenizer, tokens.tolist(), layers, len(caches))  # type: ignore[arg-type]
+    return found.told(watcher, responses)
 
 
-def _positions(watcher: Watcher, heads: list[int], n: int) -> np.ndarray:
-    """What all layers keep as one array, -1 where there is nothing; everything, if nothing was dropped."""
-    everything = {k: np.tile(np.arange(n, dtype=np.int32), (h, 1)) for k, h in enumerate(heads)}
-    kept = [(watcher.kept or everything)[k] for k in range(len(heads))]
-    most = max(rows.shape[1] for rows in kept)
-    found = np.full((len(heads), max(heads), most), -1, np.int32)
-    for layer, rows in zip(found, kept, strict=True):
-        layer[: rows.shape[0], : rows.shape[1]] = rows
-    return found
+@dataclass
+class _Found:
+    """What was asked, of which model: what is needed besides a watcher and an answer to tell of them."""
 
+    policy: Policy | Stages | None
+    tokenizer: TokenizerWrapper
+    tokens: list[int]
+    layers: list[AttentionLayer]
+    n_caches: int
 
-def _counts(
-    watcher: Watcher, heads: list[int], policy: Policy | Stages, n: int
-) -> np.ndarray:
-    """What `ranked` wants to know of every token.
+    def told(self, watcher: Watcher, responses: list[GenerationResponse]) -> Inspection:
+        n = len(self.tokens)
+        said = [response.token for response in responses if response.finish_reason != "stop"]
+        whole, spans = token_spans(self.tokenizer, self.tokens + said)
+        end = spans[n - 1][1]
+        indices = tuple(layer.index for layer in self.layers)
+        return Inspection(
+            policy=watcher.report.policy,
+            tokens=tuple(self.tokens),
+            text=whole[:end],
+            spans=tuple(spans[:n]),
+            layers=indices,
+            layers_without=tuple(i for i in range(self.n_caches) if i not in indices),
+            heads=tuple(watcher.n_heads),
+            positions=watcher.positions,
+            sentences=self._sentences(watcher, whole[:end], spans[:n]),
+            report=watcher.report,
+            answer="".join(response.text for response in responses),
+            answer_tokens=tuple(whole[max(a, end) : b] for a, b in spans[n:]),
+            attended=watcher.attended(len(said)),
+        )
 
-    Those have the choice that would not keep it anyway, as one of the first or most recent entries.
-    """
-    _, last = policy.stages
-    at = decide(policy, n).at
-    counts = np.zeros((5, n))
-    for number, quota in enumerate(last.quotas(n, len(heads))):
-        positions = watcher.kept[number]
-        kept = np.bincount(positions.reshape(-1), minlength=n)
-        free = np.ones(n)
-        free[: quota.n_sink] = free[max(0, at - quota.n_window) :] = 0
-        votes = np.zeros(n)
-        if number in watcher.votes:
-            weights = watcher.votes[number].reshape(-1)
-            votes = np.bincount(positions.reshape(-1), weights, minlength=n)
-        n_heads = np.full(n, heads[number])
-        counts += np.stack([kept, n_heads, kept * free, n_heads * free, votes * free])
-    return counts
+    def _sentences(self, watcher: Watcher, text: str, spans: list[Span]) -> tuple[Sentence, ...]:
+        if self.policy is None or not watcher.kept:
+            return ()
+        n = len(self.tokens)
+        _, last = self.policy.stages
+        quotas = last.quotas(n, len(self.layers))
+        counts = watcher.counts(quotas, decide(self.policy, n).at)
+        special = np.isin(self.tokens, sorted(special_tokens(self.tokenizer)))
+        return ranked(text, spans, special, counts, bool(watcher.votes))

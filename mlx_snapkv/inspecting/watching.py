@@ -8,7 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.layers import AttentionLayer
+from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.attention import attention_weights
+from ..policies.budgets import Quota
 from .inspection import Attended
 
 MOST = 24  # tokens looked at that are told of each of the answer's, by layer
@@ -25,7 +27,8 @@ class Watcher:
     Attributes:
         kept: positions `(n_kv_heads, n)` by layer, if anything was dropped.
         votes: for these, the same shape, if there were any.
-        heads: KV heads by layer, as far as they have been seen.
+        n_heads: KV heads of each layer; 0 of one that has not been called.
+        report: of the compression, or why there was none.
         n_before: tokens that were predicted before the compression; None until it comes.
     """
 
@@ -37,7 +40,8 @@ class Watcher:
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
         self.votes: dict[int, np.ndarray] = {}
-        self.heads: dict[int, int] = {}
+        self.n_heads = [0] * len(layers)
+        self.report = CompressionReport(NO_POLICY, n_prompt)
         self.n_before: int | None = None
 
     def on_kept(self, layer: AttentionLayer, positions: mx.array, votes: mx.array | None) -> None:
@@ -46,9 +50,11 @@ class Watcher:
         if votes is not None:
             self.votes[layer.number] = np.array(votes[0])
 
-    def is_compressed(self) -> None:
-        """Tokens to come are predicted from what was kept."""
-        self.n_before = len({*self._rows, *self._heard})
+    def on_report(self, report: CompressionReport) -> None:
+        """What was done; the tokens to come are predicted from what was kept."""
+        self.report = report
+        if report.compressed:
+            self.n_before = len({*self._rows, *self._heard})
 
     def hear(self, cache: Any, queries: mx.array) -> None:
         """An attention's call: of the prompt's last token, and of every one behind it, the weights."""
@@ -59,8 +65,10 @@ class Watcher:
         H, T = entries.keys.shape[1:3]
         asked = cache.voters(queries, range(position, position + 1), entries.keys.shape)
         weights = attention_weights(entries.keys, asked).reshape(1, H, -1, T).mean(axis=2) / H
-        by_position = mx.zeros(self._size).at[entries.positions.reshape(-1)].add(weights.reshape(-1))
-        self.heads[cache.layer.number] = H
+        by_position = (
+            mx.zeros(self._size).at[entries.positions.reshape(-1)].add(weights.reshape(-1))
+        )
+        self.n_heads[cache.layer.number] = H
         self._heard.setdefault(position, {})[cache.layer.number] = by_position
 
     def take_down(self) -> None:
@@ -94,3 +102,36 @@ class Watcher:
                 positions[i], weights[i], own[i] = row
         n_before = n_answer if self.n_before is None else min(self.n_before, n_answer)
         return Attended(positions, weights, own, n_before)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """What the layers keep `(n_layers, n_kv_heads, n)`, -1 where there is nothing; all, if nothing was dropped."""
+        everything = np.arange(self._n_prompt, dtype=np.int32)
+        kept = [self.kept.get(i, np.tile(everything, (h, 1))) for i, h in enumerate(self.n_heads)]
+        most = max(rows.shape[1] for rows in kept)
+        found = np.full((self._n_layers, max(self.n_heads), most), -1, np.int32)
+        for layer, rows in zip(found, kept, strict=True):
+            layer[: rows.shape[0], : rows.shape[1]] = rows
+        return found
+
+    def counts(self, quotas: list[Quota], at: int) -> np.ndarray:
+        """What `ranked` wants to know of every token, `(5, n_tokens)`.
+
+        Those heads have the choice that would not keep it anyway, as one of the first or most recent entries.
+
+        Args:
+            quotas: what the layers were to keep.
+            at: of the entries before this position.
+        """
+        n = self._n_prompt
+        counts = np.zeros((5, n))
+        for number, (quota, n_heads) in enumerate(zip(quotas, self.n_heads, strict=True)):
+            positions = self.kept[number].reshape(-1)
+            weights = self.votes.get(number, np.zeros(positions.size)).reshape(-1)
+            kept, votes = (np.bincount(positions, w, minlength=n) for w in (None, weights))
+            free = np.ones(n)
+            free[: quota.n_sink] = free[max(0, at - quota.n_window) :] = 0
+            counts += np.stack(
+                [kept, np.full(n, n_heads), kept * free, n_heads * free, votes * free]
+            )
+        return counts

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlx_snapkv.inspecting.sentences import ranked
+from mlx_snapkv.inspecting.ranking import ranked
 from mlx_snapkv.inspecting.spans import special_tokens, token_spans
 
 
@@ -35,7 +35,12 @@ def test_bytes_that_are_no_character_end_somewhere(demo_llama):
     """A cut character at the end, and one in the middle, take no other's place."""
     _, tokenizer = demo_llama
     first = tokenizer.encode("語", add_special_tokens=False)[0]
-    tokens = [*tokenizer.encode("so", add_special_tokens=False), *[first] * 9, *tokenizer.encode("it", add_special_tokens=False), first]
+    tokens = [
+        *tokenizer.encode("so", add_special_tokens=False),
+        *[first] * 9,
+        *tokenizer.encode("it", add_special_tokens=False),
+        first,
+    ]
     whole, spans = token_spans(tokenizer, tokens)
     assert whole.startswith("so") and "it" in whole and len(spans) == len(tokens)
     assert whole.count("\ufffd") == 10
@@ -55,8 +60,24 @@ def _ranked(text, tokens, kept):
 
 
 def test_templates_are_no_sentences():
-    tokens = ["<s>", "user", "\n", "One ", "two. ", "Three", " four", "?", "<e>", "\n", "<s>", "assistant", "\n"]
-    found = _ranked("".join(tokens), tokens, {"user", "two. ", "Three", " four", "<s>", "assistant"})
+    tokens = [
+        "<s>",
+        "user",
+        "\n",
+        "One ",
+        "two. ",
+        "Three",
+        " four",
+        "?",
+        "<e>",
+        "\n",
+        "<s>",
+        "assistant",
+        "\n",
+    ]
+    found = _ranked(
+        "".join(tokens), tokens, {"user", "two. ", "Three", " four", "<s>", "assistant"}
+    )
     assert [(s.text, s.start, s.stop) for s in found] == [("Three four?", 5, 8), ("One two.", 3, 5)]
 
 
@@ -77,6 +98,8 @@ def test_lists_tables_and_headings_are_taken_apart(tokens, wanted):
 
 def test_a_templates_marks_are_special(demo_llama):
     _, tokenizer = demo_llama
-    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True
+    )
     marks = {tokenizer.decode([t]) for t in tokens if t in special_tokens(tokenizer)}
     assert marks == {"<|bos|>", "<|user|>", "<|assistant|>"}
