@@ -9,6 +9,8 @@ from .engine.generate import generate, generate_step, stream_generate
 from .engine.prefill import prefill
 from .engine.report import CompressionReport
 from .errors import SnapKVError
+from .inspecting.inspection import Inspection
+from .inspecting.prompt import inspect_prompt
 from .models.patch import patch_for_snapkv, unpatch_snapkv
 from .policies import (
     H2O,
@@ -33,6 +35,7 @@ __all__ = [
     "CompressionReport",
     "Conversation",
     "ExpectedAttention",
+    "Inspection",
     "KVzip",
     "KeyDiff",
     "KeyNorm",
@@ -52,6 +55,7 @@ __all__ = [
     "compress_prompt_cache",
     "generate",
     "generate_step",
+    "inspect_prompt",
     "patch_for_snapkv",
     "prefill",
     "stream_generate",

@@ -41,7 +41,7 @@ def _between(text: str, name: str, lines: list[str]) -> str:
     return "\n".join([before + start, "", *lines, "", end + after])
 
 
-def _load(name: str) -> dict[str, Any]:
+def load_result(name: str) -> dict[str, Any]:
     return json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -49,7 +49,7 @@ def _source(name: str, command: str) -> tuple[str, str]:
     return f"[{name}](docs/{name}.md)", f"`{command}`"
 
 
-def _one(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+def one_row(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     """The row that has all these values."""
     (found,) = (row for row in rows if all(row[key] == value for key, value in wanted.items()))
     return found
@@ -60,9 +60,9 @@ def _pair(full: Any, ours: Any, shown: Callable[[Any], str]) -> tuple[str, str]:
 
 
 def _speed() -> list[tuple[str, ...]]:
-    rows = _load("benchmarks")["decode"]
-    full = _one(rows, context=CONTEXT, kind="full")
-    ours = _one(rows, context=CONTEXT, kind="snapkv")
+    rows = load_result("benchmarks")["decode"]
+    full = one_row(rows, context=CONTEXT, kind="full")
+    ours = one_row(rows, context=CONTEXT, kind="snapkv")
     what = f"after {CONTEXT:,} tokens, SnapKV with {_share(full, ours)} of the entries"
     source = _source("benchmarks", "make bench")
     speeds = _pair(full, ours, lambda row: f"{row['tokens_per_second']:.1f}")
@@ -74,9 +74,9 @@ def _speed() -> list[tuple[str, ...]]:
 
 
 def _bounded() -> list[tuple[str, ...]]:
-    rows = _load("benchmarks")["bounded"]
-    full = _one(rows, context=LONG, kind="full")
-    ours = _one(rows, context=LONG, kind="bounded")
+    rows = load_result("benchmarks")["bounded"]
+    full = one_row(rows, context=LONG, kind="full")
+    ours = one_row(rows, context=LONG, kind="bounded")
     source = _source("benchmarks", "make bench")
     seconds = _pair(full, ours, lambda row: f"{row['prefill_seconds']:.1f} s")
     peaks = _pair(full, ours, lambda row: format_bytes(row["peak_bytes"]))
@@ -85,61 +85,61 @@ def _bounded() -> list[tuple[str, ...]]:
 
 
 def _tasks() -> list[tuple[str, ...]]:
-    result = _load("quality")
+    result = load_result("quality")
     shown = []
     for setting, share, names in ASKED:
         rows = [row for row in result["rows"] if row["part"] == setting]
-        told = [f"`{name}` {_one(rows, line=name, share=share)['score']:.2f}" for name in names]
+        told = [f"`{name}` {one_row(rows, line=name, share=share)['score']:.2f}" for name in names]
         what = (
             f"{len(result['tasks'])} harder tasks, {result['length']:,} tokens, question {setting}"
         )
         what += f", 1/{share} of the entries (`demo-tasks`)"
-        full = f"{_one(rows, line='full cache')['score']:.2f}"
+        full = f"{one_row(rows, line='full cache')['score']:.2f}"
         shown.append((what, full, ", ".join(told), *_source("quality", "make eval")))
     return shown
 
 
 def _turns() -> tuple[str, ...]:
-    result = _load("turns")
+    result = load_result("turns")
     rows = [row for row in result["rows"] if row["model"] == "demo"]
     what = f"{result['turns']} facts asked for one a turn, SnapKV with 1/{result['share']} (`demo`)"
-    kept = {way: _right(_one(rows, way=f"SnapKV, {way}")) for way in ("recall", "drop")}
+    kept = {way: right_of(one_row(rows, way=f"SnapKV, {way}")) for way in ("recall", "drop")}
     shown = ", ".join(f"`{way}` {right}" for way, right in kept.items())
-    full = _right(_one(rows, way="full cache"))
+    full = right_of(one_row(rows, way="full cache"))
     return what, full, shown, *_source("turns", "python scripts/measure_turns.py")
 
 
 def _book() -> tuple[str, ...]:
-    result = _load("book")
+    result = load_result("book")
     rows = [row for row in result["rows"] if (row["about"], row["model"]) == ("shares", "demo")]
     length = min(row["tokens"] for row in rows)
     rows = [row for row in rows if row["tokens"] == length]
     what = f"{result['facts']} facts of {length:,} tokens asked for one a turn, 1/{RESIDENT} resident (`demo`)"
     shown = {"all on disk": "this", "`keydiff` alone": "KeyDiff alone"}
     ours = ", ".join(
-        f"{name} {_right(_one(rows, way=way, share=RESIDENT))}" for name, way in shown.items()
+        f"{name} {right_of(one_row(rows, way=way, share=RESIDENT))}" for name, way in shown.items()
     )
-    return what, _right(_one(rows, way="full cache")), ours, *_source("book", "make eval")
+    return what, right_of(one_row(rows, way="full cache")), ours, *_source("book", "make eval")
 
 
 def _bits() -> tuple[str, ...]:
-    rows = [row for row in _load("kv-bits")["rows"] if row["model"] == "demo"]
+    rows = [row for row in load_result("kv-bits")["rows"] if row["model"] == "demo"]
     snapkv = next(row["policy"] for row in rows if row["policy"].startswith("snapkv:"))
-    full = _one(rows, policy="full cache", bits=None)
-    ours = _one(rows, policy=snapkv, bits=4)
-    share = f"{_share(full, _one(rows, policy=snapkv, bits=None))} of the entries in 4 bits"
+    full = one_row(rows, policy="full cache", bits=None)
+    ours = one_row(rows, policy=snapkv, bits=4)
+    share = f"{_share(full, one_row(rows, policy=snapkv, bits=None))} of the entries in 4 bits"
     what = f"facts found in {full['length']:,} tokens, SnapKV with {share}; KV memory (`demo`)"
-    found = _pair(full, ours, lambda row: f"{_right(row)}, {format_bytes(row['kv_bytes'])}")
+    found = _pair(full, ours, lambda row: f"{right_of(row)}, {format_bytes(row['kv_bytes'])}")
     return what, *found, *_source("kv-bits", "make eval")
 
 
 def _long_answers() -> tuple[str, ...]:
-    found = _load("long-answers")
+    found = load_result("long-answers")
     results = found if isinstance(found, list) else [found]  # one a model and prompt, or all in one
     rows = [{"model": result.get("model")} | row for result in results for row in result["rows"]]
     asked = {"model": "demo", "place": "answer", "distance": DISTANCE}
     told = [row for row in rows if asked.items() <= row.items()]
-    right = {row["way"]: _right(row) for row in reversed(told)}  # the first prompt's, of several
+    right = {row["way"]: right_of(row) for row in reversed(told)}  # the first prompt's, of several
     shown = ", ".join(f"`{way}` {right[way]}" for way in ("keydiff", "slide"))
     what = f"a fact that the answer itself told {DISTANCE:,} tokens ago, by `on_full` (`demo`)"
     source = _source("long-answers", "python scripts/measure_long_answers.py")
@@ -150,5 +150,5 @@ def _share(full: dict[str, Any], ours: dict[str, Any]) -> str:
     return f"1/{round(full['kv_bytes'] / ours['kv_bytes'])}"
 
 
-def _right(row: dict[str, Any]) -> str:
+def right_of(row: dict[str, Any]) -> str:
     return f"{row['right']}/{row['asked']}"

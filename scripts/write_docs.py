@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import choose_page
 import commands_page
 import policies_page
 import readme_tables
@@ -21,6 +22,7 @@ def pages() -> dict[str, str]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     return {
         "README.md": readme_tables.filled(readme),
+        "docs/choose.md": choose_page.page(),
         "docs/policies.md": policies_page.page(),
         "docs/commands.md": commands_page.page(),
         "docs/models.md": listing.markdown(),

@@ -139,3 +139,28 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def numbers(colour):
+    """Red, green and blue, 0 to 255, as browsers tell a colour, mixed ones too."""
+    found = [float(n) for n in re.findall(r"[\d.]+(?:e-\d+)?", colour)[:3]]
+    return [255 * n for n in found] if colour.startswith("color(srgb") else found
+
+
+def contrast(page, selector):
+    """Of a text and what is behind it, as WCAG 2 defines it."""
+    text, ground = page.run(
+        """let e = document.querySelector(arguments[0]);
+        const text = getComputedStyle(e).color;
+        while (getComputedStyle(e).backgroundColor === "rgba(0, 0, 0, 0)") e = e.parentElement;
+        return [text, getComputedStyle(e).backgroundColor];""",
+        selector,
+    )
+    light, dark = sorted(map(luminance, (text, ground)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+              for c in (n / 255 for n in numbers(colour))]  # fmt: skip
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

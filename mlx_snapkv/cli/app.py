@@ -16,6 +16,7 @@ from . import (
     demo,
     evaluate,
     generate,
+    inspecting,
     models,
     policies,
     serve,
@@ -36,6 +37,7 @@ app.command("chat")(chat.chat)
 app.command("batch")(batch.batch)
 app.command("serve")(serve.serve)
 app.command("cache-prompt")(cache_prompt.cache_prompt)
+app.command("inspect")(inspecting.inspect)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)

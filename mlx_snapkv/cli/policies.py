@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .choices import CHOICES
 
 if TYPE_CHECKING:
     from ..policies import Policy
 
 
-def policies() -> None:
+Choose = Annotated[
+    bool, typer.Option("--choose", help="Which to take for what, as commands to paste, instead.")
+]
+
+
+def policies(choose: Choose = False) -> None:
     """List the eviction policies with their papers, options and defaults.
 
     Give one to generate, or two after each other:
@@ -18,6 +27,9 @@ def policies() -> None:
       --policy "keydiff:budget=25%,n_window=20%"
       --policy "keydiff:budget=8192 then snapkv:top_k=1024"
     """
+    if choose:
+        _print_choices()
+        return
     from ..policies import POLICIES
 
     for cls in POLICIES.values():
@@ -34,3 +46,10 @@ def defaults(cls: type[Policy]) -> dict[str, str]:
         name: str(v).lower() if v is None or isinstance(v, bool) else str(v)
         for name, v in values.items()
     }
+
+
+def _print_choices() -> None:
+    for choice in CHOICES:
+        pages = ", ".join(f"docs/{page.partition('#')[0]}" for page in choice.pages)
+        print(f"{choice.when}: {choice.why}\n    {choice.command}\n    measured: {pages}\n")
+    print("Figures: docs/choose.md. Put your own for MODEL, TEXT and QUESTION.")

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -19,6 +19,9 @@ from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota, shared_out, smallest_for_share
 from .decision import fits_reason
 from .report import CompressionReport
+
+# Told what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.
+KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
 
 
 def compress_prompt_cache(
@@ -79,10 +82,11 @@ def compress_prompt_cache(
 
 @dataclass
 class Choice:
-    """What is to be kept of a layer: positions and scores `(B, n_kv_heads, n)`, and the share of the attention."""
+    """What is to be kept of a layer: places, scores and votes `(B, n_kv_heads, n)`, and the share of the attention."""
 
     kept: mx.array
     scores: mx.array
+    votes: mx.array | None
     quota: Quota
     share: float | None
 
@@ -130,6 +134,7 @@ class Compression:
         n_voters: queries that vote, if the caches recorded them.
         queries: given ones, by cache.
         gathers: the caches are to be gathered anew as the answer goes on; see `decode_cache`.
+        on_kept: told of every layer.
     """
 
     layers: list[AttentionLayer]
@@ -141,6 +146,7 @@ class Compression:
     queries: list[mx.array | None] | None = None
     quantization: Quantization | None = None
     gathers: bool = False
+    on_kept: KeptCallback | None = None
 
     def run(self) -> CompressionReport:
         """Compress; what it did. Raises as `compress_prompt_cache` does."""
@@ -219,6 +225,8 @@ class Compression:
         mx.eval(kept.stored_keys, kept.positions, kept.received, later.stored_keys)
         mx.eval(kept.stored_values, later.stored_values)  # after the keys, for less memory at once
         entries.release()
+        if self.on_kept is not None:
+            self.on_kept(layer, kept.positions, choice.votes)
         _, decode_policy = self.policy.stages
         pull = getattr(layer.cache_in(self.prompt_cache), "pull", None)
         if pull is not None:
@@ -275,18 +283,19 @@ def choice(scored: Scored, policy: Policy, quota: Quota) -> Choice:
     if policy.mass is not None and votes is not None:
         quota = smallest_for_share(scores, votes, quota, policy.mass)
     kept = quota.select(scores)
-    share = None
+    share = voted = None
     if votes is not None:
-        share = mx.take_along_axis(votes, kept, axis=-1).sum() / votes.sum()
+        voted = mx.take_along_axis(votes, kept, axis=-1)
+        share = voted.sum() / votes.sum()
     of_kept = mx.take_along_axis(scores, kept, axis=-1)
     nan = mx.any(mx.isnan(scores))
     if scored.places is not None:
         kept = mx.take_along_axis(scored.places, kept, axis=-1)
-    mx.eval(kept, of_kept, share, nan)
+    mx.eval(kept, of_kept, voted, share, nan)
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):
         raise nan_scores()
-    return Choice(kept, of_kept, quota, kept_share)
+    return Choice(kept, of_kept, voted, quota, kept_share)
 
 
 def _among(entries: Entries, places: mx.array) -> Entries:

@@ -22,7 +22,7 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
-from .compress import Compression
+from .compress import Compression, KeptCallback
 from .decision import Decision, ProgressCallback, chunk_size, decide, fits_reason
 from .repeating import Repetition
 from .report import CompressionReport
@@ -44,6 +44,7 @@ class Request:
         prompt_cache: the caller's cache list.
         quantization: how the entries kept are to be quantised, if at all.
         pull: how far apart queries and keys may be; None is as far as they are.
+        on_kept: told what is kept of every layer.
         caches: the list to hand to mlx-lm.
         loop_model: the model to hand to it.
         decision: who votes, and where the compression falls.
@@ -63,6 +64,7 @@ class Request:
 
     def __post_init__(self):
         self.loop_model = self.model
+        self.on_kept: KeptCallback | None = None
         self.prefill_policy, self.decode_policy = self.policy.stages
         self._layers = attention_layers(self.model, self.prompt_cache)
         self._held = self._layers[0].entries_in(self.prompt_cache).offset
@@ -226,6 +228,7 @@ class Request:
             n_voters=decision.n_voters if policy.obs_window else 0,
             quantization=self.quantization,
             gathers=gathers,
+            on_kept=self.on_kept,
         ).run()
         report.policy, report.pulled_to = str(self.policy), self.pulled_to
         report.prefill_seconds = self._prefill_seconds or 0.0

@@ -15,6 +15,7 @@ from ..caches.memories import lasting_forms, recalling_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
+from .compress import KeptCallback
 from .decision import gate
 from .far import require_far
 from .making import make_request
@@ -47,10 +48,11 @@ def served(
     on_report: ReportCallback | None,
     options: dict[str, Any],
     after: Callable[[Any, float], Any] = lambda item, seconds: item,
+    on_kept: KeptCallback | None = None,
 ) -> Iterator[Any]:
     """mlx-lm's own iterator, `start(model, **options)`, if need be with a compression between two of its steps.
 
-    `after` amends the items that come after it, given the seconds it took.
+    `after` amends the items that come after it, given the seconds it took; `on_kept` is told what it keeps.
     """
     on_report = on_report or (lambda report: None)
     recall.require(policy)
@@ -67,6 +69,7 @@ def served(
     wanted = quantization, recall
     if recall.memory == "drop":
         request = make_request(model, policy, n_prompt, prompt_cache, *wanted)
+        request.on_kept = on_kept
         return drive(start, request, on_report, options, after, keep=given is not None)
     caches = recalling_caches(model, prompt_cache, recall.memory, policy)
     recalling = make_request(model, policy, n_prompt, caches, *wanted)

@@ -3,16 +3,12 @@
 import bisect
 import itertools
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
 
 from ..demo.documents import filler_sentence
 from ..errors import SnapKVError
+from ..inspecting.sentences import sentences_of
 
-# Up to the end of a sentence or paragraph, with the white space that follows it.
-_PIECE = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
-
-LONG = 400  # characters; a longer piece is a list, a table or code, and is cut between its lines
 SPARE = 1.25  # pieces counted one by one may take more tokens than when they are joined
 
 
@@ -24,9 +20,7 @@ def synthetic(rng: random.Random) -> Iterator[str]:
 
 def repeated(text: str) -> Iterator[str]:
     """The sentences of a text, from the start again when they run out."""
-    pieces = _PIECE.findall(text.strip() + "\n\n")
-    split = (p.splitlines(keepends=True) if len(p) > LONG else [p] for p in pieces)
-    return itertools.cycle(list(itertools.chain.from_iterable(split)))
+    return itertools.cycle(list(sentences_of(text.strip() + "\n\n")))
 
 
 def fill(

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,9 @@ def _attend_and_record(attend):
         recorder = getattr(_active, "cache", None)
         if recorder is not None:
             recorder.record(queries, scale, kwargs.get("sinks"))
+            hear = getattr(_active, "hear", None)
+            if hear is not None:
+                hear(recorder, queries)
         return attend(queries, keys, values, cache, scale, *args, **kwargs)
 
     return scaled_dot_product_attention
@@ -122,6 +125,22 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
         yield
     finally:
         _release(held)
+
+
+@contextlib.contextmanager
+def listening(classes: Iterable[type], hear: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Patch the attention classes for the block, and let `hear` know of what recording caches are asked in this thread.
+
+    Args:
+        hear: called with the cache, its new entries stored, and the queries `(B, n_heads, L, head_dim)`.
+    """
+    outer = getattr(_active, "hear", None)
+    _active.hear = hear
+    try:
+        with recording(classes):
+            yield
+    finally:
+        _active.hear = outer
 
 
 def _classes_to_patch(model) -> list[type]:

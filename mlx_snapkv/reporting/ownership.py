@@ -11,6 +11,7 @@ _MARKS = {
     ".json": b'"command": "mlx-snapkv ',
     ".md": b"\nWritten by `mlx-snapkv ",
     ".png": b"Software\0mlx-snapkv",
+    ".html": b'<meta name="generator" content="mlx-snapkv">',
 }
 _BEGINNING = 1024  # bytes
 

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from page_helpers import NO_BROWSER, Page, a_document, browsing, open_requests, serving
+from page_helpers import (
+    NO_BROWSER,
+    Page,
+    a_document,
+    browsing,
+    contrast,
+    numbers,
+    open_requests,
+    serving,
+)
 
 ESCAPE, ENTER, SHIFT, BACK, TAB = "\ue00c", "\ue007", "\ue008", "\ue000", "\ue004"
 SHIFTS = """window.shifts = [];
@@ -254,26 +263,3 @@ def test_a_key_is_asked_for_where_one_is_needed(driver, document):
         assert len(page.all(".turn")) == 1
     page.press(ENTER)
     page.wait(lambda: "can't be reached" in page("#problem").text)
-
-
-def numbers(colour):
-    return [int(n) for n in re.findall(r"\d+", colour)[:3]]
-
-
-def contrast(page, selector):
-    """Of a text and what is behind it, as WCAG 2 defines it."""
-    text, ground = page.run(
-        """let e = document.querySelector(arguments[0]);
-        const text = getComputedStyle(e).color;
-        while (getComputedStyle(e).backgroundColor === "rgba(0, 0, 0, 0)") e = e.parentElement;
-        return [text, getComputedStyle(e).backgroundColor];""",
-        selector,
-    )
-    light, dark = sorted(map(luminance, (text, ground)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def luminance(colour):
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-              for c in (n / 255 for n in numbers(colour))]  # fmt: skip
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,120 @@
+"""Inspections as one HTML file, which asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64encode
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import SnapKVError
+from .inspection import Inspection
+
+PAGE = Path(__file__).with_name("page.html")
+SENTENCES = 10
+
+
+def page(inspections: Sequence[Inspection], model: str, special: Collection[int] = ()) -> str:
+    """The page of one prompt under one or more policies, side by side.
+
+    Args:
+        model: its name.
+        special: ids of tokens that are no text.
+
+    Raises:
+        SnapKVError: the prompts differ.
+    """
+    if len({found.tokens for found in inspections}) != 1:
+        raise SnapKVError("one page shows one prompt: inspect the same with every policy")
+    one = inspections[0]
+    # Tokens that share a span are a group.
+    groups = [
+        len(list(same)) for _, same in groupby(range(one.n_tokens), key=lambda i: _of(one, i))
+    ]
+    firsts = np.cumsum([0, *groups])
+    group_of = np.repeat(np.arange(len(groups)), groups)
+    data = {
+        "model": model,
+        "text": one.text,
+        "sizes": [_units(one.text[slice(*one.spans[i])]) for i in firsts[:-1]],
+        "several": {g: size for g, size in enumerate(groups) if size > 1},
+        "special": sorted(
+            {int(group_of[i]) for i, t in enumerate(one.tokens) if t in set(special)}
+        ),
+        "policies": [_policy(found, group_of) for found in inspections],
+    }
+    # In a script element "<" could begin its end, or a comment.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    html = PAGE.read_text(encoding="utf-8")
+    before, after = html.replace("POLICY", _allowed(html), 1).split("DATA")
+    return before + text + after
+
+
+def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
+    """What the page tells of one inspection; places are those of groups."""
+    kept = found.kept
+    rows = np.concatenate([layer[:n] for layer, n in zip(kept, found.heads, strict=True)])
+    n_kept = (found.positions >= 0).sum(axis=2).max(axis=1).tolist()
+    return {
+        "policy": found.policy,
+        "told": str(found.report),
+        "dropped": found.report.compressed,
+        "heads": list(found.heads),
+        "layers": list(zip(found.layers, n_kept, found.shares, strict=True)),
+        "without": list(found.layers_without),
+        "bits": _text(np.packbits(rows, axis=1, bitorder="little")),
+        "sentences": [
+            {
+                "start": int(group_of[s.start]),
+                "stop": int(group_of[s.stop - 1]) + 1,
+                "text": s.text,
+                "kept": s.kept,
+                "chosen": s.chosen,
+                "votes": s.votes,
+            }
+            for s in found.sentences[:SENTENCES]
+        ],
+        "answer": _answer(found, group_of),
+    }
+
+
+def _answer(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
+    looked = found.attended
+    groups = np.where(looked.positions < 0, -1, group_of[looked.positions])
+    return {
+        "tokens": list(found.answer_tokens),
+        "before": looked.n_before,
+        "per_layer": looked.positions.shape[2],
+        "positions": _text(groups.astype("<i4")),
+        "weights": _text((looked.weights * 65535).round().astype("<u2")),
+        "own": [round(float(x), 4) for x in looked.own.reshape(-1)],
+    }
+
+
+def _text(array: np.ndarray) -> str:
+    return b64encode(array.tobytes()).decode()
+
+
+def _allowed(html: str) -> str:
+    """A Content-Security-Policy: the file's own script and style, by their hashes."""
+    rules = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'"}
+    for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", html, re.S):
+        rules[f"{tag}-src"] = f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _of(found: Inspection, i: int) -> Any:
+    """What tokens of one group have in common; one without a text is a group of its own."""
+    start, stop = found.spans[i]
+    return (start, stop) if stop > start else (start, stop, i)
+
+
+def _units(text: str) -> int:
+    """Length of a text in JavaScript."""
+    return len(text.encode("utf-16-le")) // 2

@@ -1,0 +1,137 @@
+"""What becomes of a request, listened to while it is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..caches.layers import AttentionLayer
+from ..engine.report import NO_POLICY, CompressionReport
+from ..entries.attention import attention_weights
+from ..policies.budgets import Quota
+from .inspection import Attended
+
+MOST = 24  # tokens looked at that are told of each of the answer's, by layer
+
+
+class Watcher:
+    """Takes down what a request keeps, and where its answer's tokens look, at the attention's own calls.
+
+    Args:
+        layers: the model's full-attention layers.
+        n_prompt: tokens of the prompt.
+        most: tokens of an answer.
+
+    Attributes:
+        kept: positions `(n_kv_heads, n)` by layer, if anything was dropped.
+        votes: for these, the same shape, if there were any.
+        n_heads: KV heads of each layer; 0 of one that has not been called.
+        report: of the compression, or why there was none.
+        n_before: tokens that were predicted before the compression; None until it comes.
+    """
+
+    def __init__(self, layers: list[AttentionLayer], n_prompt: int, most: int):
+        self._n_layers = len(layers)
+        self._n_prompt = n_prompt
+        self._size = n_prompt + most + 1
+        self._heard: dict[int, dict[int, mx.array]] = {}
+        self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.kept: dict[int, np.ndarray] = {}
+        self.votes: dict[int, np.ndarray] = {}
+        self.n_heads = [0] * len(layers)
+        self.report = CompressionReport(NO_POLICY, n_prompt)
+        self.n_before: int | None = None
+
+    def on_kept(self, layer: AttentionLayer, positions: mx.array, votes: mx.array | None) -> None:
+        """What a layer keeps: positions `(1, n_kv_heads, n)`, and their votes."""
+        self.kept[layer.number] = np.array(positions[0]).astype(np.int32)
+        if votes is not None:
+            self.votes[layer.number] = np.array(votes[0])
+
+    def on_report(self, report: CompressionReport) -> None:
+        """What was done; the tokens to come are predicted from what was kept."""
+        self.report = report
+        if report.compressed:
+            self.n_before = len({*self._rows, *self._heard})
+
+    def hear(self, cache: Any, queries: mx.array) -> None:
+        """An attention's call: of the prompt's last token, and of every one behind it, the weights."""
+        position = cache.offset - 1
+        if queries.shape[2] != 1 or not self._n_prompt - 1 <= position < self._size:
+            return
+        entries = cache.held()
+        H, T = entries.keys.shape[1:3]
+        asked = cache.voters(queries, range(position, position + 1), entries.keys.shape)
+        weights = attention_weights(entries.keys, asked).reshape(1, H, -1, T).mean(axis=2) / H
+        by_position = (
+            mx.zeros(self._size).at[entries.positions.reshape(-1)].add(weights.reshape(-1))
+        )
+        self.n_heads[cache.layer.number] = H
+        self._heard.setdefault(position, {})[cache.layer.number] = by_position
+
+    def take_down(self) -> None:
+        """Compute what was heard, and keep of it what is told."""
+        heard, self._heard = self._heard, {}
+        mx.eval([list(layers.values()) for layers in heard.values()])
+        for position, layers in heard.items():
+            if len(layers) == self._n_layers:
+                weights = np.stack([np.array(layers[n]) for n in range(self._n_layers)])
+                self._rows[position] = self._most(np.vstack([weights, weights.mean(axis=0)]))
+
+    def _most(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of weights `(n_layers + 1, size)`: the largest of the prompt's, where they are, and the answer's share."""
+        prompt = weights[:, : self._n_prompt]
+        n = min(MOST, self._n_prompt)
+        places = np.argpartition(-prompt, n - 1, axis=1)[:, :n]
+        order = np.argsort(-np.take_along_axis(prompt, places, axis=1), axis=1, kind="stable")
+        places = np.take_along_axis(places, order, axis=1)
+        found = np.take_along_axis(prompt, places, axis=1)
+        return np.where(found > 0, places, -1), found, weights[:, self._n_prompt :].sum(axis=1)
+
+    def attended(self, n_answer: int) -> Attended:
+        """Where the tokens of an answer looked."""
+        n = min(MOST, self._n_prompt)
+        shape = n_answer, self._n_layers + 1, n
+        positions, weights = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+        own = np.zeros(shape[:2], np.float32)
+        for i in range(n_answer):
+            row = self._rows.get(self._n_prompt - 1 + i)
+            if row is not None:
+                positions[i], weights[i], own[i] = row
+        n_before = n_answer if self.n_before is None else min(self.n_before, n_answer)
+        return Attended(positions, weights, own, n_before)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """What the layers keep `(n_layers, n_kv_heads, n)`, -1 where there is nothing; all, if nothing was dropped."""
+        everything = np.arange(self._n_prompt, dtype=np.int32)
+        kept = [self.kept.get(i, np.tile(everything, (h, 1))) for i, h in enumerate(self.n_heads)]
+        most = max(rows.shape[1] for rows in kept)
+        found = np.full((self._n_layers, max(self.n_heads), most), -1, np.int32)
+        for layer, rows in zip(found, kept, strict=True):
+            layer[: rows.shape[0], : rows.shape[1]] = rows
+        return found
+
+    def counts(self, quotas: list[Quota], at: int) -> np.ndarray:
+        """What `ranked` wants to know of every token, `(5, n_tokens)`.
+
+        Those heads have the choice that would not keep it anyway, as one of the first or most recent entries.
+
+        Args:
+            quotas: what the layers were to keep.
+            at: of the entries before this position.
+        """
+        n = self._n_prompt
+        counts = np.zeros((5, n))
+        for number, (quota, n_heads) in enumerate(zip(quotas, self.n_heads, strict=True)):
+            positions = self.kept[number].reshape(-1)
+            weights = self.votes.get(number, np.zeros(positions.size)).reshape(-1)
+            kept, votes = (np.bincount(positions, w, minlength=n) for w in (None, weights))
+            free = np.ones(n)
+            free[: quota.n_sink] = free[max(0, at - quota.n_window) :] = 0
+            counts += np.stack(
+                [kept, np.full(n, n_heads), kept * free, n_heads * free, votes * free]
+            )
+        return counts

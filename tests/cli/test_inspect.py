@@ -1,0 +1,90 @@
+"""`mlx-snapkv inspect`."""
+
+import json
+
+import pytest
+
+from mlx_snapkv.reporting.ownership import is_ours
+
+SNAPKV = "budget=6%,n_sink=4,n_window=32,min_ctx=0"
+
+
+@pytest.fixture
+def fact(story):
+    """The fact that the story tells first."""
+    path, facts = story
+    return min(facts, key=lambda fact: path.read_text().index(fact.value))
+
+
+@pytest.fixture
+def ask(call, story, fact):
+    """ask(*options, model="demo") -> (exit code, stdout, stderr), about that fact."""
+
+    def run(*options, model="demo"):
+        question = ("--prompt-file", str(story[0]), "--prompt", fact.question)
+        return call("inspect", "--model", model, *question, "-m", "8", *options)
+
+    return run
+
+
+def test_what_is_kept_is_drawn(ask, fact, tmp_path):
+    path = tmp_path / "kept.html"
+    policies = ("--snapkv", SNAPKV, "--policy", "streaming_llm:budget=6%")
+    code, out, err = ask(*policies, "-o", str(path))
+    assert code == 0 and f"wrote {path}" in err
+    ours, other = out.split("streaming_llm:budget=6%")
+    assert fact.value in ours.split("Answer")[0] and fact.value not in other.split("Answer")[0]
+    for text in (ours, other):
+        lines = [line for line in text.splitlines() if line.startswith("layer ")]
+        assert [line[:7] for line in lines] == ["layer 0", "layer 1", "layer 2"]
+        assert all("▒" in line or "█" in line for line in lines)
+    assert "% " in ours and "fixed" not in ours and "nothing was chosen" in other
+    assert path.read_text(encoding="utf-8").count("streaming_llm:budget=6%") == 1 and is_ours(path)
+
+
+def test_a_script_is_told_everything(ask, fact, tmp_path):
+    path = tmp_path / "kept.png"
+    code, out, err = ask(
+        "--snapkv", SNAPKV, "--json", "-q", "-o", str(path), model="demo-qwen3-next"
+    )
+    told = json.loads(out)
+    assert code == 0 and err == "" and is_ours(path) and path.read_bytes()[:4] == b"\x89PNG"
+    (found,) = told["policies"]
+    assert found["layers_without_entries"] == [0, 2]
+    kept = found["report"]["entries_kept"][1]
+    layer = found["layers"][0]
+    assert layer["layer"] == 1 and 0 < layer["attention_share"] <= 1
+    assert [len(head) for head in layer["positions"]] == [kept, kept]
+    assert max(layer["positions"][0]) < told["prompt_tokens"] == len(told["spans"])
+    best = [sentence["text"] for sentence in found["sentences"][:10]]
+    assert any(fact.value in text for text in best)
+    for token in found["answer"]["tokens"]:
+        assert len(token["positions"]) == len(token["weights"]) > 0
+
+
+def test_a_prompt_below_the_gate_says_so(ask):
+    code, out, _ = ask("--snapkv", "top_k=100", "-q")
+    assert code == 0 and "not compressed" in out and "min_ctx=0" in out
+    assert "█" * 40 in out and "sentences" not in out
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ((), "give a --policy"),
+        (("--policy", "random", "--policy", "tova", "--snapkv", "top_k=9"), "at most 2 policies"),
+        (("--policy", "randm"), "did you mean 'random'"),
+        (("--policy", "random", "-o", "kept.pdf"), "must end in .html or .png"),
+        (("--policy", "random", "-o", "nowhere/kept.html"), "no folder"),
+    ],
+)
+def test_mistakes_are_one_line(ask, options, told):
+    code, out, err = ask(*options)
+    assert code == 2 and out == "" and told in err and err.count("\n") == 1
+
+
+def test_files_of_others_are_not_replaced(ask, tmp_path):
+    path = tmp_path / "mine.html"
+    path.write_text("<html>mine</html>")
+    code, _, err = ask("--policy", "random", "-o", str(path))
+    assert code == 2 and "did not write it" in err and path.read_text() == "<html>mine</html>"

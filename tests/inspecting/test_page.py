@@ -1,0 +1,180 @@
+"""The page of an inspection, in a real browser, from a file and without a network."""
+
+import dataclasses
+import random
+import re
+import time
+
+import numpy as np
+import pytest
+from page_helpers import NO_BROWSER, Page, browsing, contrast, numbers
+
+from mlx_snapkv import CompressionReport, Inspection, SnapKVError, inspect_prompt
+from mlx_snapkv.demo.questions import make_haystack, question_prompt
+from mlx_snapkv.inspecting.inspection import Attended
+from mlx_snapkv.inspecting.page import page as page_of
+from mlx_snapkv.inspecting.spans import special_tokens
+
+HOSTILE = (
+    "</script><script>window.done = 1</script><!-- <script> --><img src=x onerror='window.done = 1'>"
+    " naïve 日本語 👩‍🚀 &lt;b&gt; \u2028 $& DATA POLICY. "
+)
+RIGHT, END, TAB, ENTER = "\ue014", "\ue010", "\ue004", "\ue007"
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    with browsing(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def asked(demo_llama):
+    """A prompt about a document that begins and ends with tags, and its fact."""
+    _, tokenizer = demo_llama
+    document, facts = make_haystack(tokenizer, random.Random(4), 4, 800)
+    return question_prompt(tokenizer, HOSTILE + document + HOSTILE, facts[0].question), facts[0]
+
+
+@pytest.fixture(scope="module")
+def found(demo_llama, asked):
+    budgets = ("snapkv:budget=80,n_sink=4,n_window=32,min_ctx=0", "streaming_llm:budget=80")
+    return [inspect_prompt(*demo_llama, asked[0], 12, policy=policy) for policy in budgets]
+
+
+@pytest.fixture(scope="module")
+def file(demo_llama, found, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "kept.html"
+    html = page_of(found, "</title><b>demo", special_tokens(demo_llama[1]))
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(driver, file):
+    page = Page(driver, file.as_uri())
+    page.size(1300, 900)
+    driver.get(page.url)
+    yield page
+    assert driver.get_log("browser") == []  # nothing was refused, nothing failed
+    assert page.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def classes(page, pane=0):
+    """Of every group of tokens in a pane: its text, and the class of its tint, 0 to 8."""
+    return page.run(
+        """const tint = (span) => Number((/k(\\d)/.exec(span.className) ?? [0, 0])[1]);
+        return panes[arguments[0]].spans.map((span) => [span.textContent, tint(span)]);""",
+        pane,
+    )
+
+
+def test_one_page_shows_one_prompt(demo_llama, found):
+    other = inspect_prompt(*demo_llama, [0, 3, 70, 71, 4], 2)
+    with pytest.raises(SnapKVError, match="one prompt"):
+        page_of([found[0], other], "demo")
+
+
+@NO_BROWSER
+def test_a_prompt_is_shown_as_it_is_and_can_do_nothing(page, found, asked):
+    assert page.run("return panes[0].spans.map((s) => s.textContent).join('')") == found[0].text
+    assert HOSTILE in found[0].text
+    assert page.run("return window.done") is None
+    assert page.all(".document img, .document script, #about b") == []
+    assert page("#about").text.startswith("</title><b>demo, ")
+    assert [h.text for h in page.all("h2")] == [each.policy for each in found]
+    assert asked[1].value in page.all(".sentences")[0].text
+    assert asked[1].value not in page.all(".sentences")[1].text
+
+
+@NO_BROWSER
+def test_tints_are_the_heads_that_keep(page, found):
+    kept = found[0].kept  # (3, 2, n)
+    spans = list(dict.fromkeys(found[0].spans))
+    of = {span: [i for i, s in enumerate(found[0].spans) if s == span] for span in spans}
+
+    def wanted(part):
+        return [int(np.ceil(8 * part[:, of[span]].mean())) for span in spans]
+
+    assert [k for _, k in classes(page)] == wanted(kept.reshape(6, -1))
+    page("#layer").send_keys(RIGHT, RIGHT)  # "all", then 0, then 1
+    assert page("#layer-told").text == "layer 1"
+    assert [k for _, k in classes(page)] == wanted(kept[1])
+    page("#head").send_keys(RIGHT)
+    assert [k for _, k in classes(page)] == wanted(kept[1, :1])
+    assert page.all(".map button")[1].get_attribute("aria-pressed") == "true"
+    page.all(".map button")[1].click()  # all layers again, of one head
+    assert [k for _, k in classes(page)] == wanted(kept[:, 0])
+
+
+@NO_BROWSER
+def test_an_answers_token_shows_where_it_looked(page, found, asked):
+    fact = asked[1]
+    buttons = page.all(".answer")[0].find_elements("css selector", "button")
+    assert "".join(b.text for b in buttons).strip().replace(" ", "") == fact.value.replace(" ", "")
+    page.run("arguments[0].focus()", buttons[0])
+    page.press(END)
+    last = page.run("return document.activeElement")
+    assert last == buttons[-1] and last.get_attribute("aria-pressed") == "true"
+    marked = page.run("return panes[0].marked")
+    positions = found[0].attended.positions[len(buttons) - 1, -1]
+    first = [page.run("return panes[0].groupOf(arguments[0])", int(p)) for p in positions[:3]]
+    assert set(first) <= set(marked)
+    assert "To say" in page.all(".told")[0].text and "looked at" in page.all(".told")[0].text
+    page.press("\ue00c")  # Escape
+    assert page.run("return panes[0].marked") == []
+    # a sentence is found in the text
+    ten = found[0].sentences[:10]
+    late = max(range(len(ten)), key=lambda i: ten[i].start)
+    page.all(".sentences button")[late].click()
+    shown = page.run("return panes[0].shown.map((g) => panes[0].spans[g].textContent).join('')")
+    assert shown.strip() == ten[late].text
+    assert page.run("return panes[0].box.scrollTop") > 0
+
+
+@NO_BROWSER
+@pytest.mark.parametrize("width", [360, 1300])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_and_can_be_read(page, width, dark):
+    page.size(width, 800, dark)
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    for selector in ("body", ".quiet", ".document", ".document .k8", ".told"):
+        assert contrast(page, selector) >= 4.5, selector
+    ground = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(numbers(ground)) < 384) == dark
+    for field in page.all("input, button"):
+        assert field.accessible_name or not field.is_displayed()
+
+
+@NO_BROWSER
+def test_a_long_document_stays_usable(driver, tmp_path):
+    """30,000 tokens, 32 layers of 8 heads: as large as it gets on a real model."""
+    n, layers, heads, budget, said = 30_000, 32, 8, 1875, 64
+    rng = np.random.default_rng(0)
+    positions = np.sort(rng.random((layers, heads, n)).argpartition(budget)[..., :budget], axis=-1)
+    attended = Attended(
+        rng.integers(0, n, (said, layers + 1, 24)).astype(np.int32),
+        rng.random((said, layers + 1, 24)).astype(np.float32) / 24,
+        np.zeros((said, layers + 1), np.float32),
+        5,
+    )
+    report = CompressionReport("snapkv", n, entries_kept=[budget] * layers)
+    one = Inspection(
+        "snapkv", tuple(range(n)), "word " * n, tuple((5 * i, 5 * i + 5) for i in range(n)), tuple(range(layers)), (),
+        (heads,) * layers, positions.astype(np.int32), (), report, "so " * said, ("so ",) * said, attended,
+    )  # fmt: skip
+    html = page_of([one, dataclasses.replace(one, policy="other")], "large")
+    assert len(html) < 5_000_000
+    path = tmp_path / "large.html"
+    path.write_text(html)
+    page = Page(driver, path.as_uri())
+    page.size(1300, 900)
+    started = time.monotonic()
+    driver.get(page.url)
+    assert page.run("return panes[0].spans.length") == n
+    assert time.monotonic() - started < 20
+    assert {k for _, k in classes(page)} <= {0, 1, 2}
+    started = time.monotonic()
+    page("#layer").send_keys(RIGHT)
+    assert re.fullmatch("layer 0", page("#layer-told").text)
+    assert time.monotonic() - started < 5

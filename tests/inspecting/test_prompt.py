@@ -1,0 +1,157 @@
+"""What `inspect_prompt` tells is what was kept, and what the attention itself gave."""
+
+import dataclasses
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_snapkv import SnapKVError, inspect_prompt, patch_for_snapkv, prefill, unpatch_snapkv
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.demo.questions import make_haystack, question_prompt
+
+SMALL = "n_sink=4,n_window=32,min_ctx=0"
+
+
+@pytest.fixture(scope="module")
+def asked(demo_llama):
+    """The tokens of a prompt of 1,000 tokens, and the fact it asks for."""
+    return _asked(demo_llama[1], 5, 1000)
+
+
+def _asked(tokenizer, seed, n_tokens):
+    document, facts = make_haystack(tokenizer, random.Random(seed), 4, n_tokens)
+    return question_prompt(tokenizer, document, facts[0].question), facts[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model, seed):
+    model, tokenizer = demo_model
+    tokens, fact = _asked(tokenizer, seed, 1500)
+    budget = len(tokens) // 16
+    told = {}
+    for policy in (f"snapkv:budget={budget},{SMALL}", f"streaming_llm:budget={budget}"):
+        found = inspect_prompt(model, tokenizer, tokens, 12, policy=policy)
+        assert found.positions.shape == (len(found.layers), 2, budget)
+        told[policy[:6]] = found
+    ours, streaming = ([s.text for s in told[name].sentences[:10]] for name in ("snapkv", "stream"))
+    assert any(fact.value in text for text in ours), ours
+    assert not any(fact.value in text for text in streaming), streaming
+    assert told["snapkv"].answer.strip() == fact.value
+    # votes are shares of what was chosen, and nothing was chosen by what it says from sink and window
+    votes = [s.votes for s in told["snapkv"].sentences]
+    assert votes == sorted(votes, reverse=True) and 0.9 < sum(votes) <= 1.001
+    assert {s.chosen or 0 for s in told["stream"].sentences} == {0}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        f"snapkv:budget=100,{SMALL},lookahead=0,on_full=grow",
+        f"snapkv:budget=pyramid:100,{SMALL},lookahead=0,on_full=grow",
+        "keydiff:budget=200,block=100 then snapkv:budget=96,n_sink=4,n_window=32,on_full=grow,lookahead=0",
+        "tova:budget=100,schedule=once",
+    ],
+)
+def test_the_positions_are_those_that_prefill_keeps(demo_llama, asked, policy):
+    model, tokenizer = demo_llama
+    tokens, _ = asked
+    found = inspect_prompt(model, tokenizer, tokens, 3, policy=policy)
+    caches, report = prefill(model, tokens, policy)
+    assert found.report.entries_kept == report.entries_kept
+    assert found.shares == pytest.approx(report.attention_share, rel=1e-4)
+    for layer, rows in zip(attention_layers(model, caches), found.positions):
+        kept = np.sort(np.array(layer.cache_in(caches).positions[0]), axis=-1)
+        assert (rows[:, : kept.shape[1]] == kept).all() and (rows[:, kept.shape[1] :] == -1).all()
+    assert found.kept.sum() == (found.positions >= 0).sum()
+    density = found.density(50)
+    assert density.shape == (3, 50) and density.min() >= 0 and density.max() <= 1
+
+
+def test_the_weights_are_the_attentions_own(demo_qwen, ask):
+    """Of the prompt's last token, over all entries, by NumPy from the queries that the attention used."""
+    model, tokenizer = demo_qwen
+    tokens, _ = ask(tokenizer, 300, 7)
+    found = inspect_prompt(model, tokenizer, tokens, 4)
+    assert found.report.reason is not None and found.sentences == ()
+    n = len(tokens)
+    caches = make_prompt_cache(model)
+    layers = attention_layers(model, caches)
+    for layer in layers:
+        layer.put(caches, RecordingKVCache(n - 1, n, n, layer))
+    patch_for_snapkv(model)
+    try:
+        mx.eval(model(mx.array([tokens]), cache=caches))
+    finally:
+        unpatch_snapkv(model)
+    means = []
+    for number, layer in enumerate(layers):
+        cache = layer.cache_in(caches)
+        queries = np.array(cache.queries[0, :, -1], np.float64)
+        keys = np.repeat(np.array(cache.held().keys[0], np.float64), len(queries) // 2, axis=0)
+        logits = np.einsum("hd,htd->ht", queries, keys) * cache.scale
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        means.append((weights / weights.sum(axis=1, keepdims=True)).mean(axis=0))
+        _require_largest(found.attended, number, means[-1])
+    _require_largest(found.attended, len(layers), np.mean(means, axis=0))
+    assert found.attended.own[0] == pytest.approx(0, abs=1e-6)
+    assert (found.attended.own[1:] > 0).all()
+
+
+def _require_largest(attended, row, weights):
+    told, places = attended.weights[0, row], attended.positions[0, row]
+    assert told == pytest.approx(np.sort(weights)[::-1][: len(told)], rel=1e-3, abs=1e-6)
+    assert weights[places] == pytest.approx(told, rel=1e-3, abs=1e-6)
+
+
+def test_the_answer_looked_at_what_it_says(demo_llama, asked):
+    model, tokenizer = demo_llama
+    tokens, fact = asked
+    found = inspect_prompt(model, tokenizer, tokens, 12, policy=f"snapkv:budget=80,{SMALL}")
+    assert "".join(found.answer_tokens).strip() == fact.value == found.answer.strip()
+    clause = fact.clause[1:]  # in the document it may begin the sentence
+    at = found.text.index(clause)
+    said = range(at, at + len(clause))
+    looked = found.attended
+    assert looked.n_before == min(5, len(found.answer_tokens))
+    for i, text in enumerate(found.answer_tokens):
+        places = looked.positions[i, :, :8]
+        assert any(found.spans[p][0] in said for p in places[places >= 0]), text
+    # after the compression, nothing that no head keeps
+    late = looked.positions[looked.n_before :, -1]
+    assert found.kept.any(axis=(0, 1))[late[late >= 0]].all()
+
+
+def test_a_prompt_below_the_gate_is_kept_whole(demo_qwen, ask):
+    model, tokenizer = demo_qwen
+    tokens, _ = ask(tokenizer, 200, 3)
+    found = inspect_prompt(model, tokenizer, tokens, 4, policy="snapkv:top_k=10")
+    assert "min_ctx" in found.report.reason
+    assert found.layers == (1, 3) and found.layers_without == (0, 2) and found.heads == (2, 2)
+    assert found.positions.shape == (2, 2, len(tokens)) and found.kept.all()
+    assert found.shares == [None, None] and found.sentences == ()
+    assert found.attended.n_before == len(found.answer_tokens)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.answer = ""
+
+
+def test_reading_again_is_not_taken_for_the_answer(demo_llama, asked):
+    model, tokenizer = demo_llama
+    tokens, fact = asked
+    found = inspect_prompt(model, tokenizer, tokens, 12, policy="kvzip:budget=25%")
+    assert found.answer.strip() == fact.value
+    # every token's own place is behind the prompt: what it gave to the answer grows from nothing
+    assert found.attended.own[0] == pytest.approx(0, abs=1e-6)
+    assert (found.attended.own[1:, -1] > 0).all()
+
+
+@pytest.mark.parametrize(
+    "prompt, more, told",
+    [([], {}, "shape"), ([[1, 2]], {}, "shape"), ([1, 2], {"max_tokens": 0}, "max_tokens")],
+)
+def test_what_can_t_be_inspected_is_refused(demo_llama, prompt, more, told):
+    with pytest.raises(SnapKVError, match=told):
+        inspect_prompt(*demo_llama, prompt, policy="streaming_llm:budget=8", **more)

@@ -1,0 +1,105 @@
+"""Tokens and the text that they are."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mlx_snapkv.inspecting.ranking import ranked
+from mlx_snapkv.inspecting.spans import special_tokens, token_spans
+
+
+@given(text=st.text(max_size=60))
+@example(text="naïve 日本語 👩‍🚀, 🇺🇦\u0301 – \u200f \ufffd\ufffd\ufffd\ufffd\ufffd\ufffd")
+@example(text="")
+def test_spans_are_the_text_in_pieces(demo_llama, text):
+    _, tokenizer = demo_llama
+    tokens = tokenizer.encode(text)
+    whole, spans = token_spans(tokenizer, tokens)
+    assert whole == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    assert len(spans) == len(tokens)
+    bounds = sorted(set(spans))
+    assert bounds == sorted(bounds) and "".join(whole[a:b] for a, b in bounds) == whole
+    assert list(spans) == sorted(spans)
+
+
+def test_tokens_of_one_character_share_its_span(demo_llama):
+    _, tokenizer = demo_llama
+    tokens = tokenizer.encode("a 語!", add_special_tokens=False)
+    whole, spans = token_spans(tokenizer, tokens)
+    shared = [whole[a:b] for a, b in spans]
+    assert shared.count("語") == 3 and shared[-1] == "!"
+
+
+def test_bytes_that_are_no_character_end_somewhere(demo_llama):
+    """A cut character at the end, and one in the middle, take no other's place."""
+    _, tokenizer = demo_llama
+    first = tokenizer.encode("語", add_special_tokens=False)[0]
+    tokens = [
+        *tokenizer.encode("so", add_special_tokens=False),
+        *[first] * 9,
+        *tokenizer.encode("it", add_special_tokens=False),
+        first,
+    ]
+    whole, spans = token_spans(tokenizer, tokens)
+    assert whole.startswith("so") and "it" in whole and len(spans) == len(tokens)
+    assert whole.count("\ufffd") == 10
+
+
+def _ranked(text, tokens, kept):
+    """Sentences of a text whose words are tokens, of which one head keeps some by choice."""
+    spans, at = [], 0
+    for token in tokens:
+        spans.append((at, at + len(token)))
+        at += len(token)
+    assert "".join(tokens) == text
+    row = np.array([t in kept for t in tokens], float)
+    ones = np.ones(len(tokens))
+    special = np.array([t.startswith("<") for t in tokens])
+    return ranked(text, spans, special, np.stack([row, ones, row, ones, row]), False)
+
+
+def test_templates_are_no_sentences():
+    tokens = [
+        "<s>",
+        "user",
+        "\n",
+        "One ",
+        "two. ",
+        "Three",
+        " four",
+        "?",
+        "<e>",
+        "\n",
+        "<s>",
+        "assistant",
+        "\n",
+    ]
+    found = _ranked(
+        "".join(tokens), tokens, {"user", "two. ", "Three", " four", "<s>", "assistant"}
+    )
+    assert [(s.text, s.start, s.stop) for s in found] == [("Three four?", 5, 8), ("One two.", 3, 5)]
+
+
+@pytest.mark.parametrize(
+    "tokens, wanted",
+    [
+        (["- a", " b\n", "- c", " d\n"], ["- a b", "- c d"]),
+        (["# A", "\n", "\n", "Then ", "it\n", "goes on."], ["# A", "Then it\ngoes on."]),
+        (["|a|\n", "|-|\n", "|b|"], ["|a|", "|b|"]),
+        (["他来了。", "我", "走了。"], ["他来了。", "我走了。"]),
+        (["One.", " Two."], ["One.", "Two."]),
+    ],
+)
+def test_lists_tables_and_headings_are_taken_apart(tokens, wanted):
+    found = _ranked("".join(tokens), tokens, set(tokens))
+    assert sorted(s.text for s in found) == sorted(wanted)
+
+
+def test_a_templates_marks_are_special(demo_llama):
+    _, tokenizer = demo_llama
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True
+    )
+    marks = {tokenizer.decode([t]) for t in tokens if t in special_tokens(tokenizer)}
+    assert marks == {"<|bos|>", "<|user|>", "<|assistant|>"}
