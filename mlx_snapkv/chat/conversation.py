@@ -26,6 +26,7 @@ from ..engine.serving import MAX_TOKENS, drive, require_no_conflict, without_com
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
+from ..several.part import together_through
 from . import saved_chat
 from .before import Before
 from .common_prefix import common_prefix
@@ -262,7 +263,8 @@ class Conversation:
         before = Before(self)
         answered: list[int] = []
         text = ""
-        responses = self._served(mx.array(tokens), dict(options))
+        served = self._served(mx.array(tokens), dict(options))
+        responses = together_through(self.model, served)
         try:
             for response in responses:
                 if not answered:
