@@ -1,9 +1,12 @@
 """What a request's compression did, in figures read from the arrays, or why it did nothing."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from __future__ import annotations
 
-from ..several.part import Part
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..several.part import Part
 
 NO_POLICY = "none"
 

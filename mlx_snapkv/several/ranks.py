@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 
 from .._version import __version__
-from ..errors import SnapKVError, sentence
+from ..errors import SnapKVError, brief, sentence
+from .launched import launched
 from .links import connected
 from .watch import Watch
 
 T = TypeVar("T")
-
-# One of these is set for every process that mlx.launch or mpirun starts.
-LAUNCHED = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 class Ranks:
@@ -78,6 +75,12 @@ class Ranks:
             if told is not None:
                 raise SnapKVError(f"rank {rank}: {told}")
         return found  # type: ignore[return-value]
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, where alone it is done; what it raises there, it does on all."""
+        if self.size == 1:
+            return work()
+        return self.first(self.agreed(work if self.rank == 0 else lambda: None))  # type: ignore[arg-type, return-value]
 
     def require_same(self, **values: Any) -> None:
         """Raises: SnapKVError: a rank has another value than rank 0 has."""
@@ -138,7 +141,7 @@ class Ranks:
 
     def _join(self) -> Ranks:
         """Find out that all ranks run the same, and let them sample alike."""
-        versions = {"mlx_snapkv": __version__, "mlx_lm": mlx_lm.__version__, "mlx": mx.__version__}
+        versions = {"mlx_snapkv": __version__, "mlx_lm": version("mlx-lm"), "mlx": mx.__version__}
         self.require_same(**{f"version of {name}": text for name, text in versions.items()})
         self._watch = Watch(self.rank, connected(self))
         high, low = self.first(mx.random.state[0].tolist())
@@ -148,11 +151,6 @@ class Ranks:
 
 ALONE = Ranks()
 _here: list[Ranks] = []
-
-
-def launched() -> bool:
-    """Whether this process was started as one of several, by its environment; no backend is asked."""
-    return any(name in os.environ for name in LAUNCHED)
 
 
 def here() -> Ranks:
@@ -166,6 +164,15 @@ def here() -> Ranks:
     if not launched():
         return ALONE
     if not _here:
-        group = mx.distributed.init()
+        try:
+            group = mx.distributed.init()
+        except RuntimeError as error:
+            raise SnapKVError(f"the other processes can't be reached: {brief(error)}") from error
         _here.append(Ranks(group)._join() if group.size() > 1 else ALONE)
     return _here[0]
+
+
+def leave_all(why: str) -> None:
+    """Let the ranks that this one has joined know that it ends, and why."""
+    for ranks in _here:
+        ranks.leaves(why)
