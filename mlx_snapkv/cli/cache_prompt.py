@@ -55,6 +55,7 @@ def cache_prompt(
     from ..policies import resolve_policy
     from ..several.ranks import here
     from .progress import PrefillBar, WritingBar, stderr_console
+    from .sharded import require_alone
 
     chosen = resolve_policy(snapkv, policy)
     require_book(chosen, memory)
@@ -63,6 +64,8 @@ def cache_prompt(
             "--kv-bits quantises what answers are decoded from: for all entries, give --memory recall:file:8bit or "
             "recall:file:4bit"
         )
+    if memory != "drop":
+        require_alone(memory=memory)
     path = saved.require_writable(output)
     replaced = path.exists()
     text = here().from_first(partial(read_prompt, prompt, prompt_file))

@@ -108,7 +108,7 @@ def test_a_newer_format_is_told(path, tokens, monkeypatch):
     monkeypatch.setattr(files, "FORMAT", 4)
     saved_file(path, model, tokens)
     monkeypatch.undo()
-    with pytest.raises(SnapKVError, match="has format 4, this version reads up to 3: upgrade"):
+    with pytest.raises(SnapKVError, match="has format 5, this version reads up to 4: upgrade"):
         saved.load(path, model)
 
 
