@@ -59,7 +59,9 @@ def prompt_of(tokenizer) -> mx.array:
 def held(model, cache: list) -> dict:
     """By number of its layer, the positions of each of the KV heads here."""
     layers = attention_layers(model, cache)
-    return {str(l.number): l.entries_in(cache).held().positions[0].tolist() for l in layers}
+    return {
+        str(layer.number): layer.entries_in(cache).held().positions[0].tolist() for layer in layers
+    }
 
 
 def continued(model, tokens: mx.array, cache: list) -> list[int]:
@@ -72,7 +74,12 @@ def kept(model, tokens: mx.array, policy: str) -> dict:
     cache, report = prefill(model, tokens[:-1], policy)
     positions = held(model, cache)
     said = continued(model, tokens, cache)
-    told = [report.entries_kept, report.kv_bytes_before, report.kv_bytes_after, report.attention_share]
+    told = [
+        report.entries_kept,
+        report.kv_bytes_before,
+        report.kv_bytes_after,
+        report.attention_share,
+    ]
     return {"kept": positions, "report": told, "ranks": report.ranks, "said": said}
 
 

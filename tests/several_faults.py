@@ -28,7 +28,9 @@ def progress(done: int, total: int) -> None:
 
 
 def answer(policy: str) -> None:
-    for _ in generate_step(tokens, model, policy=policy, max_tokens=4, prompt_progress_callback=progress):
+    for _ in generate_step(
+        tokens, model, policy=policy, max_tokens=4, prompt_progress_callback=progress
+    ):
         pass
 
 

@@ -24,7 +24,7 @@ def started(folder: Path, *command: str, n: int = 2, limit: float = LIMIT) -> li
         limit: seconds after which whoever is left is killed, which is an error.
     """
     hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(n)]))
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     same = os.environ | {"MLX_HOSTFILE": str(hosts), "PYTHONPATH": path}
     said = [(folder / f"said-{rank}.txt").open("w+b") for rank in range(n)]
@@ -56,7 +56,7 @@ def _text(file) -> str:
         return file.read().decode(errors="replace")
 
 
-def _free_ports(n: int) -> list[int]:
+def free_ports(n: int) -> list[int]:
     with contextlib.ExitStack() as opened:
         sockets = [opened.enter_context(socket.socket()) for _ in range(n)]
         for each in sockets:

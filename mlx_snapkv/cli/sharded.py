@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError, brief
 from ..several.ranks import Ranks, here
 
+INDEX = "model.safetensors.index.json"
 ALONE_ONLY = "start it without mlx.launch"
 
 
@@ -31,7 +30,9 @@ def require_shared(ranks: Ranks, pipeline: bool | None, **options: Any) -> None:
         return
     ranks.require_same(options=" ".join(sys.argv[1:]))
     if pipeline is None:
-        raise SnapKVError(f"this command does not run on several Macs: {ALONE_ONLY}")
+        raise SnapKVError(
+            f"mlx-snapkv {sys.argv[1]} does not run on several Macs yet: {ALONE_ONLY}"
+        )
     require_alone(**options)
 
 
@@ -45,7 +46,9 @@ def require_alone(**options: Any) -> None:
             )
 
 
-def load_shared(folder: str, ranks: Ranks, pipeline: bool, trust_remote_code: bool) -> tuple[Any, Any]:
+def load_shared(
+    folder: str, ranks: Ranks, pipeline: bool, trust_remote_code: bool
+) -> tuple[Any, Any]:
     """This rank's part of a model, by mlx-lm's `sharded_load`, and the tokenizer.
 
     Raises:
@@ -55,12 +58,7 @@ def load_shared(folder: str, ranks: Ranks, pipeline: bool, trust_remote_code: bo
     from mlx_lm.utils import sharded_load
 
     group = mx.distributed.init()
-    index = Path(folder, "model.safetensors.index.json")
-    if pipeline and os.path.isdir(folder) and not index.is_file():
-        raise SnapKVError(
-            f"--pipeline needs {index.name}, which tells the layers' files: make it with mlx_lm.convert, or drop it"
-        )
-    groups = {"pipeline_group" if pipeline else "tensor_group": group}
+    groups: dict[str, Any] = {"pipeline_group" if pipeline else "tensor_group": group}
     try:
         model, tokenizer = sharded_load(
             folder,
@@ -68,6 +66,12 @@ def load_shared(folder: str, ranks: Ranks, pipeline: bool, trust_remote_code: bo
             tokenizer_config={"trust_remote_code": trust_remote_code},
             trust_remote_code=trust_remote_code,
         )
+    except FileNotFoundError as error:
+        if not str(error.filename).endswith(INDEX):
+            raise
+        raise SnapKVError(
+            f"--pipeline needs {INDEX}, which tells the layers' files: make it with mlx_lm.convert, or drop it"
+        ) from error
     except ValueError as error:
         if "does not support" not in str(error) and "must be positive" not in str(error):
             raise

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
-from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes, kv_bytes, kv_dtype, of_layers
+from ..caches.layers import (
+    AttentionLayer,
+    copies_but_entries,
+    file_bytes,
+    kv_bytes,
+    kv_dtype,
+    of_layers,
+)
 from ..caches.recollection import Recollection
 from ..caches.sources import First
 from ..entries.queries import Queries

@@ -93,8 +93,8 @@ class CompressionReport:
         selection_seconds: scoring, ranking and gathering, all evictions while reading included.
         verified: what the answer asks of all entries; None without `verify`.
         pulled_to: tokens that the model was trained to, if the prompt is longer and its entries were pulled together.
-        ranks: of a model that several Macs hold together, what each has: its `layers` with a cache, its `kv_bytes_before`
-            and `kv_bytes_after`, in order of rank. The figures above are those of the whole model.
+        ranks: of a model that several Macs hold together, what each has, in order of rank: its `layers` with a cache,
+            its `kv_bytes_before` and `kv_bytes_after`. The figures above are those of the whole model.
         book: where the other entries are, if they were evicted while the prompt was read, and nothing was forgotten.
     """
 

@@ -106,9 +106,7 @@ def is_adaptive(budget: int | str) -> bool:
     return isinstance(budget, str) and budget.startswith(ADAPTIVE)
 
 
-def shared_out(
-    scores: list[mx.array], quotas: list[Quota], part: Part = WHOLE
-) -> list[Quota]:
+def shared_out(scores: list[mx.array], quotas: list[Quota], part: Part = WHOLE) -> list[Quota]:
     """The same entries in all, shared out anew: one ranking over all layers and heads tells how many each layer gets.
 
     The heads of a layer keep equally many: the mean of how many of theirs are among the best (compare AdaKV,

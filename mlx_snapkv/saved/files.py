@@ -158,7 +158,9 @@ def _require_known(path: Path, found: dict[str, str]) -> None:
             f"{path} does not tell several Macs whose it is: save the prompt again, with mlx-snapkv"
         )
     if book.KEY in found:
-        raise SnapKVError(f"{path} holds a book, which one Mac reads alone: start without mlx.launch")
+        raise SnapKVError(
+            f"{path} holds a book, which one Mac reads alone: start without mlx.launch"
+        )
 
 
 def _is_marked(found: dict[str, str]) -> bool:

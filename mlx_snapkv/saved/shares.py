@@ -82,7 +82,7 @@ def _made(caches: Sequence[Any], made: Callable[[Sequence[Any]], Any]) -> Any:
             "the state of its linear-attention layers can't be shared out or joined by heads: use --pipeline, or as "
             "many ranks as saved it"
         )
-    states = [tree_flatten(cache.state) for cache in caches]
+    states: list[list] = [list(tree_flatten(cache.state)) for cache in caches]
     if len({tuple(name for name, _ in state) for state in states}) != 1:
         raise SnapKVError("its parts hold caches of different states")
     found = [(pairs[0][0], made([value for _, value in pairs])) for pairs in zip(*states)]

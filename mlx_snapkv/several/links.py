@@ -57,7 +57,10 @@ def _links(ranks: Any) -> dict[int, socket.socket]:
 def _addresses() -> list[str]:
     """Where rank 0 may be reached: what mlx.launch was given, and the machine's name."""
     found = []
-    with contextlib.suppress(OSError, ValueError, LookupError), open(os.environ["MLX_HOSTFILE"]) as file:
+    with (
+        contextlib.suppress(OSError, ValueError, LookupError),
+        open(os.environ["MLX_HOSTFILE"]) as file,
+    ):
         found += [address.rpartition(":")[0] for address in json.load(file)[0]]
     found.append(os.environ.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0])
     return list(dict.fromkeys([*filter(None, found), socket.gethostname()]))

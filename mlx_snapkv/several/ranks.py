@@ -141,10 +141,11 @@ class Ranks:
 
     def _join(self) -> Ranks:
         """Find out that all ranks run the same, and let them sample alike."""
-        versions = {"mlx_snapkv": __version__, "mlx_lm": version("mlx-lm"), "mlx": mx.__version__}
+        versions = {"mlx_snapkv": __version__, "mlx_lm": version("mlx-lm"), "mlx": version("mlx")}
         self.require_same(**{f"version of {name}": text for name, text in versions.items()})
         self._watch = Watch(self.rank, connected(self))
-        high, low = self.first(mx.random.state[0].tolist())
+        state: Any = mx.random.state
+        high, low = self.first(state[0].tolist())
         mx.random.seed(high << 32 | low)
         return self
 

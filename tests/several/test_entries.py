@@ -37,8 +37,9 @@ def together(kind, kept):
     return {layer: heads + kept[1][layer] for layer, heads in kept[0].items()}
 
 
-
-@pytest.mark.parametrize("name", [*POLICIES, *(f"{by}-{name}" for by in ("one", "two") for name in SAVED)])
+@pytest.mark.parametrize(
+    "name", [*POLICIES, *(f"{by}-{name}" for by in ("one", "two") for name in SAVED)]
+)
 def test_every_policy_keeps_and_answers_the_same(found, name):
     kind, one, two = found
     assert together(kind, [rank[name]["kept"] for rank in two]) == one[name]["kept"]
@@ -69,5 +70,7 @@ def test_reports_are_those_of_the_whole_model(found):
         ranks = two[0][name]["ranks"]
         assert ranks == two[1][name]["ranks"] and len(ranks) == 2
         assert sum(rank["kv_bytes_after"] for rank in ranks) == after
-        assert sum(rank["layers"] for rank in ranks) == len(entries) * (2 if kind == "tensor" else 1)
+        assert sum(rank["layers"] for rank in ranks) == len(entries) * (
+            2 if kind == "tensor" else 1
+        )
         assert one[name]["ranks"] is None

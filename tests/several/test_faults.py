@@ -14,7 +14,11 @@ STARTING = 15  # seconds that processes get to start and to load the model on a 
     [
         ("raise", "rank 1: MemoryError: no room for the entries", "no room for the entries"),
         ("kill", "rank 1: has ended without a word", ""),
-        ("policy", "rank 1 has another policy than rank 0", "rank 1 has another policy than rank 0"),
+        (
+            "policy",
+            "rank 1 has another policy than rank 0",
+            "rank 1 has another policy than rank 0",
+        ),
         ("save", "rank 1: {folder}/none/a.safetensors can't be written", "there is no folder"),
     ],
 )

@@ -8,7 +8,9 @@ from mlx_snapkv.several.ranks import ALONE
 
 
 def test_the_order_of_bits_is_that_of_numbers():
-    numbers = np.array([-np.inf, -3e38, -1.5, -1e-30, 0.0, 1e-30, 1.0, 1.5, 3e38, np.inf], np.float32)
+    numbers = np.array(
+        [-np.inf, -3e38, -1.5, -1e-30, 0.0, 1e-30, 1.0, 1.5, 3e38, np.inf], np.float32
+    )
     order = _ordered(mx.array(numbers)).tolist()
     assert order == sorted(set(order))
     assert [_number(n).item() for n in order] == numbers.tolist()
