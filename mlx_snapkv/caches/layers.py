@@ -114,7 +114,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
         UnsupportedModelError: there is none, or the model type is not one that can be compressed.
     """
     part = part_of(model)
-    found = part.attempt(lambda: attentions(model))
+    found = part.attempt(lambda: _attentions_here(model, part))
     slots = list(_slots(prompt_cache))
     # More caches than layers: a loop over the layers, each pass with caches of its own.
     if len(slots) % len(found):
@@ -138,6 +138,17 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
         AttentionLayer(*layer, number, n_layers, part, part.heads_of(layer[2]))
         for number, layer in enumerate(full, start=before)
     ]
+
+
+def _attentions_here(model, part: Part) -> list[tuple[Any, AttentionFamily]]:
+    try:
+        return attentions(model)
+    except UnsupportedModelError as error:
+        if part.kind is None:
+            raise
+        raise UnsupportedModelError(
+            f"{error}, or none of this rank's layers has full attention: start fewer processes"
+        ) from error
 
 
 def of_layers(by_number: list[T], layers: list[AttentionLayer]) -> list[T]:

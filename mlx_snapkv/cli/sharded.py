@@ -9,6 +9,8 @@ from ..errors import SnapKVError, brief
 from ..several.ranks import Ranks, here
 
 INDEX = "model.safetensors.index.json"
+# What mlx and mlx-lm say of a model that can't be split so.
+REASONS = ("does not support", "must be positive", "annot shard", "annot be sharded")
 ALONE_ONLY = "start it without mlx.launch"
 
 
@@ -73,7 +75,7 @@ def load_shared(
             f"--pipeline needs {INDEX}, which tells the layers' files: make it with mlx_lm.convert, or drop it"
         ) from error
     except ValueError as error:
-        if "does not support" not in str(error) and "must be positive" not in str(error):
+        if not any(reason in str(error) for reason in REASONS):
             raise
         other = "drop --pipeline" if pipeline else "add --pipeline"
         raise SnapKVError(
