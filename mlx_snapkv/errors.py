@@ -31,7 +31,14 @@ class Missing:
         raise SnapKVError(self._sentence)
 
 
-def brief(error: Exception) -> str:
+def brief(error: BaseException) -> str:
     """The error's kind and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says, in one line."""
+    if isinstance(error, SnapKVError):
+        return " ".join(str(error).split())
+    return "stopped" if isinstance(error, KeyboardInterrupt) else brief(error)

@@ -24,8 +24,8 @@ ASKED = [
 
 def filled(readme: str) -> str:
     """The README with its tables as they are now."""
-    text = _between(readme, "policies", policies_page.summary_table("docs/policies.md"))
-    return _between(text, "results", results())
+    text = between(readme, "policies", policies_page.summary_table("docs/policies.md"))
+    return between(text, "results", results())
 
 
 def results() -> list[str]:
@@ -34,7 +34,8 @@ def results() -> list[str]:
     return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
 
 
-def _between(text: str, name: str, lines: list[str]) -> str:
+def between(text: str, name: str, lines: list[str]) -> str:
+    """A page with these lines between the marks of this name."""
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, rest = text.split(start)
     _, after = rest.split(end)

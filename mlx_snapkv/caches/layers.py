@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
@@ -13,8 +13,12 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from ..errors import UnsupportedModelError
 from ..models import attentions, type_of
 from ..models.family import AttentionFamily
+from ..several.heads import ALL_HERE, Heads
+from ..several.part import WHOLE, Part, part_of
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +29,9 @@ class AttentionLayer:
         index: its entry of the prompt cache.
         member: its place in that entry if it is a `CacheList`, else None.
         attention: the attention module, of the class that `family` describes.
-        number, n_layers: it is this one, from 0, of so many full-attention layers.
+        number, n_layers: it is this one, from 0, of so many full-attention layers of the model, wherever they are.
+        part: the part of the model that is here.
+        heads: which of the layer's KV heads are here.
     """
 
     index: int
@@ -34,6 +40,8 @@ class AttentionLayer:
     family: AttentionFamily
     number: int = 0
     n_layers: int = 1
+    part: Part = WHOLE
+    heads: Heads = ALL_HERE
 
     def cache_in(self, prompt_cache: list) -> Any:
         entry = prompt_cache[self.index]
@@ -100,10 +108,13 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
 
     Linear, state-space and sliding-window layers keep their caches and are not listed.
 
+    Of a model whose layers several Macs have, those here; all have to ask.
+
     Raises:
         UnsupportedModelError: there is none, or the model type is not one that can be compressed.
     """
-    found = attentions(model)
+    part = part_of(model)
+    found = part.attempt(lambda: _attentions_here(model, part))
     slots = list(_slots(prompt_cache))
     # More caches than layers: a loop over the layers, each pass with caches of its own.
     if len(slots) % len(found):
@@ -116,11 +127,33 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
         for n, (index, member, cache) in enumerate(slots)
         if found[n % len(found)][0] is not None and has_all_entries(cache)
     ]
-    if not full:
+    counts = part.counts(len(full))
+    if 0 in counts:
+        where = f" on rank {counts.index(0)}: start fewer ranks" if len(counts) > 1 else ""
         raise UnsupportedModelError(
-            f"model type {type_of(model)!r} has no full-attention layer with a plain KV cache to compress"
+            f"model type {type_of(model)!r} has no full-attention layer with a plain KV cache to compress{where}"
         )
-    return [AttentionLayer(*layer, number, len(full)) for number, layer in enumerate(full)]
+    before, n_layers = part.place(len(full))
+    return [
+        AttentionLayer(*layer, number, n_layers, part, part.heads_of(layer[2]))
+        for number, layer in enumerate(full, start=before)
+    ]
+
+
+def _attentions_here(model, part: Part) -> list[tuple[Any, AttentionFamily]]:
+    try:
+        return attentions(model)
+    except UnsupportedModelError as error:
+        if part.kind is None:
+            raise
+        raise UnsupportedModelError(
+            f"{error}, or none of this rank's layers has full attention: start fewer processes"
+        ) from error
+
+
+def of_layers(by_number: list[T], layers: list[AttentionLayer]) -> list[T]:
+    """Of what is there for every full-attention layer of the model, that of these."""
+    return [by_number[layer.number] for layer in layers]
 
 
 def members(prompt_cache) -> Iterator[Any]:

@@ -26,6 +26,7 @@ from ..engine.serving import MAX_TOKENS, drive, require_no_conflict, without_com
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
+from ..several.part import part_of, together_through
 from . import saved_chat
 from .before import Before
 from .common_prefix import common_prefix
@@ -262,7 +263,8 @@ class Conversation:
         before = Before(self)
         answered: list[int] = []
         text = ""
-        responses = self._served(mx.array(tokens), dict(options))
+        served = self._served(mx.array(tokens), dict(options))
+        responses = together_through(self.model, served)
         try:
             for response in responses:
                 if not answered:
@@ -278,9 +280,13 @@ class Conversation:
                 self.said = [*self.said, parts]
                 self.attached = []
                 self._remember(tokens + answered)
-                self._before_last = before if before.is_cheap(self) else None
+                self._before_last = before if self._may_keep(before) else None
             else:
                 before.restore(self)
+
+    def _may_keep(self, before: Before) -> bool:
+        """Whether the last turn is cheap to take back exactly: on all ranks, if they hold different layers."""
+        return all(part_of(self.model).all_layers([before.is_cheap(self)]))
 
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""

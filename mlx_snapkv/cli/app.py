@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from ..errors import SnapKVError
+from ..errors import SnapKVError, sentence
+from ..several.launched import launched
 from . import (
     batch,
     bench,
@@ -75,6 +76,8 @@ def main() -> None:
     except SnapKVError as error:
         fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
+        if launched():
+            fail("stopped", INTERRUPTED)
         print("\nmlx-snapkv: stopped", file=sys.stderr)
         streams.leave(INTERRUPTED)
     except BrokenPipeError:
@@ -84,6 +87,8 @@ def main() -> None:
     except Exception as error:
         # Newer typers bring a click of their own, so its usage errors are told by what they can do.
         if not hasattr(error, "format_message"):
+            if launched():  # whose other processes wait
+                fail(sentence(error), status=1)
             raise
         fail(error.format_message())
     else:
@@ -98,5 +103,11 @@ def _require_temporary_folder() -> None:
 
 
 def fail(message: str, status: int = 2) -> None:
-    print(f"mlx-snapkv: {' '.join(message.split())}", file=sys.stderr)
+    message = " ".join(message.split())
+    if launched():
+        from ..several.ranks import leave_all
+
+        leave_all(message)
+    streams.speak()
+    print(f"mlx-snapkv: {message}", file=sys.stderr)
     streams.leave(status)

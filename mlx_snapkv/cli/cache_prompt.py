@@ -26,6 +26,7 @@ def cache_prompt(
     prefill_step_size: flags.PrefillStepSize = 2048,
     adapter_path: flags.AdapterPath = None,
     trust_remote_code: flags.TrustRemoteCode = False,
+    pipeline: flags.Pipeline = False,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: flags.Memory = "drop",
@@ -52,7 +53,9 @@ def cache_prompt(
     from ..engine.reading import require_book
     from ..engine.recalling import Recall
     from ..policies import resolve_policy
+    from ..several.ranks import here
     from .progress import PrefillBar, WritingBar, stderr_console
+    from .sharded import require_alone
 
     chosen = resolve_policy(snapkv, policy)
     require_book(chosen, memory)
@@ -61,13 +64,15 @@ def cache_prompt(
             "--kv-bits quantises what answers are decoded from: for all entries, give --memory recall:file:8bit or "
             "recall:file:4bit"
         )
+    if memory != "drop":
+        require_alone(memory=memory)
     path = saved.require_writable(output)
     replaced = path.exists()
-    text = read_prompt(prompt, prompt_file)
-    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
+    text = here().from_first(partial(read_prompt, prompt, prompt_file))
+    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code, pipeline=pipeline)
     require_kv_bits(loaded, kv_bits, kv_group_size)
     require_far(loaded, chosen, Recall(far=far))
-    now = datetime.now()
+    now = datetime.fromisoformat(here().first(datetime.now().isoformat()))
     console = stderr_console(quiet)
     opening = partial(opening_tokens, tokenizer, text, system_prompt, now)
     tokens = waited_for(console, TOKENISING, opening)

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
+from ..several.launched import launched
 from . import flags
 from .generation import adapt_tokenizer, quantized_from, require_kv_bits, seed_sampling
 from .loading import load_model
@@ -19,6 +20,7 @@ def chat(
     adapter_path: flags.AdapterPath = None,
     quantize_activations: flags.QuantizeActivations = False,
     trust_remote_code: flags.TrustRemoteCode = False,
+    pipeline: flags.Pipeline = False,
     temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
     min_p: flags.MinP = 0.0,
@@ -53,17 +55,25 @@ def chat(
     """
     from ..chat.conversation import Conversation
     from ..policies import resolve_policy
+    from ..several.ranks import here
     from .chat_commands import CommandCompleter
     from .chat_session import Session
     from .lines import Lines
     from .sampling import Sampling
+    from .shared_lines import SharedLines
 
     chosen = resolve_policy(snapkv, policy)
     start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
-    lines = Lines(sys.stdin, CommandCompleter())
+    lines: Any = Lines(sys.stdin, CommandCompleter())
     loaded, tokenizer = load_model(
-        model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+        model,
+        adapter_path,
+        trust_remote_code,
+        quantize_activations=quantize_activations,
+        pipeline=pipeline,
     )
+    if here().size > 1:
+        lines = SharedLines(lines, here())
     adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     require_kv_bits(loaded, kv_bits, kv_group_size)
     seed_sampling(seed)
@@ -115,7 +125,7 @@ def run(session: Session) -> None:
                 raise
             session.say(str(error))
         except KeyboardInterrupt:
-            if not interactive:
+            if not interactive or launched():
                 raise
             session.say(f"stopped; the conversation goes on{session.waiting}")
         except StopIteration:

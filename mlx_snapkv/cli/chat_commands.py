@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
@@ -16,6 +17,7 @@ from ..errors import SnapKVError, UnknownOptionError
 from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
 from ..saved import require_writable
+from ..several.ranks import here
 from . import sampling
 from .chat_markdown import as_markdown
 from .chat_session import Session
@@ -62,7 +64,7 @@ class CommandCompleter(Completer):
 
 def _file(session: Session, name: str) -> None:
     path = _named("/file", name)
-    text = read_file("/file", path)
+    text = here().from_first(partial(read_file, "/file", path))
     tokens = session.attach(text)
     session.names[text] = Path(path).name
     session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")
@@ -179,6 +181,8 @@ def _load(session: Session, name: str) -> None:
 
 def _export(session: Session, name: str) -> None:
     path = Path(_named("/export", name)).expanduser()
+    if here().rank:
+        return
     text = as_markdown(session)
     ours = str(path.absolute()) in session.exported
     if path.exists() and not ours:

@@ -57,6 +57,13 @@ QuantizeActivations = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Allow a tokenizer's own code.")
 ]
+Pipeline = Annotated[
+    bool,
+    typer.Option(
+        "--pipeline",
+        help="On several Macs, started by mlx.launch: each has some of the layers, instead of a slice of each.",
+    ),
+]
 DraftModel = Annotated[
     str | None, typer.Option(help="Small model of the same tokenizer that proposes tokens.")
 ]

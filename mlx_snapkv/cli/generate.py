@@ -56,6 +56,7 @@ def generate(
     adapter_path: flags.AdapterPath = None,
     quantize_activations: flags.QuantizeActivations = False,
     trust_remote_code: flags.TrustRemoteCode = False,
+    pipeline: flags.Pipeline = False,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: flags.Memory = "drop",
@@ -84,15 +85,22 @@ def generate(
     from ..engine.generate import stream_generate
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
+    from ..several.ranks import here
     from .progress import PrefillBar, stderr_console
     from .saved_start import SavedStart
+    from .sharded import require_alone
 
     quiet = quiet or verbose.lower().startswith("f")
     chosen = resolve_policy(snapkv, policy)
     start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
-    text = read_prompt(prompt, prompt_file)
+    text = here().from_first(partial(read_prompt, prompt, prompt_file))
+    require_alone(draft_model=draft_model)
     loaded, tokenizer = load_model(
-        model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+        model,
+        adapter_path,
+        trust_remote_code,
+        quantize_activations=quantize_activations,
+        pipeline=pipeline,
     )
     adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     draft = None

@@ -1,5 +1,7 @@
 """Models and prompts from what a user typed."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os
@@ -7,11 +9,15 @@ import re
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
 from .interrupts import listen
+from .streams import be_silent
+
+if TYPE_CHECKING:
+    from ..several.ranks import Ranks
 
 
 def load_model(
@@ -20,12 +26,42 @@ def load_model(
     trust_remote_code: bool = False,
     option: str = "--model",
     quantize_activations: bool = False,
+    pipeline: bool | None = None,
 ):
     """The model and tokenizer that mlx-lm loads for a folder, a hub repository or an embedded model's name.
+
+    Of several processes that `mlx.launch` has started, each loads its part; those but rank 0 print no more.
+
+    Args:
+        pipeline: they are to have some of the layers each, not a slice of all; None is a command that one process has
+            to run by itself.
 
     Raises:
         SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
+    from ..several.ranks import here
+    from .sharded import require_shared
+
+    ranks = here()
+    if ranks.rank:
+        be_silent()
+    with ranks.together():
+        require_shared(
+            ranks, pipeline, adapter_path=adapter_path, quantize_activations=quantize_activations
+        )
+        wanted = name, adapter_path, trust_remote_code, option, quantize_activations
+        return _loaded(ranks, bool(pipeline), *wanted)
+
+
+def _loaded(
+    ranks: Ranks,
+    pipeline: bool,
+    name: str,
+    adapter_path: str | None,
+    trust_remote_code: bool,
+    option: str,
+    quantize_activations: bool,
+):
     folder = MODELS.get(name) or _path(option, name)
     exists = os.path.exists(folder)  # which is False for a name that no file can have
     if exists and not (folder / "config.json").is_file():
@@ -41,17 +77,25 @@ def load_model(
     import mlx.core as mx
     from mlx_lm import load
 
+    from .sharded import load_shared
+
     # Of prompts beyond the model's length it says that they fail, which those of our policies don't.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     listen()
+    where = str(folder if exists else name)
     try:
-        model, tokenizer, *_ = load(
-            str(folder if exists else name),
-            adapter_path=None if adapter is None else str(adapter),
-            model_config={"quantize_activations": quantize_activations},
-            tokenizer_config={"trust_remote_code": trust_remote_code},
-            trust_remote_code=trust_remote_code,
-        )
+        if ranks.size > 1:
+            model, tokenizer = load_shared(where, ranks, pipeline, trust_remote_code)
+        else:
+            model, tokenizer, *_ = load(
+                where,
+                adapter_path=None if adapter is None else str(adapter),
+                model_config={"quantize_activations": quantize_activations},
+                tokenizer_config={"trust_remote_code": trust_remote_code},
+                trust_remote_code=trust_remote_code,
+            )
+    except SnapKVError as error:
+        raise SnapKVError(f"{option} {name}: {error}") from error
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
         raise SnapKVError(f"{option} {name}: {_why(name, folder, error)}") from error
     if name in MODELS and mx.default_device() == mx.Device(mx.cpu):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from typing import Any, TextIO
@@ -34,6 +35,33 @@ class Telling:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class Silent(io.StringIO):
+    """Takes what is written, and shows it to nobody.
+
+    Attributes:
+        before: the stream in whose place it is.
+    """
+
+    def __init__(self, before: Any):
+        super().__init__()
+        self.before = before
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def be_silent() -> None:
+    """Print nothing more: another process does."""
+    if not isinstance(sys.stderr, Silent):
+        sys.stdout, sys.stderr = Silent(sys.stdout), Silent(sys.stderr)  # type: ignore[assignment]
+
+
+def speak() -> None:
+    """Print errors again."""
+    if isinstance(sys.stderr, Silent):
+        sys.stderr = sys.stderr.before
 
 
 def leave(status: int) -> None:

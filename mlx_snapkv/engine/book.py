@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
-from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes, kv_bytes, kv_dtype
+from ..caches.layers import (
+    AttentionLayer,
+    copies_but_entries,
+    file_bytes,
+    kv_bytes,
+    kv_dtype,
+    of_layers,
+)
 from ..caches.recollection import Recollection
 from ..caches.sources import First
 from ..entries.queries import Queries
@@ -33,8 +40,8 @@ class BookRequest(RecallingRequest):
 
     def __post_init__(self):
         super().__post_init__()
-        n_layers, n_prompt = len(self._layers), self.decision.n_prompt
-        quotas = self.decode_policy.quotas(n_prompt, n_layers)
+        n_layers, n_prompt = self._layers[0].n_layers, self.decision.n_prompt
+        quotas = of_layers(self.decode_policy.quotas(n_prompt, n_layers), self._layers)
         # What is read again is always kept, so that the others are as many as the budget has room for.
         self._n_again = max(1, min(self.n_new, quotas[0].n_window, self.prefill_policy.block))
         self._quotas = [_with_window(quota, self._n_again) for quota in quotas]
@@ -58,7 +65,10 @@ class BookRequest(RecallingRequest):
         return super()._observes or self.recall.verify is not None
 
     def _prefill_caches(self) -> list:
-        quotas = self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
+        n_layers = self._layers[0].n_layers
+        quotas = of_layers(
+            self.policy.prefill_quotas(self.decision.n_prompt, n_layers), self._layers
+        )
         for layer, quota in zip(self._layers, quotas):
             layer.cache_in(self.prompt_cache).limit(
                 self.prefill_policy,
@@ -97,9 +107,8 @@ class BookRequest(RecallingRequest):
         """Vote, gather, and read again; logits `(1, 1, vocab_size)` after the prompt."""
         book = self._book()
         started = time.perf_counter()
-        chosen = choices(
-            map(self._scored, self._layers, self._quotas), self.decode_policy, self._quotas
-        )
+        scored = map(self._scored, self._layers, self._quotas)
+        chosen = choices(scored, self.decode_policy, self._quotas, self._layers[0].part)
         voted = time.perf_counter()
         uniform = len({choice.kept.shape[-1] for choice in chosen}) == 1
         for layer, choice in zip(self._layers, chosen):
@@ -221,6 +230,7 @@ class BookRequest(RecallingRequest):
         report.prefill_seconds = self._prefill_seconds or 0.0
         report.selection_seconds = book.vote_seconds + book.gather_seconds + book.read_again_seconds
         report.book, report.pulled_to = book, self.pulled_to
+        report.add_up(self._layers[0].part)
 
     def compress(self) -> CompressionReport:
         """What was done when the last token was read."""

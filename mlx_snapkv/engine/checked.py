@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..caches.layers import layer_caches
+from ..several.part import part_of
 from .gathering import Gathering
 from .report import Verified
 
@@ -53,7 +54,9 @@ class Checked:
                 n_right = self._n_drafts - len(self._ahead)
                 self._pace.judged(n_right, wrong=min(1, len(self._ahead)))
             self.close()
-            return self._round(token, self._pace.n_drafts())
+            # By the clock, which every rank has its own of.
+            n_drafts = part_of(self._model).ranks.first(self._pace.n_drafts())
+            return self._round(token, n_drafts)
 
     @property
     def next_draft(self) -> int | None:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
-from ..caches.layers import AttentionLayer, attention_layers, is_compressed, kv_bytes, kv_dtype
+from ..caches.layers import (
+    AttentionLayer,
+    attention_layers,
+    is_compressed,
+    kv_bytes,
+    kv_dtype,
+    of_layers,
+)
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
@@ -17,6 +24,8 @@ from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota, shared_out, smallest_for_share
+from ..several.heads import ALL_HERE, Heads
+from ..several.part import Part, together
 from .decision import fits_reason
 from .report import CompressionReport
 
@@ -24,6 +33,7 @@ from .report import CompressionReport
 KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
 
 
+@together
 def compress_prompt_cache(
     model,
     prompt_cache: list,
@@ -66,7 +76,7 @@ def compress_prompt_cache(
         raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} entries")
     n_tokens = lengths.pop()
     stages = dict.fromkeys(chosen.stages)
-    quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, len(layers))]
+    quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, layers[0].n_layers)]
     if all(stage.mass is None for stage in stages) and all(n_tokens <= q.entries for q in quotas):
         return CompressionReport(str(chosen), n_tokens, fits_reason(n_tokens, chosen))
     return Compression(
@@ -112,11 +122,13 @@ class Scored:
 
     Attributes:
         places: where those entries are among all, if an earlier stage has chosen them.
+        heads: which of the layer's KV heads these are.
     """
 
     scores: mx.array
     votes: mx.array | None
     places: mx.array | None = None
+    heads: Heads = ALL_HERE
 
 
 @dataclass
@@ -152,7 +164,9 @@ class Compression:
         """Compress; what it did. Raises as `compress_prompt_cache` does."""
         started = time.perf_counter()
         report = CompressionReport(str(self.policy), self.n_tokens)
-        choices = self._choices()
+        ranks = self.layers[0].part.ranks
+        ranks.settle()
+        choices = ranks.agreed(self._choices, SnapKVError)
         tell_kept(report, self.prompt_cache, self.layers, choices)
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
@@ -161,6 +175,7 @@ class Compression:
         report.kv_bytes_after = kv_bytes(self.prompt_cache)
         report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.prompt_cache))
         report.selection_seconds = time.perf_counter() - started
+        report.add_up(self.layers[0].part)
         return report
 
     @property
@@ -170,9 +185,12 @@ class Compression:
 
     def _choices(self) -> list[Choice]:
         """What is to be kept, layer by layer."""
-        by_stage = [stage.quotas(self.n_tokens, len(self.layers)) for stage in self._stages]
+        n_layers = self.layers[0].n_layers
+        by_stage = [
+            of_layers(stage.quotas(self.n_tokens, n_layers), self.layers) for stage in self._stages
+        ]
         scored = (self._scored(layer, quotas) for layer, *quotas in zip(self.layers, *by_stage))
-        return choices(scored, self._stages[-1], by_stage[-1])
+        return choices(scored, self._stages[-1], by_stage[-1], self.layers[0].part)
 
     def _scored(self, layer: AttentionLayer, quotas: list[Quota]) -> Scored:
         """A layer's scores by the last policy, among what the earlier ones keep; each has its quota."""
@@ -259,17 +277,19 @@ def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     votes = entries.received if policy.accumulates_attention else None
     if policy.obs_window and not policy.accumulates_attention:
         votes = entries.votes
-    return Scored(scores, votes)
+    return Scored(scores, votes, heads=entries.heads)
 
 
-def choices(scored: Iterable[Scored], policy: Policy, quotas: list[Quota]) -> list[Choice]:
+def choices(
+    scored: Iterable[Scored], policy: Policy, quotas: list[Quota], part: Part
+) -> list[Choice]:
     """What a policy keeps, layer by layer; all scores are held at once only if it shares its budget out by them."""
     if policy.adaptive:
         held = []
         for layer in scored:
             mx.eval(layer.scores, layer.votes)
             held.append(layer)
-        scored, quotas = held, shared_out([layer.scores for layer in held], quotas)
+        scored, quotas = held, shared_out([layer.scores for layer in held], quotas, part)
     return [choice(layer, policy, quota) for layer, quota in zip(scored, quotas)]
 
 
@@ -281,14 +301,15 @@ def choice(scored: Scored, policy: Policy, quota: Quota) -> Choice:
     """
     scores, votes = scored.scores, scored.votes
     if policy.mass is not None and votes is not None:
-        quota = smallest_for_share(scores, votes, quota, policy.mass)
+        quota = smallest_for_share(scores, votes, quota, policy.mass, scored.heads)
     kept = quota.select(scores)
     share = voted = None
     if votes is not None:
         voted = mx.take_along_axis(votes, kept, axis=-1)
-        share = voted.sum() / votes.sum()
+        received, every = scored.heads.sum(mx.stack([voted.sum(), votes.sum()]))
+        share = received / every
     of_kept = mx.take_along_axis(scores, kept, axis=-1)
-    nan = mx.any(mx.isnan(scores))
+    nan = scored.heads.max(mx.any(mx.isnan(scores)).astype(mx.int32))
     if scored.places is not None:
         kept = mx.take_along_axis(scored.places, kept, axis=-1)
     mx.eval(kept, of_kept, voted, share, nan)

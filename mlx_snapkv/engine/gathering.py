@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..caches.layers import AttentionLayer
+from ..caches.layers import AttentionLayer, of_layers
 from ..caches.recollection import Recollection
 from ..entries.selection import nan_scores
 from ..policies import Policy, SnapKV
@@ -57,7 +57,7 @@ class Gathering:
         self._verified = verified
         counts = [layer.entries_in(caches).n_entries for layer in layers]
         self._most: int = max(counts) + policy.answer_block
-        quotas = policy.quotas(len(recollections[0]), len(layers))
+        quotas = of_layers(policy.quotas(len(recollections[0]), layers[0].n_layers), layers)
         self._layers: list[_Layer] = []
         for layer, everything, n, quota in zip(layers, recollections, counts, quotas):
             n = n if policy.counts_by_scores else min(n, quota.entries)
@@ -87,7 +87,7 @@ class Gathering:
             scores = each.scored(each.voter.score(everything.voted_by(asked)))
             small.offset = len(everything)
             small.hold(everything.gather(each.quota.select(scores), small.offset))
-            nan.append(mx.any(mx.isnan(scores)))
+            nan.append(each.layer.heads.max(mx.any(mx.isnan(scores)).astype(mx.int32)))
             mx.eval(small.state, scores, nan)  # layer by layer, for less memory at once
         if any(flag.item() for flag in nan):
             raise nan_scores()

@@ -13,6 +13,7 @@ from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages, resolve_policy
+from ..several.part import together
 from .decision import PREFILL_STEP_SIZE, ProgressCallback, gate
 from .far import require_far
 from .making import make_request
@@ -25,6 +26,7 @@ from .split_calls import one_by_one
 mlx_generate = importlib.import_module("mlx_lm.generate")
 
 
+@together
 def prefill(
     model,
     tokens: mx.array | Sequence[int],

@@ -117,7 +117,7 @@ class RecallingRequest(Request):
 
     def _prefill_caches(self) -> list:
         capacity = self.decision.at + self.decision.n_ahead + 1
-        self.policy.prefill_quotas(self.decision.n_prompt, len(self._layers))
+        self.policy.prefill_quotas(self.decision.n_prompt, self._layers[0].n_layers)
         for layer in self._layers:
             cache = layer.cache_in(self.prompt_cache)
             cache.observe(self.decision.first, self.decision.last, capacity, self._statistics_from)

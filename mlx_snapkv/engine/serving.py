@@ -15,6 +15,7 @@ from ..caches.memories import lasting_forms, recalling_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
+from ..several.part import part_of, together_through
 from .compress import KeptCallback
 from .decision import gate
 from .far import require_far
@@ -54,7 +55,28 @@ def served(
 
     `after` amends the items that come after it, given the seconds it took; `on_kept` is told what it keeps.
     """
-    on_report = on_report or (lambda report: None)
+    told = on_report or (lambda report: None)
+    part_of(model).ranks.require_same(
+        policy=str(policy), memory=str(recall), prompt_tokens=n_prompt, max_tokens=max_tokens
+    )
+    items = _served(
+        start, model, n_prompt, max_tokens, policy, recall, told, options, after, on_kept
+    )
+    return together_through(model, items)
+
+
+def _served(
+    start: Callable[..., Iterator[Any]],
+    model,
+    n_prompt: int,
+    max_tokens: int,
+    policy: Policy | Stages | None,
+    recall: Recall,
+    on_report: ReportCallback,
+    options: dict[str, Any],
+    after: Callable[[Any, float], Any],
+    on_kept: KeptCallback | None,
+) -> Iterator[Any]:
     recall.require(policy)
     require_far(model, policy, recall)
     reason = reason_for_nothing(model, policy, n_prompt, max_tokens, options, recall)

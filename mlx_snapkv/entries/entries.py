@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
+from ..several.heads import ALL_HERE, Heads
 from .attention import above_average, attention_votes, attention_weights
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, rows, unpack
 from .queries import Queries
@@ -41,7 +42,7 @@ class Entries:
         quantization: how the entries are stored.
         layer: whose entries they are: `.attention`, the mlx-lm attention module, so its output projection and
             norms; `.rope`, its RoPE module or None; `.number`, its place among the model's full-attention
-            layers, from 0; `.n_layers`, how many those are; `.undo_rope(queries, offset)`,
+            layers, from 0; `.n_layers`, how many those are; `.heads`, see there; `.undo_rope(queries, offset)`,
             `.mean_rotation(head_dim, start, n)`, `.grouped(heads, n_kv_heads)` and
             `.output_weights(kv_head, n_heads, values)`. Asking for one of these is a SnapKVError if no layer was given.
         statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries, and more (see `Statistics`), if the
@@ -104,6 +105,11 @@ class Entries:
             return self.given_positions
         shape = arrays(self.stored_keys)[0].shape[:3]
         return mx.broadcast_to(mx.arange(shape[2], dtype=mx.uint32), shape)
+
+    @property
+    def heads(self) -> Heads:
+        """Which of the layer's KV heads these are, and sums over all of them, if other Macs have the others."""
+        return ALL_HERE if self.layer is _NO_LAYER else self.layer.heads
 
     @property
     def rotations(self) -> mx.array:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import UnsupportedModelError
+from ..several.local import of_heads_here
 from .rope import mean_rotation, undo_rope
 from .turning import composes, turn
 
@@ -170,6 +171,6 @@ class AttentionFamily:
         D = like.shape[3]
         readers = self.readers(kv_head, n_kv_heads, n_heads)
         units = [mx.eye(D, n_heads * D, head * D, like.dtype) for head in readers]
-        output = self.output_of(attention)
+        output = of_heads_here(self.output_of(attention))
         made = output(mx.concatenate([*units, mx.zeros((1, n_heads * D), like.dtype)]))
         return (made[:-1] - made[-1:]).reshape(len(readers), D, -1)

@@ -9,6 +9,9 @@ import mlx.core as mx
 
 from ..entries.selection import select_positions
 from ..errors import SnapKVError
+from ..several.heads import ALL_HERE, Heads
+from ..several.part import TENSOR, WHOLE, Part
+from ..several.ranking import largest
 
 PYRAMID = "pyramid:"
 ADAPTIVE = "adaptive:"
@@ -69,7 +72,9 @@ def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -
     return [top + spread * (n_layers - 1 - i) // (n_layers - 1) for i in range(n_layers)]
 
 
-def smallest_for_share(scores: mx.array, votes: mx.array, quota: Quota, wanted: float) -> Quota:
+def smallest_for_share(
+    scores: mx.array, votes: mx.array, quota: Quota, wanted: float, heads: Heads = ALL_HERE
+) -> Quota:
     """The smallest quota, at most `quota`, whose entries receive the share `wanted` of all votes.
 
     Every KV head keeps equally many entries, its best-scored ones, and the share is that of the layer's heads
@@ -78,6 +83,7 @@ def smallest_for_share(scores: mx.array, votes: mx.array, quota: Quota, wanted: 
     Args:
         scores, votes: `(B, n_kv_heads, T)`: what ranks the entries, and the attention they received.
         wanted: share of the attention, above 0 and at most 1.
+        heads: which of the layer's heads these are.
     """
     T = scores.shape[-1]
     n_sink, n_window = quota.n_sink, quota.n_window
@@ -86,10 +92,12 @@ def smallest_for_share(scores: mx.array, votes: mx.array, quota: Quota, wanted: 
         return Quota(min(T, quota.entries), n_sink, n_window)
     order = mx.argsort(-scores[..., n_sink:end], axis=-1)
     ranked = mx.take_along_axis(votes[..., n_sink:end], order, axis=-1)
-    sure = votes[..., :n_sink].sum() + votes[..., end:].sum()
-    share = (sure + mx.cumsum(ranked.sum(axis=(0, 1)))) / votes.sum()
+    by_head = [votes[..., :n_sink].sum(axis=-1), votes[..., end:].sum(axis=-1), votes.sum(axis=-1)]
+    first, last, every = heads.sum(mx.stack(by_head).sum(axis=(1, 2)))
+    sure = first + last
+    share = (sure + mx.cumsum(heads.sum(ranked.sum(axis=(0, 1))))) / every
     short = int((share < wanted).sum().item())  # type: ignore[arg-type]
-    enough = 0 if (sure / votes.sum()).item() >= wanted else short + 1  # type: ignore[operator]
+    enough = 0 if (sure / every).item() >= wanted else short + 1  # type: ignore[operator]
     return Quota(min(quota.entries, T, n_sink + n_window + enough), n_sink, n_window)
 
 
@@ -98,7 +106,7 @@ def is_adaptive(budget: int | str) -> bool:
     return isinstance(budget, str) and budget.startswith(ADAPTIVE)
 
 
-def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
+def shared_out(scores: list[mx.array], quotas: list[Quota], part: Part = WHOLE) -> list[Quota]:
     """The same entries in all, shared out anew: one ranking over all layers and heads tells how many each layer gets.
 
     The heads of a layer keep equally many: the mean of how many of theirs are among the best (compare AdaKV,
@@ -107,19 +115,27 @@ def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
     Args:
         scores: by layer, `(B, n_kv_heads, T)`.
         quotas: what each would get; sink and recent entries stay as they are.
+        part: which part of the model these layers and heads are; the ranking is over all of it.
     """
     always = [quota.n_sink + quota.n_window for quota in quotas]
     middles = [
         s[..., q.n_sink : max(q.n_sink, s.shape[-1] - q.n_window)] for s, q in zip(scores, quotas)
     ]
-    room = [middle.shape[-1] for middle in middles]
-    free = min(sum(room), sum(max(0, q.entries - n) for q, n in zip(quotas, always)))
+    wanted = [max(0, q.entries - n) for q, n in zip(quotas, always)]
+    sizes = part.all_layers([[m.shape[-1], n] for m, n in zip(middles, wanted)])
+    room = [size for size, _ in sizes]
+    free = min(sum(room), sum(n for _, n in sizes))
     if free <= 0:
         return quotas
     rows = scores[0].shape[0] * scores[0].shape[1]
+    if part.kind == TENSOR:
+        rows *= part.ranks.size
     every = mx.concatenate([middle.reshape(-1) for middle in middles])
-    least = -mx.partition(-every, free * rows - 1)[free * rows - 1]
-    counts: Any = mx.stack([(middle > least).sum() for middle in middles]).tolist()
+    least = largest(every, free * rows, part.ranks)
+    found = mx.stack([(middle > least).sum() for middle in middles])
+    if part.kind == TENSOR:
+        found = part.ranks.sum(found)
+    counts: Any = part.all_layers(found.tolist())  # type: ignore[arg-type]
     shares = [count // rows for count in counts]
     left = free - sum(shares)
     # What rounding and ties have left goes to who lacks most.
@@ -128,7 +144,9 @@ def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
             break
         if shares[i] < room[i]:
             shares[i], left = shares[i] + 1, left - 1
-    return [Quota(n + m, q.n_sink, q.n_window) for n, m, q in zip(shares, always, quotas)]
+    before, _ = part.place(len(quotas))
+    own = shares[before:]
+    return [Quota(n + m, q.n_sink, q.n_window) for n, m, q in zip(own, always, quotas)]
 
 
 def _mean(budget: Any) -> Any:

@@ -171,8 +171,10 @@ class SnapKV(Policy):
 
     def score(self, entries: Entries) -> mx.array:
         """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window."""
-        shared = self.heads == "shared"
-        votes = shared_logits(entries.keys, entries.voters) if shared else entries.votes
+        if self.heads == "shared":
+            votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
+        else:
+            votes = entries.votes
         end = votes.shape[-1] - self.n_window
         if end <= self.n_sink:
             return votes

@@ -13,7 +13,6 @@ mlx_generate = importlib.import_module("mlx_lm.generate")
 
 LEFT_OUT = {
     "--image",  # prompts are text
-    "--pipeline",  # one machine
     "--use-default-chat-template",  # mlx-lm declares it and reads it nowhere
 }
 # What is about one prompt and its answer, and no conversation.
@@ -103,3 +102,8 @@ def test_models_as_json(call):
     found = json.loads(out)
     assert code == 0 and "llama" in {row["model_type"] for row in found["supported"]}
     assert all(row["why"] for row in found["refused"])
+
+
+def test_one_process_has_no_layers_to_share_out(call):
+    code, _, err = call("generate", "--model", "demo", "--prompt", "x", "--pipeline")
+    assert code == 2 and "start the command by mlx.launch, or drop it" in err

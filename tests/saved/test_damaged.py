@@ -105,10 +105,10 @@ def test_a_flipped_bit_among_the_rows_is_told(path, tokens, policy):
 
 def test_a_newer_format_is_told(path, tokens, monkeypatch):
     model = make_llama()
-    monkeypatch.setattr(files, "FORMAT", 4)
+    monkeypatch.setattr(files, "FORMAT", 5)
     saved_file(path, model, tokens)
     monkeypatch.undo()
-    with pytest.raises(SnapKVError, match="has format 4, this version reads up to 3: upgrade"):
+    with pytest.raises(SnapKVError, match="has format 5, this version reads up to 4: upgrade"):
         saved.load(path, model)
 
 

@@ -1,0 +1,1 @@
+"""Several Macs that hold one model together: which part is here, and what they have to tell each other."""
