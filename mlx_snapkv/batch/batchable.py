@@ -10,7 +10,7 @@ from ..models import type_of
 from ..policies import Policy, Stages
 
 # Wrong, or an error, in mlx-lm's own batches too (0.32).
-ALONE = ("gpt_bigcode", "llama4", "nemotron-nas")
+ALONE = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
 
 
 def is_batchable(model) -> bool:

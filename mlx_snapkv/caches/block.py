@@ -9,6 +9,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, write
+from ..entries.queries import Read
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
@@ -148,12 +149,15 @@ class BlockKVCache(EvictingCache):
     def held(self, n_queries: int = 0) -> Entries:
         return self._rows(observed=self._observed(n_queries), received=self._counted())
 
-    def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
-        super().record(queries, scale, sinks)
+    def _take_queries(
+        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
+    ) -> None:
+        super()._take_queries(queries, scale, sinks, read)
         n = min(self.last, self.offset) - (self.offset - queries.shape[2])
         if not self.accumulates or n <= 0:
             return
-        counted = mx.contiguous(queries[:, :, : int(n)])
+        taken = queries[:, :, : int(n)]
+        counted = mx.contiguous(taken if read is None else read(taken))
         if self._marked:  # one by one, as they may be taken back
             self._uncounted += mx.split(counted, int(n), axis=2)
         else:

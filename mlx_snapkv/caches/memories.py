@@ -129,7 +129,7 @@ def filled(empty: Any, found: Any) -> Any:
     if isinstance(empty, Everything):
         empty.fill(entries)
         return empty
-    return plain_cache(entries.keys, entries.values)
+    return plain_cache(*entries.plain())
 
 
 def _reopened(empty: Any, found: ArchivedKVCache) -> ArchivedKVCache:

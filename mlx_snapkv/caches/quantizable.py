@@ -28,6 +28,11 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
         raise UnsupportedModelError(
             "mlx-lm's quantised attention has no attention sinks, which this model needs: drop kv_bits"
         )
+    reasons = (layer.family.plain_only for layer in layers)
+    for reason, layer in zip(reasons, layers):
+        why = reason and reason(list(layer.readers))
+        if why:
+            raise UnsupportedModelError(f"{why}: drop kv_bits")
     sizes = head_sizes(model, layers)
     fitting = fitting_groups(sizes, "kv_bits")
     if quantization.group_size not in fitting:
