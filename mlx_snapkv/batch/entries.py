@@ -84,6 +84,11 @@ class BatchedEntries(Quantised, _BaseCache):
                     member.record(queries[i : i + 1], *told, **more)
 
     @property
+    def waits_for_readers(self) -> bool:
+        """As of a `Recorder`."""
+        return any(member.waits_for_readers for member in self.members)
+
+    @property
     def observes(self) -> bool:
         """Whether queries are asked for, so that the attention class must be patched."""
         return any(member.observes for member in self.members)

@@ -273,10 +273,10 @@ class BlockKVCache(EvictingCache):
         self.quota = Quota(entries, n_sink, n_window)
         self._uncounted = uncounted or []
 
-    def _is_sound(self, keys: mx.array) -> bool:
+    def _is_sound(self, like: Any) -> bool:
         heads, quota, count = self._heads, self.quota, validation.is_count
         return (
-            super()._is_sound(keys)
+            super()._is_sound(like)
             and all(map(count, (*dataclasses.astuple(quota), self._expected, self._reach, self._n)))
             and count(self._until, -1)
             and quota.n_sink + quota.n_window <= quota.entries
@@ -287,7 +287,7 @@ class BlockKVCache(EvictingCache):
             and validation.is_per_entry(self._kept_positions, heads, self._n, mx.uint32)
             and validation.is_per_entry(self._rotations, heads, self._n_kept, mx.uint32)
             and validation.is_per_entry(self._received, heads, self._n, mx.float32)
-            and all(validation.are_queries(q, keys) for q in self._uncounted)
+            and all(validation.are_queries(q, like) for q in self._uncounted)
         )
 
 

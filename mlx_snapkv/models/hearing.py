@@ -44,7 +44,7 @@ class Call:
             )
         borrowed = self.family.borrows(self.attention)
         self.recorder.record(queries, scale, sinks, read=read, borrowed=borrowed)
-        if getattr(self.recorder, "waits_for_readers", False):
+        if self.recorder.waits_for_readers:
             _lent()[id(keys)] = keys, self.recorder
 
     def _positional(self) -> mx.array:
