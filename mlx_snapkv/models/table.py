@@ -214,7 +214,7 @@ SUPPORTED: dict[str, tuple[Family, ...]] = {
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa"),
-        "its indexer picks entries by their place in a second cache, which eviction changes",
+        "its indexer picks entries by their place in a cache of its own, which would have to lose the same ones",
     ),
     **dict.fromkeys(
         ("mamba", "mamba2", "rwkv7"), "it has no attention, so there is no KV cache to compress"
@@ -223,7 +223,7 @@ REFUSED: dict[str, str] = {
     "deepseek_v41": "it keeps windows, groups and indices of its own instead of a KV cache",
     "minimax_m3_vl": "it picks blocks of entries by their place in the cache, which eviction changes",
     "muse_spark": "its attention needs a Metal kernel, without which this version could not be tried on it",
-    "olmo": "it computes scores of its own instead of calling mlx-lm's attention",
+    "olmo": "mlx-lm's own forward pass of it fails for more than one token at a time",
     "phi3small": "its block-sparse mask is made from the entries' places in the cache, which eviction changes",
     "recurrent_gemma": "all of its attention layers are sliding windows, which are small already",
 }

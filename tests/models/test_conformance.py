@@ -62,13 +62,17 @@ CHANGES = {
     "8-bit weights": lambda model: nn.quantize(model, group_size=32, bits=8),
     "adapters": add_adapters,
 }
-CHANGED = [f"{name}, {change}" for name in ("llama", "qwen3_next", "gpt_oss") for change in CHANGES]
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+CHANGED = ["deepseek_v3, 4-bit weights", "deepseek_v3, 8-bit weights"]
+CHANGED += [
+    f"{name}, {change}" for name in ("llama", "qwen3_next", "gpt_oss") for change in CHANGES
+]
 
 
 @pytest.fixture(scope="module", params=[*models.SUPPORTED, *CHANGED])
 def model(request):
     name, _, change = request.param.partition(", ")
-    model = make_model(name)
+    model = make_model(name, LATENT if change and name == "deepseek_v3" else None)
     if change:
         before = model(TOKENS[None])
         CHANGES[change](model)

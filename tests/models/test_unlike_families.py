@@ -6,7 +6,7 @@ import pytest
 from batch_helpers import Run, alone, prompts_of
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from model_configs import make_model
+from model_configs import CONFIGS, make_model
 from request_helpers import assert_same, plain, steps
 
 from mlx_snapkv import SnapKVError, prefill, saved
@@ -40,16 +40,34 @@ def layers_of(model, cache=None):
     return attention_layers(model, make_prompt_cache(model) if cache is None else cache)
 
 
+def test_queries_are_the_same_however_the_tokens_come(model):
+    """At once, or the last ones alone, which some models read by other means."""
+    found = []
+    for chunks in ([64], [57, 1, 3, 1, 1, 1]):
+        caches = make_prompt_cache(model)
+        for layer in layers_of(model):
+            layer.put(caches, RecordingKVCache(40, 64, 64, layer))
+        with recording(attention_classes(model)):
+            for end, n in zip(np.cumsum(chunks), chunks):
+                model(TOKENS[None, int(end) - n : int(end)], cache=caches)
+        found.append([layer.cache_in(caches).queries for layer in layers_of(model, caches)])
+    assert all(mx.allclose(x, y, atol=1e-4) for x, y in zip(*found, strict=True))
+
+
 def test_every_policy_keeps_its_budget_or_is_refused(model):
     for spec in SPECS:
         if spec.startswith("snapkv"):
             spec = spec.replace("budget=20", "budget=20,n_sink=2")
         if spec.startswith("expected") and is_type(model, "gemma2"):
-            with pytest.raises(SnapKVError, match="no closed form where logits are capped, as those of .*'gemma2'"):
+            with pytest.raises(
+                SnapKVError, match=r"no closed form where logits are capped, as those of .*'gemma2'"
+            ):
                 prefill(model, TOKENS, spec)
             continue
         cache, _ = prefill(model, TOKENS, spec)
-        assert {layer.entries_in(cache).n_entries for layer in layers_of(model, cache)} == {20}, spec
+        assert {layer.entries_in(cache).n_entries for layer in layers_of(model, cache)} == {20}, (
+            spec
+        )
         assert mx.all(mx.isfinite(model(TOKENS[None, :1], cache=cache)))
 
 
@@ -106,34 +124,28 @@ def test_answers_recalled_from_all_entries(model):
 def test_entries_that_mlx_lm_reads_plain_are_not_quantised(model, options):
     if is_type(model, "gemma3n"):  # its borrowers read through the cache
         pytest.skip("it can be quantised")
-    with pytest.raises(SnapKVError, match="quantised .*: (drop kv_bits|give memory=recall)$"):
+    with pytest.raises(SnapKVError, match=r"quantised .*: (drop kv_bits|give memory=recall)$"):
         steps(model, TOKENS, policy=SNAPKV, **options)
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4_text"])
-def test_layers_that_read_through_a_cache_may_read_quantised_entries(name):
-    lends = name == "gemma4_text"
-    config = {"text_config": make_wide_text()} if not lends else None
-    model = make_model(name, config) if config else make_model(name, unshared())
+QUANTISABLE = {
+    "gemma3n": {"text_config": CONFIGS["gemma3n"]["text_config"] | {"head_dim": 32}},
+    "gemma4_text": CONFIGS["gemma4_text"] | {"num_kv_shared_layers": 0},
+}
+
+
+@pytest.mark.parametrize("name", QUANTISABLE)
+def test_who_reads_through_a_cache_may_read_quantised_entries(name):
+    model = make_model(name, QUANTISABLE[name])
     cache = make_prompt_cache(model)
     answer = steps(model, TOKENS, policy=SNAPKV, kv_bits=8, kv_group_size=32, prompt_cache=cache)
     assert len(answer) == 12
     assert all(layer.cache_in(cache).quantization.bits == 8 for layer in layers_of(model, cache))
 
 
-def make_wide_text():
-    from model_configs import CONFIGS
-
-    return CONFIGS["gemma3n"]["text_config"] | {"head_dim": 32}
-
-
-def unshared():
-    from model_configs import CONFIGS
-
-    return CONFIGS["gemma4_text"] | {"num_kv_shared_layers": 0, "global_head_dim": 32}
-
-
-@pytest.mark.parametrize("policy", ["h2o:budget=20,block=8", "tova:budget=20,block=8", "keydiff:budget=20,block=8"])
+@pytest.mark.parametrize(
+    "policy", ["h2o:budget=20,block=8", "tova:budget=20,block=8", "keydiff:budget=20,block=8"]
+)
 def test_a_file_goes_on_as_if_nothing_had_happened(model, policy, tmp_path):
     """Also one that mlx-lm has read, whose caches don't know their layers."""
     cache, _ = prefill(model, TOKENS, policy)
@@ -165,7 +177,9 @@ def test_without_compression_nothing_is_touched(model):
     policy = SNAPKV.replace("min_ctx=0", "min_ctx=1000")
     for options in ({}, {"policy": policy}):
         found = steps(model, TOKENS, n=6, on_report=reports.append, **options)
-        assert all(a == b and mx.array_equal(x, y) for (a, x), (b, y) in zip(found, wanted, strict=True))
+        assert all(
+            a == b and mx.array_equal(x, y) for (a, x), (b, y) in zip(found, wanted, strict=True)
+        )
         assert {cls: vars(cls).get(family_of(cls).method) for cls in classes} == before
     assert "below min_ctx" in reports[-1].reason
 
