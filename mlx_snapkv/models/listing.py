@@ -21,10 +21,10 @@ This page is written by `python scripts/write_docs.py`; `mlx-snapkv models` prin
 ## What is special
 
 - **Latent entries (MLA).** A layer stores one latent for all heads, and the positional part of one key. To a policy \
-the key is both side by side, which is what a query head's own `embed_q` and RoPE make of its query to multiply; the value \
-is the latent. Every policy is then defined as elsewhere. Statistics of queries (`expected_attention`) and projected \
-values (`critical`) are exact too, but large: per layer, `n_heads` times the square of a key's size, and \
-`n_heads` times the latent's size times the hidden size.
+the key is both side by side, which is what a query multiplies once it has been through the head's `embed_q` and \
+RoPE; the value is the latent. Every policy is then defined as elsewhere. Statistics of queries \
+(`expected_attention`) and projected values (`critical`) are exact too, but large: per layer, `n_heads` times the \
+square of a key's size, and `n_heads` times the latent's size times the hidden size.
 - **Layers that read others' entries.** Their queries vote beside those of the layer that owns the entries, each \
 reading head as much as any other.
 - **Capped logits** (gemma2). Votes are of the capped ones; `expected_attention` is refused.
