@@ -13,6 +13,20 @@ from mlx_lm.models.bitlinear_layers import BitLinear
 WINDOW = 8
 LAYERS = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LINEAR = {
+    "full_attn_layers": [2, 4],
+    "kda_layers": [1, 3],
+    "head_dim": 32,
+    "num_heads": 2,
+    "short_conv_kernel_size": 4,
+}
 LLAMA4_ROPE = {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}
 
 
@@ -79,8 +93,8 @@ BASE = {
 
 # Types for which BASE is enough.
 PLAIN = """
-apertus bailing_moe bitnet cohere deepseek dots1 ernie4_5 ernie4_5_moe falcon_h1 gemma glm glm4
-glm4_moe gpt2 gpt_bigcode gpt_oss gptj granite granitemoe helium hunyuan_v1_dense internlm2
+apertus bailing_moe bitnet cohere deepseek deepseek_v3 dots1 ernie4_5 ernie4_5_moe falcon_h1 gemma glm glm4
+glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_oss gptj granite granitemoe helium hunyuan_v1_dense internlm2
 internlm3 Klear llama mimo minicpm minimax mixtral nanochat olmo2 olmoe phi phi3 phimoe qwen2
 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3 solar_open stablelm starcoder2 talkie
 telechat3 youtu_llm
@@ -91,7 +105,15 @@ CONFIGS: dict[str, dict] = {
     **_each({}, PLAIN),
     "afmoe": {"layer_types": LAYERS},
     "baichuan_m1": {"sliding_window_layers": [0, 2], "conv_window": 2},
+    "bailing_hybrid": {"layer_group_size": 2, "group_norm_size": 2},
     "bailing_moe_linear": {"layer_group_size": 2, "group_norm_size": 2},
+    "bailing_moe_v3": {
+        "layer_group_size": 2,
+        "head_dim": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "short_conv_kernel_size": 4,
+        "rope_scaling": YARN,
+    },
     "cohere2": {"sliding_window_pattern": 2},
     "dbrx": {
         "d_model": 64,
@@ -105,12 +127,30 @@ CONFIGS: dict[str, dict] = {
     "exaone4": {"sliding_window_pattern": "LG"},
     "exaone_moe": {"layer_types": LAYERS, "is_moe_layer": [False, True, True, True]},
     "gear": {"layer_types": ["conv_mixer", "full_attention", *LAYERS[2:]]},
+    "gemma2": {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16.0},
     "gemma3": {"text_config": "gemma3_text"},
     "gemma3_text": {"sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "gemma3n": {
+        "text_config": {
+            "num_hidden_layers": 8,
+            "num_kv_shared_layers": 4,
+            "layer_types": LAYERS * 2,
+            "vocab_size_per_layer_input": 128,
+            "rope_local_base_freq": 100.0,
+            "activation_sparsity_pattern": [0.5] * 4 + [0.0] * 4,
+            "hidden_size_per_layer_input": 16,
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 8,
+        }
+    },
     "gemma4": {"text_config": "gemma4_text"},
     "gemma4_text": {
-        "num_kv_shared_layers": 0,
-        "layer_types": LAYERS,
+        "num_hidden_layers": 7,
+        "num_kv_shared_layers": 3,
+        "layer_types": [*LAYERS, "full_attention", "sliding_attention", "full_attention"],
         "global_head_dim": 32,
         "hidden_size_per_layer_input": 16,
         "vocab_size_per_layer_input": 128,
@@ -123,12 +163,25 @@ CONFIGS: dict[str, dict] = {
         "use_mixed_mlp_moe": True,
         "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 10.0},
     },
+    "iquestloopcoder": {"loop_window_size": WINDOW},
     "jamba": {
         "attn_layer_offset": 1,
         "attn_layer_period": 2,
         "expert_layer_offset": 1,
         "expert_layer_period": 2,
     },
+    "kimi_k25": {"text_config": "deepseek_v3"},
+    "kimi_k3": {
+        "text_config": {
+            "linear_attn_config": LINEAR,
+            "hidden_act": "situ",
+            "mla_use_nope": True,
+            "mla_use_output_gate": True,
+            "num_experts_per_token": 2,
+        }
+    },
+    "kimi_linear": {"linear_attn_config": LINEAR, "model_max_length": 4096},
+    "kimi_vl": {"text_config": "deepseek_v3"},
     "laguna": {"layer_types": LAYERS},
     "lfm2": {
         "layer_types": ["conv", "full_attention"] * 2,
@@ -149,6 +202,27 @@ CONFIGS: dict[str, dict] = {
         }
     },
     "llama4_text": {"intermediate_size_mlp": 64, "no_rope_layers": [1, 1, 1, 0]},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "zero_expert_num": 2,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "num_layers": 2,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "longcat_flash_ngram": {
+        "zero_expert_num": 2,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "num_layers": 2,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "ngram_vocab_size_ratio": 2,
+        "emb_neighbor_num": 3,
+        "emb_split_num": 2,
+    },
     "mellum": {"layer_types": LAYERS, "rope_parameters": dict.fromkeys(LAYERS, ROPE)},
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [1, 0, 1, 0],
@@ -165,6 +239,7 @@ CONFIGS: dict[str, dict] = {
     "minicpm3": {"rope_scaling": {"rope_type": "longrope"}},
     "ministral3": {"layer_types": LAYERS, "rope_parameters": LLAMA4_ROPE},
     "mistral3": {"text_config": {"model_type": "ministral3", "rope_parameters": LLAMA4_ROPE}},
+    "mistral4": {"rope_parameters": LLAMA4_ROPE | {"mscale_all_dim": 1.0, "factor": 1.0}},
     "muse_glimmer": {"layer_types": LAYERS},
     "nanbeige": {"num_hidden_layers": 2, "num_loops": 2},
     "nemotron": {"hidden_act": "relu2"},
@@ -193,6 +268,12 @@ CONFIGS: dict[str, dict] = {
     "phixtral": {"num_vocab": 128, "model_dim": 64, "num_heads": 4, "num_layers": 4},
     "pixtral": {"text_config": "llama"},
     "plamo": {"n_shared_head": 2},
+    "plamo2": {
+        "hidden_size_per_head": 16,
+        "mamba_num_heads": 4,
+        "mamba_step": 2,
+        "tie_word_embeddings": True,
+    },
     # Its mask is one row wider than its sliding cache: past a full window, chunks change its results.
     "plamo3": {"sliding_window_pattern": 2, "sliding_window": 4096},
     "prism_hadamard_qwen35": {
@@ -221,10 +302,8 @@ CONFIGS: dict[str, dict] = {
 
 # Types, or variants of a supported type, that can't be compressed.
 REFUSED_CONFIGS: dict[str, dict] = {
-    "deepseek_v3": {},
+    "deepseek_v32": {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 2048},
     "gear": {**CONFIGS["gear"], "attn_logit_softcapping": 50.0},
-    "gemma2": {},
-    "gemma4_text": {**CONFIGS["gemma4_text"], "num_kv_shared_layers": 2},
     "mamba2": {
         "num_heads": 4,
         "state_size": 32,

@@ -7,7 +7,7 @@ from ..errors import UnsupportedModelError
 from ..models import type_of
 
 # Wrong, or an error, in mlx-lm's own batches too (0.32).
-ALONE = ("gpt_bigcode", "llama4", "nemotron-nas")
+ALONE = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
 
 
 def is_batchable(model) -> bool:

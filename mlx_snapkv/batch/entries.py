@@ -60,6 +60,10 @@ class BatchedEntries(Quantised, _BaseCache):
         self._make_room(max(places) + 1)
         self._write(places, (pack(keys, self.quantization), pack(values, self.quantization)))
         self.offset = self.offset + 1
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Stored, Stored]:
+        """The entries that the attention is to see."""
         n = max(self._counts)
         return self._stored if n == self._n_rows else rows(self._stored, 0, n)
 
@@ -72,12 +76,17 @@ class BatchedEntries(Quantised, _BaseCache):
         seen = mx.arange(max(counts)) < mx.array(counts)[:, None]
         return seen[:, None, None, :]
 
-    def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
-        """Leave each request its query of `(B, n_heads, 1, head_dim)`, if it asks for it."""
+    def record(self, queries: mx.array, *told: Any, **more: Any) -> None:
+        """Leave each request its query of `(B, n_heads, 1, head_dim)`, if it asks for it; see `Recorder.record`."""
         for i, member in enumerate(self.members):
             if member.observes:
                 with self._own_slot(i):
-                    member.record(queries[i : i + 1], scale, sinks)
+                    member.record(queries[i : i + 1], *told, **more)
+
+    @property
+    def waits_for_readers(self) -> bool:
+        """As of a `Recorder`."""
+        return any(member.waits_for_readers for member in self.members)
 
     @property
     def observes(self) -> bool:

@@ -9,6 +9,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, grown, n_rows, rows, write
+from ..entries.queries import Read
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
@@ -148,12 +149,15 @@ class BlockKVCache(EvictingCache):
     def held(self, n_queries: int = 0) -> Entries:
         return self._rows(observed=self._observed(n_queries), received=self._counted())
 
-    def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
-        super().record(queries, scale, sinks)
+    def _take_queries(
+        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
+    ) -> None:
+        super()._take_queries(queries, scale, sinks, read)
         n = min(self.last, self.offset) - (self.offset - queries.shape[2])
         if not self.accumulates or n <= 0:
             return
-        counted = mx.contiguous(queries[:, :, : int(n)])
+        taken = queries[:, :, : int(n)]
+        counted = mx.contiguous(taken if read is None else read(taken))
         if self._marked:  # one by one, as they may be taken back
             self._uncounted += mx.split(counted, int(n), axis=2)
         else:
@@ -269,10 +273,10 @@ class BlockKVCache(EvictingCache):
         self.quota = Quota(entries, n_sink, n_window)
         self._uncounted = uncounted or []
 
-    def _is_sound(self, keys: mx.array) -> bool:
+    def _is_sound(self, like: Any) -> bool:
         heads, quota, count = self._heads, self.quota, validation.is_count
         return (
-            super()._is_sound(keys)
+            super()._is_sound(like)
             and all(map(count, (*dataclasses.astuple(quota), self._expected, self._reach, self._n)))
             and count(self._until, -1)
             and quota.n_sink + quota.n_window <= quota.entries
@@ -283,7 +287,7 @@ class BlockKVCache(EvictingCache):
             and validation.is_per_entry(self._kept_positions, heads, self._n, mx.uint32)
             and validation.is_per_entry(self._rotations, heads, self._n_kept, mx.uint32)
             and validation.is_per_entry(self._received, heads, self._n, mx.float32)
-            and all(validation.are_queries(q, keys) for q in self._uncounted)
+            and all(validation.are_queries(q, like) for q in self._uncounted)
         )
 
 

@@ -52,7 +52,7 @@ class LayerCache(ABC):
     def full_nbytes(self) -> int:
         """Bytes of all the tokens' entries, had none been dropped or quantised."""
         entries = self.held()
-        return self.offset * n_bytes(rows((entries.keys, entries.values), 0, 1))
+        return self.offset * n_bytes(rows(entries.plain(), 0, 1))
 
     @property
     def room(self) -> float:

@@ -242,10 +242,10 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
 
     def validate(self, like: Any) -> str | None:
         found = validation.entries_problem(self.keys, self.values, like, self.quantization)
-        return found or validation.unless(self._is_sound(like.keys))
+        return found or validation.unless(self._is_sound(like))
 
-    def _is_sound(self, keys: mx.array) -> bool:
-        """Whether the numbers and arrays of a loaded state go together, and with plain `keys` of the same layer."""
+    def _is_sound(self, like: Any) -> bool:
+        """Whether the numbers and arrays of a loaded state go together, and with a plain cache of the same layer."""
         count = validation.is_count
         return (
             count(self.offset, 1)
@@ -253,7 +253,7 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             and count(self._stop)
             and (self.newest is None or count(self.newest))
             and isinstance(self._uniform, bool)
-            and all(validation.are_queries(q, keys) for q in self._queries)
+            and all(validation.are_queries(q, like) for q in self._queries)
         )
 
     def _decision_state(self) -> tuple:

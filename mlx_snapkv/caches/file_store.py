@@ -65,7 +65,7 @@ class FileStore(Chain[FixedPart]):
         return None
 
     def take(self, entries: Entries) -> bool:
-        self.append(entries.keys, entries.values)
+        self.append(*entries.plain())
         return True
 
     def truncate(self, n: int) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..errors import UnsupportedModelError
-from ..models import attentions, type_of
+from ..models import Found, attentions, type_of
 from ..models.family import AttentionFamily
 from ..several.heads import ALL_HERE, Heads
 from ..several.part import WHOLE, Part, part_of
@@ -29,6 +29,7 @@ class AttentionLayer:
         index: its entry of the prompt cache.
         member: its place in that entry if it is a `CacheList`, else None.
         attention: the attention module, of the class that `family` describes.
+        borrowers: the attention modules of later layers that have no entries of their own and read this one's.
         number, n_layers: it is this one, from 0, of so many full-attention layers of the model, wherever they are.
         part: the part of the model that is here.
         heads: which of the layer's KV heads are here.
@@ -38,6 +39,7 @@ class AttentionLayer:
     member: int | None
     attention: Any
     family: AttentionFamily
+    borrowers: tuple[Any, ...] = ()
     number: int = 0
     n_layers: int = 1
     part: Part = WHOLE
@@ -58,6 +60,21 @@ class AttentionLayer:
             caches[self.member] = cache
             cache = CacheList(*caches)
         prompt_cache[self.index] = cache
+
+    @property
+    def latent(self) -> bool:
+        """Whether the entries are latents, and keys' positional parts; see `Entries`."""
+        return self.family.latent
+
+    @property
+    def cap(self) -> float | None:
+        """What the logits are bent to stay within; None leaves them."""
+        return self.family.cap_of(self.attention)
+
+    @property
+    def readers(self) -> tuple[Any, ...]:
+        """The attention modules that read the entries, its own first."""
+        return self.attention, *self.borrowers
 
     @property
     def rope(self) -> Any | None:
@@ -86,18 +103,28 @@ class AttentionLayer:
         return self.family.mean_rotation(self.attention, self.rope, head_dim, start, n)
 
     def grouped(self, heads: mx.array, n_kv_heads: int) -> mx.array:
-        """What is `(B, n_heads, ...)`, in an order of heads that puts each KV head's readers together."""
-        return self.family.grouped(heads, n_kv_heads)
+        """What is `(B, n_heads, ...)`, in an order of heads that puts each KV head's readers together.
+
+        Of layers whose entries others read, heads are those of all `readers`, one after the other.
+        """
+        if not self.borrowers:
+            return self.family.grouped(heads, n_kv_heads)
+        parts = mx.split(heads, len(self.readers), axis=1)
+        groups = [
+            mx.unflatten(self.family.grouped(x, n_kv_heads), 1, (n_kv_heads, -1)) for x in parts
+        ]
+        return mx.concatenate(groups, axis=2).flatten(1, 2)
 
     def output_weights(self, kv_head: int, n_heads: int, values: mx.array) -> mx.array:
         """`(group, head_dim, hidden_size)`: what the output projection makes of a KV head's values.
 
         Args:
-            n_heads: query heads; one matrix for each of the `group` that read this KV head.
+            n_heads: query heads, those of all `readers`; one matrix for each of the `group` that read this KV head.
             values: `(B, n_kv_heads, T, head_dim)`.
         """
-        wanted = kv_head, values.shape[1], n_heads, values
-        return self.family.output_weights(self.attention, *wanted)
+        wanted = kv_head, values.shape[1], n_heads // len(self.readers), values
+        made = [self.family.output_weights(reader, *wanted) for reader in self.readers]
+        return made[0] if len(made) == 1 else mx.concatenate(made)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
         return self  # a copied cache serves the same model
@@ -122,10 +149,11 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
             f"{len(slots)} caches with entries for {len(found)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
+    owners = ((*slot, found[n % len(found)]) for n, slot in enumerate(slots))
     full = [
-        (index, member, *found[n % len(found)])
-        for n, (index, member, cache) in enumerate(slots)
-        if found[n % len(found)][0] is not None and has_all_entries(cache)
+        (index, member, owner.attention, owner.family, tuple(owner.borrowers))
+        for index, member, cache, owner in owners
+        if owner.attention is not None and has_all_entries(cache)
     ]
     counts = part.counts(len(full))
     if 0 in counts:
@@ -140,7 +168,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     ]
 
 
-def _attentions_here(model, part: Part) -> list[tuple[Any, AttentionFamily]]:
+def _attentions_here(model, part: Part) -> list[Found]:
     try:
         return attentions(model)
     except UnsupportedModelError as error:
@@ -174,7 +202,7 @@ def kv_dtype(cache: LayerCache) -> str:
     """What the numbers of a layer's entries are, which their bytes depend on: "float16", say, or "8 bits"."""
     if cache.quantization is not None:
         return f"{cache.quantization.bits} bits"
-    return str(cache.held().keys.dtype).removeprefix("mlx.core.")
+    return str(cache.held().plain()[0].dtype).removeprefix("mlx.core.")
 
 
 def kv_bytes(prompt_cache: list) -> int:

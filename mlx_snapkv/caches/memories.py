@@ -19,7 +19,7 @@ from .layers import (
     members,
 )
 from .offloaded import OffloadedKVCache
-from .quantizable import head_sizes
+from .quantizable import head_sizes, require_quantised_attention
 from .recording import RecordingKVCache
 from .stores import PlainStore, QuantizedStore, Store, stored_entries
 
@@ -61,9 +61,9 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
         if policy is not None and policy.reads_in_blocks:
             layer.put(caches, ArchivedKVCache(_store(memory, quantization), layer))
         elif memory == "recall":
-            layer.put(caches, RecordingKVCache(0, 0, KVCache.step))
+            layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer))
         else:
-            layer.put(caches, OffloadedKVCache(_store(memory, quantization)))
+            layer.put(caches, OffloadedKVCache(_store(memory, quantization), layer))
     return caches
 
 
@@ -129,7 +129,7 @@ def filled(empty: Any, found: Any) -> Any:
     if isinstance(empty, Everything):
         empty.fill(entries)
         return empty
-    return plain_cache(entries.keys, entries.values)
+    return plain_cache(*entries.plain())
 
 
 def _reopened(empty: Any, found: ArchivedKVCache) -> ArchivedKVCache:
@@ -176,5 +176,6 @@ def _store(memory: str, quantization: Quantization | None) -> Store:
 
 def _fitting(model, layers: list[AttentionLayer], memory: str, bits: int) -> Quantization:
     """The memory's bits, in groups of a size that divides the model's heads."""
+    require_quantised_attention(layers, f"give memory={memory.rpartition(':')[0]}")
     groups = fitting_groups(head_sizes(model, layers), f"memory={memory}")
     return Quantization(bits, 64 if 64 in groups else 32)

@@ -86,7 +86,7 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
 
     def fill(self, entries: Entries) -> None:
         if not self.store.take(entries):
-            self.fresh = plain_cache(entries.keys, entries.values)
+            self.fresh = plain_cache(*entries.plain())
 
     def mark(self) -> None:
         fresh = copy.copy(self.fresh) if self.fresh.offset else KVCache()

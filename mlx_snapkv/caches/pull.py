@@ -56,7 +56,7 @@ class Pull:
         span = 0 if closed else (self.length + n) // 2
         new = squeezed(old, end, span)
         keys = entries.layer.turn(entries.keys, new.astype(mx.int32) - old.astype(mx.int32))
-        turned = replace(entries.packed(None), stored_keys=keys, given_rotations=new)
+        turned = replace(entries.rekeyed(keys), given_rotations=new)
         return turned.packed(entries.quantization), replace(self, farthest=end - max(n, span))
 
     def asking(self, observed: Queries, layer: AttentionLayer) -> Queries:

@@ -15,6 +15,15 @@ def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
     return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}
 
 
+def require_quantised_attention(layers: list[AttentionLayer], remedy: str) -> None:
+    """Raises: UnsupportedModelError: the model's forward pass in mlx-lm reads plain entries only."""
+    for layer in layers:
+        plain_only = layer.family.plain_only
+        why = plain_only and plain_only(list(layer.readers))
+        if why:
+            raise UnsupportedModelError(f"{why}: {remedy}")
+
+
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
     """Find out before the prompt is read.
 
@@ -28,6 +37,7 @@ def require_quantizable(model, layers: list[AttentionLayer], quantization: Quant
         raise UnsupportedModelError(
             "mlx-lm's quantised attention has no attention sinks, which this model needs: drop kv_bits"
         )
+    require_quantised_attention(layers, "drop kv_bits")
     sizes = head_sizes(model, layers)
     fitting = fitting_groups(sizes, "kv_bits")
     if quantization.group_size not in fitting:

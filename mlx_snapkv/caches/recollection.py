@@ -25,6 +25,7 @@ class Recollection:
 
     def __init__(self, sources: list[Source], layer: Any, pull: Pull | None = None):
         self.layer = layer
+        self._latent = layer is not None and layer.latent
         self._pull = pull
         self._answer = KVCache()
         self._sources = [*sources, Plain(self._answer)]
@@ -66,6 +67,11 @@ class Recollection:
 
     def keys(self, start: int, stop: int) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
+        if self._latent:
+            return self._between(start, stop).keys
+        return self._stored_keys(start, stop)
+
+    def _stored_keys(self, start: int, stop: int) -> mx.array:
         parts = []
         first = 0
         for source in filter(_holds_any, self._sources):
@@ -77,9 +83,12 @@ class Recollection:
 
     def values(self, start: int, stop: int) -> mx.array:
         """The values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
-        B, H, _, _ = self.keys(0, 1).shape
+        return self._between(start, stop).values
+
+    def _between(self, start: int, stop: int) -> Entries:
+        B, H, _, _ = self._stored_keys(0, 1).shape
         places = mx.arange(start, stop, dtype=mx.uint32)
-        return self.gather(mx.broadcast_to(places, (B, H, stop - start))).values
+        return self.gather(mx.broadcast_to(places, (B, H, stop - start)))
 
     @property
     def waits(self) -> bool:

@@ -79,7 +79,7 @@ class RecordingKVCache(FullRecorder, KVCache):
         return self
 
     def fill(self, entries: Entries) -> None:
-        self.keys, self.values, self.offset = entries.keys, entries.values, len(entries)
+        (self.keys, self.values), self.offset = entries.plain(), len(entries)
 
     def held(self, n_queries: int = 0) -> Entries:
         return self._with_queries(FullCache(self).held())

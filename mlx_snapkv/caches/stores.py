@@ -85,7 +85,7 @@ class PlainStore(Plain):
         return self._cache if self.n_entries else None
 
     def take(self, entries: Entries) -> bool:
-        self.append(entries.keys, entries.values)
+        self.append(*entries.plain())
         return True
 
     def entries(self) -> tuple[mx.array, mx.array]:

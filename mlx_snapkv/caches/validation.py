@@ -71,12 +71,13 @@ def is_per_entry(array: Any, heads: Sequence[int], most: int, dtype: mx.Dtype) -
     return shaped and array.dtype == dtype
 
 
-def are_queries(queries: mx.array, keys: mx.array) -> bool:
-    """Whether queries `(B, n_heads, n, head_dim)` go with keys."""
+def are_queries(queries: mx.array, like: Any) -> bool:
+    """Whether queries `(B, n_heads, n, head_dim)` go with a plain cache's keys, or with latents and positional keys."""
+    keys, values = like.keys, like.values
     B, n_heads, _, D = queries.shape
     return (
         keys.shape[0] == B
         and n_heads % keys.shape[1] == 0
-        and keys.shape[3] == D
+        and D in (keys.shape[3], keys.shape[3] + values.shape[3])
         and queries.dtype == keys.dtype
     )

@@ -320,11 +320,11 @@ class SnapKVCache(EvictingCache):
         self._n = n_rows(self.keys)
         self._tail = None
 
-    def _is_sound(self, keys: mx.array) -> bool:
+    def _is_sound(self, like: Any) -> bool:
         heads, left, count = self._heads, self._left, validation.is_count
         pinned = self._pinned_positions
         return (
-            super()._is_sound(keys)
+            super()._is_sound(like)
             and pinned.shape == (*heads, self.n_pin)
             and pinned.dtype == mx.uint32
             and validation.is_per_entry(self._reserved, heads, self.n_pin, mx.bool_)

@@ -205,7 +205,7 @@ class BookRequest(RecallingRequest):
         everything = Recollection([First(stored, n)], layer, self.pull)
         again = layer.cache_in(self._small).held()
         again = again.between(len(again) - (self._n_again - 1), len(again))
-        everything.append(again.keys, again.values)
+        everything.append(*again.plain())
         return everything
 
     def _book(self) -> Book:

@@ -208,10 +208,10 @@ class Compression:
         """The entries to choose from, with their voters, and those of later tokens."""
         cache = layer.entries_in(self.prompt_cache)
         entries = cache.held(self.n_voters)
+        entries.layer = layer
         given = None if self.queries is None else self.queries[layer.index]
         if given is not None:
             entries.observed = self._given(layer, given, entries, cache.offset)
-        entries.layer = layer
         n = len(entries) - (cache.offset - self.at)
         return entries.between(0, n), entries.between(n, len(entries))
 
@@ -220,18 +220,20 @@ class Compression:
     ) -> Queries:
         B, H, T, D = entries.keys.shape
         q = given.shape
-        if len(q) != 4 or q[0] != B or q[1] % H or q[3] != D or not 1 <= q[2] <= T:
+        n_heads = H * len(layer.readers)
+        if len(q) != 4 or q[0] != B or q[1] % n_heads or q[3] != D or not 1 <= q[2] <= T:
             raise SnapKVError(
-                f"queries must be (B={B}, a multiple of {H} heads, 1 to {T} tokens, head_dim={D}), got {q}"
+                f"queries must be (B={B}, a multiple of {n_heads} heads, 1 to {T} tokens, head_dim={D}), got {q}"
             )
         _, decode_policy = self.policy.stages
         n = min(q[2], decode_policy.obs_window or q[2])
         return Queries(
-            layer.family.grouped(given[:, :, -n:], H),
+            layer.grouped(given[:, :, -n:], H),
             range(len(entries) - n, len(entries)),
             layer.family.scale_of(layer.attention, D),
             layer.family.sinks_of(layer.attention),
             start=stop - n,
+            cap=layer.cap,
         )
 
     def _replace(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> None:

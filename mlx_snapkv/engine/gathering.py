@@ -81,7 +81,7 @@ class Gathering:
             small, everything = each.layer.cache_in(caches), each.everything
             held = small.held(1)
             newest = held.between(len(held) - max(0, small.offset - len(everything)), len(held))
-            everything.append(newest.keys, newest.values)
+            everything.append(*newest.plain())
             place = held.voters.start
             asked = dataclasses.replace(held.voters, places=range(place, place + 1))
             scores = each.scored(each.voter.score(everything.voted_by(asked)))

@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import layer_caches
+from ..caches.matching import adopt
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..models import attention_classes
@@ -124,5 +125,6 @@ def look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
 
 def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
     """Patch the model's attention classes for the block if caches ask for the queries of what they are fed."""
+    adopt(prompt_cache, model)  # those that mlx-lm has loaded from a file don't know their layers
     observed = any(cache.observes for cache in layer_caches(prompt_cache))
     return recording(attention_classes(model) if observed else [])

@@ -17,8 +17,8 @@ from ..caches.pull import Pull
 from ..caches.quantizable import require_quantizable
 from ..caches.recording import RecordingKVCache
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError
-from ..models import attention_classes
+from ..errors import SnapKVError, UnsupportedModelError
+from ..models import attention_classes, type_of
 from ..models.patch import recording
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
@@ -72,6 +72,7 @@ class Request:
         self._observed = attention_classes(self.model)
         if self.quantization is not None:
             require_quantizable(self.model, self._layers, self.quantization)
+        self._require_own_logits()
         self._repetition: Repetition | None = None
         if self.decode_policy.repeats is not None:
             self._repetition = Repetition(self.model, self._layers, self.decode_policy, self.n_new)
@@ -81,6 +82,14 @@ class Request:
         self.compress_seconds = 0.0
         self._started = 0.0
         self._prefill_seconds: float | None = None
+
+    def _require_own_logits(self) -> None:
+        """Raises: UnsupportedModelError: a policy expects logits of its queries' statistics, and they are capped."""
+        if self._statistics_from is not None and any(layer.cap for layer in self._layers):
+            raise UnsupportedModelError(
+                f"{self.policy} has no closed form where logits are capped, as those of model type "
+                f"{type_of(self.model)!r} are: give another policy, such as snapkv"
+            )
 
     def _decided(self) -> Decision:
         return decide(self.policy, self._held + self.n_new)

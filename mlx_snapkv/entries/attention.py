@@ -268,6 +268,9 @@ def _logits(
     if after:
         part = mx.depends(part, after)
     logits = queries @ part.astype(mx.float32).swapaxes(-1, -2)
+    if observed.cap is not None:
+        cap = observed.cap * LOG2_E
+        logits = cap * mx.tanh(logits / cap)
     places = observed.places
     if stop <= places.start + 1:
         return logits

@@ -33,7 +33,9 @@ class Entries:
     a SnapKVError.
 
     Attributes:
-        stored_keys, stored_values: the layer's entries in order of position, as its cache stores them.
+        stored_keys, stored_values: the layer's entries in order of position, as its cache stores them. A layer with
+            `latent` entries (MLA) stores latents and the positional part of keys: `keys` are then both, side by side,
+            and `values` the latents.
         observed: the queries that vote; None if there are none.
         given_positions: uint32 `(B, n_kv_heads, T)`, the entries' positions in the prompt if some are missing.
         received: float32 `(B, n_kv_heads, T)`, the attention received so far, if it was counted.
@@ -42,8 +44,8 @@ class Entries:
         quantization: how the entries are stored.
         layer: whose entries they are: `.attention`, the mlx-lm attention module, so its output projection and
             norms; `.rope`, its RoPE module or None; `.number`, its place among the model's full-attention
-            layers, from 0; `.n_layers`, how many those are; `.heads`, see there; `.undo_rope(queries, offset)`,
-            `.mean_rotation(head_dim, start, n)`, `.grouped(heads, n_kv_heads)` and
+            layers, from 0; `.n_layers`, how many those are; `.heads`, see there; `.latent`;
+            `.undo_rope(queries, offset)`, `.mean_rotation(head_dim, start, n)`, `.grouped(heads, n_kv_heads)` and
             `.output_weights(kv_head, n_heads, values)`. Asking for one of these is a SnapKVError if no layer was given.
         statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries, and more (see `Statistics`), if the
             policy has a `query_statistics`; else asking for one is a SnapKVError.
@@ -71,15 +73,34 @@ class Entries:
     def __len__(self) -> int:
         return n_rows(self.stored_keys)
 
+    @property
+    def _latent(self) -> bool:
+        return not isinstance(self.layer, Missing) and self.layer.latent
+
+    def plain(self) -> tuple[mx.array, mx.array]:
+        """What the cache stores, `(B, n_kv_heads, T, ...)` each, not quantised."""
+        return unpack(self.stored_keys, self.quantization), unpack(
+            self.stored_values, self.quantization
+        )
+
     @cached_property
     def keys(self) -> mx.array:
-        """`(B, n_kv_heads, T, head_dim)`."""
-        return unpack(self.stored_keys, self.quantization)
+        """`(B, n_kv_heads, T, head_dim)`: what queries are multiplied by."""
+        keys, values = self.plain()
+        return mx.concatenate([keys, values], axis=-1) if self._latent else keys
 
     @cached_property
     def values(self) -> mx.array:
-        """`(B, n_kv_heads, T, head_dim)`."""
-        return unpack(self.stored_values, self.quantization)
+        """`(B, n_kv_heads, T, head_dim)`: what the attention sums up."""
+        keys, values = self.plain()
+        return keys if self._latent else values
+
+    def rekeyed(self, keys: mx.array) -> Entries:
+        """The same entries, plain, with other `keys`."""
+        if not self._latent:
+            return replace(self.packed(None), stored_keys=keys)
+        latents, positional = mx.split(keys, [self.values.shape[3]], axis=-1)
+        return replace(self.packed(None), stored_keys=latents, stored_values=positional)
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, without a copy of all.
@@ -87,11 +108,16 @@ class Entries:
         Args:
             after: what is to be computed before, so that the memory of one block is enough.
         """
-        return unpack(_after(after, rows(self.stored_keys, start, stop)), self.quantization)
+        keys = unpack(_after(after, rows(self.stored_keys, start, stop)), self.quantization)
+        if not self._latent:
+            return keys
+        rest = unpack(rows(self.stored_values, start, stop), self.quantization)
+        return mx.concatenate([keys, rest], axis=-1)
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The same of the values."""
-        return unpack(_after(after, rows(self.stored_values, start, stop)), self.quantization)
+        stored = self.stored_keys if self._latent else self.stored_values
+        return unpack(_after(after, rows(stored, start, stop)), self.quantization)
 
     @property
     def waits(self) -> bool:
@@ -211,7 +237,7 @@ class Entries:
         """The same entries, stored so; those that are already stay as they are."""
         if quantization == self.quantization:
             return self
-        keys, values = (pack(x, quantization) for x in (self.keys, self.values))
+        keys, values = (pack(x, quantization) for x in self.plain())
         return replace(self, stored_keys=keys, stored_values=values, quantization=quantization)
 
     def release(self) -> None:

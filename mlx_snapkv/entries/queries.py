@@ -1,11 +1,17 @@
 """The queries that vote: what a policy is shown of them, and caches that keep those of their own tokens."""
 
+import contextlib
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+
+from ..errors import SnapKVError
+
+Read = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Queries:
         start: the position of the first query's token in the prompt; None is `places.start`, which is right
             while no entry is missing.
         pages: entries that are to see the queries otherwise; None is none.
+        cap: logits are bent to stay within it, as `cap * tanh(logit / cap)`; None leaves them.
     """
 
     heads: mx.array
@@ -44,6 +51,7 @@ class Queries:
     sinks: mx.array | None = None
     start: int | None = None
     pages: Pages | None = None
+    cap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,23 @@ class Statistics:
     stop: int = 0
 
 
+_overheard = threading.local()
+
+
+@contextlib.contextmanager
+def overheard_by(hear: Callable[["Recorder", mx.array], None]) -> Iterator[None]:
+    """Let `hear` know of all that recording caches are asked in this thread, for the block.
+
+    Args:
+        hear: called with the cache, whose newest entries are stored, and the queries `(B, n_heads, L, head_dim)`.
+    """
+    outer, _overheard.by = getattr(_overheard, "by", None), hear
+    try:
+        yield
+    finally:
+        _overheard.by = outer
+
+
 class Recorder:
     """What a KV cache needs to keep queries: mixed into one with an `offset`.
 
@@ -73,7 +98,8 @@ class Recorder:
             needs `layer`; None counts nothing.
 
     Attributes:
-        layer: the cache's layer, an object with `undo_rope(queries, offset)` and a `family`.
+        layer: the cache's layer, an object with `undo_rope(queries, offset)`, `grouped(heads, n_kv_heads)`, `cap` and
+            `readers`.
     """
 
     offset: int
@@ -97,6 +123,7 @@ class Recorder:
         self.statistics_from = statistics_from
         self.scale = math.nan  # this and the sinks are told with the queries
         self.sinks: mx.array | None = None
+        self._told: list[mx.array] = []  # by the readers so far of those of one call
         self._queries: list[mx.array] = []
         self._stop = 0  # the position after the last query's
         # A shift, and the sums of `query - shift` and of its outer products; empty before the first query. A
@@ -105,12 +132,57 @@ class Recorder:
         self._n_counted = 0
         self._counted_to = 0  # the position after the last one counted
 
-    def record(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
-        """Take what is wanted of a call's queries `(B, n_heads, L, head_dim)`; its entries are already stored."""
+    @property
+    def n_readers(self) -> int:
+        """Attention modules that read these entries: the layer's own, and those of layers that have none."""
+        return 1 if self.layer is None else len(self.layer.readers)
+
+    @property
+    def waits_for_readers(self) -> bool:
+        """Whether some of those that read the newest entries have still to tell their queries."""
+        return bool(self._told)
+
+    def record(
+        self,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        read: Read | None = None,
+        borrowed: bool = False,
+    ) -> None:
+        """Take what is wanted of a call's queries `(B, n_heads, L, head_dim)`; its entries are already stored.
+
+        Args:
+            read: makes of some of the queries what the entries' keys are multiplied by; None is what they are.
+            borrowed: they are those of a layer that reads this one's entries, and comes after it. Nothing is taken
+                before all `n_readers` have told theirs, whose heads are then side by side.
+
+        Raises:
+            SnapKVError: it is not known how many layers read the entries.
+        """
+        if self.n_readers == 1 and not borrowed:
+            self._take_queries(queries, scale, sinks, read)
+            return
+        if self.n_readers == 1:
+            raise SnapKVError(
+                "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
+            )
+        self._told = [*self._told, queries] if borrowed else [queries]
+        if len(self._told) == self.n_readers:
+            queries, self._told = mx.concatenate(self._told, axis=1), []
+            self._take_queries(queries, scale, sinks, read)
+
+    def _take_queries(
+        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
+    ) -> None:
+        """`record` of the queries of all readers."""
+        hear = getattr(_overheard, "by", None)
+        if hear is not None:
+            hear(self, queries if read is None else read(queries))
         self.scale, self.sinks = scale, sinks
         start = self.offset - queries.shape[2]
         if self.statistics_from is not None:
-            self._count_queries(queries, start)
+            self._count_queries(queries, start, read)
         a, b = max(self.first, start), min(self.last, self.offset)
         if self.newest is not None:
             a = max(a, b - self.newest)
@@ -121,19 +193,22 @@ class Recorder:
         elif a > self._stop:
             self._queries = []
         # A slice would keep the whole chunk alive.
-        self._queries.append(mx.contiguous(queries[:, :, int(a) - start : int(b) - start]))
+        taken = queries[:, :, int(a) - start : int(b) - start]
+        self._queries.append(mx.contiguous(taken if read is None else read(taken)))
         self._stop = int(b)
         if self.newest is not None:
             while self.n_queries - self._queries[0].shape[2] >= self.newest:
                 self._queries.pop(0)
 
-    def _count_queries(self, queries: mx.array, start: int) -> None:
+    def _count_queries(self, queries: mx.array, start: int, read: Read | None) -> None:
         """Add the queries of a call to the statistics, those of a position fed again but once."""
         a = max(self.statistics_from or 0, start, self._counted_to)
         b = int(min(self.last, self.offset))
         if a >= b:
             return
-        raw = self.layer.undo_rope(queries[:, :, a - start : b - start], a).astype(mx.float32)
+        counted = queries[:, :, a - start : b - start]
+        counted = counted if read is None else read(counted)
+        raw = self.layer.undo_rope(counted, a).astype(mx.float32)
         if not self._sums:
             B, n_heads, _, D = raw.shape
             shift = raw.mean(axis=2, keepdims=True)  # so that a large mean costs no digits
@@ -159,10 +234,11 @@ class Recorder:
     def voters(self, queries: mx.array, asked: range, shape: tuple[int, ...]) -> Queries:
         """Queries of logical positions, to vote for entries `(B, n_kv_heads, T)` that end with the newest."""
         first = self.offset - shape[2]
+        cap = None
         if self.layer is not None:
-            queries = self.layer.family.grouped(queries, shape[1])
+            queries, cap = self.layer.grouped(queries, shape[1]), self.layer.cap
         places = range(asked.start - first, asked.stop - first)
-        return Queries(queries, places, self.scale, self.sinks, asked.start)
+        return Queries(queries, places, self.scale, self.sinks, asked.start, cap=cap)
 
     @property
     def queries(self) -> mx.array:

@@ -19,9 +19,10 @@ from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
 from ..engine.recalling import Recall
 from ..engine.serving import MAX_TOKENS, served
+from ..entries.queries import overheard_by
 from ..errors import SnapKVError
 from ..models import attention_classes
-from ..models.patch import listening
+from ..models.patch import recording
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .inspection import Inspection
 from .ranking import Sentence, ranked
@@ -77,7 +78,7 @@ def inspect_prompt(
         "prompt_progress_callback": prompt_progress_callback,
     }
     responses = []
-    with listening(attention_classes(model), watcher.hear):
+    with recording(attention_classes(model)), overheard_by(watcher.hear):
         for response in served(start, *wanted, options, on_kept=watcher.on_kept):
             watcher.take_down()
             responses.append(response)

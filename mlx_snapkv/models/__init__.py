@@ -1,10 +1,24 @@
 """Which attention modules a model has, and what is special about their families."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UnsupportedModelError
 from .family import AttentionFamily
 from .table import REFUSED, SUPPORTED
+
+
+@dataclass
+class Found:
+    """A layer that owns a cache: its attention module, or None to leave it alone.
+
+    Attributes:
+        borrowers: the attention modules that read its entries, besides its own.
+    """
+
+    attention: Any
+    family: AttentionFamily
+    borrowers: list[Any] = field(default_factory=list)
 
 
 def attention_classes(model) -> list[type]:
@@ -13,35 +27,52 @@ def attention_classes(model) -> list[type]:
     Raises:
         UnsupportedModelError: the model type is not one that can be compressed.
     """
-    found = (attention for attention, _ in attentions(model) if attention is not None)
-    return list(dict.fromkeys(map(type, found)))
+    readers = (x for found in attentions(model) for x in (found.attention, *found.borrowers))
+    return list(dict.fromkeys(type(x) for x in readers if x is not None))
 
 
-def attentions(model) -> list[tuple[Any, AttentionFamily]]:
-    """The attention modules of the layers that own a cache, in order; None for a layer to leave alone."""
+def attentions(model) -> list[Found]:
+    """The layers that own a cache, in order.
+
+    Raises:
+        UnsupportedModelError: the model type is not one that can be compressed.
+    """
     name = type_of(model)
     if name in REFUSED:
         raise _refused(name, REFUSED[name])
     if name not in SUPPORTED:
         raise _refused(name, "this version does not know it")
-    found = []
+    found: list[Found] = []
     for layer in model.layers:
         for family in SUPPORTED[name]:
-            attention = family.attention_of(layer)
             if family.idle and family.idle(layer):
-                found.append((None, family))
-            elif attention is not None:
-                found.append((attention, family))
+                found.append(Found(None, family))
+                continue
+            for attention in family.attentions_of(layer):
+                _add(found, attention, family)
     if not found:
         # A wrapper around a type that is refused.
         inner = {type_of(m) for m in model.layers[0].modules()}
         reason = next((REFUSED[n] for n in inner if n in REFUSED), "its layers are not known")
         raise _refused(name, reason)
-    for family in {family for _, family in found}:
-        problem = family.refusal and family.refusal([a for a, f in found if f is family])
+    for family in {each.family for each in found}:
+        of_it = [
+            x for each in found if each.family is family for x in (each.attention, *each.borrowers)
+        ]
+        problem = family.refusal and family.refusal(of_it)
         if problem:
             raise _refused(name, problem)
     return found
+
+
+def _add(found: list[Found], attention: Any, family: AttentionFamily) -> None:
+    """Add an attention module, if it borrows to the last layer of its kind."""
+    if family.borrows(attention):
+        kind = family.kind(attention)
+        owner = next(x for x in reversed(found) if family.kind(x.attention) == kind)
+        owner.borrowers.append(attention)
+    else:
+        found.append(Found(attention, family, [attention] * family.again))
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..errors import UnsupportedModelError
 from ..several.local import of_heads_here
+from . import latents
 from .rope import mean_rotation, undo_rope
 from .turning import composes, turn
 
@@ -16,9 +17,13 @@ from .turning import composes, turn
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_resid")
 
 
+def _never(attention: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class AttentionFamily:
-    """One attention class that calls mlx-lm's attention function with per-head keys and values.
+    """One attention class, and how its queries come to what it stores.
 
     Attributes:
         module, class_name: where mlx-lm keeps the class, below `mlx_lm.models`.
@@ -34,6 +39,18 @@ class AttentionFamily:
         note: what a reader of the list of models should know.
         refusal: why a model with these attention modules can't be compressed, or None if it can.
         idle: tells layers whose plain KV cache is to be left alone.
+        latent: it stores latents and positional parts of keys (MLA); see `latents`.
+        factor: which argument of its call queries are multiplied by after RoPE, if the attention function is not
+            told; None is none.
+        cap: its name for what logits are bent to stay within.
+        attends: what computes the scores: mlx-lm's function, "mx.fast" for MLX's, or "" for the module itself, whose
+            queries are then what its RoPE gives first.
+        hears: what else of a call is to be known: what its "rope" gives first, or how it does its first "split".
+        method: its name for what is called with a cache.
+        borrows: tells attention modules that read the entries of an earlier layer instead of their own.
+        kind: what a borrower has in common with the layer it borrows from, the last such one before it.
+        again: how many more times its own queries read the entries, in later passes of a loop.
+        plain_only: why the entries that such attention modules read can't be quantised, or None if they can.
     """
 
     module: str
@@ -48,20 +65,33 @@ class AttentionFamily:
     note: str = ""
     refusal: Callable[[list[Any]], str | None] | None = None
     idle: Callable[[Any], bool] | None = None
+    latent: bool = False
+    factor: int | None = None
+    cap: str | None = None
+    attends: str = "scaled_dot_product_attention"
+    hears: str = ""
+    method: str = "__call__"
+    borrows: Callable[[Any], bool] = _never
+    kind: Callable[[Any], Any] = type
+    again: int = 0
+    plain_only: Callable[[list[Any]], str | None] | None = None
 
     def attention_class(self) -> type:
         return getattr(importlib.import_module(f"mlx_lm.models.{self.module}"), self.class_name)
 
-    def attention_of(self, layer) -> Any | None:
-        """The attention module of this family in a decoder layer, or None."""
+    def attentions_of(self, layer) -> list[Any]:
+        """The attention modules of this family in a decoder layer, in order."""
         cls = self.attention_class()
-        return next((m for m in layer.modules() if type(m) is cls), None)
+        return [m for _, m in sorted(layer.named_modules()) if type(m) is cls]
 
     def scale_of(self, attention, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else getattr(attention, self.scale)
 
     def sinks_of(self, attention) -> mx.array | None:
         return None if self.sinks is None else getattr(attention, self.sinks)
+
+    def cap_of(self, attention) -> float | None:
+        return None if self.cap is None else getattr(attention, self.cap)
 
     def rope_of(self, attention) -> Any | None:
         """What turns an attention module's queries, called as `rope(x, offset)`, or None."""
@@ -168,6 +198,8 @@ class AttentionFamily:
         Returns:
             `(group, head_dim, hidden_size)`, of the values' type.
         """
+        if self.latent:
+            return latents.output_weights(attention, self.output_of(attention), n_heads, like)
         D = like.shape[3]
         readers = self.readers(kv_head, n_kv_heads, n_heads)
         units = [mx.eye(D, n_heads * D, head * D, like.dtype) for head in readers]

@@ -5,6 +5,10 @@ positions' queries it wants. While a family's attention class is patched, a call
 cache leaves those queries with it; any other call is the original one. The class's `__call__` decides
 whether to record, and the queries are taken where the family's module calls mlx-lm's
 `scaled_dot_product_attention`, so no forward code is copied and they are bit-equal for every family.
+
+Where that function is not told all of the queries, the rest is listened to (`hearing.py`): what the module's RoPE or
+its first split gave. A module that computes its scores itself is told from that alone. Whoever reads the entries of an
+earlier layer is known by its cache, or by the very array of keys that the earlier layer was given.
 """
 
 import contextlib
@@ -12,17 +16,18 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedModelError
-from . import attention_classes
-from .table import FAMILIES
+from . import attention_classes, hearing
+from .family import AttentionFamily
+from .hearing import Call
+from .table import FAMILIES, SUPPORTED
 
 _SDPA = "scaled_dot_product_attention"
 _lock = threading.RLock()
-_active = threading.local()
 
 
 def _attend_and_record(attend):
@@ -30,15 +35,17 @@ def _attend_and_record(attend):
 
     @functools.wraps(attend)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, *args, **kwargs):
-        recorder = getattr(_active, "cache", None)
-        if recorder is not None:
-            recorder.record(queries, scale, kwargs.get("sinks"))
-            hear = getattr(_active, "hear", None)
-            if hear is not None:
-                hear(recorder, queries)
+        hearing.told(queries, keys, values, scale, kwargs.get("sinks"))
         return attend(queries, keys, values, cache, scale, *args, **kwargs)
 
     return scaled_dot_product_attention
+
+
+def family_of(cls: type) -> AttentionFamily:
+    """The family of an attention class, or of the one it is derived from."""
+    names = (base.__module__.removeprefix("mlx_lm.models.") for base in cls.__mro__)
+    plain = AttentionFamily(cls.__module__, cls.__name__)
+    return next((FAMILIES[name] for name in names if name in FAMILIES), plain)
 
 
 def _recorder_among(values: Iterable[Any]) -> Any:
@@ -55,12 +62,10 @@ def _call_and_record(call):
         recorder = _recorder_among((*args, *kwargs.values()))
         if recorder is None:
             return call(self, *args, **kwargs)
-        outer = getattr(_active, "cache", None)
-        _active.cache = recorder
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            _active.cache = outer
+        with hearing.listening(Call(recorder, self, family_of(type(self)), args)) as heard:
+            result = call(self, *args, **kwargs)
+            heard.finish()
+        return result
 
     return __call__
 
@@ -80,13 +85,23 @@ _pinned: dict[type, list[_Key]] = {}  # classes held by patch_for_snapkv
 
 
 def _targets(cls: type) -> list[tuple]:
-    """What to wrap for an attention class: its `__call__`, and the attention function of its module."""
-    owner = next(c for c in cls.__mro__ if "__call__" in vars(c))
+    """What to wrap for an attention class: its `__call__`, the attention function of its module, and what it hears."""
+    family = family_of(cls)
+    owner = next(c for c in cls.__mro__ if family.method in vars(c))
     # Wrapped by others or not, the forward code belongs to the module of the innermost function.
-    module = sys.modules[inspect.unwrap(vars(owner)["__call__"]).__module__]
-    if _SDPA not in vars(module):
-        raise UnsupportedModelError(f"{cls.__name__} does not call mlx-lm's {_SDPA}")
-    return [(owner, "__call__", _call_and_record), (module, _SDPA, _attend_and_record)]
+    module = sys.modules[inspect.unwrap(vars(owner)[family.method]).__module__]
+    targets: list[tuple] = [(owner, family.method, _call_and_record)]
+    if family.attends == _SDPA:
+        if _SDPA not in vars(module):
+            raise UnsupportedModelError(f"{cls.__name__} does not call mlx-lm's {_SDPA}")
+        targets.append((module, _SDPA, _attend_and_record))
+    if family.attends == "mx.fast":
+        targets.append((module, "mx", hearing.attention_of_mlx))
+    if family.hears == "split":
+        targets.append((module, "mx", hearing.splits_of_mlx))
+    if family.hears == "rope":
+        targets += [(rope, "__call__", hearing.turn_and_hear) for rope in hearing.rope_classes()]
+    return targets
 
 
 def _hold(cls: type) -> list[_Key]:
@@ -124,29 +139,15 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
             held += _hold(cls)
         yield
     finally:
+        hearing.forget()
         _release(held)
-
-
-@contextlib.contextmanager
-def listening(classes: Iterable[type], hear: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Patch the attention classes for the block, and let `hear` know of what recording caches are asked in this thread.
-
-    Args:
-        hear: called with the cache, its new entries stored, and the queries `(B, n_heads, L, head_dim)`.
-    """
-    outer = getattr(_active, "hear", None)
-    _active.hear = hear
-    try:
-        with recording(classes):
-            yield
-    finally:
-        _active.hear = outer
 
 
 def _classes_to_patch(model) -> list[type]:
     """The attention classes of a model's full-attention layers, or of every supported family."""
     if model is None:
-        return [family.attention_class() for family in FAMILIES.values()]
+        families = dict.fromkeys(family for found in SUPPORTED.values() for family in found)
+        return [family.attention_class() for family in families]
     return attention_classes(model)
 
 

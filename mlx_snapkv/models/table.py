@@ -15,12 +15,18 @@ _SLIDING = "sliding-window layers stay as they are"
 _LINEAR = "linear and state-space layers stay as they are"
 _PER_HEAD = "keys and values are stored per head"
 _TAIL = "qk_rope_head_dim"
-_SHARED = "its last layers read the entries of earlier layers, and their queries would have no vote"
+_BORROWED = "layers without entries of their own vote for those that they read"
+_LATENTS = "latents and positional keys are one head's entries (MLA)"
+_LENT = "this model's layers lend each other entries past mlx-lm's quantised attention"
 
 
 def _unless(sound: Callable[[list], bool], reason: str) -> Callable[[list], str | None]:
     """Why a model with these attention modules is refused; None if they are sound."""
     return lambda attentions: None if sound(attentions) else reason
+
+
+def _always(reason: str) -> Callable[[list], str]:
+    return lambda attentions: reason
 
 
 def _uses_sliding_window(layer) -> bool:
@@ -43,6 +49,15 @@ def _alike(names: str, **special: Any) -> list[Family]:
     pairs = (name.partition(":") for name in names.split())
     return [Family(module, name or "Attention", **special) for module, _, name in pairs]
 
+
+_MLA: dict[str, Any] = {
+    "latent": True,
+    "hears": "rope",
+    "rotary_tail": _TAIL,
+    "plain_only": _always("mlx-lm multiplies this model's latents past its quantised attention"),
+    "note": _LATENTS,
+}
+_HYBRID_MLA = _MLA | {"note": f"{_LATENTS}; {_LINEAR}"}
 
 FAMILIES: dict[str, Family] = {
     family.module: family
@@ -99,9 +114,51 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "gemma4_text",
-            note=f"{_SLIDING}; without shared KV layers only",
-            refusal=_unless(lambda found: all(a.has_kv for a in found), _SHARED),
+            note=f"{_SLIDING}; {_BORROWED}",
+            borrows=lambda attention: not attention.has_kv,
+            kind=lambda attention: attention.is_sliding,
+            plain_only=_unless(lambda found: all(a.has_kv for a in found), _LENT),
         ),
+        Family(
+            "gemma3n",
+            "Gemma3nAttention",
+            note=f"{_SLIDING}; {_BORROWED}",
+            borrows=lambda attention: attention.is_kv_shared_layer,
+            kind=lambda attention: attention.is_sliding,
+        ),
+        Family(
+            "iquestloopcoder",
+            method="attention",
+            again=1,
+            note="both passes of its loop vote",
+            plain_only=_always(_LENT),
+        ),
+        Family(
+            "plamo2",
+            attends="mx.fast",
+            note=_LINEAR,
+            plain_only=_always("this model calls MLX's attention past mlx-lm's quantised one"),
+        ),
+        Family(
+            "gemma2",
+            attends="",
+            hears="rope",
+            cap="attn_logit_softcapping",
+            note="votes are of its capped logits",
+            plain_only=_always(
+                "this model computes scores itself, past mlx-lm's quantised attention"
+            ),
+        ),
+        *_alike(
+            """deepseek_v3:DeepseekV3Attention glm4_moe_lite:Glm4MoeLiteAttention longcat_flash:LongcatFlashMLA""",
+            **_MLA,
+        ),
+        *_alike("bailing_hybrid:MultiLatentAttention bailing_moe_v3:BailingMLA", **_HYBRID_MLA),
+        *_alike(
+            "kimi_k3:KimiK3MLAAttention kimi_linear:KimiMLAAttention",
+            **(_HYBRID_MLA | {"rope": None, "rotary_tail": None, "hears": "split"}),
+        ),
+        Family("mistral4", "Mistral4Attention", factor=1, **_MLA),
         *_alike(
             """bailing_moe_linear falcon_h1:FalconH1Attention granitemoehybrid:GraniteMoeHybridAttention olmo_hybrid
             qwen3_next:Qwen3NextAttention""",
@@ -131,8 +188,11 @@ FAMILIES: dict[str, Family] = {
 _BORROWERS: dict[str, tuple[str, ...]] = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
+    "kimi_k25": ("deepseek_v3",),
+    "kimi_vl": ("deepseek_v3",),
     "lfm2-vl": ("lfm2",),
-    "mistral3": ("llama", "ministral3"),
+    "longcat_flash_ngram": ("longcat_flash",),
+    "mistral3": ("llama", "ministral3", "mistral4"),
     "pixtral": ("llama",),
     "prism_hadamard_qwen35": ("qwen3_next",),
     "qwen2_vl": ("qwen2",),
@@ -153,23 +213,17 @@ SUPPORTED: dict[str, tuple[Family, ...]] = {
 # Model type -> why it is refused.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        """bailing_hybrid bailing_moe_v3 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k25 kimi_k3
-        kimi_linear kimi_vl longcat_flash longcat_flash_ngram mistral4""".split(),
-        "its entries are latents shared by all heads, and the positional part of the scores is computed "
-        "outside mlx-lm's attention (MLA)",
+        ("deepseek_v32", "glm_moe_dsa"),
+        "its indexer picks entries by their place in a cache of its own, which would have to lose the same ones",
     ),
     **dict.fromkeys(
         ("mamba", "mamba2", "rwkv7"), "it has no attention, so there is no KV cache to compress"
     ),
     "afm7": "its last layers read the entries of an earlier layer and take positions from their number",
     "deepseek_v41": "it keeps windows, groups and indices of its own instead of a KV cache",
-    "gemma2": "it caps logits in scores of its own instead of calling mlx-lm's attention",
-    "gemma3n": _SHARED,
-    "iquestloopcoder": "its second pass reads the entries of the first, and its queries would have no vote",
     "minimax_m3_vl": "it picks blocks of entries by their place in the cache, which eviction changes",
     "muse_spark": "its attention needs a Metal kernel, without which this version could not be tried on it",
-    "olmo": "it computes scores of its own instead of calling mlx-lm's attention",
+    "olmo": "mlx-lm's own forward pass of it fails for more than one token at a time",
     "phi3small": "its block-sparse mask is made from the entries' places in the cache, which eviction changes",
-    "plamo2": "it calls MLX's attention directly, past mlx-lm's function",
     "recurrent_gemma": "all of its attention layers are sliding windows, which are small already",
 }

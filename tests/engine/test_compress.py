@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import reference
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from model_configs import REFUSED_CONFIGS, make_model
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, compress_prompt_cache
@@ -146,14 +147,9 @@ def test_models_without_a_plain_kv_cache_are_refused_by_name(tokens):
 
 
 def test_unsupported_attention_is_refused_by_name(tokens):
-    from mlx_lm.models import gemma2
-
-    args = gemma2.ModelArgs(model_type="gemma2", hidden_size=32, num_hidden_layers=1, intermediate_size=32,
-                            num_attention_heads=2, head_dim=16, rms_norm_eps=1e-5, vocab_size=64,
-                            num_key_value_heads=1)  # fmt: skip
-    model = gemma2.Model(args)
+    model = make_model("recurrent_gemma", REFUSED_CONFIGS["recurrent_gemma"])
     with pytest.raises(
-        SnapKVError, match="model type 'gemma2' can't be compressed: it caps logits"
+        SnapKVError, match="model type 'recurrent_gemma' can't be compressed: all of its"
     ):
         compress_prompt_cache(model, make_prompt_cache(model), POLICY)
 

@@ -33,6 +33,7 @@ from mlx_snapkv.caches.layers import attention_layers, members
 from mlx_snapkv.engine.request import Request
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import family_of
 from mlx_snapkv.policies import SnapKV
 
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
@@ -61,13 +62,17 @@ CHANGES = {
     "8-bit weights": lambda model: nn.quantize(model, group_size=32, bits=8),
     "adapters": add_adapters,
 }
-CHANGED = [f"{name}, {change}" for name in ("llama", "qwen3_next", "gpt_oss") for change in CHANGES]
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+CHANGED = ["deepseek_v3, 4-bit weights", "deepseek_v3, 8-bit weights"]
+CHANGED += [
+    f"{name}, {change}" for name in ("llama", "qwen3_next", "gpt_oss") for change in CHANGES
+]
 
 
 @pytest.fixture(scope="module", params=[*models.SUPPORTED, *CHANGED])
 def model(request):
     name, _, change = request.param.partition(", ")
-    model = make_model(name)
+    model = make_model(name, LATENT if change and name == "deepseek_v3" else None)
     if change:
         before = model(TOKENS[None])
         CHANGES[change](model)
@@ -86,7 +91,7 @@ def last_projections(model, monkeypatch):
             return out
 
         monkeypatch.setattr(cls, "__call__", noted)
-    for cls in attention_classes(model):
+    for cls in filter(callable_class, attention_classes(model)):
 
         def watched(self, *args, call=cls.__call__, **kwargs):
             out = call(self, *args, **kwargs)
@@ -99,92 +104,169 @@ def last_projections(model, monkeypatch):
     return last
 
 
+def callable_class(cls):
+    """Whether it is called, and not one of its methods."""
+    return family_of(cls).method == "__call__"
+
+
+def entry_of(cls):
+    return getattr(cls, family_of(cls).method)
+
+
 def layers_of(model):
     return attention_layers(model, make_prompt_cache(model))
 
 
 def softmax_votes(call, n, kv_head_of):
     """Votes `(n_kv_heads, T)` of the call's last `n` queries, in float64, with each query head's KV head given."""
-    queries, keys = (np.array(call[name].astype(mx.float32), np.float64) for name in ("q", "k"))
-    n_heads, T = queries.shape[1], keys.shape[2]
-    group = n_heads // keys.shape[1]
+    T = call["k"].shape[2]
     votes = np.zeros((max(kv_head_of) + 1, T))
-    for head in range(n_heads):
+    for head, kv_head in enumerate(kv_head_of):
         for i in range(n):
             seen = T - n + i + 1
-            logits = keys[0, head // group, :seen] @ queries[0, head, -n + i] * call["scale"]
+            logits = scores_of(call, head, i - n)[:seen]
             sink = -np.inf if call["sinks"] is None else float(call["sinks"][head])
             top = max(logits.max(), sink)
             weights = np.exp(logits - top)
-            votes[kv_head_of[head], :seen] += weights / (weights.sum() + np.exp(sink - top))
-    return votes * len(votes) / n_heads
+            votes[kv_head, :seen] += weights / (weights.sum() + np.exp(sink - top))
+    return votes * len(votes) / len(kv_head_of)
 
 
-def heads_read(call, rows):
+def scores_of(call, head, i):
+    """The logits `(T,)` of one query, in float64; positional scores came as the mask, and capped ones as they are."""
+    if "scores" in call:
+        return np.array(
+            call["scores"][0].reshape(call["q"].shape[1], -1, call["k"].shape[2])[head, i],
+            np.float64,
+        )
+    queries, keys = (np.array(call[name].astype(mx.float32), np.float64) for name in ("q", "k"))
+    group = queries.shape[1] // keys.shape[1]
+    logits = keys[0, head // group] @ queries[0, head, i] * call["scale"]
+    added = isinstance(call["mask"], mx.array) and call["mask"].dtype != mx.bool_
+    return logits + np.array(call["mask"].astype(mx.float32)[0, head, i]) if added else logits
+
+
+def heads_read(layer, call, rows):
     """The cache's KV head that each query head reads, by looking for the key head's rows in the cache."""
-    group = call["q"].shape[1] // call["k"].shape[1]
+    n_heads, n_keys = call["q"].shape[1], call["k"].shape[1]
+    if layer.latent:
+        return [0] * n_heads
     return [
         next(
-            h for h in range(rows.shape[1]) if mx.array_equal(rows[:, h], call["k"][:, j // group])
+            h
+            for h in range(rows.shape[1])
+            if mx.array_equal(rows[:, h], call["k"][:, j * n_keys // n_heads])
         )
-        for j in range(call["q"].shape[1])
+        for j in range(n_heads)
     ]
 
 
 def read_and_spy(model, tokens, monkeypatch):
-    """The prompt read in two chunks on recording caches, and the calls that reached MLX's attention last."""
+    """The prompt read in two chunks on recording caches, and the calls that reached MLX's attention last.
+
+    Of models that compute their own scores: the calls of the softmax, and the queries and keys before.
+    """
     calls = []
-    attend = mx.fast.scaled_dot_product_attention
+    attend, softmax = mx.fast.scaled_dot_product_attention, mx.softmax
 
     def spy(queries, keys, values, *, scale, mask=None, sinks=None):
-        calls.append({"q": queries, "k": keys, "scale": scale, "sinks": sinks})
+        calls.append({"q": queries, "k": keys, "scale": scale, "sinks": sinks, "mask": mask})
         return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", spy)
+    def spy_scores(scores, *args, **kwargs):
+        calls.append({"scores": scores})
+        return softmax(scores, *args, **kwargs)
+
     cache = make_prompt_cache(model)
     request = Request(model, replace(POLICY, lookahead=0), tokens.size, cache)
-    with request.recording():
+    with request.recording(), monkeypatch.context() as patched:
+        if any(layer.cap for layer in attention_layers(model, cache)):
+            patched.setattr(mx, "softmax", spy_scores)
+        patched.setattr(mx.fast, "scaled_dot_product_attention", spy)
         model(tokens[None, :30], cache=request.caches)
         calls.clear()
         model(tokens[None, 30:], cache=request.caches)
     return request, calls
 
 
+def calls_of(layer, cache, calls):
+    """Those by which the layer's readers came to its recorded queries, one each."""
+    parts = mx.split(cache.queries, len(layer.readers), axis=1)
+    return [_call_of(layer, cache, part, calls) for part in parts]
+
+
+def _call_of(layer, cache, queries, calls):
+    if layer.cap:  # in order of layers, and the queries are those of these scores
+        call = calls.pop(0)
+        logits = layer.cap * mx.tanh(
+            (queries * layer.attention.scale)
+            @ mx.repeat(cache.held().keys, layer.attention.repeats, axis=1).swapaxes(-1, -2)
+            / layer.cap
+        )
+        found = call["scores"].flatten(1, 2)[:, :, -8:]
+        seen = found > -1e30
+        assert mx.allclose(mx.where(seen, logits, 0), mx.where(seen, found, 0), atol=1e-5)
+        scale = layer.attention.scale
+        return call | {"q": queries, "k": cache.held().keys, "scale": scale, "sinks": None}
+    return next(c for c in calls if is_made_of(layer, cache, queries, c))
+
+
+def is_made_of(layer, cache, queries, call):
+    """Bit for bit: the queries are the call's, or in the case of latents what the call's become, and its mask's."""
+    asked = call["q"][:, :, -8:]
+    if not layer.latent:
+        return mx.array_equal(asked, queries).item()
+    module = layer.attention
+    n, rank = module.qk_nope_head_dim, module.kv_lora_rank
+    positional = queries[..., rank:]
+    if not mx.array_equal(module.embed_q(asked[..., :n]), queries[..., :rank]):
+        return False
+    if asked.shape[3] > n:
+        return mx.array_equal(asked[..., n:], positional)
+    scores = (positional * call["scale"]) @ cache.held().plain()[1].swapaxes(-1, -2)
+    mask = call["mask"][:, :, -8:]
+    return mx.allclose(mx.where(mask > -1e30, scores, mask), mask, rtol=1e-6, atol=1e-7)
+
+
 def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
-    """Bit for bit the queries of the real call, and the votes of its softmax with its heads, scale and sinks."""
+    """Bit for bit the queries of the real call, and the votes of its softmax with its heads, scale, mask and sinks."""
     request, calls = read_and_spy(model, TOKENS, monkeypatch)
-    calls = iter(calls)
     for layer in attention_layers(model, request.caches):
         cache = layer.cache_in(request.caches)
-        call = next(c for c in calls if mx.array_equal(c["q"][:, :, -8:], cache.queries))
-        rows = cache.held()
-        expected = softmax_votes(call, 8, heads_read(call, rows.keys))
-        assert np.allclose(rows.votes[0], expected, atol=2e-5)
+        own, rows = calls_of(layer, cache, calls), cache.held()
+        votes = [softmax_votes(c, 8, heads_read(layer, c, rows.keys)) for c in own]
+        assert np.allclose(rows.votes[0], np.mean(votes, axis=0), atol=2e-5)
         # For people who hold queries of their own.
-        assert layer.family.scale_of(layer.attention, rows.keys.shape[3]) == pytest.approx(
-            call["scale"]
-        )
-        assert (layer.family.sinks_of(layer.attention) is None) == (call["sinks"] is None)
+        for call in own:
+            assert layer.family.scale_of(layer.attention, rows.keys.shape[3]) == pytest.approx(
+                call["scale"]
+            )
+            assert (layer.family.sinks_of(layer.attention) is None) == (call["sinks"] is None)
 
 
 def test_the_output_projection_is_what_the_attention_ends_with(model, monkeypatch):
     """CriticalKV's: every query head has a part of its input, and it reads the KV head that `readers` says."""
     request, calls = read_and_spy(model, TOKENS, monkeypatch)
-    calls = iter(calls)
     last = last_projections(model, monkeypatch)
     for layer in attention_layers(model, request.caches):
         cache = layer.cache_in(request.caches)
-        call = next(c for c in calls if mx.array_equal(c["q"][:, :, -8:], cache.queries))
+        call, *others = calls_of(layer, cache, calls)
         rows, n_heads = cache.held(), call["q"].shape[1]
-        module, n_in, n_out = last[id(layer.attention)]
-        assert layer.family.output_of(layer.attention) is module
-        assert n_in == n_heads * rows.values.shape[3]
-        read, H = heads_read(call, rows.keys), rows.keys.shape[1]
+        if callable_class(type(layer.attention)):
+            module, n_in, n_out = last[id(layer.attention)]
+            assert layer.family.output_of(layer.attention) is module
+            assert n_in == n_heads * (
+                layer.attention.v_head_dim if layer.latent else rows.values.shape[3]
+            )
+        else:
+            n_out = model.args.hidden_size
+        read, H = heads_read(layer, call, rows.keys), rows.keys.shape[1]
         for head in range(H):
             readers = layer.family.readers(head, H, n_heads)
             assert all(read[j] == head for j in readers) and len(readers) == n_heads // H
-            made = layer.output_weights(head, n_heads, rows.values)
-            assert made.shape == (len(readers), rows.values.shape[3], n_out)
+            n = 1 + len(others)
+            made = layer.output_weights(head, n_heads * n, rows.values)
+            assert made.shape == (n * len(readers), rows.values.shape[3], n_out)
 
 
 def test_decoding_with_everything_kept_equals_mlx_lm(model):
@@ -214,7 +296,7 @@ def test_a_long_turn_equals_its_tokens_one_by_one(model):
 
 
 def test_a_request_is_compressed_and_left_clean(model):
-    originals = {cls: cls.__call__ for cls in attention_classes(model)}
+    originals = {cls: entry_of(cls) for cls in attention_classes(model)}
     reports, cache = [], make_prompt_cache(model)
     ours = list(
         generate_step(
@@ -229,15 +311,16 @@ def test_a_request_is_compressed_and_left_clean(model):
     assert all(reports[0].rows_kept[i] is None for i in untouched)
     # The first token is mlx-lm's own: it was decoded on the full rows.
     assert ours[0][0] == plain(model, TOKENS, n=1)[0][0]
-    assert all(cls.__call__ is call for cls, call in originals.items())
+    assert all(entry_of(cls) is call for cls, call in originals.items())
     for cls in originals:
         module = importlib.import_module(cls.__module__)
-        assert module.scaled_dot_product_attention is base.scaled_dot_product_attention
+        attend = vars(module).get("scaled_dot_product_attention", base.scaled_dot_product_attention)
+        assert attend is base.scaled_dot_product_attention and module.mx is mx
 
 
 @pytest.mark.parametrize("policy", [KeyDiff, TOVA])
 def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model, policy):
-    originals = {cls: cls.__call__ for cls in attention_classes(model)}
+    originals = {cls: entry_of(cls) for cls in attention_classes(model)}
     cache = make_prompt_cache(model)
     policy = policy(budget=12, n_window=2, block=10)
     answer = generate_step(TOKENS, model, policy=policy, max_tokens=30, prompt_cache=cache)
@@ -246,7 +329,7 @@ def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model, pol
         n += 1
         assert mx.all(mx.isfinite(logprobs)) and all(c.size() <= 22 for c in bounded(cache))
     assert n == 30 and len(bounded(cache)) == len(layers_of(model))
-    assert all(cls.__call__ is call for cls, call in originals.items())
+    assert all(entry_of(cls) is call for cls, call in originals.items())
 
 
 def test_a_prompt_that_is_read_again_is_put_back(model):
@@ -261,7 +344,7 @@ def test_a_prompt_that_is_read_again_is_put_back(model):
         assert ours.offset == TOKENS.size and ours.size() == READ_AGAIN.budget
         held = ours.held()
         wanted = mx.take_along_axis(keys, held.positions[..., None], axis=2)
-        assert mx.allclose(held.keys, wanted, atol=1e-5)
+        assert mx.allclose(held.plain()[0], wanted, atol=1e-5)
         for cache in caches:
             layer.put(cache, None)
     states = [[c.state for c in members(cache) if c is not None] for cache in caches]
@@ -316,13 +399,21 @@ def test_sliding_layers_with_plain_caches_are_left_alone():
 
 
 def test_a_wrapper_of_a_refused_type_gives_its_reason():
+    model = make_model("pixtral")
+    model.language_model = make_model("recurrent_gemma", REFUSED_CONFIGS["recurrent_gemma"])
+    with pytest.raises(
+        UnsupportedModelError, match="'pixtral' can't be compressed: all of its attention layers"
+    ):
+        layers_of(model)
+
+
+def test_a_wrapper_may_hold_latents():
     text = config("deepseek_v2") | {"model_type": "mistral4"}
     text["rope_parameters"] = LLAMA4_ROPE | {"mscale_all_dim": 1.0, "factor": 1.0}
     model = make_model("mistral3", {"text_config": text})
-    with pytest.raises(
-        UnsupportedModelError, match="'mistral3' can't be compressed: its entries are latents"
-    ):
-        layers_of(model)
+    assert all(layer.latent for layer in layers_of(model))
+    _, report = prefill(model, TOKENS, POLICY)
+    assert report.entries_kept == [POLICY.budget] * 4
 
 
 def test_a_model_of_another_package_is_refused():

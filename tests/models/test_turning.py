@@ -6,12 +6,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import ProportionalRoPE, SuScaledRoPE, initialize_rope
 from model_configs import make_model
 
 from mlx_snapkv import models
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.models.rope import amplitudes
 from mlx_snapkv.models.turning import composes, turn
 
@@ -116,7 +118,9 @@ def test_rotations_that_depend_on_the_length_do_not_compose():
 
 
 NORMED = {"hunyuan", "hunyuan_v1_dense"}
-BEFORE_MASK = dict.fromkeys(("ministral3", "mistral3"), (mx.ones((41, 1)),))  # a scale of queries
+BEFORE_MASK = dict.fromkeys(
+    ("ministral3", "mistral3", "mistral4"), (mx.ones((41, 1)),)
+)  # a scale of queries
 
 WIDE = {"prism_hadamard_qwen35": 128}
 
@@ -132,8 +136,14 @@ def test_every_familys_keys(name):
             continue
         own = layer.cache_in(caches)
         cache = caches[layer.index] if name == "baichuan_m1" else own
-        layer.attention(hidden, *BEFORE_MASK.get(name, ()), "causal", cache)
-        keys = own.keys[:, :, 1:41]  # a convolution's first is another
+        if layer.family.method == "attention":
+            own.update_and_fetch(*layer.attention.get_qkv(hidden, 0)[1:])
+        else:
+            mask = create_causal_mask(41)
+            layer.attention(hidden, *BEFORE_MASK.get(name, ()), mask, cache)
+        keys = Entries(*own.keys_and_values(), layer=layer).keys[
+            :, :, 1:41
+        ]  # a convolution's first is another
         B, H, _, D = keys.shape
         can = layer.family.can_turn(layer.attention, layer.rope, D, 4096)
         assert can == (name not in NORMED)

@@ -1,0 +1,54 @@
+"""Multi-head latent attention (MLA): what its queries are to the entries that it stores.
+
+A layer stores one latent for all heads, and the positional part of one key; a query head's logit is
+`embed_q(q_nope) . latent + q_pe . k_pe`. So a key, as policies see it, is latent and positional part side by side, and
+a query what multiplies both. mlx-lm's modules give the attention function `q_nope`, or of a single token what `embed_q`
+made of it, and hide `q_pe` in a mask of scores; some give both parts of the query at once.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..entries.queries import Read
+
+
+def asked(
+    attention: Any, queries: mx.array, positional: mx.array, absorbed: bool
+) -> tuple[mx.array, Read | None]:
+    """The queries of a call, and what makes of some of them what keys are multiplied by.
+
+    Args:
+        queries: `(B, n_heads, L, ...)`, as the attention function was given them.
+        positional: `q_pe`, `(B, n_heads, L, qk_rope_head_dim)`.
+        absorbed: the queries are those that multiply latents.
+    """
+    n_plain = attention.qk_nope_head_dim
+    if absorbed:
+        return mx.concatenate([queries, positional], axis=-1), None
+    if queries.shape[3] == n_plain:
+        queries = mx.concatenate([queries, positional], axis=-1)
+
+    def read(some: mx.array) -> mx.array:
+        plain, rest = some[..., :n_plain], some[..., n_plain:]
+        return mx.concatenate([attention.embed_q(plain), rest], axis=-1)
+
+    return queries, read
+
+
+def output_weights(attention: Any, output: Any, n_heads: int, like: mx.array) -> mx.array:
+    """What the output projection makes of a latent, by query head: `(n_heads, kv_lora_rank, hidden_size)`.
+
+    Args:
+        output: the projection.
+        like: the latents, `(B, 1, T, kv_lora_rank)`.
+    """
+    rank = like.shape[3]
+    values = attention.unembed_out(mx.eye(rank, dtype=like.dtype)[None, None])[0]  # by head
+    D = values.shape[2]
+    nothing = output(mx.zeros((1, n_heads * D), like.dtype))
+    made = []
+    for head in range(n_heads):  # the others' parts are zeros
+        sides = [(0, 0), (head * D, (n_heads - 1 - head) * D)]
+        made.append(output(mx.pad(values[head], sides)) - nothing)
+    return mx.stack(made)

@@ -1,0 +1,215 @@
+"""Models whose attention is not told all, or reads entries of others: policies, memories, files, batches."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from batch_helpers import Run, alone, prompts_of
+from mlx_lm.models import gemma4_text
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from model_configs import CONFIGS, make_model
+from request_helpers import assert_same, plain, steps
+
+from mlx_snapkv import SnapKVError, prefill, saved
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import family_of, recording
+from mlx_snapkv.policies import POLICIES
+
+LATENT = ["deepseek_v3", "mistral4", "kimi_linear", "longcat_flash"]
+LENDING = ["gemma3n", "gemma4_text", "iquestloopcoder"]
+OWN_CALLS = ["gemma2", "plamo2"]
+NAMES = [*LATENT, *LENDING, *OWN_CALLS]
+TOKENS = mx.array(np.random.default_rng(1).integers(1, 128, 64))
+SNAPKV = "snapkv:top_k=10,n_sink=2,n_window=8,obs_window=8,pool_kernel=3,min_ctx=0"
+OPTIONS = {"snapkv": "n_window=8,obs_window=8,min_ctx=0", "lagkv": "n_sink=2,lag_size=8"}
+SPECS = [f"{name}:{OPTIONS.get(name, 'n_sink=2')},budget=20" for name in POLICIES]
+SPECS = [spec.replace("n_sink=2,budget", "budget") for spec in SPECS] + [f"{SNAPKV},critical=true"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request):
+    return make_model(request.param)
+
+
+def is_type(model, *names):
+    return type(model).__module__.rpartition(".")[2] in names
+
+
+def layers_of(model, cache=None):
+    return attention_layers(model, make_prompt_cache(model) if cache is None else cache)
+
+
+def test_queries_are_the_same_however_the_tokens_come(model):
+    """At once, or the last ones alone, which some models read by other means."""
+    found = []
+    for chunks in ([64], [57, 1, 3, 1, 1, 1]):
+        caches = make_prompt_cache(model)
+        for layer in layers_of(model):
+            layer.put(caches, RecordingKVCache(40, 64, 64, layer))
+        with recording(attention_classes(model)):
+            for end, n in zip(np.cumsum(chunks), chunks):
+                model(TOKENS[None, int(end) - n : int(end)], cache=caches)
+        found.append([layer.cache_in(caches).queries for layer in layers_of(model, caches)])
+    assert all(mx.allclose(x, y, atol=1e-4) for x, y in zip(*found, strict=True))
+
+
+def test_every_policy_keeps_its_budget_or_is_refused(model):
+    for spec in SPECS:
+        if spec.startswith("snapkv"):
+            spec = spec.replace("budget=20", "budget=20,n_sink=2")
+        if spec.startswith("expected") and is_type(model, "gemma2"):
+            with pytest.raises(
+                SnapKVError, match=r"no closed form where logits are capped, as those of .*'gemma2'"
+            ):
+                prefill(model, TOKENS, spec)
+            continue
+        cache, _ = prefill(model, TOKENS, spec)
+        assert {layer.entries_in(cache).n_entries for layer in layers_of(model, cache)} == {20}, (
+            spec
+        )
+        assert mx.all(mx.isfinite(model(TOKENS[None, :1], cache=cache)))
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_keys_are_latents_beside_positional_keys_and_values_are_latents(name):
+    """Under a block policy, too, whose entries have been evicted twice."""
+    model = make_model(name)
+    full = make_prompt_cache(model)
+    plain(model, TOKENS, n=1, prompt_cache=full)
+    cache, _ = prefill(model, TOKENS, "keydiff:budget=20,block=20")
+    for layer in layers_of(model, cache):
+        latents, positional = layer.cache_in(full).keys_and_values()
+        held = layer.cache_in(cache).held()
+        if layer.number == 0:  # what later ones hold depends on what the first has dropped
+            at = held.positions[..., None]
+            wanted = [mx.take_along_axis(x, at, axis=2) for x in (latents, positional)]
+            assert mx.allclose(held.keys, mx.concatenate(wanted, axis=-1), atol=1e-5)
+            assert mx.allclose(held.values, wanted[0], atol=1e-5)
+        both = mx.concatenate(held.plain(), axis=-1)
+        for read, whole in ((held.read_keys, both), (held.read_values, held.plain()[0])):
+            assert mx.array_equal(read(3, 9), whole[:, :, 3:9])
+        again = held.rekeyed(held.keys).plain()
+        assert all(mx.array_equal(x, y) for x, y in zip(again, held.plain()))
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_the_output_weights_are_what_becomes_of_a_latent(name):
+    model = make_model(name)
+    cache, _ = prefill(model, TOKENS, SNAPKV)
+    for layer in layers_of(model, cache):
+        latents = layer.cache_in(cache).held().values
+        module, n_heads = layer.attention, layer.cache_in(cache).held().keys.shape[1] * 4
+        found = latents @ layer.output_weights(0, n_heads, latents)[None]
+        by_head = module.unembed_out(latents)
+        for head in range(n_heads):
+            alone = mx.zeros_like(by_head)
+            alone[:, head] = by_head[:, head]
+            made = layer.family.output_of(module)(alone.transpose(0, 2, 1, 3).flatten(2))
+            assert mx.allclose(found[:, head], made, atol=1e-5)
+
+
+def test_answers_recalled_from_all_entries(model):
+    """Checked against all entries they are the full cache's own, where the model can take tokens back."""
+    rewinds = is_type(model, "deepseek_v3", "mistral4", "longcat_flash", "gemma2")
+    verify = "all" if rewinds else "unsure"
+    options = {"policy": SNAPKV, "memory": "recall", "verify": verify, "verify_below": 1.0}
+    answer = steps(model, TOKENS, n=16, **options)
+    if rewinds:
+        assert [t for t, _ in answer] == [t for t, _ in plain(model, TOKENS, n=16)]
+    assert len(answer) == 16 and all(mx.all(mx.isfinite(x)) for _, x in answer)
+
+
+@pytest.mark.parametrize("options", [{"kv_bits": 8}, {"memory": "recall:8bit"}], ids=str)
+def test_entries_that_mlx_lm_reads_plain_are_not_quantised(model, options):
+    if is_type(model, "gemma3n"):  # its borrowers read through the cache
+        pytest.skip("it can be quantised")
+    with pytest.raises(SnapKVError, match=r"quantised .*: (drop kv_bits|give memory=recall)$"):
+        steps(model, TOKENS, policy=SNAPKV, **options)
+
+
+QUANTISABLE = {
+    "gemma3n": {"text_config": CONFIGS["gemma3n"]["text_config"] | {"head_dim": 32}},
+    "gemma4_text": CONFIGS["gemma4_text"] | {"num_kv_shared_layers": 0},
+}
+
+
+@pytest.mark.parametrize("name", QUANTISABLE)
+def test_who_reads_through_a_cache_may_read_quantised_entries(name):
+    model = make_model(name, QUANTISABLE[name])
+    cache = make_prompt_cache(model)
+    answer = steps(model, TOKENS, policy=SNAPKV, kv_bits=8, kv_group_size=32, prompt_cache=cache)
+    assert len(answer) == 12
+    assert all(layer.cache_in(cache).quantization.bits == 8 for layer in layers_of(model, cache))
+
+
+@pytest.mark.parametrize(
+    "policy", ["h2o:budget=20,block=8", "tova:budget=20,block=8", "keydiff:budget=20,block=8"]
+)
+def test_a_file_goes_on_as_if_nothing_had_happened(model, policy, tmp_path):
+    """Also one that mlx-lm has read, whose caches don't know their layers."""
+    cache, _ = prefill(model, TOKENS, policy)
+    own, theirs = (str(tmp_path / name) for name in ("own.safetensors", "theirs.safetensors"))
+    saved.save(own, model, cache, TOKENS, policy)
+    save_prompt_cache(theirs, cache)
+    wanted = steps(model, TOKENS[:9], n=20, prompt_cache=cache)
+    for loaded in (saved.load(own, model).prompt_cache, load_prompt_cache(theirs)):
+        assert_same(steps(model, TOKENS[:9], n=20, prompt_cache=loaded), wanted)
+
+
+def test_requests_of_a_batch_vote_as_alone(model):
+    if is_type(model, "gemma2"):
+        pytest.skip("mlx-lm can't decode it in a batch")
+    policy = "tova:budget=20,block=8"
+    prompts = prompts_of(40, 33, vocab_size=120)
+    run = Run(model, policy)
+    uids = run.insert(prompts, [24, 24])
+    run.finish()
+    for uid, prompt in zip(uids, prompts):
+        assert run.answers[uid] == alone(model, prompt, 24, policy=policy)
+
+
+def test_without_compression_nothing_is_touched(model):
+    classes = attention_classes(model)
+    before = {cls: vars(cls).get(family_of(cls).method) for cls in classes}
+    wanted = plain(model, TOKENS, n=6)
+    reports = []
+    policy = SNAPKV.replace("min_ctx=0", "min_ctx=1000")
+    for options in ({}, {"policy": policy}):
+        found = steps(model, TOKENS, n=6, on_report=reports.append, **options)
+        assert all(
+            a == b and mx.array_equal(x, y) for (a, x), (b, y) in zip(found, wanted, strict=True)
+        )
+        assert {cls: vars(cls).get(family_of(cls).method) for cls in classes} == before
+    assert "below min_ctx" in reports[-1].reason
+
+
+def test_a_call_that_fails_leaves_nothing_for_the_next(monkeypatch):
+    """The entries are lent, and the borrower never comes."""
+    model = make_model("gemma4_text")
+    wanted = steps(model, TOKENS, policy=SNAPKV)
+    call = gemma4_text.MLP.__call__
+    calls = []
+
+    def failing(self, x):
+        calls.append(self)
+        if len(calls) == 5:
+            raise RuntimeError("no memory")
+        return call(self, x)
+
+    monkeypatch.setattr(gemma4_text.MLP, "__call__", failing)
+    with pytest.raises(RuntimeError):
+        steps(model, TOKENS, policy=SNAPKV)
+    monkeypatch.undo()
+    assert_same(steps(model, TOKENS, policy=SNAPKV), wanted)
+
+
+def test_lent_entries_need_a_cache_that_knows_its_readers():
+    model = make_model("gemma3n")
+    caches = make_prompt_cache(model)
+    caches[3] = RecordingKVCache(0, 64, 64)
+    with (
+        recording(attention_classes(model)),
+        pytest.raises(SnapKVError, match="other layers read these entries, too"),
+    ):
+        model(TOKENS[None], cache=caches)
