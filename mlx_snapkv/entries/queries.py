@@ -176,10 +176,10 @@ class Recorder:
         self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
     ) -> None:
         """`record` of the queries of all readers."""
+        self.scale, self.sinks = scale, sinks
         hear = getattr(_overheard, "by", None)
         if hear is not None:
             hear(self, queries if read is None else read(queries))
-        self.scale, self.sinks = scale, sinks
         start = self.offset - queries.shape[2]
         if self.statistics_from is not None:
             self._count_queries(queries, start, read)
