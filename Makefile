@@ -43,6 +43,7 @@ bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; wr
 	$(RUN) -m mlx_snapkv bench --book --output docs/benchmarks-book
 	$(RUN) scripts/book_page.py
 	$(RUN) -m mlx_snapkv bench --model demo --batches 1,4,8,16 --output docs/benchmarks-batches
+	$(RUN) -m mlx_snapkv bench --model demo --server 1,4,8 --output docs/benchmarks-server
 	$(RUN) -m mlx_snapkv bench --model demo --needle --context 2048,4096,8192 --steps 20 -p 2048,4096 \
 		--long-prompts 4096,8192 --verified "" --questions 4 --output docs/benchmarks-demo
 
