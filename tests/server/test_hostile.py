@@ -8,7 +8,7 @@ import time
 
 import httpx
 import pytest
-from bad_requests import BAD, BAD_HTTP, CHAT, HELLO, RAW, TEXT
+from bad_requests import BAD, BAD_HTTP, CHAT, HEAD, HELLO, RAW, TEXT
 from server_helpers import load_named, serving
 
 from mlx_snapkv.server import exchange
@@ -112,6 +112,28 @@ def test_a_page_of_another_site_may_not_ask(served):
         headers = {"Origin": "http://good.example"}
         answer = open_to.post(CHAT, HELLO, headers=headers)
         assert answer.headers["access-control-allow-origin"] == "http://good.example"
+
+
+def test_what_clients_make_up_is_not_counted_by_its_name(served):
+    """Each name would stay in memory."""
+    assert served.client.get("/v1/models/made-up").status_code in (200, 404)
+    for headers in ({}, {"Host": "evil.example"}):
+        assert_refused(served.post("/made-up", HELLO, headers=headers), [403, 404])
+    assert_refused(served.post(CHAT, {}), [400])
+    lines = served.client.get("/metrics").text
+    assert "made-up" not in lines
+    assert f'mlx_snapkv_responses_total{{path="{CHAT}",status="400"}}' in lines
+
+
+def test_clients_that_leave_before_their_body_has_come_are_no_failure(served, caplog):
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+    time.sleep(0.2)
+    assert_answers(served)
+    assert "failed" not in caplog.text
+    assert f'path="{CHAT}",status="499"' in served.client.get("/metrics").text
 
 
 def test_too_many_and_too_long():
