@@ -1,4 +1,4 @@
-"""A server under all that clients do, for minutes: nothing may grow, die or go unanswered. Exit code 1 if something did.
+"""A server under all that clients do, for minutes: nothing may grow, die or go unanswered; exit code 1 if it does.
 
 python scripts/soak_server.py --minutes 10
 """
@@ -23,7 +23,14 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from soak_clients import Tally, run_all  # noqa: E402
 
-FLAGS = ["--snapkv", "budget=25%,min_ctx=256", "--memory", "recall", "--queue", "64"]
+FLAGS = [
+    "--snapkv",
+    "budget=25%,n_sink=4,n_window=32,min_ctx=256",
+    "--memory",
+    "recall",
+    "--queue",
+    "64",
+]
 FLAGS += ["--prefix-bytes", "60MB", "--max-kv-bytes", "80MB"]
 EVERY = 2.0  # seconds between two looks
 WARM = 1 / 3  # of the time, until which memory may grow: caches fill
