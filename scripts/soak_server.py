@@ -131,14 +131,18 @@ def main() -> None:
         try:
             assert process.stdout
             line = process.stdout.readline()
-            wrong = soak(line.split(" at ")[1].split()[0], process, args.minutes, args.seed)
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            if " at http://" in line:
+                url = line.split(" at ")[1].split()[0]
+                wrong = soak(url, process, args.minutes, args.seed)
+                process.send_signal(signal.SIGTERM)
+                process.wait(30)
+            else:
+                wrong = ["the server has not started"]
         finally:
             process.kill()
             log.seek(0)
             said = log.read()
-    if "Traceback" in said or "failed" in said:
+    if "Traceback" in said or "failed" in said or process.returncode not in (0, -signal.SIGTERM):
         wrong.append(f"the log has:\n{said[-3000:]}")
     print("\n".join(wrong) if wrong else "nothing was wrong")
     sys.exit(bool(wrong))
