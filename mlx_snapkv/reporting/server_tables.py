@@ -37,8 +37,8 @@ def holding(result: dict[str, Any]) -> Table:
         "KV memory is that of the requests' arrays, with their room, in the median step that answers all of "
         'the first; "prefixes" those kept of all prompts for later ones, at the end. The peak is MLX\'s own, '
         '"process" what the process holds itself, on Linux without the files that the system caches for it. '
-        '"Known" is the part of the follow-ups\' tokens that were not read again; an answer is right if the exact '
-        "value stands in it.",
+        '"Known" is the part of the follow-ups\' tokens that were not read again; an answer is right if the value '
+        "stands in it, whatever follows.",
         [*WHO, "KV memory", "of mlx-lm's", "prefixes", "peak", "process", "known", "right"],
     )
     for r, base in _pairs(result):
