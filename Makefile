@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-.PHONY: help demo test lint docs bench eval mlx-lm-tests clean
+.PHONY: help demo test lint docs bench eval mlx-lm-tests soak clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 14
@@ -43,11 +43,15 @@ bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; wr
 	$(RUN) -m mlx_snapkv bench --book --output docs/benchmarks-book
 	$(RUN) scripts/book_page.py
 	$(RUN) -m mlx_snapkv bench --model demo --batches 1,4,8,16 --output docs/benchmarks-batches
+	$(RUN) -m mlx_snapkv bench --model demo --server 1,4,8 --output docs/benchmarks-server
 	$(RUN) -m mlx_snapkv bench --model demo --needle --context 2048,4096,8192 --steps 20 -p 2048,4096 \
 		--long-prompts 4096,8192 --verified "" --questions 4 --output docs/benchmarks-demo
 
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py
+
+soak: $(VENV)/.installed-dev ## a server under good, bad, slow and leaving clients: nothing may grow or die (10 minutes)
+	$(RUN) scripts/soak_server.py
 
 eval: $(VENV)/.installed ## are facts still found? every policy, the question known or later; writes docs/quality, kv-bits, answers, book (three hours)
 	$(RUN) scripts/measure_quality.py

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import attention_layers, is_compressed, members
-from ..caches.memories import lasting_forms, recalling_caches, saved_forms
+from ..caches.memories import lasting_forms, plain_forms, recalling_caches, saved_forms
 from ..engine.decision import gate
 from ..engine.making import make_request
 from ..engine.prefill import observing
@@ -96,7 +96,7 @@ class Job:
         if reason is not None:
             self._report = CompressionReport(str(plan.policy or NO_POLICY), n_prompt, reason)
             self.is_compressed = True
-            self.caches = saved_forms(plan.model, self.caches)  # which mlx-lm's batches can hold
+            self.caches = plain_forms(plan.model, self.caches)
             return
         if plan.recall.memory != "drop":
             memory = plan.recall.memory, plan.policy

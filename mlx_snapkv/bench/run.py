@@ -19,7 +19,7 @@ from .verified import measure_verified
 
 BOUNDED = KeyDiff(budget=2048, block=512)
 
-PARTS = ("decode", "verified", "requests", "bounded", "book", "batches", "needle")
+PARTS = ("decode", "verified", "requests", "bounded", "book", "batches", "server", "needle")
 
 Result = dict[str, list[dict[str, Any]]]
 

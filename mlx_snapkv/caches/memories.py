@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
@@ -106,6 +106,17 @@ def saved_forms(model, caches: list) -> list:
     if any(isinstance(cache, Everything) for cache in members(caches)):
         for layer in attention_layers(model, caches):
             layer.put(forms, layer.cache_in(caches).saved_form())
+    return forms
+
+
+def plain_forms(model, caches: list) -> list:
+    """`saved_forms` that mlx-lm can decode together with others: those of quantised entries are plain."""
+    forms = saved_forms(model, caches)
+    for layer in attention_layers(model, forms):
+        found = layer.cache_in(forms)
+        if isinstance(found, QuantizedKVCache):
+            entries = layer_cache(found).held()
+            layer.put(forms, plain_cache(entries.keys, entries.values))
     return forms
 
 

@@ -15,6 +15,7 @@ from . import flags
 from .interrupts import listen
 from .loading import load_model
 from .options import ResultFiles, whole_numbers, write_result
+from .serve import require_server
 
 if TYPE_CHECKING:
     from ..bench.run import Plan
@@ -45,7 +46,7 @@ def bench(
         typer.Option(
             "--prompt-tokens",
             "-p",
-            help=f"Prompt lengths of whole requests; default: {PROMPTS}, with --batches {BATCH_PROMPTS}.",
+            help=f"Prompt lengths of whole requests; default: {PROMPTS}, with --batches or --server {BATCH_PROMPTS}.",
         ),
     ] = None,
     long_prompts: Annotated[
@@ -65,6 +66,12 @@ def bench(
         str,
         typer.Option(
             help="Only this: so many prompts of -p tokens at once, such as 1,4,8,16, in mlx-lm's batches and in ours."
+        ),
+    ] = "",
+    server: Annotated[
+        str,
+        typer.Option(
+            help="Only this: so many clients at once, such as 1,4,8, that ask mlx_lm.server and ours about -p tokens."
         ),
     ] = "",
     num_trials: Annotated[
@@ -87,10 +94,15 @@ def bench(
     from .print_table import print_table
     from .progress import SavingBars
 
-    if needle and model is None:
-        raise SnapKVError("--needle needs a model that can answer: --model demo, for one")
+    for option, given in (("--needle", needle), ("--server", server)):
+        if given and model is None:
+            raise SnapKVError(f"{option} needs a model that can answer: --model demo, for one")
     sizes = whole_numbers("--batches", batches, least=1)
-    prompts = prompt_tokens if prompt_tokens is not None else BATCH_PROMPTS if sizes else PROMPTS
+    clients = whole_numbers("--server", server, least=1)
+    if clients:
+        require_server("bench --server", "httpx")
+    usual = BATCH_PROMPTS if sizes or clients else PROMPTS
+    prompts = prompt_tokens if prompt_tokens is not None else usual
     long = long_prompts if long_prompts is not None else BOOKS if book else LONG_PROMPTS
     plan = _plan(snapkv, context, verified, prompts, long, num_trials, steps)
     if needle:
@@ -106,7 +118,14 @@ def bench(
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     about = {"command": command, **setting(), "model": model or NAME}
     with SavingBars(about, files) as bars:
-        result = about | run(loaded, tokenizer, plan, bars)
+        if clients:
+            from ..bench.servers import measure_servers
+
+            del loaded  # each server has its own
+            found = measure_servers(str(model), tokenizer, plan, clients, bars)
+        else:
+            found = run(loaded, tokenizer, plan, bars)
+    result = about | found
     for table in tables.tables(result):
         print_table(table)
         print()

@@ -114,7 +114,7 @@ def serve(
       mlx-snapkv serve --model demo --snapkv top_k=1024,min_ctx=0 --memory recall
       curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
-    _require_server()
+    require_server("serve")
     from ..batch.openai_request import Defaults
     from ..caches.memories import in_files
     from ..engine.recalling import Recall
@@ -197,10 +197,10 @@ def _first_line(model: str, url: str) -> str:
     return f"{model} at {url} (a page to ask at) | {clients} | its API: {url}/docs | Ctrl-C stops"
 
 
-def _require_server() -> None:
-    """Raises: SnapKVError: the packages of the extra are not installed."""
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+def require_server(what: str, *more: str) -> None:
+    """Raises: SnapKVError: the packages of the extra, or more, are not installed."""
+    for package in ("fastapi", "uvicorn", "prometheus_client", *more):
         if find_spec(package) is None:
             raise SnapKVError(
-                f"serve needs {package}, which is not installed: run pip install 'mlx-snapkv[server]'"
+                f"{what} needs {package}, which is not installed: run pip install 'mlx-snapkv[server]'"
             )

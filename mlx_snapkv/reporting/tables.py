@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..engine.report import format_bytes
-from . import batch_tables
+from . import batch_tables, server_tables
 from .plots import figures
 from .table import Table, as_markdown, setting_text
 
@@ -21,6 +21,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
             _questions,
             batch_tables.together,
             batch_tables.whole_runs,
+            server_tables.waiting,
+            server_tables.holding,
             _needles,
         )
     ]
@@ -33,7 +35,8 @@ def markdown(result: dict[str, Any], name: str) -> str:
     lines = ["# Benchmarks", "", f"{setting_text(result)} {what}"]
     for table in tables(result):
         lines += ["", f"## {table.title}", "", table.remark, "", as_markdown(table)]
-    lines += ["", "## Plots", "", *(f"![{plot}]({name}-{plot}.png)" for plot in figures(result))]
+    if drawn := figures(result):
+        lines += ["", "## Plots", "", *(f"![{plot}]({name}-{plot}.png)" for plot in drawn)]
     return "\n".join(lines) + "\n"
 
 

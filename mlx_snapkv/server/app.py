@@ -70,7 +70,8 @@ class Told:
             if status:  # the response has begun: all that is left is to end it
                 raise
             await _failed(scope, told(error))(scope, receive, noted)
-        self._metrics.responded(scope["path"] if status != 404 else "other", status)
+        # By the names of our own: clients may ask for any, and each would stay.
+        self._metrics.responded(getattr(scope.get("route"), "path", "other"), status)
 
 
 def _failed(scope: Scope, error: ApiError) -> JSONResponse:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 
 from mlx_lm.models.cache import LRUPromptCache
@@ -54,7 +56,9 @@ class Prefixes(LRUPromptCache):
             return
         self.insert_cache(MODEL, list(tokens), caches)
         self._count()
-        while self.nbytes + self.file_nbytes > self._most_bytes:
+        while self.nbytes + self.file_nbytes > self._most_bytes or (
+            self.file_nbytes and _many_files_are_open()
+        ):
             self.trim_to(n_sequences=len(self) - 1)
 
     def trim_to(self, **limits: int | None) -> None:
@@ -70,3 +74,9 @@ class Prefixes(LRUPromptCache):
         """Write to a file what is to outlive the server."""
         if tokens and self.files is not None:
             self.files.write(tokens, caches)
+
+
+def _many_files_are_open() -> bool:
+    """Whether half of those that the process may open are; without any left, nobody could connect."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most != resource.RLIM_INFINITY and len(os.listdir("/dev/fd")) > most / 2

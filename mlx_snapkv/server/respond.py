@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from ..batch.openai_body import Body
 from .channel import Event, Idle
@@ -112,4 +113,6 @@ def told(error: Exception) -> ApiError:
     """What a client is told of what was raised while it was served."""
     if isinstance(error, RecursionError):  # which only what a client has nested can be
         return bad_request("the body is nested too deeply")
+    if isinstance(error, ClientDisconnect):  # before its body had come
+        return Disconnected()
     return as_api_error(error)

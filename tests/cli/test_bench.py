@@ -83,6 +83,8 @@ def test_batches_are_measured_alone(tmp_path):
     "args, words",
     [
         (["--needle"], "--needle needs a model that can answer"),
+        (["--server", "2"], "--server needs a model that can answer"),
+        (["--model", "demo", "--server", "0"], "--server must be whole numbers from 1"),
         (
             ["--context", "4k"],
             "--context must be whole numbers from 1024 to 10000000, with commas, got '4k'",

@@ -8,82 +8,11 @@ import time
 
 import httpx
 import pytest
+from bad_requests import BAD, BAD_HTTP, CHAT, HEAD, HELLO, RAW, TEXT
 from server_helpers import load_named, serving
 
 from mlx_snapkv.server import exchange
 from mlx_snapkv.server.requests import Limits
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HELLO = {"messages": [{"role": "user", "content": "The key of"}], "max_tokens": 4}
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
-def chat(**fields):
-    return CHAT, {**HELLO, **fields}
-
-
-def text(**fields):
-    return TEXT, {"prompt": "The key of", "max_tokens": 4, **fields}
-
-
-def message(**fields):
-    return chat(messages=[{"role": "user", "content": "hi", **fields}])
-
-
-BAD = {
-    "stop of numbers": chat(stop=[1]),
-    "stop is an object": chat(stop={"a": 1}),
-    "a list of lists as prompt": text(prompt=[[1], "a"]),
-    "a list of texts as prompt": text(prompt=["a", "b"]),
-    "no prompt": (TEXT, {"max_tokens": 4}),
-    "empty list as prompt": text(prompt=[]),
-    "tokens out of range": text(prompt=[10**9]),
-    "negative tokens": text(prompt=[-1]),
-    "top_k beyond the vocabulary": text(top_k=10**6),
-    "top_p": text(top_p=2),
-    "logit_bias out of range": chat(logit_bias={"99999999": 5}),
-    "logit_bias no number": chat(logit_bias={"a": 5}),
-    "logit_bias infinite": chat(logit_bias={"5": float("inf")}),
-    "negative max_tokens": chat(max_tokens=-1),
-    "max_tokens 0": chat(max_tokens=0),
-    "max_tokens a text": chat(max_tokens="many"),
-    "NaN temperature": chat(temperature=float("nan")),
-    "huge temperature": chat(temperature=1e30),
-    "n": chat(n=1000),
-    "n 0": chat(n=0),
-    "logprobs a text": chat(logprobs="yes"),
-    "top_logprobs": chat(logprobs=True, top_logprobs=10**6),
-    "seed a text": chat(seed="s"),
-    "no messages": (CHAT, {}),
-    "empty messages": chat(messages=[]),
-    "messages no list": chat(messages="hi"),
-    "a message that is none": chat(messages=[5]),
-    "no role": chat(messages=[{"content": "hi"}]),
-    "unknown role": message(role="wizard"),
-    "an image": message(
-        content=[{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
-    ),
-    "content a number": message(content=5),
-    "tool calls that are none": message(
-        role="assistant", tool_calls=[{"function": {"arguments": "{"}}]
-    ),
-    "tools that are none": chat(tools=[5]),
-    "a tool schema that is none": chat(tools=[{"type": "function", "function": 5}]),
-    "a forced tool": chat(tool_choice="required"),
-    "response_format": chat(response_format={"type": "json_schema", "json_schema": {}}),
-    "stream_options": chat(stream=True, stream_options=5),
-    "chat_template_kwargs": chat(chat_template_kwargs={"tokenize": False}),
-    "a body that is a list": (CHAT, []),
-    "a body that is null": (CHAT, None),
-}
-RAW = {
-    "no JSON": b"{nope",
-    "empty": b"",
-    "not UTF-8": b'{"messages": "\xff\xfe"}',
-    "nested": DEEP.encode(),
-    "nested in a field": f'{{"messages": {DEEP}}}'.encode(),
-    "nested a thousand deep": ('{"a":' * 1000 + "1" + "}" * 1000).encode(),
-}
 
 
 def assert_refused(response, status=range(400, 500)):
@@ -126,25 +55,7 @@ def raw(served, data, wait=5.0):
     return found
 
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        HEAD + b"Content-Length: -1\r\n\r\n",
-        HEAD + b"Content-Length: many\r\n\r\n",
-        HEAD + b"Content-Length: 99999999999\r\n\r\n",
-        HEAD + b"\r\n",  # no length
-        HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"\x00\x01\x02\x03\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        HEAD + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
-        b"BREW /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    ],
-    ids=lambda data: repr(data[-24:]),
-)
+@pytest.mark.parametrize("data", BAD_HTTP, ids=lambda data: repr(data[-24:]))
 def test_bad_http(served, data):
     found = raw(served, data)
     head, _, body = found.partition(b"\r\n\r\n")
@@ -201,6 +112,28 @@ def test_a_page_of_another_site_may_not_ask(served):
         headers = {"Origin": "http://good.example"}
         answer = open_to.post(CHAT, HELLO, headers=headers)
         assert answer.headers["access-control-allow-origin"] == "http://good.example"
+
+
+def test_what_clients_make_up_is_not_counted_by_its_name(served):
+    """Each name would stay in memory."""
+    assert served.client.get("/v1/models/made-up").status_code in (200, 404)
+    for headers in ({}, {"Host": "evil.example"}):
+        assert_refused(served.post("/made-up", HELLO, headers=headers), [403, 404])
+    assert_refused(served.post(CHAT, {}), [400])
+    lines = served.client.get("/metrics").text
+    assert "made-up" not in lines
+    assert f'mlx_snapkv_responses_total{{path="{CHAT}",status="400"}}' in lines
+
+
+def test_clients_that_leave_before_their_body_has_come_are_no_failure(served, caplog):
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+    time.sleep(0.2)
+    assert_answers(served)
+    assert "failed" not in caplog.text
+    assert f'path="{CHAT}",status="499"' in served.client.get("/metrics").text
 
 
 def test_too_many_and_too_long():

@@ -119,6 +119,22 @@ def test_models(client):
     assert client.models.retrieve("org/other-name").id == "org/other-name"
 
 
+@pytest.mark.parametrize("memory", ["recall:8bit", "recall:file:4bit"])
+def test_a_short_prompt_goes_on_from_quantised_entries(memory):
+    """Below the gate it decodes with others, in mlx-lm's batches, which hold plain entries only."""
+    fact, filler = "The access code of the opal oak is 481516.", " The door is open."
+    question = "\n\nWhat is the access code of the opal oak?"
+    with serving(memory=memory) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+        long, short = (chat(client, f"{fact}{filler * n}{question}") for n in (80, 20))
+        assert (
+            long.model_extra["mlx_snapkv"]["entries"]
+            and not short.model_extra["mlx_snapkv"]["entries"]
+        )
+        assert short.usage.prompt_tokens_details.cached_tokens > 50
+        assert {each.choices[0].message.content for each in (long, short)} == {"481516"}
+
+
 def test_mistakes_are_the_clients_own_exceptions(client):
     with pytest.raises(openai.BadRequestError, match="temperature should be") as caught:
         chat(client, "hi", temperature=-1)

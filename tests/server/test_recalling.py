@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import inspect
+import os
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from server_helpers import POLICY, load_named, serving
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.server import prefixes
 
 SMALL = POLICY.replace("25%", "96").replace("n_window=32", "n_window=40") + ",lookahead=0"
 BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
@@ -111,3 +113,16 @@ def test_the_hooks_of_mlx_lm_that_prefixes_stand_on():
     assert keys == [("m", [1, 2])]
     assert store._trie.get(*keys[0]).prompt_cache == []
     assert {"n_sequences", "n_bytes"} <= set(inspect.signature(store.trim_to).parameters)
+
+
+def test_prompts_in_files_leave_files_for_connections(monkeypatch):
+    """Every prompt kept has open files in every layer; the oldest go before there are too many."""
+    most, before = 200, len(os.listdir("/dev/fd"))
+    monkeypatch.setattr(prefixes.resource, "getrlimit", lambda kind: (2 * (before + most), -1))
+    with serving(policy=POLICY, memory="recall:file") as served:
+        for n in range(45):
+            body = {"prompt": f"{n} word " * 110, "max_tokens": 1}
+            assert served.post("/v1/completions", json=body).status_code == 200
+        assert most / 2 < len(os.listdir("/dev/fd")) - before < most + 30
+        again = served.post("/v1/completions", json=body).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 300

@@ -1,0 +1,73 @@
+"""What the soak calls wrong."""
+
+import contextlib
+import http.server
+import json
+import os
+import threading
+
+import pytest
+
+from scripts.soak_clients import Clients, Tally
+from scripts.soak_server import Look, grown, look
+
+MB = 1_000_000
+
+
+def looks(*n_bytes, files=16, more=0):
+    return [Look(n * MB, 10, files + more * (i > 50)) for i, n in enumerate(n_bytes)]
+
+
+def test_memory_may_grow_while_caches_fill_and_not_after():
+    filling = range(100, 130)
+    assert grown(looks(*filling, *[130] * 60)) == []
+    assert grown(looks(*filling, *[130] * 30, *[150] * 30)) == ["memory has grown by 15%"]
+
+
+def test_files_that_stay_open_are_told():
+    assert grown(looks(*[100] * 90, more=5)) == []
+    assert grown(looks(*[100] * 90, more=40)) == ["files have grown from 16 to 56"]
+
+
+def test_a_process_is_looked_at():
+    found = look(os.getpid())
+    assert found.n_bytes > 10 * MB and (found.files is None or found.files > 2)
+
+
+@contextlib.contextmanager
+def answering(status, body):
+    """A server that answers so, whatever is asked."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            content = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args): ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "kind, status, body, wrong",
+    [
+        (Clients.bad, 400, {"error": {"message": "m"}}, False),
+        (Clients.bad, 400, {"detail": "m"}, True),
+        (Clients.bad, 500, {"error": {"message": "m"}}, True),
+        (Clients.good, 400, {"error": {"message": "m"}}, True),
+        (Clients.good, 200, {"error": {"message": "m"}}, True),  # or a stream without an end
+    ],
+)
+def test_what_a_server_may_not_answer(kind, status, body, wrong, monkeypatch):
+    monkeypatch.setattr(Clients, "_bad_http", Clients._bad_fields)  # whose bytes are not HTTP
+    tally = Tally()
+    with answering(status, body) as url:
+        kind(Clients(url, 2, tally))
+    assert bool(tally.wrong) is wrong and sum(tally.counts.values()) == 1
