@@ -45,6 +45,10 @@ price is disk space, and a pass over the stored keys for every question. Where t
 after full reading asks the same for less; where nobody will ask about what was evicted, a block policy alone is enough.
 `recall:file:8bit` and `recall:file:4bit` take less of the disk, `recall`, `recall:8bit` and `recall:4bit` keep the
 entries in memory.
+
+Before it reads, a command says on stderr what that will take: tokens, resident entries and their bytes, bytes on disk
+and what is free in that folder. It warns if the disk has not enough room, and if so few entries are gathered that a
+value hardly fits with what stands around it. The closing line says what it took.
 """
 
 SHARES = """\

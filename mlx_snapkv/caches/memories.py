@@ -55,8 +55,7 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
     if memory == "drop":
         return caches
     layers = attention_layers(model, caches)
-    bits = _BITS.get(memory.rpartition(":")[2])
-    quantization = None if bits is None else _fitting(model, layers, memory, bits)
+    quantization = memory_quantization(model, memory)
     for layer in layers:
         if policy is not None and policy.reads_in_blocks:
             layer.put(caches, ArchivedKVCache(_store(memory, quantization), layer))
@@ -65,6 +64,14 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
         else:
             layer.put(caches, OffloadedKVCache(_store(memory, quantization), layer))
     return caches
+
+
+def memory_quantization(model, memory: str) -> Quantization | None:
+    """How a memory stores a model's entries; None is as they are. Raises as `make_caches` does."""
+    bits = _BITS.get(memory.rpartition(":")[2])
+    if bits is None:
+        return None
+    return _fitting(model, attention_layers(model, make_prompt_cache(model)), memory, bits)
 
 
 def recalling_caches(

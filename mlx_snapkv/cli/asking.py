@@ -30,6 +30,15 @@ Policies = Annotated[
         help="As for generate; repeat it to compare several. --memory and --verify are added to each.",
     ),
 ]
+ByMask = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--by-mask",
+        metavar="METHOD",
+        help='Head-wise budgets, whose right answers are measured by hiding entries: "adakv of POLICY" or fastgen; '
+        "repeat it to compare several.",
+    ),
+]
 Setting = Annotated[
     str, typer.Option(help="Whether the question is in the prompt: known, later or both.")
 ]
@@ -62,11 +71,16 @@ BatchSize = Annotated[
 
 
 def ways_of(
-    policies: list[str] | None, memory: str, verify: str | None, verify_below: float
+    policies: list[str] | None,
+    memory: str,
+    verify: str | None,
+    verify_below: float,
+    by_mask: list[str] | None = None,
 ) -> list[Way]:
-    """The full cache, and each policy with the memory and the verification."""
+    """The full cache, each policy with the memory and the verification, and what is measured by mask."""
     from ..engine.recalling import Recall
-    from ..evals.asking import FULL, Way
+    from ..evals.asking import BY_MASK, FULL, Way
+    from ..evals.headwise import headwise
     from ..policies import resolve_policy
 
     recall = Recall(memory, verify, verify_below)
@@ -78,7 +92,8 @@ def ways_of(
         chosen = resolve_policy(policy=text)
         recall.require(chosen)
         ways.append(Way(f"{chosen}{added}", chosen, options))
-    return ways
+    methods = (headwise(text) for text in dict.fromkeys(by_mask or []))
+    return [*ways, *(Way(f"{method}{BY_MASK}", method) for method in methods)]
 
 
 def settings_of(setting: str) -> list[str]:

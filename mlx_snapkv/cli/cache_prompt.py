@@ -49,11 +49,13 @@ def cache_prompt(
     """
     from .. import saved
     from ..caches.memories import saved_forms
+    from ..engine.book_cost import book_cost
     from ..engine.far import require_far
     from ..engine.reading import require_book
     from ..engine.recalling import Recall
     from ..policies import resolve_policy
     from ..several.ranks import here
+    from .before_book import telling
     from .progress import PrefillBar, WritingBar, stderr_console
     from .sharded import require_alone
 
@@ -78,8 +80,10 @@ def cache_prompt(
     tokens = waited_for(console, TOKENISING, opening)
     options: dict[str, Any] = {"prefill_step_size": prefill_step_size}
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    folder = path.resolve().parent
+    cost = partial(book_cost, loaded, chosen, memory, asks=False, saved_in=folder)
     with closing(PrefillBar(console)) as bar:
-        options["prompt_progress_callback"] = bar.update
+        options["prompt_progress_callback"] = telling(console, cost, bar.update)
         cache, report = _read(loaded, tokens, chosen, Recall(memory, far=far), options, quantised)
     notes = {"text": text, "system_prompt": system_prompt, "time": now.isoformat()}
     used = report.policy if report.compressed else NO_POLICY

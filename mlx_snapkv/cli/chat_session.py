@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 from ..chat.conversation import Conversation
+from ..engine.book_cost import BookCost, book_cost
+from .before_book import telling
 from .lines import Lines
 from .progress import PrefillBar, stderr_console
 from .sampling import Sampling
@@ -50,7 +52,10 @@ class Session:
         """Send a message, and print the answer as it comes."""
         bar = PrefillBar(self._console)
         last = None
-        send = partial(self.conversation.send, text, bar.update)
+        now = self.conversation
+        n_before = len(now.read)
+        cost = partial(_long_turn, now, n_before)
+        send = partial(now.send, text, telling(self._console, cost, bar.update))
         responses: Any = waited_for(self._console, TOKENISING, send)
         try:
             for last in responses:
@@ -121,3 +126,11 @@ class Session:
         """Sample answers this way from now on."""
         self.sampling = sampling
         self.conversation.generation.update(sampling.options(self.conversation.tokenizer))
+
+
+def _long_turn(conversation: Conversation, n_before: int, n_new: int) -> BookCost | None:
+    """What a turn will cost that reads more of a book than a block."""
+    policy = conversation.policy
+    if policy is None or n_new <= policy.stages[0].block:
+        return None
+    return book_cost(conversation.model, policy, conversation.memory, n_new, n_before=n_before)

@@ -51,6 +51,7 @@ def ruler(
 
     mlx-snapkv eval ruler --data ruler/4096 --model MODEL --policy keydiff:budget=12.5% --documents 20
     """
+    from ..evals.asking import LATER
     from ..evals.prompts import room
     from ..evals.rows import data_folder
     from ..evals.ruler import PAGE, Ruler, find
@@ -65,6 +66,8 @@ def ruler(
     most = room(loaded, None)
     papers = Ruler(tokenizer, sources, copy, documents, chat_template, most)
     papers.require_room()
+    if LATER in settings:
+        papers.require_documents()
     asking.measure(model, loaded, papers, PAGE, ways, settings, files, as_json, batch_size)
 
 

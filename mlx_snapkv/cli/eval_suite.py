@@ -18,6 +18,7 @@ LEAST = 512  # tokens of a prompt
 def suite(
     model: flags.Model = "demo-tasks",
     policy: asking.Policies = None,
+    by_mask: asking.ByMask = None,
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
@@ -44,7 +45,7 @@ def suite(
     tasks = asking.known("--task", task or list(TASKS), list(TASKS))
     settings = asking.settings_of(setting)
     lengths = whole_numbers("--length", length, LEAST)
-    ways = asking.ways_of(policy, memory, verify, verify_below)
+    ways = asking.ways_of(policy, memory, verify, verify_below, by_mask)
     loaded, tokenizer = load_model(model)
     if not tokenizer.has_chat_template:
         raise SnapKVError(

@@ -82,10 +82,12 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
+    from ..engine.book_cost import book_cost
     from ..engine.generate import stream_generate
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
     from ..several.ranks import here
+    from .before_book import telling
     from .progress import PrefillBar, stderr_console
     from .saved_start import SavedStart
     from .sharded import require_alone
@@ -143,6 +145,9 @@ def generate(
         xtc_threshold=xtc_threshold,
     )
     bar = PrefillBar(console)
+    n_before = 0 if start is None else start.n_tokens
+    cost = partial(book_cost, loaded, chosen, memory, n_before=n_before)
+    telling_console = stderr_console(quiet or json_output)
     reports: list[CompressionReport] = []
     responses = stream_generate(
         loaded,
@@ -163,7 +168,7 @@ def generate(
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         prefill_step_size=prefill_step_size,
-        prompt_progress_callback=bar.update,
+        prompt_progress_callback=telling(telling_console, cost, bar.update),
         **start_at,
     )
     recalls = chosen is not None and memory != "drop"

@@ -14,7 +14,9 @@ from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
 from ..engine.rewind import Rewind
 from ..policies import Policy, Stages
+from . import by_mask
 from .batches import in_batches
+from .headwise import HeadWise
 from .prompt import Answer, Prompt
 
 Key = TypeVar("Key")
@@ -24,7 +26,7 @@ def answers(
     model,
     tokenizer,
     prompts: Iterable[tuple[Key, Prompt]],
-    policy: Policy | Stages | None,
+    policy: Policy | Stages | HeadWise | None,
     options: Mapping[str, Any],
     batch_size: int,
 ) -> Iterator[tuple[Key, Answer]]:
@@ -32,25 +34,30 @@ def answers(
 
     They are decoded together if `batch_size` is above 1, there are no `options` (others of `stream_generate`, which
     batches don't have) and mlx-lm can batch the model. A cache that a prompt goes on from is then left as it is; one
-    at a time it is brought back to where it was when the next answer is asked for.
+    at a time it is brought back to where it was when the next answer is asked for. Head-wise methods answer
+    by mask, and alone.
     """
-    if batch_size > 1 and not options and is_batchable(model):
+    generate: Any = stream_generate
+    if isinstance(policy, HeadWise):
+        generate = by_mask.stream_generate
+    elif batch_size > 1 and not options and is_batchable(model):
         yield from in_batches(model, tokenizer, prompts, policy, batch_size)
         return
     for key, prompt in prompts:
         before = None if prompt.cache is None else Rewind(prompt.cache)
-        yield key, _alone(model, tokenizer, prompt, {"policy": policy, **options})
+        given = {"policy": policy, **options}
+        yield key, _alone(generate, model, tokenizer, prompt, given)
         if before is not None:
             before.restore()
 
 
-def _alone(model, tokenizer, prompt: Prompt, options: Mapping[str, Any]) -> Answer:
+def _alone(generate, model, tokenizer, prompt: Prompt, options: Mapping[str, Any]) -> Answer:
     reports: list[CompressionReport] = []
     cache = make_prompt_cache(model) if prompt.cache is None else prompt.cache
     given = {"prompt_cache": cache, "on_report": reports.append, **options}
     text, first = "", 0.0
     started = time.perf_counter()
-    responses = stream_generate(model, tokenizer, prompt.tokens, prompt.max_tokens, **given)
+    responses = generate(model, tokenizer, prompt.tokens, prompt.max_tokens, **given)
     with contextlib.closing(responses):  # type: ignore[type-var]
         for response in responses:
             first = first or time.perf_counter() - started

@@ -19,13 +19,16 @@ from ..engine.prefill import prefill, read
 from ..engine.reading import read_book
 from ..engine.report import CompressionReport
 from ..policies import Policy, Stages
+from . import by_mask
 from .answers import answers
+from .headwise import HeadWise
 from .prompt import Answer, Prompt
 from .results import Record, Results
 
 KNOWN, LATER = "known", "later"
 SETTINGS = (KNOWN, LATER)
 FULL = "full cache"
+BY_MASK = ", by mask"  # ends the names of ways that hide entries instead of dropping them
 KEYS = ("way", "setting", "task", "length", "document", "question")
 
 
@@ -35,12 +38,12 @@ class Way:
 
     Attributes:
         name: what tables call it.
-        policy: None is the full cache.
+        policy: None is the full cache; head-wise methods answer by mask.
         options: `memory` and `verify`, as of `stream_generate`.
     """
 
     name: str
-    policy: Policy | Stages | None = None
+    policy: Policy | Stages | HeadWise | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,7 +111,7 @@ def run(
     for some in _several(papers, batch_size):
         for way in ways:
             for setting in settings:
-                asked = _asked(model, some, way, setting, results)
+                asked = _asked(model, papers.tokenizer, some, way, setting, results)
                 given = papers.tokenizer, asked, way.policy, way.options
                 for question, answer in answers(model, *given, batch_size):
                     results.add(question.record(answer))
@@ -165,7 +168,9 @@ class _Asked:
         recalls = self.way.options.get("memory", "drop") != "drop"
         # With a memory the cache that was given holds all entries, and the answer's own is another.
         beside = kv_bytes(answer.cache) + report.kv_bytes_after
-        first, verified = answer.first_seconds, answer.report.verified
+        # By mask nothing is faster.
+        first = None if isinstance(self.way.policy, HeadWise) else answer.first_seconds
+        verified = answer.report.verified
         return self.place | {
             "score": float(question.score(answer.text)),
             "answer": answer.text,
@@ -182,7 +187,7 @@ class _Asked:
 
 
 def _asked(
-    model, some: list[tuple[Record, Paper]], way: Way, setting: str, results: Results
+    model, tokenizer, some: list[tuple[Record, Paper]], way: Way, setting: str, results: Results
 ) -> Iterator[tuple[_Asked, Prompt]]:
     """The questions without a record, each document read when its first one is asked for."""
     for document, paper in some:
@@ -196,7 +201,7 @@ def _asked(
             continue
         n = paper.n_shared
         started = time.perf_counter()
-        cache, compressed = _document_read(model, paper.questions[0].prompt[:n], way)
+        cache, compressed = _document_read(model, tokenizer, paper.questions[0].prompt[:n], way)
         mx.eval([c.state for c in cache])
         # In the known setting the full cache answers as if it had read the document for each.
         seconds = time.perf_counter() - started if setting == KNOWN else 0.0
@@ -204,8 +209,12 @@ def _asked(
             yield _Asked(place, question, way, compressed, seconds), question.after(n, cache)
 
 
-def _document_read(model, tokens: list[int], way: Way) -> tuple[list, CompressionReport | None]:
+def _document_read(
+    model, tokenizer, tokens: list[int], way: Way
+) -> tuple[list, CompressionReport | None]:
     """A document's caches, and the compression that was made already."""
+    if isinstance(way.policy, HeadWise):
+        return by_mask.prefill(model, tokenizer, tokens, way.policy)
     memory = way.options.get("memory", "drop")
     if way.policy is None or (memory != "drop" and not way.policy.reads_in_blocks):
         cache = make_prompt_cache(model)

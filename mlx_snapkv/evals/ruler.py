@@ -52,6 +52,9 @@ PAGE = Page(
 )
 
 
+ANSWERS = "pred"  # RULER's folder of answers, beside its data
+
+
 def match_all(references: Sequence[str], answer: str) -> float:
     """The share of the references that stand in the answer, whatever their case."""
     text = _cleaned(answer)
@@ -85,6 +88,8 @@ class Source:
 def find(folder: Path, tasks: list[str] | None) -> tuple[list[Source], str]:
     """TASK/validation.jsonl and TASK.jsonl as RULER has them, and parquet files, in the folder and below.
 
+    The answers that RULER writes beside its data are passed over.
+
     Returns:
         Those of the tasks, in RULER's order, and what tells this copy of the data from others.
 
@@ -94,7 +99,7 @@ def find(folder: Path, tasks: list[str] | None) -> tuple[list[Source], str]:
     found = []
     for path in sorted(folder.rglob("*.jsonl")):
         task = path.parent.name if path.stem in ("validation", "test") else path.stem
-        if task in TASKS:
+        if task in TASKS and path.parent.name != ANSWERS:
             found.append(Source(task, path, _length(path)))
     for path in sorted(folder.rglob("*.parquet")):
         names = rows.texts_in(path, "task")
@@ -166,6 +171,16 @@ class Ruler:
             if longest is not None:
                 self.paper(source, longest)
 
+    def require_documents(self) -> None:
+        """Raises: SnapKVError: prepared prompts of a task have no line that is the question, after a document."""
+        for source in self.sources:
+            row = next(source.rows(), {})
+            if "input" in row and not _in_two(row["input"])[0]:
+                raise SnapKVError(
+                    f"{source.path}: its prompts are one line each, so the question can't be told from its document: "
+                    "give --setting known, or prepare them without --remove_newline_tab"
+                )
+
     def paper(self, source: Source, row: rows.Row) -> Paper:
         prepared = source.path.suffix == ".jsonl"
         prompt, n = self._prepared(row) if prepared else self._from_parquet(row)
@@ -181,10 +196,8 @@ class Ruler:
         return Paper([Question(prompt, references, partial(match, references), most)], n)
 
     def _prepared(self, row: rows.Row) -> tuple[list[int], int]:
-        """The last line of the input is the question; what comes before is the document."""
         text, prefix = row["input"], row.get("answer_prefix", "")
-        document, _, question = text.rstrip().rpartition("\n")
-        other = f"{document}\n{prompts.OTHER}" if question else prompts.OTHER
+        other = f"{_in_two(text)[0]}\n{prompts.OTHER}"
         if self.in_chat_template:
             prompt = prompts.chat(self.tokenizer, text, prefix)
             return prompt, prompts.n_shared(prompt, prompts.chat(self.tokenizer, other, prefix))
@@ -195,3 +208,14 @@ class Ruler:
         """As kvpress has it, which gives models without a chat template a line break before the answer."""
         parts = row["context"], row["question"], row["answer_prefix"]
         return prompts.in_two(self.tokenizer, *parts, raw_ending="\n")
+
+
+def _in_two(text: str) -> tuple[str, str]:
+    """The document of a prepared prompt, and its question: the last line that has more than a word.
+
+    What templates put on lines of their own behind it is one word, such as the name of who speaks next.
+    """
+    document, _, last = text.rstrip().rpartition("\n")
+    if document and len(last.split()) < 2:
+        return _in_two(document)
+    return document, last

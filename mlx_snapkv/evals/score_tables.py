@@ -13,7 +13,7 @@ from ..engine.report import format_bytes
 from ..reporting.ownership import PNG_METADATA
 from ..reporting.setting import title
 from ..reporting.table import Table, as_markdown, setting_text
-from .asking import FULL, SETTINGS
+from .asking import BY_MASK, FULL, SETTINGS
 from .paired import Difference, difference
 
 REMARK = (
@@ -130,6 +130,11 @@ def _where(setting: str, length: int | None) -> str:
 
 def _figures(summary: Summary, heading: str, page: Page) -> Table:
     told = [f"Not compressed: {s['way']} ({s['reason']})." for s in summary if s["reason"]]
+    if any(s["way"].endswith(BY_MASK) for s in summary):
+        told.append(
+            "By mask: all entries are held, and every head sees what it would keep, entries in the mean; what the "
+            "answer adds stays. Its right answers are measured so, not its memory or speed."
+        )
     timed = any(s["first_seconds"] is not None for s in summary)
     columns = ["way", "n", "score", "against full", "entries", "KV memory"]
     columns += ["first token", "compression"] if timed else []
@@ -142,7 +147,7 @@ def _figures(summary: Summary, heading: str, page: Page) -> Table:
             page.told(s["score"]),
             "" if s["way"] == FULL else Difference(**s["difference"]).told(page.points),
             "all" if s["entries"] is None else f"{s['entries']:,}",
-            format_bytes(s["kv_bytes"]) + stored,
+            "by mask" if s["way"].endswith(BY_MASK) else format_bytes(s["kv_bytes"]) + stored,
             *(map(_seconds, (s["first_seconds"], s["selection_seconds"])) if timed else ()),
         )
     return table

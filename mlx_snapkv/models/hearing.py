@@ -107,6 +107,13 @@ def told(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) ->
             del _lent()[id(keys)]
 
 
+def masked(queries: mx.array, keys: Any, mask: Any) -> Any:
+    """What mlx-lm's attention function is to be masked by: a recording cache may `hide` some."""
+    call = current()
+    hide = None if call is None else getattr(call.recorder, "hide", None)
+    return mask if hide is None else hide(queries, keys, mask)
+
+
 class _Namespace:
     """A module in which some names are others."""
 

@@ -34,9 +34,10 @@ def _attend_and_record(attend):
     """mlx-lm's attention function, leaving its queries with the recording cache of the call around it."""
 
     @functools.wraps(attend)
-    def scaled_dot_product_attention(queries, keys, values, cache, scale, *args, **kwargs):
+    def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, *args, **kwargs):
         hearing.told(queries, keys, values, scale, kwargs.get("sinks"))
-        return attend(queries, keys, values, cache, scale, *args, **kwargs)
+        mask = hearing.masked(queries, keys, mask)
+        return attend(queries, keys, values, cache, scale, mask, *args, **kwargs)
 
     return scaled_dot_product_attention
 

@@ -74,9 +74,19 @@ def _from_policy(policy: Policy | Stages | str) -> Policy | Stages:
     return stages[0] if len(stages) == 1 else Stages(*stages)
 
 
+# Their heads keep different numbers of entries: to store them, every head would be padded to the longest.
+BY_MASK = ("adakv", "fastgen")
+
+
 def _from_name(text: str) -> Policy:
     name, _, options = text.partition(":")
     name = name.strip()
+    if name.partition(" ")[0] in BY_MASK:
+        raise SnapKVError(
+            f"{name.partition(' ')[0]} can't be used to answer: its heads keep different numbers of entries, which "
+            "saves nothing when they are stored together; give budget=adaptive, or measure it: mlx-snapkv eval suite "
+            "--by-mask"
+        )
     if name not in POLICIES:
         close = suggestion(name, POLICIES)
         raise UnknownOptionError(

@@ -90,11 +90,11 @@ class Policy(ABC):
     schedule: str = "block"
     block: int = 512
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, registered: bool = True, **kwargs):
         """Register a policy that has a name of its own; SnapKVError if another policy has it."""
         super().__init_subclass__(**kwargs)
         name = vars(cls).get("name")
-        if name is None:
+        if name is None or not registered:
             return
         if name in POLICIES:
             raise SnapKVError(

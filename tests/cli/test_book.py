@@ -61,3 +61,43 @@ def test_files_are_where_the_user_wants_them(call, story, tmp_path, monkeypatch)
 def test_what_can_not_be_served_is_one_line(call, story, options, message):
     code, out, err = call(*asked(story, *options))
     assert (code, out) == (2, "") and message in err.splitlines()[-1] and "Traceback" not in err
+
+
+def told(err):
+    return [line for line in err.splitlines() if " tokens to read: at most " in line]
+
+
+def test_what_it_will_take_is_said_first(call, story, tmp_path):
+    """And at the end what it took: the same bytes on disk."""
+    code, _, err = call(*asked(story, "--memory", "recall:file", "--store-dir", str(tmp_path)))
+    (first,) = told(err)
+    assert code == 0 and err.splitlines()[0] == first
+    need = re.search(rf"resident \([^)]*\), (.*) on disk in {tmp_path} \(.* free\)$", first)[1]
+    assert f"on disk ({need})" in err.splitlines()[-1]
+    assert err.splitlines()[1].startswith("warning: 96 entries are gathered for the answer")
+
+
+@pytest.mark.parametrize("options", [["--quiet"], ["--json"], ["--memory", "drop"]])
+def test_it_is_not_said_where_nobody_asked(call, story, options):
+    code, _, err = call(*asked(story, "--memory", "recall", *options))
+    assert code == 0 and not told(err) and "warning" not in err
+
+
+def test_a_chat_says_it_of_long_turns(call, story):
+    """Not of a question that comes after."""
+    path, facts = story
+    lines = [f"/file {path}", facts[0].question, facts[1].question]
+    args = ["chat", "--model", "demo", *BOOK, "--memory", "recall:file", "-m", "8"]
+    code, _, err = call(*args, stdin="\n".join(lines).encode())
+    assert code == 0 and len(told(err)) == 1
+
+
+def test_a_saved_book_counts_its_copy(call, story, tmp_path):
+    path, _ = story
+    args = ["cache-prompt", "--model", "demo", "--prompt-file", str(path), *BOOK]
+    args += ["--memory", "recall:file:8bit", "--store-dir", str(tmp_path)]
+    code, _, err = call(*args, "-o", str(tmp_path / "b.safetensors"))
+    (first,) = told(err)
+    need = float(re.search(r"\), ([\d.]+) MB on disk", first)[1])
+    once = float(re.search(r"folder beside it \(([\d.]+) MB\)", err)[1])
+    assert code == 0 and need == pytest.approx(2 * once, rel=0.01) and "warning" not in err

@@ -204,3 +204,38 @@ def test_seconds_are_measured_one_at_a_time(call):
 def test_mistakes_in_the_suite_are_one_line(call, options, message):
     code, out, err = call("suite", *options)
     assert (code, out) == (2, "") and message in err and "Traceback" not in err
+
+
+def test_head_wise_budgets_are_measured_by_mask(call):
+    """Beside the policy itself; the table says so, and claims no memory for it."""
+    policy = "snapkv:budget=6%,n_sink=4,n_window=16,obs_window=16,min_ctx=0"
+    args = [
+        "suite",
+        "--task",
+        "single",
+        "--setting",
+        "known",
+        "--length",
+        "600",
+        "--documents",
+        "1",
+    ]
+    args += ["--questions", "1", "--policy", policy, "--by-mask", "fastgen:recovery=0.9"]
+    code, out, _ = call(*args)
+    rows = [line for line in out.splitlines() if line.strip().startswith("fastgen")]
+    assert code == 0 and "fastgen:recovery=0.9, by mask" in rows[0]
+    assert rows[0].rstrip().endswith("by mask") and "By mask: all entries are held" in out
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["suite", "--by-mask", "keydiff:budget=64"], "are given with --policy"),
+        (["suite", "--by-mask", "adakv of keydiff:budget=64"], "chooses once"),
+        (["suite", "--policy", "adakv of snapkv"], "adakv can't be used to answer"),
+        (["needle", "--policy", "fastgen"], "fastgen can't be used to answer"),
+    ],
+)
+def test_what_can_not_be_measured_so_is_one_line(call, args, words):
+    code, out, err = call(*args)
+    assert (code, out) == (2, "") and words in err and len(err.strip().splitlines()) == 1

@@ -10,6 +10,8 @@ import field_data
 import fork_helpers
 import pytest
 
+from mlx_snapkv.evals.ruler import TASKS
+
 KEYDIFF = "keydiff:budget=25%,block=128"
 RANDOM = "random:budget=4%"
 
@@ -155,7 +157,8 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, tokenizer):
             "that the model was trained to: give --data",
         ),
         ("ruler_parquet", "4096/test-00000-of-00001.parquet damaged", [], "it is no parquet file"),
-        ("ruler", "4096/pred/vt.jsonl new", [], "are vt of one length: give the folder of one"),
+        ("ruler", "4096/copy/vt.jsonl new", [], "are vt of one length: give the folder of one"),
+        ("ruler", "4096/vt/validation.jsonl flat", [], "its prompts are one line each"),
         (
             "longbench",
             "config/dataset2prompt.json gone",
@@ -196,11 +199,37 @@ def _spoil(path, what):
             path.write_bytes(b"no table")
     else:
         row = json.loads(path.read_text())
-        if what == "long":
+        if what == "flat":
+            row["input"] = " ".join(row["input"].split())
+        elif what == "long":
             row["input"] = row["input"] * 50
         else:
             del row[what.removeprefix("no ")]
         field_data.write_lines(path, [row])
+
+
+def test_everything_that_ruler_writes_is_read_and_scored(call, tmp_path, tokenizer):
+    """Its own folders, answers beside the data, all 13 tasks with what each script writes; the mean over the tasks.
+
+    Every answer is the first reference only: all of one, half of two, and for qa one of several is enough.
+    """
+    names = ("index", "length", "length_w_model_temp")
+    wanted = {}
+    for seed, task in enumerate(TASKS):
+        row = field_data.prepared(tokenizer, seed, wrong=task in ("niah_multivalue", "cwe", "qa_2"))
+        kept = {"input", "outputs", "answer_prefix", *names}
+        kept |= {"token_position_answer"} if task.startswith("niah") else set()
+        row = {name: value for name, value in row.items() if name in kept}
+        folder = tmp_path / "model" / "synthetic" / "4096"
+        field_data.write_lines(folder / "data" / task / "validation.jsonl", [row])
+        answered = {name: row[name] for name in ("index", "input", "outputs")} | {"pred": "x"}
+        field_data.write_lines(folder / "pred" / f"{task}.jsonl", [answered])
+        wanted[task] = 0.5 if task in ("niah_multivalue", "cwe") else 1.0
+    args = ["ruler", "--data", str(tmp_path / "model"), "--chat-template", "--setting", "known"]
+    found = result(call, *args)
+    (full,) = found["summary"]
+    assert full["by_task"] == wanted and list(full["by_task"]) == list(TASKS)
+    assert full["length"] == 4096 and full["score"] == pytest.approx(12 / 13)
 
 
 def test_several_lengths_stand_side_by_side(call, tmp_path, tokenizer):

@@ -1,5 +1,7 @@
 """The scores of RULER, LongBench and SCBench, worked out by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from mlx_snapkv.evals import longbench, longbench2, ruler, scbench
@@ -14,11 +16,42 @@ from mlx_snapkv.evals import scbench_scores as sc
         (["12", "ab"], "AB only", 0.5, 1.0),
         (["12", "ab"], "", 0.0, 0.0),
         (["one two"], "one\ttwo", 0.0, 0.0),  # a tab becomes a line break, not a blank
+        (["12", "12", "34"], "\x0012,", 2 / 3, 1.0),  # a reference counts as often as it is one
+        (["12"], "3412", 1.0, 1.0),  # anywhere
+        (["Straße"], "STRASSE", 0.0, 0.0),  # lower(), not casefold()
+        (["1\x01"], "1\x01", 0.0, 0.0),  # answers are cleaned, references are not
     ],
 )
 def test_ruler(references, answer, every, some):
     assert ruler.match_all(references, answer) == every
     assert ruler.match_part(references, answer) == some
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("", ""),
+        ("<user> ", "<end><next>\n\n"),
+        ("<user>\n", "<end>\n<assistant>\n"),  # as RULER's template Phi3
+        ("User: Hello\n\nAssistant: Yes?\n\nUser: ", "\n\nAssistant:"),  # RWKV
+        ("<a>System\n\n<b>User\n", "\n<b>Assistant\n"),  # nemotron5-instruct
+    ],
+)
+def test_rulers_document_ends_before_the_question(demo_llama, before, after):
+    """Whatever the template puts behind it; the tokens that all questions share are those of the document."""
+    _, tokenizer = demo_llama
+    document, question = "It is long.\nIt is so.", "What is so long?"
+    row = {
+        "input": f"{before}{document}\n{question}{after}",
+        "outputs": ["x"],
+        "answer_prefix": " So",
+    }
+    source = ruler.Source("vt", Path("vt.jsonl"), None)
+    paper = ruler.Ruler(tokenizer, [source]).paper(source, row)
+    (asked,) = paper.questions
+    assert tokenizer.decode(asked.prompt, skip_special_tokens=True).endswith(f"{after} So")
+    shared = tokenizer.decode(asked.prompt[: paper.n_shared], skip_special_tokens=True)
+    assert shared.rstrip("\n").endswith("It is so.") and "What" not in shared
 
 
 @pytest.mark.parametrize(
@@ -148,3 +181,28 @@ def test_the_averages_of_choices():
 def test_every_task_has_a_score():
     assert len(longbench.TASKS) == 21 and len(ruler.TASKS) == 13
     assert not set(scbench.METRICS) & set(scbench.REFUSED)
+
+
+@pytest.mark.parametrize(
+    "task, answer, references, wanted",
+    [
+        (
+            "triviaqa",
+            "\n\nPaul\nand more",
+            ["Peter", "paul"],
+            1.0,
+        ),  # the first line, the best of two
+        ("hotpotqa", "Paul\nand more", ["Paul"], 0.5),  # every line: precision 1/3, recall 1
+        ("trec", "\nLocation\nPerson", ["Location"], 1.0),
+        ("trec", " \nLocation", ["Location"], 0.0),  # a blank is a line
+        ("samsum", "one two\nthree", ["one two"], 1.0),
+        ("lsht", "体育\n经济", ["经济"], 0.0),
+        ("passage_retrieval_zh", "段落1\n段落2", ["段落2"], 0.5),
+        ("lcc", "# x\n\nabc\nx", ["abc"], 0.0),  # an empty line is no comment
+        ("gov_report", ".", ["one"], 0.0),  # of which ROUGE can't be told
+    ],
+)
+def test_longbenchs_answers_are_cut_as_there(task, answer, references, wanted):
+    row = {"answers": references, "all_classes": ["Location", "Person", "体育", "经济"]}
+    found = longbench.LongBench._score(task, row, answer)
+    assert found == pytest.approx(wanted, abs=1e-6)

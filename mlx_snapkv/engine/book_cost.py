@@ -1,0 +1,155 @@
+"""What reading a book will take, told before it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..caches.layers import attention_layers, of_layers
+from ..caches.memories import in_files, memory_quantization
+from ..caches.row_bytes import RowBytes
+from ..policies import Policy, Stages
+from .decision import decide, gate
+from .report import format_bytes
+
+FEW = 128  # gathered entries, below which a value hardly fits with what stands around it: docs/book.md
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder that entries are written to.
+
+    Attributes:
+        need, free: bytes.
+    """
+
+    folder: Path
+    need: int
+    free: int
+
+    @property
+    def is_short(self) -> bool:
+        return self.need > self.free
+
+
+@dataclass(frozen=True)
+class BookCost:
+    """What a turn of a book will take.
+
+    Attributes:
+        tokens: to read.
+        resident: entries per KV head in memory, at most of any layer; `resident_bytes` of all layers.
+        stored_bytes: of all these tokens' entries, as they are stored.
+        in_memory: whether those stay in memory.
+        disks: where they are written.
+        gathered: entries per KV head that the answer is decoded from, the fewest of any layer; None if nothing is
+            asked yet.
+    """
+
+    tokens: int
+    resident: int
+    resident_bytes: int
+    stored_bytes: int
+    in_memory: bool
+    disks: tuple[Disk, ...]
+    gathered: int | None
+
+    def __str__(self) -> str:
+        held = f"at most {self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
+        places = [f"all in memory ({format_bytes(self.stored_bytes)})"] if self.in_memory else []
+        places += [
+            f"{format_bytes(disk.need)} on disk in {disk.folder} ({format_bytes(disk.free)} free)"
+            for disk in self.disks
+        ]
+        return f"{self.tokens:,} tokens to read: {', '.join([held, *places])}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is likely to go wrong, a sentence each."""
+        found = [
+            f"{disk.folder} has not enough room: {format_bytes(disk.need)} are to be written and "
+            f"{format_bytes(disk.free)} are free; give --store-dir another folder, fewer bits (recall:file:4bit), or a "
+            "shorter text"
+            for disk in self.disks
+            if disk.is_short
+        ]
+        if self.gathered is not None and self.gathered < FEW:
+            found.append(
+                f"{self.gathered} entries are gathered for the answer: of fewer than about {FEW} a value hardly fits "
+                "with what stands around it, so give the policy that votes a larger budget"
+            )
+        return found
+
+
+def book_cost(
+    model,
+    policy: Policy | Stages | None,
+    memory: str,
+    n_new: int,
+    *,
+    n_before: int = 0,
+    asks: bool = True,
+    saved_in: Path | None = None,
+) -> BookCost | None:
+    """What reading `n_new` tokens of a book will take; None if it is no book.
+
+    Args:
+        n_before: tokens that were read and stored before.
+        asks: whether an answer follows.
+        saved_in: the folder that all entries are copied to in the end.
+    """
+    n_prompt = n_before + n_new
+    if policy is None or memory == "drop" or not policy.reads_in_blocks or n_new == 0:
+        return None
+    if not n_before and gate(policy, n_prompt, None) is not None:
+        return None
+    caches = make_prompt_cache(model)
+    layers = attention_layers(model, caches)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)  # for the shapes: nothing is computed
+    one = [layer.cache_in(caches).keys_and_values() for layer in layers]
+    n_layers = layers[0].n_layers
+    quotas = of_layers(policy.prefill_quotas(n_prompt, n_layers), layers)
+    reading, asking = policy.stages
+    resident = [min(n_prompt, quota.entries + reading.block) for quota in quotas]
+    stored = n_new * _token(one, memory_quantization(model, memory))
+    plain = [_token([rows], None) for rows in one]
+    folders = [Path(tempfile.gettempdir())] if in_files(memory) else []
+    folders += [] if saved_in is None else [saved_in]
+    return BookCost(
+        tokens=n_new,
+        resident=max(resident),
+        resident_bytes=sum(size * n for size, n in zip(plain, resident)),
+        stored_bytes=stored,
+        in_memory=not in_files(memory),
+        disks=_disks(folders, stored),
+        gathered=min(q.entries for q in asking.quotas(decide(policy, n_prompt).at, n_layers))
+        if asks
+        else None,
+    )
+
+
+def _token(rows: Sequence[Any], quantization: Any) -> int:
+    """Bytes of a token's keys and values, `(B, n_kv_heads, 1, head_dim)` by layer."""
+    return sum(RowBytes.of(x, quantization).token for pair in rows for x in pair)
+
+
+def _disks(folders: Sequence[Path], need: int) -> tuple[Disk, ...]:
+    """The disks that the folders are on, each once, with what is written to all its folders.
+
+    Those that don't tell what is free are left out.
+    """
+    found: dict[int, Disk] = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            device = folder.stat().st_dev
+            before = found.get(device) or Disk(folder, 0, shutil.disk_usage(folder).free)
+            found[device] = replace(before, need=before.need + need)
+    return tuple(found.values())

@@ -1,0 +1,196 @@
+"""What heads of their own budgets keep: by hand, and against float64 NumPy."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from reference import attention
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.evals.by_mask import MaskedKVCache
+from mlx_snapkv.evals.headwise import AdaKV, FastGen, Kinds, best_of_all_heads, headwise
+from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.policies.budgets import Quota
+
+
+def kept(scores, quota, safeguard=0.2):
+    found = best_of_all_heads(mx.array(scores)[None], quota, safeguard)
+    return [np.flatnonzero(head).tolist() for head in np.array(found[0])]
+
+
+def test_adakv_by_hand():
+    """Five of ten entries a head, ten in all: 0.2 of five is one safe entry a head, the other eight are the best."""
+    first = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+    second = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 3.5]
+    # Safe are 9 and 3.5. Then 8, 7, 6, 5, 4, 3, 2 and 1.
+    assert kept([first, second], Quota(5, 0, 0)) == [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9]]
+    # Without a safeguard, 3.5 still beats 3; with 0.6 the second head keeps its best three, with 1 its best five.
+    assert kept([first, second], Quota(5, 0, 0), 0) == [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9]]
+    assert kept([first, second], Quota(5, 0, 0), 0.6) == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 9]]
+    assert kept([first, second], Quota(5, 0, 0), 1) == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 9]]
+
+
+def test_what_is_always_kept_counts_as_safe():
+    """As in kvpress, where SnapKV's window has the highest scores: of 4 a head, 2 of them safe, 2 are the window."""
+    scores = [[9, 8, 7, 6, 5, 0, 0], [0.1, 3, 0.2, 0.3, 0.4, 0, 0]]
+    assert kept(scores, Quota(4, 0, 2), 0.5) == [[0, 1, 2, 3, 5, 6], [5, 6]]
+    assert kept(scores, Quota(4, 0, 2), 0.75) == [[0, 1, 2, 5, 6], [1, 5, 6]]
+
+
+def adakv_reference(scores, quota, safeguard):
+    """The sets of a layer's heads, an entry at a time."""
+    H, T = scores.shape
+    n = min(quota.entries, T)
+
+    def rank(head, t):
+        always = t < quota.n_sink or t >= T - quota.n_window
+        return (not always, -scores[head, t], head, t)
+
+    safe = set()
+    for head in range(H):
+        best = sorted(range(T), key=lambda t: (*rank(head, t)[:2], t))
+        safe |= {(head, t) for t in best[: int(safeguard * n)]}
+    others = {(h, t) for h in range(H) for t in range(T)} - safe
+    chosen = safe | set(sorted(others, key=lambda x: rank(*x))[: H * n - len(safe)])
+    return [sorted(t for h, t in chosen if h == head) for head in range(H)]
+
+
+@pytest.mark.parametrize("safeguard", [0, 0.2, 0.5, 1])
+@pytest.mark.parametrize(
+    "quota", [Quota(12, 2, 5), Quota(8, 0, 8), Quota(40, 1, 1), Quota(99, 4, 4)]
+)
+def test_adakv(quota, safeguard):
+    rng = np.random.default_rng(0)
+    scores = np.round(rng.random((4, 40)) * np.array([[1], [2], [0.2], [1]]), 2)  # with ties
+    found = kept(scores.astype(np.float32), quota, safeguard)
+    assert found == adakv_reference(scores.astype(np.float32), quota, safeguard)
+    assert sum(map(len, found)) == 4 * min(quota.entries, 40)
+
+
+def entries(rng, H=3, group=2, T=24, D=8):
+    keys = rng.standard_normal((1, H, T, D)).astype(np.float32)
+    queries = (3 * rng.standard_normal((1, H * group, T, D))).astype(np.float32)
+    queries[:, :2] = 0  # the first KV head's see everything alike
+    observed = Queries(mx.array(queries), range(T), D**-0.5)
+    return keys, queries, Entries(mx.array(keys), mx.array(keys), observed)
+
+
+def fastgen_reference(keys, queries, special, marks, method):
+    """The policy of each head, and what it keeps, by its whole attention map in float64."""
+    H, T, D = keys.shape
+    group = len(queries) // H
+    found = []
+    for head in range(H):
+        maps = []
+        for q in queries[head * group : (head + 1) * group].astype(np.float64):
+            logits = np.where(
+                np.tri(T, dtype=bool), q @ keys[head].T.astype(np.float64) / np.sqrt(D), -np.inf
+            )
+            weights = np.exp(logits - logits.max(-1, keepdims=True))
+            maps.append(weights / weights.sum(-1, keepdims=True))
+        weights = np.mean(maps, axis=0)
+        frequent = np.zeros(T, bool)
+        frequent[np.argsort(-weights.sum(axis=0))[: int(method.frequent * T)]] = True
+        n_local = int(method.local * T)
+        band = np.array([[i - n_local < j <= i for j in range(T)] for i in range(T)])
+        columns = [special, special | marks, special | marks | frequent]
+        seen = [np.broadcast_to(c, (T, T)) for c in columns] + [
+            columns[-1] | band,
+            np.ones((T, T), bool),
+        ]
+        last = np.arange(T) >= T - n_local
+        kept = [*columns, columns[-1] | last, np.ones(T, bool)]
+        shares = [(weights * mask).sum() / T for mask in seen]
+        chosen = next(i for i, share in enumerate(shares) if share >= method.recovery - 1e-9)
+        found.append((chosen, kept[chosen]))
+    return found
+
+
+def test_fastgen():
+    """Every policy is some head's at some threshold, and each keeps what the reference says."""
+    chosen = set()
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        keys, queries, layer = entries(rng)
+        special, marks = np.arange(24) < 2, np.arange(24) % 6 == 5
+        for recovery in (0.2, 0.4, 0.55, 0.7, 0.8, 0.9, 0.97):
+            method = FastGen(recovery)
+            wanted = fastgen_reference(keys[0], queries[0], special, marks, method)
+            kinds = Kinds(mx.array(special), mx.array(marks))
+            found = np.array(method.visible(layer, Quota(1, 0, 1), kinds))[0]
+            for own, (policy, columns) in zip(found, wanted):
+                chosen.add(policy)
+                assert np.array_equal(own, columns)
+    assert chosen == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("kind", [None, "causal", "bool", "added"])
+def test_hidden_entries_are_not_attended_to(kind):
+    """mlx's own attention under the mask, against a dense float64 one; tokens after the prompt are seen."""
+    rng = np.random.default_rng(1)
+    H, group, T, D, n = 2, 2, 12, 8, 9
+    L = 1 if kind is None else 3
+    keys, values = (rng.standard_normal((H, T, D)).astype(np.float32) for _ in "kv")
+    queries = rng.standard_normal((H * group, L, D)).astype(np.float32)
+    visible = rng.random((H, n)) < 0.4
+    causal = np.arange(T - L, T)[:, None] >= np.arange(T)
+    given = {None: None, "causal": "causal", "bool": mx.array(causal)}
+    given["added"] = mx.where(mx.array(causal), 0.0, -mx.inf)
+    cache = MaskedKVCache(0, 0, 16)
+    cache.visible = mx.array(visible)[None]
+    q, k, v = (mx.array(x)[None] for x in (queries, keys, values))
+    mask = cache.hide(q, k, given[kind])
+    found = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.5, mask=mask)
+    for head in range(H * group):
+        seen = np.concatenate([visible[head // group], np.ones(T - n, bool)]) & causal
+        own = head // group
+        wanted = attention(
+            queries[head : head + 1], keys[own : own + 1], values[own : own + 1], seen, 0.5
+        )
+        assert np.allclose(np.array(found[0, head]), wanted[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fastgen",
+        "fastgen:recovery=0.8,local=0.1",
+        "adakv of keydiff:budget=64,schedule=once",
+        "adakv:safeguard=0.5 of snapkv:min_ctx=0",
+    ],
+)
+def test_names(text):
+    assert str(headwise(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("snapkv:budget=8", "are given with --policy"),
+        ("adakv", 'write "adakv of POLICY"'),
+        ("adakv:alpha=1 of snapkv", "unknown adakv option 'alpha'; known: safeguard"),
+        ("adakv:safeguard=2 of snapkv", "safeguard must be 0 to 1, got 2"),
+        ("fastgen:recovery=nan", "recovery must be 0 to 1"),
+        ("fastgen:recovery=much", "recovery must be a number, got 'much'"),
+        ("adakv of keydiff:budget=8", "chooses once"),
+        ("adakv of snapkv:budget=adaptive:4096", "neither mass nor budget=adaptive"),
+        ("adakv of h2o:schedule=once", "counts the attention of all queries"),
+        ("adakv of keydiff:budget=8 then snapkv", "needs one policy"),
+        ("adakv of nobody", "unknown policy 'nobody'"),
+    ],
+)
+def test_mistakes(text, words):
+    with pytest.raises(SnapKVError) as error:
+        headwise(text)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["adakv", "fastgen:recovery=0.9", "adakv of snapkv:budget=64"])
+def test_none_of_them_answers(text):
+    with pytest.raises(SnapKVError, match=r"keep different numbers of entries.*--by-mask"):
+        resolve_policy(policy=text)
+
+
+def test_adakv_is_no_policy_of_its_own():
+    assert AdaKV(resolve_policy(policy="snapkv:min_ctx=0")).policy.name == "snapkv"
