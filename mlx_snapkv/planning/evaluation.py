@@ -46,7 +46,7 @@ def backend() -> Backend:
 
 
 def peak(graph: Graph, device: Backend) -> int:
-    """The most bytes in use at once while the results are computed, those of what they are made of included."""
+    """The most bytes in use at once while the results are computed, those of what they are made of and `held` included."""
     memory = Memory()
     order = _order(graph)
     arrays = _arrays(graph, order, memory)
@@ -76,13 +76,6 @@ def peak(graph: Graph, device: Backend) -> int:
                 buffer.n_uses -= 1
                 memory.release(buffer)
     return memory.most
-
-
-def held_bytes(graph: Graph) -> int:
-    """Bytes of the arrays that stay whatever is computed, as far as they take part."""
-    names = set(graph.held)
-    sizes = (fresh(*graph.arrays[name]).n_bytes for name in names)
-    return sum(sizes)
 
 
 def _arrays(graph: Graph, order: list[Operation], memory: Memory) -> dict[str, Array]:

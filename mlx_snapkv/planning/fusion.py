@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .graph import Operation
 
 FUSED = "Compiled"  # then the names of the operations that it is made of, in the order of their computation
+PASSED_ON = ("Copy", "StopGradient")  # make nothing of their own
 _SILENT = "Broadcast"  # is in one of the two graphs at will
 
 
@@ -28,9 +29,19 @@ def fused_inputs(
     label = fused.name[len(FUSED) :].replace("BroadcastAxes", "").replace(_SILENT, "")
     for found in _parsed(result, plain, label):
         theirs = [x for x in found if not _is_constant(x, plain)]
-        if len(theirs) == len(mine):
-            return list(zip(mine, theirs))
+        pairs = list(zip(mine, theirs))
+        if len(theirs) == len(mine) and all(
+            _may_be_alike(made_by.get(a), plain.get(b)) for a, b in pairs
+        ):
+            return pairs
     raise LookupError(fused.name)
+
+
+def _may_be_alike(mine: Operation | None, theirs: Operation | None) -> bool:
+    """Whether an operation of the fused graph may have made what one of the unfused graph makes."""
+    if mine is None or theirs is None or theirs.name in PASSED_ON or mine.name in PASSED_ON:
+        return mine is theirs or (mine is not None and theirs is not None)
+    return mine.name == theirs.name or mine.name.startswith(FUSED)
 
 
 def _is_constant(name: str, made_by: dict[str, Operation]) -> bool:

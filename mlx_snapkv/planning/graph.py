@@ -18,11 +18,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import SnapKVError
-from .fusion import FUSED, fused_inputs
+from .fusion import FUSED, PASSED_ON, fused_inputs
 
-_STACK = 512 << 20  # bytes: MLX walks graphs by recursion, a linear layer's as deep as its tokens are many
+_STACK = (
+    512 << 20
+)  # bytes: MLX walks graphs by recursion, a linear layer's as deep as its tokens are many
 _NUMBER: tuple[tuple[int, ...], int] = (), 4  # a constant in a formula
-_PASSED_ON = ("Copy", "StopGradient")  # which `export_function` leaves out
 
 _NODE = re.compile(r'^\{ (\d+) \[label ="([^"]*)"')
 _READS = re.compile(r'^"(\w+)" -> (\d+)$')
@@ -45,7 +46,7 @@ class Graph:
 
     Attributes:
         results: the names of what is to be computed, in the order in which it was given.
-        held: of the arrays that stay, whatever is computed, if they take part.
+        held: of the arrays that stay, whatever is computed.
     """
 
     made_by: dict[str, Operation]
@@ -54,20 +55,24 @@ class Graph:
     held: list[str]
 
 
-def capture(build: Callable[[], tuple[list[mx.array], list[mx.array]]]) -> Graph:
+# Results, arrays that stay whatever is computed, and others that come of the same operations but are not wanted.
+Made = tuple[list[mx.array], list[mx.array], list[mx.array]]
+
+
+def capture(build: Callable[[], Made]) -> Graph:
     """The graph of what `build` makes.
 
     Args:
-        build: makes the same results anew, of arrays of its own, at each call; with them, arrays that stay.
+        build: makes the same anew, of arrays of its own, at each call.
 
     Raises:
         SnapKVError: MLX can't tell the shapes of an operation.
     """
     with _exportable():
-        plain, stays = _unfused(build)
-        known, arrays = _in_large_stack(lambda: _with_shapes([*plain, *stays]))
-        results, stays = build()
-    whole = [*results, *stays]
+        plain = _unfused(build)
+        known, arrays = _in_large_stack(lambda: _with_shapes(sum(plain, [])))
+        results, stays, beside = build()
+    whole = [*results, *stays, *beside]
     made_by = _in_large_stack(lambda: _structure(whole))
     try:
         arrays = _carried_over(made_by, known, arrays, len(whole))
@@ -75,7 +80,7 @@ def capture(build: Callable[[], tuple[list[mx.array], list[mx.array]]]) -> Graph
         made_by = known
     names = [_name(i) for i in range(len(whole))]
     n = len(results)
-    return Graph(made_by, arrays, names[:n], [x for x in names[n:] if x in arrays])
+    return Graph(made_by, arrays, names[:n], names[n : n + len(stays)])
 
 
 def _name(i: int) -> str:
@@ -133,7 +138,7 @@ def _with_shapes(results: list[mx.array]) -> tuple[dict[str, Operation], dict[st
         operation = made_by.get(mine)
         if operation is None:
             continue
-        if operation.name in _PASSED_ON:
+        if operation.name in PASSED_ON:
             todo.append((operation.inputs[0], theirs))
             continue
         other = exported[theirs]
@@ -189,10 +194,10 @@ def _carried_over(
         operation, other = made_by.get(mine), plain.get(theirs)
         if operation is None:
             continue
-        if operation.name in _PASSED_ON:
-            within = other.inputs[0] if other and other.name in _PASSED_ON else theirs
+        if operation.name in PASSED_ON:
+            within = other.inputs[0] if other and other.name in PASSED_ON else theirs
             todo.append((operation.inputs[0], within))
-        elif other is not None and other.name in _PASSED_ON:
+        elif other is not None and other.name in PASSED_ON:
             seen.remove(mine)
             todo.append((mine, other.inputs[0]))
         elif operation.name.startswith(FUSED):
