@@ -91,7 +91,7 @@ class Footprint:
             n = len(sizes)
             return Need(0, (n_prompt,) * n, (whole,) * n, sizes, False, rest)
         _, last = policy.stages
-        chosen = [q.entries for q in last.quotas(n_prompt, len(self._row_bytes))]
+        chosen = [min(n_prompt, q.entries) for q in last.quotas(n_prompt, len(self._row_bytes))]
         grown = [_grown(n, last, max_tokens) for n in chosen]
         reading = total_bytes(self._row_bytes, self._read(policy, n_prompt))
         reading += total_bytes(self._kept_bytes, chosen) - total_bytes(self._kept_bytes, grown)

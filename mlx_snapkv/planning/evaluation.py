@@ -46,7 +46,7 @@ def backend() -> Backend:
 
 
 def peak(graph: Graph, device: Backend) -> int:
-    """The most bytes in use at once while the results are computed, those of what they are made of and `held` included."""
+    """The most bytes in use at once while the results are computed, with those of what they are made of and `held`."""
     memory = Memory()
     order = _order(graph)
     arrays = _arrays(graph, order, memory)

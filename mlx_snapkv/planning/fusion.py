@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .graph import Operation
 
 FUSED = "Compiled"  # then the names of the operations that it is made of, in the order of their computation
+NAMED = "o"  # begins the names of results, which MLX's own are in capitals beside
 PASSED_ON = ("Copy", "StopGradient")  # make nothing of their own
 _SILENT = "Broadcast"  # is in one of the two graphs at will
 
@@ -46,7 +47,7 @@ def _may_be_alike(mine: Operation | None, theirs: Operation | None) -> bool:
 
 def _is_constant(name: str, made_by: dict[str, Operation]) -> bool:
     """Whether nothing makes it and it was not given a name: numbers in a formula."""
-    return name not in made_by and not name.startswith("o")
+    return name not in made_by and not name.startswith(NAMED)
 
 
 def _parsed(result: str, plain: dict[str, Operation], label: str) -> Iterator[list[str]]:

@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import SnapKVError
-from .fusion import FUSED, PASSED_ON, fused_inputs
+from .fusion import FUSED, NAMED, PASSED_ON, fused_inputs
 
 _STACK = (
     512 << 20
@@ -70,21 +70,23 @@ def capture(build: Callable[[], Made]) -> Graph:
     """
     with _exportable():
         plain = _unfused(build)
-        known, arrays = _in_large_stack(lambda: _with_shapes(sum(plain, [])))
+        known, arrays = _in_large_stack(lambda: _with_shapes([x for part in plain for x in part]))
         results, stays, beside = build()
     whole = [*results, *stays, *beside]
+    names = _names(whole)
     made_by = _in_large_stack(lambda: _structure(whole))
     try:
-        arrays = _carried_over(made_by, known, arrays, len(whole))
+        arrays = _carried_over(made_by, known, arrays, names)
     except LookupError:  # fused in a way not foreseen: counted as if it were not
         made_by = known
-    names = [_name(i) for i in range(len(whole))]
     n = len(results)
     return Graph(made_by, arrays, names[:n], names[n : n + len(stays)])
 
 
-def _name(i: int) -> str:
-    return f"o{i}"
+def _names(results: list[mx.array]) -> list[str]:
+    """What results are called: one that is there twice, the same."""
+    first: dict[int, str] = {}
+    return [first.setdefault(id(x), f"{NAMED}{i}") for i, x in enumerate(results)]
 
 
 @contextlib.contextmanager
@@ -107,9 +109,9 @@ def _unfused(build: Callable[[], Any]) -> Any:
 
 
 def _structure(results: list[mx.array]) -> dict[str, Operation]:
-    """The operations, by the arrays that they make; results are called by `_name`."""
+    """The operations, by the arrays that they make; results are called by `_names`."""
     text = io.StringIO()
-    mx.export_to_dot(text, *results, **{_name(i): x for i, x in enumerate(results)})
+    mx.export_to_dot(text, *results, **dict(zip(_names(results), results)))
     operations: dict[str, Operation] = {}
     made_by: dict[str, Operation] = {}
     for line in text.getvalue().splitlines():
@@ -129,7 +131,7 @@ def _with_shapes(results: list[mx.array]) -> tuple[dict[str, Operation], dict[st
     made_by = _structure(results)
     exported, shapes, names = _exported(results)
     arrays: dict[str, Any] = {}
-    todo = [(_name(i), name) for i, name in enumerate(names)]
+    todo = list(zip(_names(results), names))
     while todo:
         mine, theirs = todo.pop()
         if mine in arrays:
@@ -173,9 +175,12 @@ def _exported(results: list[mx.array]) -> tuple[dict[str, Operation], dict[str, 
 
 
 def _carried_over(
-    made_by: dict[str, Operation], plain: dict[str, Operation], arrays: dict[str, Any], n: int
+    made_by: dict[str, Operation],
+    plain: dict[str, Operation],
+    arrays: dict[str, Any],
+    names: list[str],
 ) -> dict[str, Any]:
-    """The arrays of a fused graph, from those of the unfused one of the same `n` results.
+    """The arrays of a fused graph, from those of the unfused one of results of the same `names`.
 
     Raises:
         LookupError: the two graphs can't be told to be alike.
@@ -184,7 +189,7 @@ def _carried_over(
     seen: set[str] = set()
     partly: set[Operation] = set()
     whole: set[Operation] = set()
-    todo = [(_name(i), _name(i)) for i in range(n)]
+    todo = list(zip(names, names))
     while todo:
         mine, theirs = todo.pop()
         if mine in seen:

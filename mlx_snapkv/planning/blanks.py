@@ -1,0 +1,49 @@
+"""Arrays of any shape that take no memory, in the place of weights and caches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import CacheList
+
+
+def blank(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """An array that is there and holds a single number."""
+    array = mx.broadcast_to(mx.zeros((), dtype), shape)
+    mx.eval(array)
+    return array
+
+
+def blanks(tree: Any) -> Any:
+    """The same tree with blank arrays."""
+    return tree_map(lambda x: blank(x.shape, x.dtype) if isinstance(x, mx.array) else x, tree)
+
+
+def blanked(cache: Any) -> Any:
+    """A copy of a cache with blank arrays of its own."""
+    if isinstance(cache, CacheList):
+        return CacheList(*map(blanked, cache.caches))
+    made = copy.copy(cache)
+    vars(made).update({name: blanks(value) for name, value in vars(cache).items()})
+    return made
+
+
+def weightless(model: nn.Module) -> nn.Module:
+    """Give a model blank weights in the place of those not loaded yet; what else it keeps is computed."""
+    model.update(blanks(model.parameters()))
+    kept = [
+        value
+        for module in model.modules()
+        for name, value in module.items()
+        if name.startswith("_") and isinstance(value, mx.array)
+    ]
+    mx.eval(kept)
+    return model
+
+
+def arrays_of(tree: Any) -> list[mx.array]:
+    return [x for _, x in tree_flatten(tree) if isinstance(x, mx.array)]
