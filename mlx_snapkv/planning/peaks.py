@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from ..caches.layers import attention_layers
+from ..caches.block import BlockKVCache
+from ..caches.layers import attention_layers, members
 from ..engine.making import make_request
 from ..engine.recalling import Recall
 from ..entries.quantization import Quantization
+from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from .blanks import arrays_of, blank, blanked
 from .evaluation import backend, peak
 from .graph import capture
-from .positions import at_position, grown_rows
+from .positions import Positions, grown_rows
+
+_MOST_OPERATIONS = 30_000  # of a graph of loops over tokens: some seconds
+_OPERATIONS = 25  # of such a loop, for each token
 
 
 def reading_peak(
@@ -31,23 +38,38 @@ def reading_peak(
     """Bytes, those of the weights included, at the most while a prompt is read up to its last token.
 
     The last chunks are traced: earlier ones find fewer entries to attend to.
+
+    Raises:
+        SnapKVError: the policy reads a prompt twice, or can't serve the model or the prompt.
     """
-    caches = make_prompt_cache(model)
+    caches, chunk = make_prompt_cache(model), step_size
     recording: contextlib.AbstractContextManager = contextlib.nullcontext()
-    chunk, peaks = step_size, []
+    early: list[tuple[int, int]] = []
+    traced: list[_Chunk] = []
     if policy is not None:
+        if policy.stages[1].repeats is not None:
+            raise SnapKVError(
+                f"{policy.stages[1].name} reads a prompt twice, which is not counted: plan with another policy"
+            )
         request = make_request(model, policy, n_prompt, caches, quantization, Recall())
         caches, chunk, recording = request.caches, request.step_size(step_size), request.recording()
+        if any(stage.accumulates_attention for stage in policy.stages):
+            early = [(i * chunk, chunk) for i in range(2)]
     elif quantization is not None and n_prompt > DEFAULT_QUANTIZED_KV_START:
-        peaks.append(_while_quantising(model, caches, quantization, chunk))
+        start = (DEFAULT_QUANTIZED_KV_START - 1) // chunk * chunk
+        quantise = functools.partial(
+            _quantised, quantization=quantization, then=lambda cache: cache
+        )
+        traced.append(_Chunk(model, Positions(model, caches, chunk), start, chunk, quantise))
         caches = _quantised(caches, quantization)
     whole, rest = divmod(n_prompt - 1, chunk)
     last = [((whole - 1) * chunk, chunk)] if whole else []
-    last += [(whole * chunk, rest)] if rest else []
+    if 2 * rest > chunk or not whole:
+        last.append((whole * chunk, rest or 1))
+    positions = Positions(model, caches, chunk)
+    traced += [_Chunk(model, positions, start, n) for start, n in (*early, *last)]
     with recording:
-        for start, n in last or [(0, 1)]:
-            peaks.append(_traced(model, at_position(model, caches, start, chunk), n, _states))
-    return max(peaks)
+        return max(each.peak() for each in traced if each.start + each.n <= max(1, n_prompt - 1))
 
 
 def answering_peak(
@@ -61,12 +83,25 @@ def answering_peak(
     """Bytes, those of the weights included, at the most while an answer is decoded, once its prompt is compressed."""
     rows = grown_rows(n_prompt - 1, step_size)
     position = rows if n_prompt + max_tokens > rows else n_prompt  # where full caches grow
-    caches = at_position(model, make_prompt_cache(model), position, step_size)
+    caches = Positions(model, make_prompt_cache(model), step_size).at(position)
     if policy is not None:
         _compress(model, caches, n_prompt, max_tokens, policy, quantization)
     elif quantization is not None and n_prompt > DEFAULT_QUANTIZED_KV_START:
         caches = _quantised(caches, quantization)
-    return _traced(model, caches, 1, lambda logits, caches: [_token(logits)])
+    recorded = 0 if policy is None else _recorded(model, n_prompt, policy, step_size)
+    return recorded + _peak(model, caches, 1, lambda logits, caches: [_token(logits)])
+
+
+def _recorded(model: Any, n_prompt: int, policy: Policy | Stages, step_size: int) -> int:
+    """Bytes of the queries that stay at hand to vote as the answer goes on."""
+    if not policy.stages[1].observes_answer:
+        return 0
+    request = make_request(model, policy, n_prompt, make_prompt_cache(model), None, Recall())
+    chunk = min(n_prompt - 1, request.step_size(step_size))
+    with request.recording():
+        caches = Positions(model, request.caches, chunk).at(chunk)
+    held = [cache for cache in members(caches) if isinstance(cache, BlockKVCache)]
+    return sum(x.nbytes for cache in held for x in cache.recorded)
 
 
 def _compress(
@@ -108,34 +143,65 @@ def _quantised(
     return made
 
 
-def _while_quantising(model: Any, caches: list, quantization: Quantization, chunk: int) -> int:
-    """The peak of the chunk after which mlx-lm quantises what has been read."""
-    start = (DEFAULT_QUANTIZED_KV_START - 1) // chunk * chunk
-
-    def wanted(logits: mx.array, mine: list) -> list[mx.array]:
-        return _states(logits, _quantised(mine, quantization, lambda cache: cache))
-
-    return _traced(model, at_position(model, caches, start, chunk), chunk, wanted)
+def looping_layers(caches: list) -> int:
+    """How many layers of a model loop over the tokens."""
+    if mx.metal.is_available():
+        return 0
+    return sum(isinstance(cache, ArraysCache) for cache in members(caches))
 
 
-def _traced(
+@dataclass
+class _Chunk:
+    """Some tokens of a prompt, from `start` on.
+
+    Attributes:
+        n: how many.
+        after: what becomes of the caches then.
+    """
+
+    model: Any
+    positions: Positions
+    start: int
+    n: int
+    after: Callable[[list], list] = list
+
+    def peak(self) -> int:
+        """The most bytes while they are read.
+
+        Where a linear layer is a loop over the tokens, for want of a kernel, a long chunk's graph has no end: the
+        peaks of two shorter ones then tell its own, to some percent.
+        """
+        loops = looping_layers(self.positions.at(0))
+        longest = _MOST_OPERATIONS // (_OPERATIONS * loops) if loops else self.n
+        if self.n <= longest:
+            return self._traced(self.n)
+        n = max(16, longest // 2)
+        shorter, short = self._traced(n), self._traced(2 * n)
+        return short + (short - shorter) * (self.n - 2 * n) // n
+
+    def _traced(self, n: int) -> int:
+        """The peak of only the last `n` of them."""
+        caches = self.positions.late(self.start, self.n, n)
+
+        def wanted(logits: mx.array, mine: list) -> list[mx.array]:
+            return arrays_of([cache.state for cache in self.after(mine)])
+
+        return _peak(self.model, caches, n, wanted)
+
+
+def _peak(
     model: Any, caches: list, n: int, wanted: Callable[[mx.array, list], list[mx.array]]
 ) -> int:
-    """The peak of reading `n` more tokens, for what is `wanted` of logits and caches."""
+    """The most bytes while `n` more tokens are read, for what is `wanted` of logits and caches."""
     weights = arrays_of(model.parameters())
 
     def build() -> tuple[list[mx.array], list[mx.array], list[mx.array]]:
         mine = [blanked(cache) for cache in caches]
         logits = model(blank((1, n), mx.int32), cache=mine)
         results = wanted(logits, mine)
-        return results, weights, [logits, *_states(logits, mine)]
+        return results, weights, [logits, *arrays_of([cache.state for cache in mine])]
 
     return peak(capture(build), backend())
-
-
-def _states(logits: mx.array, caches: list) -> list[mx.array]:
-    """What mlx-lm evaluates after a chunk."""
-    return arrays_of([cache.state for cache in caches])
 
 
 def _token(logits: mx.array) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,24 +21,64 @@ from ..entries.queries import Recorder
 from .blanks import blank, blanked
 
 
-def at_position(model: Any, caches: list, position: int, chunk: int) -> list:
-    """The caches of a prompt of which `position` tokens have been read, so many at a time.
+class Positions:
+    """A prompt's caches, wherever it has come.
 
     A few chunks are read, until nothing changes but how far the prompt has come; then that is changed. Nothing is
     computed: all arrays are blank.
+
+    Args:
+        caches: those that it is read with, still empty.
+        chunk: tokens read at a time.
     """
-    now = [blanked(cache) for cache in caches]
-    n_read = 0
-    steady = max((_steady_after(cache, position, chunk) for cache in members(now)), default=chunk)
-    while n_read < min(position, steady):
-        n = min(chunk, position - n_read)
-        model(blank((1, n), mx.int32), cache=now)
-        now = [blanked(cache) for cache in now]
-        n_read += n
-    if n_read < position:
-        for cache in members(now):
-            _move(cache, position, chunk)
-    return now
+
+    def __init__(self, model: Any, caches: list, chunk: int):
+        self._model, self.chunk = model, chunk
+        self._after = [caches]  # by the number of chunks read
+
+    def at(self, position: int) -> list:
+        """The caches when `position` tokens have been read."""
+        whole = self._whole_chunks(position)
+        now = [blanked(cache) for cache in self._after[whole]]
+        if 0 < position < self.chunk:
+            self._read(now, position)
+            return [blanked(cache) for cache in now]
+        if position > whole * self.chunk:
+            for cache in members(now):
+                _move(cache, position, self.chunk)
+        return now
+
+    def late(self, start: int, n: int, short: int) -> list:
+        """The caches when all but the last `short` of the `n` tokens from `start` on have been read.
+
+        Where reading the `n` evicts entries, reading the last ones does, and leaves as many in the end.
+        """
+        now = self.at(start + n - short)
+        for cache, before in zip(members(now), members(self.at(start))):
+            if isinstance(cache, BlockKVCache) and before._n and before._must_evict(n):
+                most = cache.quota.entries + n
+                cache._n = min(most, n_rows(cache.keys))
+                cache.quota = replace(cache.quota, entries=most - short)
+                cache.block = short
+        return now
+
+    def _whole_chunks(self, position: int) -> int:
+        """Chunks to read before the rest of the way is only counted."""
+        found = 0
+        while (found + 1) * self.chunk <= position:
+            now = self._after[found]
+            steady = max(_steady_after(cache, position, self.chunk) for cache in members(now))
+            if found * self.chunk >= steady:
+                break
+            found += 1
+            if found == len(self._after):
+                now = [blanked(cache) for cache in now]
+                self._read(now, self.chunk)
+                self._after.append([blanked(cache) for cache in now])
+        return found
+
+    def _read(self, caches: list, n: int) -> None:
+        self._model(blank((1, n), mx.int32), cache=caches)
 
 
 def _steady_after(cache: Any, position: int, chunk: int) -> int:
