@@ -17,6 +17,7 @@ from . import (
     evaluate,
     generate,
     models,
+    plan,
     policies,
     serve,
     streams,
@@ -36,6 +37,7 @@ app.command("chat")(chat.chat)
 app.command("batch")(batch.batch)
 app.command("serve")(serve.serve)
 app.command("cache-prompt")(cache_prompt.cache_prompt)
+app.command("plan")(plan.plan)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList
 
@@ -30,19 +29,6 @@ def blanked(cache: Any) -> Any:
     made = copy.copy(cache)
     vars(made).update({name: blanks(value) for name, value in vars(cache).items()})
     return made
-
-
-def weightless(model: nn.Module) -> nn.Module:
-    """Give a model blank weights in the place of those not loaded yet; what else it keeps is computed."""
-    model.update(blanks(model.parameters()))
-    kept = [
-        value
-        for module in model.modules()
-        for name, value in module.items()
-        if name.startswith("_") and isinstance(value, mx.array)
-    ]
-    mx.eval(kept)
-    return model
 
 
 def arrays_of(tree: Any) -> list[mx.array]:
