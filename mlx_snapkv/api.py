@@ -10,6 +10,7 @@ from .engine.prefill import prefill
 from .engine.report import CompressionReport
 from .errors import SnapKVError
 from .models.patch import patch_for_snapkv, unpatch_snapkv
+from .planning.plan import MemoryPlan, plan_memory
 from .policies import (
     H2O,
     TOVA,
@@ -37,6 +38,7 @@ __all__ = [
     "KeyDiff",
     "KeyNorm",
     "LagKV",
+    "MemoryPlan",
     "QuantizedBlockKVCache",
     "QuantizedReselectingSnapKVCache",
     "QuantizedSnapKVCache",
@@ -53,6 +55,7 @@ __all__ = [
     "generate",
     "generate_step",
     "patch_for_snapkv",
+    "plan_memory",
     "prefill",
     "stream_generate",
     "unpatch_snapkv",

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..chat.conversation import Conversation
+from .fitting import tell_if_too_long
 from .lines import Lines
 from .progress import PrefillBar, stderr_console
 from .sampling import Sampling
@@ -44,6 +45,8 @@ class Session:
         """Attach a document; the number of its tokens."""
         n_tokens = waited_for(self._console, TOKENISING, partial(self.conversation.count, text))
         self.conversation.attached.append(text)
+        now = self.conversation
+        tell_if_too_long(self._console, now.model, now.policy, n_tokens, **now.generation)
         return n_tokens
 
     def answer(self, text: str) -> None:

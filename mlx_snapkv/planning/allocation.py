@@ -11,7 +11,7 @@ from collections.abc import Callable
 from . import layout as lay
 from .buffers import Array, Buffer, Memory, gives_way, is_free
 from .fusion import FUSED
-from .graph import Operation
+from .operation import Operation
 
 UNARY = """Abs ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTanh AsType BitwiseInvert Ceil Conjugate Cos Cosh Erf ErfInv Exp
 Expm1 Floor Imag Log Log10 Log1p Log2 LogicalNot Negative Real Round Rsqrt Sigmoid Sin Sinh Sqrt Square Tan Tanh"""

@@ -32,4 +32,5 @@ def blanked(cache: Any) -> Any:
 
 
 def arrays_of(tree: Any) -> list[mx.array]:
-    return [x for _, x in tree_flatten(tree) if isinstance(x, mx.array)]
+    found: Any = tree_flatten(tree)
+    return [x for _, x in found if isinstance(x, mx.array)]

@@ -15,8 +15,9 @@ import mlx.core as mx
 
 from .allocation import Step
 from .buffers import Array, Buffer, Memory
-from .graph import Graph, Operation
+from .graph import Graph
 from .layout import fresh
+from .operation import Operation
 
 _WIDTH = 20  # of the breadth-first order, before it goes down
 
@@ -105,7 +106,8 @@ def _order(graph: Graph) -> list[Operation]:
     """The operations as MLX evaluates them: breadth first from the results, within a width, and then backwards."""
     last = Operation("results", list(graph.results))
     waiting = _readers(graph, last)
-    order, stack, i = [last], [], 0
+    order, i = [last], 0
+    stack: list[tuple[Operation, int]] = []
     while waiting and (i < len(order) or stack):
         if i < len(order):
             operation, first = order[i], 0

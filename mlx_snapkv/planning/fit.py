@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.footprint import Footprint
 from ..engine.report import format_bytes
 from ..policies import Policy, Stages
@@ -12,6 +13,12 @@ from .blanks import arrays_of
 from .machine import this_machine
 from .plan import MAX_TOKENS, fitting, plan_memory
 
+DEFAULTS: dict[str, Any] = {
+    "max_tokens": MAX_TOKENS,
+    "prefill_step_size": PREFILL_STEP_SIZE,
+    "kv_bits": None,
+    "kv_group_size": 64,
+}
 _MOST_HEADS = 128  # of any model, so that what is small can be told without counting
 
 
@@ -21,19 +28,21 @@ class Fit:
     Args:
         model: an mlx-lm model.
         policy: that prompts are compressed by, if they are.
-        options: as of `plan_memory`.
+        options: of `generate_step`; those that `plan_memory` knows count. With `max_kv_size` nothing is told.
     """
 
     def __init__(self, model: Any, policy: Policy | Stages | None, **options: Any):
         self._model, self._policy = model, policy
-        self._options = {"max_tokens": MAX_TOKENS, "prefill_step_size": 2048} | options
+        self._is_rotating = options.get("max_kv_size") is not None
+        known = {name: options[name] for name in DEFAULTS if options.get(name) is not None}
+        self._options = DEFAULTS | known
         self._machine = this_machine()
         self._fits = 0  # tokens that are known to
 
     def warning(self, n_prompt: int) -> str | None:
         """A sentence, if a prompt of so many tokens will not fit; None if it will, or if that can't be counted."""
         try:
-            if n_prompt <= self._fits or self._is_small(n_prompt):
+            if self._is_rotating or n_prompt <= self._fits or self._is_small(n_prompt):
                 return None
             plan = plan_memory(self._model, n_prompt, self._policy, **self._options)
             if plan.peak <= self._machine.usable:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .graph import Operation
+from .operation import Operation
 
 FUSED = "Compiled"  # then the names of the operations that it is made of, in the order of their computation
 NAMED = "o"  # begins the names of results, which MLX's own are in capitals beside

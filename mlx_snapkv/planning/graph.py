@@ -12,13 +12,14 @@ import io
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import SnapKVError
 from .fusion import FUSED, NAMED, PASSED_ON, fused_inputs
+from .operation import Operation
 
 _STACK = (
     512 << 20
@@ -28,16 +29,6 @@ _NUMBER: tuple[tuple[int, ...], int] = (), 4  # a constant in a formula
 _NODE = re.compile(r'^\{ (\d+) \[label ="([^"]*)"')
 _READS = re.compile(r'^"(\w+)" -> (\d+)$')
 _MAKES = re.compile(r'^(\d+) -> "(\w+)"$')
-
-
-@dataclass(eq=False)
-class Operation:
-    """One operation: the names of the arrays that it reads and makes, and its arguments, if it has any."""
-
-    name: str
-    inputs: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    arguments: Any = None
 
 
 @dataclass

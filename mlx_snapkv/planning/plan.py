@@ -188,19 +188,21 @@ def plans(
     for n in contexts:
         if n not in made:
             plan = _without_peaks(model, n, chosen, quantization, sizes)
-            made[n] = replace(plan, policy=policy, **_peaks_between(made, n))
+            made[n] = replace(
+                plan,
+                policy=policy,
+                reading=_between(made, n, "reading"),
+                answering=_between(made, n, "answering"),
+            )
     return [made[n] for n in contexts]
 
 
-def _peaks_between(made: dict[int, MemoryPlan], context: int) -> dict[str, int]:
-    """Peaks on the straight line between the next smaller and the next larger context."""
-    below = made[max(n for n in made if n < context)]
-    above = made[min((n for n in made if n > context), default=below.context)]
-    share = (context - below.context) / max(1, above.context - below.context)
-    pairs = {
-        name: (getattr(below, name), getattr(above, name)) for name in ("reading", "answering")
-    }
-    return {name: int(a + share * (b - a)) for name, (a, b) in pairs.items()}
+def _between(made: dict[int, MemoryPlan], context: int, peak: str) -> int:
+    """A peak on the straight line between those of the next smaller and the next larger context."""
+    below = max(n for n in made if n < context)
+    above = min((n for n in made if n > context), default=below)
+    low, high = getattr(made[below], peak), getattr(made[above], peak)
+    return low + (high - low) * (context - below) // max(1, above - below)
 
 
 def fitting(

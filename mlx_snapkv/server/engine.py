@@ -21,6 +21,7 @@ from ..batch.openai_request import Defaults, asked
 from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
 from ..entries.quantization import Quantization
+from ..planning.fit import Fit
 from .channel import Accepted, Channel, Finished, Read, Started
 from .counting import Counted
 from .failures import as_api_error, busy, log, shutting_down, too_long
@@ -125,6 +126,7 @@ class Engine(ResponseGenerator):
             self.loaded = self._load()
             self.generator = self._new_generator()
             self._memory = self._new_memory()
+            self._fit = Fit(self.loaded.model, **{"policy": None} | self._options)
             self.prefixes.files = self._open_files(self.loaded)
         except BaseException as error:
             self._ready.set_exception(error)
@@ -190,6 +192,8 @@ class Engine(ResponseGenerator):
         n, most = len(wanted.prompt), self.limits.context
         if most is not None and n > most:
             raise too_long(n, most)
+        if (warning := self._fit.warning(n)) is not None:
+            log.warning(warning)
         need = None
         if self._memory is not None:
             told = body.max_completion_tokens or body.max_tokens
