@@ -194,23 +194,17 @@ def _table(
     table = Table(
         f"{model}: weights {format_bytes(found[0].weights)}",
         f"Counted for {device}, with the weights. {format_bytes(machine.usable)} of "
-        f"{format_bytes(machine.memory)} may be used; what would not fit is marked !.",
-        ["context", "policy", *heads, "reading", "answering", "fits with"],
+        f"{format_bytes(machine.memory)} may be used.",
+        ["context", "policy", *heads, "reading", "answering", "fits"],
     )
     for n, take in taken.items():
-        for plan in (plan for plan in found if plan.context == n):
-            first = plan is next(p for p in found if p.context == n)
-            table.add(
-                tokens(n) if first else "",
-                _way(plan),
-                format_bytes(plan.kv),
-                *(format_bytes(plan.kv_in_bits[n]) for n in bits),
-                *(
-                    format_bytes(peak) + (" !" if peak > machine.usable else "")
-                    for peak in (plan.reading, plan.answering)
-                ),
-                ("nothing" if take is None else _way(take)) if first else "",
-            )
+        rows = [plan for plan in found if plan.context == n]
+        if take is not None and take not in rows:
+            rows.append(take)
+        for i, plan in enumerate(rows):
+            fits = "taken" if plan is take else "yes" if plan.peak <= machine.usable else "no"
+            sizes = [plan.kv, *(plan.kv_in_bits[n] for n in bits), plan.reading, plan.answering]
+            table.add(tokens(n) if i == 0 else "", _way(plan), *map(format_bytes, sizes), fits)
     return table
 
 

@@ -67,12 +67,12 @@ class Footprint:
         self._row_bytes = [n_bytes(entries) for entries in stored]
         self._kept_bytes = [n_bytes([pack(x, quantization) for x in entries]) for entries in stored]
         others = _others(caches, [layer.cache_in(caches) for layer in compressed])
-        plain = [cache for cache in others if has_all_entries(cache)]
+        plain = [cache for cache in others if has_all_entries(cache) and not cache.empty()]
         self._plain_bytes = [n_bytes(cache.keys_and_values()) for cache in plain]
         sliding: list[Any] = [cache for cache in others if isinstance(cache, RotatingKVCache)]
         self._sliding = [(c.nbytes // c.keys.shape[2], c.max_size) for c in sliding]
         states = [cache for cache in others if cache not in plain and cache not in sliding]
-        self._state_bytes = sum(cache.nbytes for cache in states)
+        self._state_bytes = sum(cache.nbytes for cache in states if not cache.empty())
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes.

@@ -46,11 +46,30 @@ def backend() -> Backend:
     return METAL if mx.default_device().type == mx.gpu else CPU
 
 
-def peak(graph: Graph, device: Backend) -> int:
-    """The most bytes in use at once while the results are computed, with those of what they are made of and `held`."""
+@dataclass
+class Played:
+    """What an evaluation has come to.
+
+    Attributes:
+        most: bytes in use at once, those of what the results are made of and of all arrays held included.
+        results: of each result, its own bytes and the buffer that it is in, which may be larger.
+    """
+
+    most: int
+    results: list[tuple[int, Buffer]]
+
+
+def play(
+    graph: Graph, device: Backend, given: dict[str, tuple[int, Buffer]] | None = None
+) -> Played:
+    """Play through that the results of a graph are computed.
+
+    Args:
+        given: of arrays that are there already, what an earlier evaluation has told of them as its results.
+    """
     memory = Memory()
     order = _order(graph)
-    arrays = _arrays(graph, order, memory)
+    arrays = _arrays(graph, order, memory, given or {})
     under_way: deque[tuple[int, list[Buffer]]] = deque()
     n_tasks = 0
     for operation in order:
@@ -76,10 +95,16 @@ def peak(graph: Graph, device: Backend) -> int:
             for buffer in under_way.popleft()[1]:
                 buffer.n_uses -= 1
                 memory.release(buffer)
-    return memory.most
+    results = [arrays[name] for name in graph.results]
+    return Played(memory.most, [(array.layout.n_bytes, array.buffer) for array in results])
 
 
-def _arrays(graph: Graph, order: list[Operation], memory: Memory) -> dict[str, Array]:
+def _arrays(
+    graph: Graph,
+    order: list[Operation],
+    memory: Memory,
+    given: dict[str, tuple[int, Buffer]],
+) -> dict[str, Array]:
     """All arrays that take part, those that are there already in buffers."""
     arrays: dict[str, Array] = {}
 
@@ -96,9 +121,18 @@ def _arrays(graph: Graph, order: list[Operation], memory: Memory) -> dict[str, A
     for name in (*graph.results, *graph.held):
         asked(name)
     made = {name for operation in order for name in operation.outputs}
+    buffers: dict[Buffer, Buffer] = {}
     for name, array in arrays.items():
-        if name not in made:
+        if name in made:
+            continue
+        n_bytes, buffer = given.get(name, (-1, array.buffer))
+        if n_bytes != array.layout.n_bytes:
             memory.own(array)
+            continue
+        if buffer not in buffers:
+            buffers[buffer] = memory.new(buffer.n_bytes)
+        array.buffer = buffers[buffer]
+        array.buffer.n_arrays += 1
     return arrays
 
 

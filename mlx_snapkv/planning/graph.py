@@ -38,12 +38,14 @@ class Graph:
     Attributes:
         results: the names of what is to be computed, in the order in which it was given.
         held: of the arrays that stay, whatever is computed.
+        beside: of the other arrays that were given.
     """
 
     made_by: dict[str, Operation]
     arrays: dict[str, tuple[tuple[int, ...], int]]
     results: list[str]
     held: list[str]
+    beside: list[str]
 
 
 # Results, arrays that stay whatever is computed, and others that come of the same operations but are not wanted.
@@ -71,7 +73,8 @@ def capture(build: Callable[[], Made]) -> Graph:
     except LookupError:  # fused in a way not foreseen: counted as if it were not
         made_by = known
     n = len(results)
-    return Graph(made_by, arrays, names[:n], names[n : n + len(stays)])
+    m = n + len(stays)
+    return Graph(made_by, arrays, names[:n], names[n:m], names[m:])
 
 
 def _names(results: list[mx.array]) -> list[str]:

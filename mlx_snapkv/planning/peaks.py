@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,12 +20,12 @@ from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from .blanks import arrays_of, blank, blanked
-from .evaluation import backend, peak
-from .graph import capture
+from .buffers import Buffer
+from .evaluation import Played, backend, play
+from .graph import Graph, capture
 from .positions import Positions, grown_rows
 
 _MOST_OPERATIONS = 30_000  # of a graph of loops over tokens: some seconds
-_OPERATIONS = 25  # of such a loop, for each token
 
 
 def reading_peak(
@@ -43,6 +43,7 @@ def reading_peak(
         SnapKVError: the policy reads a prompt twice, or can't serve the model or the prompt.
     """
     caches, chunk = make_prompt_cache(model), step_size
+    loops = operations_of_loops(model)
     recording: contextlib.AbstractContextManager = contextlib.nullcontext()
     early: list[tuple[int, int]] = []
     traced: list[_Chunk] = []
@@ -60,14 +61,14 @@ def reading_peak(
         quantise = functools.partial(
             _quantised, quantization=quantization, then=lambda cache: cache
         )
-        traced.append(_Chunk(model, Positions(model, caches, chunk), start, chunk, quantise))
+        traced.append(_Chunk(model, Positions(model, caches, chunk), start, chunk, loops, quantise))
         caches = _quantised(caches, quantization)
     whole, rest = divmod(n_prompt - 1, chunk)
     last = [((whole - 1) * chunk, chunk)] if whole else []
     if 2 * rest > chunk or not whole:
         last.append((whole * chunk, rest or 1))
     positions = Positions(model, caches, chunk)
-    traced += [_Chunk(model, positions, start, n) for start, n in (*early, *last)]
+    traced += [_Chunk(model, positions, start, n, loops) for start, n in (*early, *last)]
     with recording:
         return max(each.peak() for each in traced if each.start + each.n <= max(1, n_prompt - 1))
 
@@ -89,7 +90,7 @@ def answering_peak(
     elif quantization is not None and n_prompt > DEFAULT_QUANTIZED_KV_START:
         caches = _quantised(caches, quantization)
     recorded = 0 if policy is None else _recorded(model, n_prompt, policy, step_size)
-    return recorded + _peak(model, caches, 1, lambda logits, caches: [_token(logits)])
+    return recorded + _played(model, caches, 1, lambda logits, mine: [_token(logits)]).most
 
 
 def _recorded(model: Any, n_prompt: int, policy: Policy | Stages, step_size: int) -> int:
@@ -143,19 +144,13 @@ def _quantised(
     return made
 
 
-def looping_layers(caches: list) -> int:
-    """How many layers of a model loop over the tokens."""
-    if mx.metal.is_available():
-        return 0
-    return sum(isinstance(cache, ArraysCache) for cache in members(caches))
-
-
 @dataclass
 class _Chunk:
     """Some tokens of a prompt, from `start` on.
 
     Attributes:
         n: how many.
+        loops: operations for each of them, as of `operations_of_loops`.
         after: what becomes of the caches then.
     """
 
@@ -163,6 +158,7 @@ class _Chunk:
     positions: Positions
     start: int
     n: int
+    loops: int
     after: Callable[[list], list] = list
 
     def peak(self) -> int:
@@ -171,37 +167,74 @@ class _Chunk:
         Where a linear layer is a loop over the tokens, for want of a kernel, a long chunk's graph has no end: the
         peaks of two shorter ones then tell its own, to some percent.
         """
-        loops = looping_layers(self.positions.at(0))
-        longest = _MOST_OPERATIONS // (_OPERATIONS * loops) if loops else self.n
+        longest = _MOST_OPERATIONS // self.loops if self.loops else self.n
         if self.n <= longest:
-            return self._traced(self.n)
+            return self._played(self.n, None if self.loops else self._earlier()).most
         n = max(16, longest // 2)
-        shorter, short = self._traced(n), self._traced(2 * n)
+        shorter, short = self._played(n).most, self._played(2 * n).most
         return short + (short - shorter) * (self.n - 2 * n) // n
 
-    def _traced(self, n: int) -> int:
-        """The peak of only the last `n` of them."""
+    def _earlier(self) -> list[tuple[int, Buffer]] | None:
+        """What the chunk before has left in the caches, where parts of its own arrays stay for the next one."""
+        step = self.positions.chunk
+        states = any(isinstance(cache, ArraysCache) for cache in members(self.positions.at(0)))
+        if self.start == step or (states and self.start > step):
+            before = replace(self, start=self.start - step, n=step, after=list)
+            return before._played(step).results
+        return None
+
+    def _played(self, n: int, given: list[tuple[int, Buffer]] | None = None) -> Played:
+        """The evaluation of only the last `n` of them."""
         caches = self.positions.late(self.start, self.n, n)
 
         def wanted(logits: mx.array, mine: list) -> list[mx.array]:
-            return arrays_of([cache.state for cache in self.after(mine)])
+            return _states(self.after(mine))
 
-        return _peak(self.model, caches, n, wanted)
+        return _played(self.model, caches, n, wanted, given)
 
 
-def _peak(
-    model: Any, caches: list, n: int, wanted: Callable[[mx.array, list], list[mx.array]]
-) -> int:
-    """The most bytes while `n` more tokens are read, for what is `wanted` of logits and caches."""
+def operations_of_loops(model: Any) -> int:
+    """By how many operations the graph of a chunk grows with each token: by none where no layer is a loop."""
+    caches = make_prompt_cache(model)
+    if not any(isinstance(cache, ArraysCache) for cache in members(caches)):
+        return 0
+    graphs = [_graph(model, caches, n, lambda logits, mine: _states(mine)) for n in (16, 32)]
+    short, longer = (len(graph.made_by) for graph in graphs)
+    return (longer - short) // 16
+
+
+Wanted = Callable[[mx.array, list], list[mx.array]]
+
+
+def _played(
+    model: Any,
+    caches: list,
+    n: int,
+    wanted: Wanted,
+    given: list[tuple[int, Buffer]] | None = None,
+) -> Played:
+    """The evaluation of `n` more tokens, for what is `wanted` of logits and caches."""
+    graph = _graph(model, caches, n, wanted)
+    return play(graph, backend(), dict(zip(graph.beside, given or ())))
+
+
+def _graph(model: Any, caches: list, n: int, wanted: Wanted) -> Graph:
+    """The graph of it; beside are the states of the caches before, and what is not wanted."""
     weights = arrays_of(model.parameters())
 
     def build() -> tuple[list[mx.array], list[mx.array], list[mx.array]]:
         mine = [blanked(cache) for cache in caches]
+        # The same arrays, but not the objects, which caches change.
+        before = [x.astype(x.dtype) for x in _states(cache for cache in mine if not cache.empty())]
         logits = model(blank((1, n), mx.int32), cache=mine)
-        results = wanted(logits, mine)
-        return results, weights, [logits, *arrays_of([cache.state for cache in mine])]
+        return wanted(logits, mine), weights, [*before, logits, *_states(mine)]
 
-    return peak(capture(build), backend())
+    return capture(build)
+
+
+def _states(caches: Iterable) -> list[mx.array]:
+    """What mlx-lm evaluates of caches."""
+    return arrays_of([cache.state for cache in caches])
 
 
 def _token(logits: mx.array) -> mx.array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from ..entries.quantization import Quantization, n_bytes, pack
 from ..errors import SnapKVError, UnsupportedModelError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .blanks import arrays_of
-from .peaks import answering_peak, looping_layers, reading_peak
+from .peaks import answering_peak, operations_of_loops, reading_peak
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
 
@@ -95,15 +96,25 @@ def plan_memory(
     chosen = resolve_policy(snapkv, policy)
     quantization = _quantization(model, kv_bits, kv_group_size)
     sizes = max_tokens, prefill_step_size
-    plan = _without_peaks(model, context, chosen, quantization, sizes)
-    if isinstance(policy, str):
-        plan = replace(plan, policy=policy)
-    how = None if plan.reason else chosen, quantization, prefill_step_size
-    return replace(
-        plan,
-        reading=reading_peak(model, context, *how),
-        answering=answering_peak(model, context, max_tokens, *how),
-    )
+    plan = _with_peaks(model, chosen, quantization, sizes, context)
+    return replace(plan, policy=policy) if isinstance(policy, str) else plan
+
+
+def _with_peaks(
+    model: Any,
+    policy: Policy | Stages | None,
+    quantization: Quantization | None,
+    sizes: tuple[int, int],
+    context: int,
+    reading: int | None = None,
+) -> MemoryPlan:
+    """A plan of an answer's tokens and a chunk's, `sizes`; the peak of reading may be known."""
+    plan = _without_peaks(model, context, policy, quantization, sizes)
+    used, (max_tokens, step_size) = None if plan.reason else policy, sizes
+    if reading is None:
+        reading = reading_peak(model, context, used, quantization, step_size)
+    answering = answering_peak(model, context, max_tokens, used, quantization, step_size)
+    return replace(plan, reading=reading, answering=answering)
 
 
 def _without_peaks(
@@ -155,7 +166,7 @@ def _quantised_row_bytes(model: Any, quantization: Quantization) -> int:
     """Bytes of a token in a full cache that mlx-lm has quantised."""
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)  # for the shapes: nothing is computed
-    stored = [c.keys_and_values() for c in caches if isinstance(c, KVCache)]
+    stored = [c.keys_and_values() for c in caches if isinstance(c, KVCache) and not c.empty()]
     return sum(n_bytes([pack(x, quantization) for x in entries]) for entries in stored)
 
 
@@ -169,40 +180,40 @@ def can_compress(model: Any) -> bool:
 
 
 def plans(
-    model: Any, contexts: Sequence[int], policy: str | None, **options: Any
+    model: Any,
+    contexts: Sequence[int],
+    policy: str | None,
+    *,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    max_tokens: int = MAX_TOKENS,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
 ) -> list[MemoryPlan]:
-    """Plans for growing contexts; options as of `plan_memory`.
+    """Plans for growing contexts; arguments as of `plan_memory`.
 
     Where layers loop over the tokens, and a graph takes seconds, straight lines are drawn between a few peaks.
     """
     known = range(len(contexts))
-    if looping_layers(make_prompt_cache(model)):
+    if operations_of_loops(model):
         known = range(0, len(contexts), max(1, (len(contexts) - 1) // 2))
-    made = {contexts[i]: plan_memory(model, contexts[i], policy, **options) for i in known}
-    chosen = resolve_policy(policy=policy)
-    quantization = _quantization(model, options.get("kv_bits"), options.get("kv_group_size", 64))
-    sizes = (
-        options.get("max_tokens", MAX_TOKENS),
-        options.get("prefill_step_size", PREFILL_STEP_SIZE),
-    )
+    quantization = _quantization(model, kv_bits, kv_group_size)
+    sizes = max_tokens, prefill_step_size
+    of = functools.partial(_with_peaks, model, resolve_policy(policy=policy), quantization, sizes)
+    made = {contexts[i]: of(contexts[i]) for i in known}
     for n in contexts:
         if n not in made:
-            plan = _without_peaks(model, n, chosen, quantization, sizes)
-            made[n] = replace(
-                plan,
-                policy=policy,
-                reading=_between(made, n, "reading"),
-                answering=_between(made, n, "answering"),
-            )
-    return [made[n] for n in contexts]
+            below = made[max(x for x in made if x < n)]
+            above = made.get(min((x for x in made if x > n), default=0))
+            made[n] = of(n, None if above is None else _between(below, above, n))
+    return [replace(made[n], policy=policy) for n in contexts]
 
 
-def _between(made: dict[int, MemoryPlan], context: int, peak: str) -> int:
-    """A peak on the straight line between those of the next smaller and the next larger context."""
-    below = max(n for n in made if n < context)
-    above = min((n for n in made if n > context), default=below)
-    low, high = getattr(made[below], peak), getattr(made[above], peak)
-    return low + (high - low) * (context - below) // max(1, above - below)
+def _between(below: MemoryPlan, above: MemoryPlan, context: int) -> int | None:
+    """The peak of reading on the straight line between two contexts; None if they are not read alike."""
+    if (below.reason is None) != (above.reason is None):
+        return None
+    rise = (above.reading - below.reading) * (context - below.context)
+    return below.reading + rise // (above.context - below.context)
 
 
 def fitting(

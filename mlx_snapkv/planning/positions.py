@@ -53,11 +53,13 @@ class Positions:
 
         Where reading the `n` evicts entries, reading the last ones does, and leaves as many in the end.
         """
+        if short == n:
+            return self.at(start)
         now = self.at(start + n - short)
         for cache, before in zip(members(now), members(self.at(start))):
             if isinstance(cache, BlockKVCache) and before._n and before._must_evict(n):
                 most = cache.quota.entries + n
-                cache._n = min(most, n_rows(cache.keys))
+                _hold(cache, min(most, n_rows(cache.keys)))
                 cache.quota = replace(cache.quota, entries=most - short)
                 cache.block = short
         return now
@@ -92,7 +94,7 @@ def _steady_after(cache: Any, position: int, chunk: int) -> int:
 
 def _move(cache: Any, position: int, chunk: int) -> None:
     """Let a cache that has read some chunks have read up to `position`."""
-    if isinstance(cache, ArraysCache):
+    if isinstance(cache, ArraysCache) or cache.empty():
         return
     if isinstance(cache, ChunkedKVCache):
         cache.start_position += position - cache.offset
@@ -101,17 +103,22 @@ def _move(cache: Any, position: int, chunk: int) -> None:
         _resize(cache, cache._idx)
     elif isinstance(cache, BlockKVCache):
         if cache.capacity > position:
-            cache._n = position
             _resize(cache, max(n_rows(cache.keys), position))
-            if cache._received is not None:
-                B, H, _ = cache._received.shape
-                cache._received = blank((B, H, position), cache._received.dtype)
+            _hold(cache, position)
     elif isinstance(cache, (KVCache, QuantizedKVCache)):
         _resize(cache, grown_rows(position, chunk, cache.step))
     if isinstance(cache, Recorder):
         _move_queries(cache, position - cache.offset)
     if hasattr(cache, "offset"):
         cache.offset = position
+
+
+def _hold(cache: BlockKVCache, n: int) -> None:
+    """Let a cache hold `n` entries, for which it has room."""
+    cache._n = n
+    if cache._received is not None:
+        B, H, _ = cache._received.shape
+        cache._received = blank((B, H, n), cache._received.dtype)
 
 
 def _move_queries(cache: Recorder, n: int) -> None:
