@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +31,20 @@ def blanked(cache: Any) -> Any:
     made = copy.copy(cache)
     vars(made).update({name: blanks(value) for name, value in vars(cache).items()})
     return made
+
+
+@contextlib.contextmanager
+def blank_weights(model: Any) -> Iterator[None]:
+    """Blank weights in the place of a model's own, loaded or not; what else it keeps is computed."""
+    weights = model.parameters()
+    kept = [x for module in model.modules() for x in module.values() if isinstance(x, mx.array)]
+    model.update(blanks(weights))
+    own = {id(x) for x in arrays_of(weights)}
+    try:
+        mx.eval([x for x in kept if id(x) not in own])
+        yield
+    finally:
+        model.update(weights)
 
 
 def arrays_of(tree: Any) -> list[mx.array]:

@@ -42,35 +42,47 @@ def reading_peak(
     Raises:
         SnapKVError: the policy reads a prompt twice, or can't serve the model or the prompt.
     """
+    n = max(1, n_prompt - 1)  # the last token is read with the answer
     caches, chunk = make_prompt_cache(model), step_size
     loops = operations_of_loops(model)
     recording: contextlib.AbstractContextManager = contextlib.nullcontext()
-    early: list[tuple[int, int]] = []
-    traced: list[_Chunk] = []
+    spans, traced, first = [], [], 0
     if policy is not None:
-        if policy.stages[1].repeats is not None:
-            raise SnapKVError(
-                f"{policy.stages[1].name} reads a prompt twice, which is not counted: plan with another policy"
-            )
+        _require_single(policy)
         request = make_request(model, policy, n_prompt, caches, quantization, Recall())
         caches, chunk, recording = request.caches, request.step_size(step_size), request.recording()
         if any(stage.accumulates_attention for stage in policy.stages):
-            early = [(i * chunk, chunk) for i in range(2)]
-    elif quantization is not None and n_prompt > DEFAULT_QUANTIZED_KV_START:
-        start = (DEFAULT_QUANTIZED_KV_START - 1) // chunk * chunk
-        quantise = functools.partial(
-            _quantised, quantization=quantization, then=lambda cache: cache
-        )
-        traced.append(_Chunk(model, Positions(model, caches, chunk), start, chunk, loops, quantise))
-        caches = _quantised(caches, quantization)
-    whole, rest = divmod(n_prompt - 1, chunk)
-    last = [((whole - 1) * chunk, chunk)] if whole else []
-    if 2 * rest > chunk or not whole:
-        last.append((whole * chunk, rest or 1))
+            spans = [(0, chunk), (chunk, chunk)]  # which take all their entries at once
+    elif quantization is not None and n >= DEFAULT_QUANTIZED_KV_START:
+        first = (DEFAULT_QUANTIZED_KV_START - 1) // chunk * chunk
+        then = functools.partial(_quantised, quantization=quantization, then=lambda cache: cache)
+        plain = Positions(model, caches, chunk)
+        traced = [_Chunk(model, plain, first, min(chunk, n - first), loops, then)]
+        caches, first = _quantised(caches, quantization), first + chunk
     positions = Positions(model, caches, chunk)
-    traced += [_Chunk(model, positions, start, n, loops) for start, n in (*early, *last)]
+    traced += [
+        _Chunk(model, positions, start, length, loops)
+        for start, length in [*spans, *_last_spans(n, chunk)]
+        if start >= first and start + length <= n
+    ]
     with recording:
-        return max(each.peak() for each in traced if each.start + each.n <= max(1, n_prompt - 1))
+        return max(each.peak() for each in traced)
+
+
+def _require_single(policy: Policy | Stages) -> None:
+    """Raises: SnapKVError: the policy reads a prompt twice."""
+    name, repeats = policy.stages[1].name, policy.stages[1].repeats
+    if repeats is not None:
+        raise SnapKVError(
+            f"{name} reads a prompt twice, which is not counted: plan with another policy"
+        )
+
+
+def _last_spans(n: int, chunk: int) -> list[tuple[int, int]]:
+    """The last whole chunk of `n` tokens, and the rest if it may take more: where they start and how long they are."""
+    whole, rest = divmod(n, chunk)
+    last = [((whole - 1) * chunk, chunk)] if whole else []
+    return [*last, (whole * chunk, rest)] if 2 * rest > chunk or not whole else last
 
 
 def answering_peak(

@@ -19,7 +19,7 @@ from ..engine.footprint import Footprint
 from ..entries.quantization import Quantization, n_bytes, pack
 from ..errors import SnapKVError, UnsupportedModelError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .blanks import arrays_of
+from .blanks import arrays_of, blank_weights
 from .peaks import answering_peak, operations_of_loops, reading_peak
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
@@ -109,11 +109,12 @@ def _with_peaks(
     reading: int | None = None,
 ) -> MemoryPlan:
     """A plan of an answer's tokens and a chunk's, `sizes`; the peak of reading may be known."""
-    plan = _without_peaks(model, context, policy, quantization, sizes)
-    used, (max_tokens, step_size) = None if plan.reason else policy, sizes
-    if reading is None:
-        reading = reading_peak(model, context, used, quantization, step_size)
-    answering = answering_peak(model, context, max_tokens, used, quantization, step_size)
+    with blank_weights(model):
+        plan = _without_peaks(model, context, policy, quantization, sizes)
+        used, (max_tokens, step_size) = None if plan.reason else policy, sizes
+        if reading is None:
+            reading = reading_peak(model, context, used, quantization, step_size)
+        answering = answering_peak(model, context, max_tokens, used, quantization, step_size)
     return replace(plan, reading=reading, answering=answering)
 
 

@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
@@ -24,19 +23,7 @@ def without_weights(folder: str | Path) -> nn.Module:
         Exception: whatever mlx-lm raises for a folder that it can't load.
     """
     model, _ = load_model(Path(folder), lazy=True)
-    return blank_weights(model)
-
-
-def blank_weights(model: nn.Module) -> nn.Module:
-    """Give a model blank weights in the place of those not loaded yet; what else it keeps is computed."""
     model.update(blanks(model.parameters()))
-    kept = [
-        value
-        for module in model.modules()
-        for name, value in module.items()
-        if name.startswith("_") and isinstance(value, mx.array)
-    ]
-    mx.eval(kept)
     return model
 
 
