@@ -26,6 +26,8 @@ _STACK = (
 )  # bytes: MLX walks graphs by recursion, a linear layer's as deep as its tokens are many
 _NUMBER: tuple[tuple[int, ...], int] = (), 4  # a constant in a formula
 
+_MOST_NAMES = 1000  # that can be given at once
+_NAME = re.compile(r'"(\w+)"')
 _NODE = re.compile(r'^\{ (\d+) \[label ="([^"]*)"')
 _READS = re.compile(r'^"(\w+)" -> (\d+)$')
 _MAKES = re.compile(r'^(\d+) -> "(\w+)"$')
@@ -104,20 +106,35 @@ def _unfused(build: Callable[[], Any]) -> Any:
 
 def _structure(results: list[mx.array]) -> dict[str, Operation]:
     """The operations, by the arrays that they make; results are called by `_names`."""
-    text = io.StringIO()
-    mx.export_to_dot(text, *results, **dict(zip(_names(results), results)))
+    names = dict(zip(_names(results), results))
+    first, *others = [list(names)[i : i + _MOST_NAMES] for i in range(0, len(names), _MOST_NAMES)]
+    lines = _drawn(results, {name: names[name] for name in first})
+    renamed: dict[str, str] = {}
+    for batch in others:
+        known = {name: names[name] for name in batch}
+        for line, other in zip(lines, _drawn(results, known)):
+            pairs = zip(_NAME.findall(line), _NAME.findall(other))
+            renamed.update((mine, name) for mine, name in pairs if name in known)
     operations: dict[str, Operation] = {}
     made_by: dict[str, Operation] = {}
-    for line in text.getvalue().splitlines():
+    for line in lines:
         if found := _NODE.match(line):
             name = "Contiguous" if found[2] == "Sign" else found[2].split()[0]
             operations[found[1]] = Operation(name)
         elif found := _READS.match(line):
-            operations[found[2]].inputs.append(found[1])
+            operations[found[2]].inputs.append(renamed.get(found[1], found[1]))
         elif found := _MAKES.match(line):
-            operations[found[1]].outputs.append(found[2])
-            made_by[found[2]] = operations[found[1]]
+            name = renamed.get(found[2], found[2])
+            operations[found[1]].outputs.append(name)
+            made_by[name] = operations[found[1]]
     return made_by
+
+
+def _drawn(results: list[mx.array], names: dict[str, mx.array]) -> list[str]:
+    """The lines of a graph's drawing, of which MLX takes some names; the lines themselves are always the same."""
+    text = io.StringIO()
+    mx.export_to_dot(text, *results, **names)
+    return text.getvalue().splitlines()
 
 
 def _with_shapes(results: list[mx.array]) -> tuple[dict[str, Operation], dict[str, Any]]:

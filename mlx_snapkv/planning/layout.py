@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import prod
 
 Shape = tuple[int, ...]
@@ -25,11 +26,11 @@ class Layout:
     row: bool
     column: bool
 
-    @property
+    @cached_property
     def size(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def n_bytes(self) -> int:
         return self.size * self.item
 
@@ -45,6 +46,7 @@ class Layout:
         )
 
 
+@lru_cache(maxsize=10_000)
 def fresh(shape: Shape, item: int) -> Layout:
     """Of an array in a buffer of its own, in the order of rows."""
     size = prod(shape)

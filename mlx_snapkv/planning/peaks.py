@@ -46,11 +46,12 @@ def reading_peak(
     caches, chunk = make_prompt_cache(model), step_size
     loops = operations_of_loops(model)
     recording: contextlib.AbstractContextManager = contextlib.nullcontext()
-    spans, traced, first = [], [], 0
+    spans, traced, first, cycle = [], [], 0, 0
     if policy is not None:
         _require_single(policy)
         request = make_request(model, policy, n_prompt, caches, quantization, Recall())
         caches, chunk, recording = request.caches, request.step_size(step_size), request.recording()
+        cycle = policy.stages[0].block // chunk if policy.reads_in_blocks else 0
         if any(stage.accumulates_attention for stage in policy.stages):
             spans = [(0, chunk), (chunk, chunk)]  # which take all their entries at once
     elif quantization is not None and n >= DEFAULT_QUANTIZED_KV_START:
@@ -62,7 +63,7 @@ def reading_peak(
     positions = Positions(model, caches, chunk)
     traced += [
         _Chunk(model, positions, start, length, loops)
-        for start, length in [*spans, *_last_spans(n, chunk)]
+        for start, length in [*spans, *_last_spans(n, chunk, cycle)]
         if start >= first and start + length <= n
     ]
     with recording:
@@ -78,11 +79,18 @@ def _require_single(policy: Policy | Stages) -> None:
         )
 
 
-def _last_spans(n: int, chunk: int) -> list[tuple[int, int]]:
-    """The last whole chunk of `n` tokens, and the rest if it may take more: where they start and how long they are."""
+def _last_spans(n: int, chunk: int, cycle: int) -> list[tuple[int, int]]:
+    """What may take most of `n` tokens: the last whole chunks, and the rest; where each starts and how long it is.
+
+    Args:
+        cycle: chunks from one eviction to the next; 0 if nothing is evicted, so that later chunks take more.
+    """
     whole, rest = divmod(n, chunk)
-    last = [((whole - 1) * chunk, chunk)] if whole else []
-    return [*last, (whole * chunk, rest)] if 2 * rest > chunk or not whole else last
+    last = [(i * chunk, chunk) for i in range(max(0, whole - max(1, cycle)), whole)]
+    left = [(whole * chunk, rest)]
+    if not cycle and whole > 2:
+        return left if rest * n > whole * chunk * chunk else last  # by the scores of attention
+    return last + left if 2 * rest > chunk or not whole else last
 
 
 def answering_peak(
@@ -231,7 +239,7 @@ def _played(
 
 
 def _graph(model: Any, caches: list, n: int, wanted: Wanted) -> Graph:
-    """The graph of it; beside are the states of the caches before, and what is not wanted."""
+    """The graph of it; beside are the states of the caches before, and the logits."""
     weights = arrays_of(model.parameters())
 
     def build() -> tuple[list[mx.array], list[mx.array], list[mx.array]]:
@@ -239,7 +247,7 @@ def _graph(model: Any, caches: list, n: int, wanted: Wanted) -> Graph:
         # The same arrays, but not the objects, which caches change.
         before = [x.astype(x.dtype) for x in _states(cache for cache in mine if not cache.empty())]
         logits = model(blank((1, n), mx.int32), cache=mine)
-        return wanted(logits, mine), weights, [*before, logits, *_states(mine)]
+        return wanted(logits, mine), weights, [*before, logits]
 
     return capture(build)
 

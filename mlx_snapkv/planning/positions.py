@@ -18,6 +18,7 @@ from ..caches.block import BlockKVCache
 from ..caches.layers import members
 from ..entries.quantization import each, n_rows
 from ..entries.queries import Recorder
+from ..policies.budgets import UNLIMITED
 from .blanks import blank, blanked
 
 
@@ -34,19 +35,15 @@ class Positions:
 
     def __init__(self, model: Any, caches: list, chunk: int):
         self._model, self.chunk = model, chunk
-        self._after = [caches]  # by the number of chunks read
+        self._known = {0: caches}  # by the number of whole chunks read
 
     def at(self, position: int) -> list:
         """The caches when `position` tokens have been read."""
-        whole = self._whole_chunks(position)
-        now = [blanked(cache) for cache in self._after[whole]]
-        if 0 < position < self.chunk:
-            self._read(now, position)
-            return [blanked(cache) for cache in now]
-        if position > whole * self.chunk:
-            for cache in members(now):
-                _move(cache, position, self.chunk)
-        return now
+        whole, rest = divmod(position, self.chunk)
+        now = self._after(whole)
+        if whole:
+            return self._moved(now, position) if rest else [blanked(cache) for cache in now]
+        return self._read(now, rest) if rest else [blanked(cache) for cache in now]
 
     def late(self, start: int, n: int, short: int) -> list:
         """The caches when all but the last `short` of the `n` tokens from `start` on have been read.
@@ -64,32 +61,42 @@ class Positions:
                 cache.block = short
         return now
 
-    def _whole_chunks(self, position: int) -> int:
-        """Chunks to read before the rest of the way is only counted."""
-        found = 0
-        while (found + 1) * self.chunk <= position:
-            now = self._after[found]
-            steady = max(_steady_after(cache, position, self.chunk) for cache in members(now))
-            if found * self.chunk >= steady:
-                break
-            found += 1
-            if found == len(self._after):
-                now = [blanked(cache) for cache in now]
-                self._read(now, self.chunk)
-                self._after.append([blanked(cache) for cache in now])
-        return found
+    def _after(self, whole: int) -> list:
+        """The caches after so many whole chunks, the first, and those in which something new happens, really read."""
+        if whole not in self._known:
+            full, steady, cycle = self._changes()
+            if 1 < whole <= full:
+                self._known[whole] = self._moved(self._after(1), whole * self.chunk)
+            elif whole > steady:
+                alike = steady - (steady - whole) % cycle
+                return self._moved(self._after(alike), whole * self.chunk)
+            else:
+                self._known[whole] = self._read(self._after(whole - 1), self.chunk)
+        return self._known[whole]
 
-    def _read(self, caches: list, n: int) -> None:
-        self._model(blank((1, n), mx.int32), cache=caches)
+    def _changes(self) -> tuple[int, int, int]:
+        """Chunks until the first cache is full, until all have been for a while, and from eviction to eviction."""
+        full, steady, cycle = [], [1], 1
+        for cache in members(self._known[0]):
+            if isinstance(cache, BlockKVCache) and cache.capacity < UNLIMITED:
+                cycle = max(1, cache.block // self.chunk)
+                full.append(cache.capacity // self.chunk)
+                steady.append(full[-1] + 1 + cycle)
+            elif isinstance(cache, ChunkedKVCache):
+                full.append(1)
+                steady.append(cache.chunk_size // self.chunk + 2)
+        return max(1, min(full, default=1)), max(steady), cycle
 
+    def _read(self, caches: list, n: int) -> list:
+        now = [blanked(cache) for cache in caches]
+        self._model(blank((1, n), mx.int32), cache=now)
+        return [blanked(cache) for cache in now]
 
-def _steady_after(cache: Any, position: int, chunk: int) -> int:
-    """Tokens after which reading more does not change what a cache is like, up to `position`."""
-    if isinstance(cache, BlockKVCache) and cache.capacity <= position:
-        return cache.capacity + 2 * chunk
-    if isinstance(cache, ChunkedKVCache):
-        return cache.chunk_size + 2 * chunk
-    return chunk
+    def _moved(self, caches: list, position: int) -> list:
+        now = [blanked(cache) for cache in caches]
+        for cache in members(now):
+            _move(cache, position, self.chunk)
+        return now
 
 
 def _move(cache: Any, position: int, chunk: int) -> None:
