@@ -12,6 +12,7 @@ from .errors import SnapKVError
 from .inspecting.inspection import Inspection
 from .inspecting.prompt import inspect_prompt
 from .models.patch import patch_for_snapkv, unpatch_snapkv
+from .planning.plan import MemoryPlan, plan_memory
 from .policies import (
     H2O,
     TOVA,
@@ -40,6 +41,7 @@ __all__ = [
     "KeyDiff",
     "KeyNorm",
     "LagKV",
+    "MemoryPlan",
     "QuantizedBlockKVCache",
     "QuantizedReselectingSnapKVCache",
     "QuantizedSnapKVCache",
@@ -57,6 +59,7 @@ __all__ = [
     "generate_step",
     "inspect_prompt",
     "patch_for_snapkv",
+    "plan_memory",
     "prefill",
     "stream_generate",
     "unpatch_snapkv",

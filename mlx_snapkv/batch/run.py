@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..engine.footprint import Need
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
 from .answer import Answer
 from .answers_file import AnswersFile
 from .batchable import require_together
 from .generator import CompressedBatchGenerator
-from .memory import Memory, Need
+from .memory import Memory
 from .openai_answer import answer_body
 from .openai_request import Asked, Defaults, asked
 from .requests_file import Line

@@ -19,6 +19,7 @@ from . import (
     generate,
     inspecting,
     models,
+    plan,
     policies,
     serve,
     streams,
@@ -39,6 +40,7 @@ app.command("batch")(batch.batch)
 app.command("serve")(serve.serve)
 app.command("cache-prompt")(cache_prompt.cache_prompt)
 app.command("inspect")(inspecting.inspect)
+app.command("plan")(plan.plan)
 app.command("demo")(demo.demo)
 app.command("models")(models.models)
 app.command("policies")(policies.policies)

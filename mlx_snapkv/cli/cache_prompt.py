@@ -11,6 +11,7 @@ import typer
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..errors import SnapKVError
 from . import flags
+from .fitting import tell_if_too_long
 from .generation import require_kv_bits
 from .loading import load_model, read_prompt
 from .opening import opening_tokens
@@ -82,6 +83,7 @@ def cache_prompt(
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     folder = path.resolve().parent
     cost = partial(book_cost, loaded, chosen, memory, asks=False, saved_in=folder)
+    tell_if_too_long(console, loaded, chosen, len(tokens), **options, **quantised)
     with closing(PrefillBar(console)) as bar:
         options["prompt_progress_callback"] = telling(console, cost, bar.update)
         cache, report = _read(loaded, tokens, chosen, Recall(memory, far=far), options, quantised)

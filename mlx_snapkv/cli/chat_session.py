@@ -8,6 +8,7 @@ from typing import Any
 from ..chat.conversation import Conversation
 from ..engine.book_cost import BookCost, book_cost
 from .before_book import telling
+from .fitting import tell_if_too_long
 from .lines import Lines
 from .progress import PrefillBar, stderr_console
 from .sampling import Sampling
@@ -46,6 +47,8 @@ class Session:
         """Attach a document; the number of its tokens."""
         n_tokens = waited_for(self._console, TOKENISING, partial(self.conversation.count, text))
         self.conversation.attached.append(text)
+        now = self.conversation
+        tell_if_too_long(self._console, now.model, now.policy, n_tokens, **now.generation)
         return n_tokens
 
     def answer(self, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
 from . import flags
+from .fitting import tell_if_too_long
 from .generation import (
     adapt_tokenizer,
     make_sampler,
@@ -133,6 +134,18 @@ def generate(
         encoded = partial(start.encode, tokenizer, text, ignore_chat_template)
     console = stderr_console(quiet)
     tokens = waited_for(console, TOKENISING, encoded)
+    if start is None:
+        tell_if_too_long(
+            console,
+            loaded,
+            chosen,
+            len(tokens),
+            max_tokens=max_tokens,
+            max_kv_size=max_kv_size,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
+            prefill_step_size=prefill_step_size,
+        )
     seed_sampling(seed)
     sampler = make_sampler(
         tokenizer,

@@ -80,9 +80,10 @@ def of_files(folder: Path, error: Exception) -> str:
     for file in weights:
         if not _is_whole(file):
             return f"{file.name} is damaged or cut short"
-    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-        return "no tokenizer there: tokenizer.json, for one"
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    has_tokenizer = any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+    if "load_tokenizer" in frames and not has_tokenizer:
+        return "no tokenizer there: tokenizer.json, for one"
     step = next((about for name, about in STEPS.items() if name in frames), "mlx-lm can't load it")
     return f"{step}: {brief(error)}"
 

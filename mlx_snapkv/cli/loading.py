@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -62,19 +63,11 @@ def _loaded(
     option: str,
     quantize_activations: bool,
 ):
-    folder = MODELS.get(name) or _path(option, name)
+    folder = _place(name, option)
     exists = os.path.exists(folder)  # which is False for a name that no file can have
-    if exists and not (folder / "config.json").is_file():
-        raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")
-    if not exists and not _may_be_repository(name):
-        raise SnapKVError(
-            f"{option} {name}: no such folder, and not the name of a Hugging Face repository; "
-            f"embedded models: {', '.join(MODELS)}"
-        )
     adapter = None if adapter_path is None else _path("--adapter-path", adapter_path)
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
-    import mlx.core as mx
     from mlx_lm import load
 
     from .sharded import load_shared
@@ -98,9 +91,56 @@ def _loaded(
         raise SnapKVError(f"{option} {name}: {error}") from error
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
         raise SnapKVError(f"{option} {name}: {_why(name, folder, error)}") from error
+    _make_fast(name, model)
+    return model, tokenizer
+
+
+def load_without_weights(name: str, option: str = "--model"):
+    """The same model, built from its configuration and the headers of its weights' files; of the hub, only these.
+
+    Raises:
+        SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
+    """
+    folder = _place(name, option)
+    from mlx_lm.utils import hf_repo_to_path
+
+    from ..planning.weightless import repository_without_weights, without_weights
+
+    if not os.path.exists(folder):
+        with contextlib.suppress(Exception):  # it is asked for below, if it is not here
+            folder = hf_repo_to_path(name)
+    there = os.path.exists(folder)
+    try:
+        model = without_weights(folder) if there else repository_without_weights(name)
+    except Exception as error:  # as above
+        raise SnapKVError(f"{option} {name}: {_why_not_planned(name, folder, error)}") from error
+    _make_fast(name, model)
+    return model
+
+
+def _place(name: str, option: str) -> Path:
+    """The folder that a name stands for; if it is not there, the name may be that of a repository.
+
+    Raises:
+        SnapKVError: it is neither.
+    """
+    folder = MODELS.get(name) or _path(option, name)
+    exists = os.path.exists(folder)
+    if exists and not (folder / "config.json").is_file():
+        raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")
+    if not exists and not _may_be_repository(name):
+        raise SnapKVError(
+            f"{option} {name}: no such folder, and not the name of a Hugging Face repository; "
+            f"embedded models: {', '.join(MODELS)}"
+        )
+    return folder
+
+
+def _make_fast(name: str, model) -> None:
+    import mlx.core as mx
+
     if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
-    return model, tokenizer
 
 
 def load_draft_model(name: str, tokenizer, trust_remote_code: bool = False):
@@ -134,6 +174,15 @@ def _may_be_repository(name: str) -> bool:
     except HFValidationError:
         return False
     return "/" in name
+
+
+def _why_not_planned(name: str, folder: Path, error: Exception) -> str:
+    """Why a model can't be built without its weights."""
+    from . import load_errors
+
+    if folder.exists():
+        return f"can't be planned: {load_errors.of_files(folder, error)}"
+    return load_errors.of_repository(name, error) or f"can't be planned: {brief(error)}"
 
 
 def _why(name: str, folder: Path, error: Exception) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..batch.answer import Answer
-from ..batch.memory import Need
 from ..batch.openai_request import Asked
+from ..engine.footprint import Need
 from ..engine.report import CompressionReport
 from .channel import Channel
 

@@ -9,6 +9,7 @@ from scripts import (
     benchmark_long_answers,
     measure_kv_bits,
     measure_long_answers,
+    measure_plan,
     measure_turns,
     quality_page,
 )
@@ -23,6 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
         ("turns", measure_turns),
         ("long-answers", measure_long_answers),
         ("long-answers-time", benchmark_long_answers),
+        ("plan", measure_plan),
         ("quality", quality_page),
     ],
 )

@@ -1,0 +1,36 @@
+"""How much memory a machine has for models."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+_SMALL = 36 << 30  # bytes: up to here a Mac's GPU may use two thirds, above it three quarters
+_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine's memory, and what of it MLX may use, in bytes."""
+
+    memory: int
+    usable: int
+
+
+def this_machine() -> Machine:
+    """The machine that this runs on: what Metal recommends at most for its GPU, or all of its memory without one."""
+    if mx.metal.is_available():
+        told = mx.device_info()
+        return Machine(int(told["memory_size"]), int(told["max_recommended_working_set_size"]))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if _LIMIT.exists() and (limit := _LIMIT.read_text().strip()).isdecimal():
+        memory = min(memory, int(limit))
+    return Machine(memory, memory)
+
+
+def mac(memory: int) -> Machine:
+    """A Mac of so many bytes, of which its GPU may by default use a part only."""
+    return Machine(memory, memory * 2 // 3 if memory <= _SMALL else memory * 3 // 4)

@@ -1,0 +1,96 @@
+"""`mlx-snapkv plan`, and the sentence that other commands say before they read what will not fit."""
+
+import json
+import shlex
+
+import pytest
+
+from mlx_snapkv.planning import fit
+from mlx_snapkv.planning.machine import Machine
+
+
+@pytest.fixture
+def small_machine(monkeypatch):
+    """A machine of 10 MB."""
+    monkeypatch.setattr(fit, "this_machine", lambda: Machine(10**7, 10**7))
+
+
+def test_a_table_of_one_context(call):
+    code, out, _ = call("plan", "--model", "demo", "--context", "64k", "--memory", "1GB")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines() if "B " in line and "may be" not in line]
+    assert rows[1][:5] == ["64k", "full", "cache", "201", "MB"] and rows[1][-1] == "no"
+    assert rows[2][0] == "snapkv:top_k=4096,min_ctx=0" and rows[2][-1] == "taken"
+    assert "667 MB of 1 GB may be used" in " ".join(out.split())
+    command = shlex.split(out.splitlines()[-1])
+    assert command[:4] == ["mlx-snapkv", "generate", "--model", "demo"]
+    assert command[-2:] == ["--policy", "snapkv:top_k=4096,min_ctx=0"]
+
+
+def test_a_policy_as_json(call):
+    policy = "keydiff:budget=1024 then snapkv:top_k=256,n_window=64"
+    options = ["--context", "1M", "--policy", policy, "--kv-bits", "8", "--memory", "300MB"]
+    code, out, _ = call("plan", "--model", "demo", *options, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["memory"] == 3 * 10**8 and found["usable"] == 2 * 10**8
+    ways = [(plan["policy"], plan["kv_bits"], plan["fits"]) for plan in found["plans"]]
+    assert ways == [(None, None, False), (None, 8, False), (policy, 8, True)]
+    full = found["plans"][0]
+    assert full["kv"] == 2**20 * 3 * 2 * 2 * 64 * 4 and full["peak"] == full["reading"]
+    (taken,) = found["taken"]
+    assert taken["fits"] and taken["command"].endswith("--kv-bits 8")
+
+
+def test_nothing_fits(call):
+    code, out, _ = call("plan", "--model", "demo-tasks", "--context", "3000", "--memory", "1MB")
+    assert code == 0 and out.splitlines()[-1] == "Nothing fits 3000 tokens into 667 kB."
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--context", "0"], "--context must be a number of tokens from 1 to 10000000"),
+        (["--context", "many"], "got 'many'"),
+        (["--context", "nan"], "got 'nan'"),
+        (["--context", "99M"], "--context must be a number of tokens"),
+        (["--memory", "-1"], "--memory must be a number of bytes"),
+        (["--policy", "nothing"], "unknown policy 'nothing'"),
+        (["--policy", "kvzip:budget=25%", "--context", "4k"], "kvzip reads a prompt twice"),
+        (["--policy", "keydiff", "--snapkv", "top_k=4"], "give only one"),
+        (["--kv-group-size", "128", "--kv-bits", "8"], "kv_group_size must be one of [32, 64]"),
+        (["--model", "."], "no config.json there"),
+        (["--model", "/no/such"], "no such folder"),
+    ],
+)
+def test_mistakes_are_one_sentence(call, options, said):
+    code, out, err = call("plan", "--model", "demo", *options)
+    assert code == 2 and out == "" and said in err and len(err.strip().splitlines()) == 1
+
+
+def test_folders_that_are_no_models(call, tmp_path):
+    for text, said in (
+        ('{"model_type": "nope"}', "no weights there"),
+        ("[1]", "config.json is no JSON object"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        code, _, err = call("plan", "--model", str(tmp_path))
+        assert code == 2 and said in err, err
+
+
+def test_generate_says_that_a_prompt_will_not_fit(call, story, small_machine):
+    path, _ = story
+    asked = ["generate", "--model", "demo", "--prompt-file", str(path), "-m", "1"]
+    code, _, err = call(*asked)
+    assert code == 0 and "this machine has 10 MB for models" in err
+    code, _, err = call(*asked, "--policy", "keydiff:budget=128,block=64")
+    assert code == 0 and "this machine" not in err
+
+
+def test_chat_and_cache_prompt_say_so_too(call, story, small_machine, tmp_path):
+    path, _ = story
+    said = "this machine has 10 MB for models; no policy known here makes them fit"
+    code, _, err = call("chat", "--model", "demo", stdin=f"/file {path}\n".encode())
+    assert code == 0 and said in err
+    output = str(tmp_path / "story.safetensors")
+    code, _, err = call("cache-prompt", "--model", "demo", "--prompt-file", str(path), "-o", output)
+    assert code == 0 and said in err
