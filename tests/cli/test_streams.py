@@ -1,5 +1,6 @@
 """Standard streams that are closed, full or not read, and Ctrl-C, as the shell gives them."""
 
+import contextlib
 import os
 import pty
 import signal
@@ -73,17 +74,23 @@ def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(tmp_path):
         (str(library), ["--prompt-file", str(file)], 0),
         ("", [], 0),
     ):
-        terminal, its = pty.openpty()
         environment = os.environ | {"LD_PRELOAD": preloaded, "TERM": "xterm"}
-        command = [*MODULE, *PLAIN, "-m", "1", *args]
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=its, env=environment, check=True)
-        os.set_blocking(terminal, False)
-        assert (
-            os.read(terminal, 1 << 16).decode(errors="ignore").replace("\r\n", "").count(hint)
-            == told
-        )
-        os.close(its)
-        os.close(terminal)
+        said = told_a_terminal([*MODULE, *PLAIN, "-m", "1", *args], environment)
+        assert said.replace("\r\n", "").count(hint) == told
+
+
+def told_a_terminal(command, environment):
+    """What a command writes to stderr, a terminal that is read meanwhile: a full one would stop the command."""
+    terminal, its = pty.openpty()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its, env=environment)
+    os.close(its)
+    said = b""
+    with contextlib.suppress(OSError):  # its other end is closed
+        while data := os.read(terminal, 1 << 16):
+            said += data
+    os.close(terminal)
+    assert process.wait() == 0
+    return said.decode(errors="ignore")
 
 
 def interrupted(ready, *args):
