@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..caches.layers import is_fresh
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
+from ..policies.budgets import is_share
 
 ProgressCallback = Callable[[int, int], None]  # tokens processed, and their total
 
@@ -77,10 +78,23 @@ def gate(
             f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "
             "set min_ctx=0 to force compression"
         )
+    if (short := _too_short(policy, n_prompt)) is not None:
+        return short
     _, decode_policy = policy.stages
     n = decide(policy, n_prompt).at
     stays = decode_policy.schedule == "once" or (max_tokens >= 0 and policy.fits(n + max_tokens))
     return fits_reason(n, policy) if policy.fits(n) and stays else None
+
+
+def _too_short(policy: Policy | Stages, n_prompt: int) -> str | None:
+    """Why a share of so few tokens can't be kept; None if it can."""
+    if not any(is_share(stage.budget) for stage in policy.stages):
+        return None
+    try:
+        policy.prefill_quotas(n_prompt, 1)
+    except SnapKVError as error:
+        return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
+    return None
 
 
 def fits_reason(n: int, policy: Policy | Stages) -> str:

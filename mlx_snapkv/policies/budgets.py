@@ -53,6 +53,11 @@ def is_budget(value: object) -> bool:
     return is_amount(_mean(value), least=1)
 
 
+def is_share(budget: int | str) -> bool:
+    """Whether it depends on the prompt."""
+    return isinstance(_mean(budget), str)
+
+
 def mean_entries(budget: int | str, n_prompt: int) -> int:
     """Entries that a budget grants each layer of a prompt, on average."""
     return amount(_mean(budget), n_prompt)
