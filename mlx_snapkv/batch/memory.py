@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..caches.adapter import has_all_entries
-from ..caches.layers import attention_layers, members
+from ..caches.layers import attention_layers, members, of_layers
 from ..engine.decision import decide, gate
 from ..engine.report import format_bytes
 from ..entries.quantization import Quantization, n_bytes, pack
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from ..policies.budgets import UNLIMITED
+from ..policies.budgets import UNLIMITED, Quota
 from .entries import power_of_two
 
 
@@ -63,6 +63,7 @@ class Memory:
         compressed = [] if policy is None else attention_layers(model, caches)
         model(mx.zeros((1, 1), mx.int32), cache=caches)  # for the shapes: nothing is computed
         stored = [layer.cache_in(caches).keys_and_values() for layer in compressed]
+        self._layers = compressed
         self._row_bytes = [n_bytes(entries) for entries in stored]
         self._kept_bytes = [n_bytes([pack(x, quantization) for x in entries]) for entries in stored]
         others = _others(caches, [layer.cache_in(caches) for layer in compressed])
@@ -99,7 +100,7 @@ class Memory:
             entries = [whole] * len(self._row_bytes) + plain
             return Need(0, tuple(entries), (*self._row_bytes, *self._plain_bytes), False, rest)
         _, last = policy.stages
-        chosen = [q.entries for q in last.quotas(n_prompt, len(self._row_bytes))]
+        chosen = [q.entries for q in self._quotas(last.quotas, n_prompt)]
         kept = [_grown(n, last, max_tokens) for n in chosen]
         reading = _bytes(self._row_bytes, self._read(policy, n_prompt))
         reading += _bytes(self._kept_bytes, chosen) - _bytes(self._kept_bytes, kept)
@@ -110,10 +111,14 @@ class Memory:
     def _read(self, policy: Policy | Stages, n_prompt: int) -> list[int]:
         """By layer, entries that its prompt is read with."""
         most = n_prompt + decide(policy, n_prompt).n_ahead + 1
-        quotas = policy.prefill_quotas(n_prompt, len(self._row_bytes))
+        quotas = self._quotas(policy.prefill_quotas, n_prompt)
         if not policy.reads_in_blocks:
             return [most] * len(quotas)
         return [min(most, quota.entries + policy.stages[0].block) for quota in quotas]
+
+    def _quotas(self, quotas: Callable[[int, int], list[Quota]], n_prompt: int) -> list[Quota]:
+        """A policy's quotas of the layers here."""
+        return of_layers(quotas(n_prompt, self._layers[0].n_layers), self._layers)
 
     def together(self, needs: Iterable[Need], unread: Iterable[Need]) -> int:
         """Bytes of requests at once, those `unread` among them still to be read: requests of a group have equally
