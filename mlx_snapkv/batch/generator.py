@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator
@@ -113,7 +114,7 @@ class CompressedBatchGenerator(BatchGenerator):
             given = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in given]
             wanted = [(sum(map(len, parts)), cache) for parts, cache in zip(segments, caches)]
-            self._ranks.agreed(lambda: [self._require(*each) for each in wanted])
+            self._ranks.agreed(partial(self._require_all, wanted))
             samplers = [None if s is None else guarded_sampler(s) for s in samplers or []]
             logits_processors = [
                 [guarded_processor(p) for p in given or ()] for given in logits_processors or []
@@ -121,6 +122,10 @@ class CompressedBatchGenerator(BatchGenerator):
         return super().insert_segments(
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
         )
+
+    def _require_all(self, wanted: list[tuple[int, list]]) -> None:
+        for n_prompt, prompt_cache in wanted:
+            self._require(n_prompt, prompt_cache)
 
     def _require(self, n_prompt: int, prompt_cache: list) -> None:
         """Raises: SnapKVError: the policy can't serve such a prompt."""

@@ -120,7 +120,9 @@ def batch(
     ranks = here()
     first = ranks.rank == 0  # which has the files
     if requests == "-" and ranks.size > 1:
-        raise SnapKVError("mlx.launch does not tell when standard input ends: give a file of requests")
+        raise SnapKVError(
+            "mlx.launch does not tell when standard input ends: give a file of requests"
+        )
     with ranks.agreed(lambda: _opened(requests) if first else BytesIO()) as stream:
         common = {"model": model, **about}
         answers = ranks.agreed(lambda: AnswersFile(_path(output), common) if first else NoAnswers())
