@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import Any
 
 from ..batch.openai_body import Body
 from ..batch.sharing import heard, told
-from ..errors import sentence
+from ..errors import SnapKVError, sentence
 from ..several.part import require_alike
 from ..several.ranks import Ranks
 from .channel import Channel
@@ -198,6 +199,11 @@ class SharedEngine(Engine):
         if self._ranks.rank == 0 and self.failure is None:
             self._ranks.call()
             self._ranks.first({"stop": True})
+            with contextlib.suppress(SnapKVError):  # a rank has gone already
+                for _ in range(1, self._ranks.size):
+                    self._ranks.await_call()  # from here: each has heard it
+        elif self._told_to_stop:
+            self._ranks.call()
         super()._end_all(error)
 
     def _share_request(self, request: Any) -> Any:

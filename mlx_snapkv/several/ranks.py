@@ -137,7 +137,7 @@ class Ranks:
             self._watch.call()
 
     def await_call(self) -> None:
-        """Wait until rank 0 has something to do for all; SnapKVError if a rank has gone."""
+        """Wait for a call: rank 0 for one of any other rank, those for rank 0's; SnapKVError if a rank has gone."""
         if self._watch is not None:
             self._watch.await_call()
 

@@ -84,7 +84,7 @@ class Watch:
         self._send({"rank": self._rank, "call": True})
 
     def await_call(self) -> None:
-        """Wait for rank 0's call, without the work that waiting for a collective is; SnapKVError if a rank has gone."""
+        """Wait for a call, without the work that waiting for a collective is; SnapKVError if a rank has gone."""
         while self._links and not self._calls.acquire(timeout=1):
             self.require_all_here()
 

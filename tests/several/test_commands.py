@@ -72,8 +72,8 @@ def test_two_print_once_what_one_prints(story):
     ],
 )  # fmt: skip
 def test_what_does_not_run_is_refused_by_all(tmp_path, command, sentence):
-    for code, said in started(tmp_path, "-m", "mlx_snapkv", *command, limit=60):
-        assert code == 2 and sentence in said and "Traceback" not in said
+    for code, printed in started(tmp_path, "-m", "mlx_snapkv", *command, limit=60):
+        assert code == 2 and sentence in printed and "Traceback" not in printed
 
 
 def test_two_answer_a_file_of_requests_as_one_does(tmp_path):
