@@ -44,6 +44,7 @@ POLICIES = {
 WAYS = {
     "unsure": {"policy": POLICIES["shared"], "memory": "recall", "verify": "unsure"},
     "all": {"policy": POLICIES["snapkv"], "memory": "recall", "verify": "all"},
+    "file": {"policy": POLICIES["snapkv"], "memory": "recall:file", "verify": "unsure"},
     "book": {"policy": POLICIES["stages"], "memory": "recall:file", "verify": "unsure"},
     "bits": {"policy": POLICIES["tova"], "kv_bits": 8},
 }

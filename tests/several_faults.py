@@ -1,4 +1,4 @@
-"""A rank that goes wrong in the middle of a prompt: `python several_faults.py raise|stay|kill|policy|save FOLDER`."""
+"""A rank that goes wrong in the middle of a prompt: `several_faults.py raise|stay|kill|policy|prompt|save FOLDER`."""
 
 import os
 import signal
@@ -17,6 +17,8 @@ group = mx.distributed.init()
 model, tokenizer = sharded_load(str(MODELS["demo"]), tensor_group=group)
 tokens = prompt_of(tokenizer)
 wrong = group.rank() == 1
+if how == "prompt" and wrong:
+    tokens[7] += 1
 
 
 def progress(done: int, total: int) -> None:

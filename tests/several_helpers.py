@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = 120  # seconds
@@ -23,37 +25,52 @@ def started(folder: Path, *command: str, n: int = 2, limit: float = LIMIT) -> li
         folder: for the ring's file.
         limit: seconds after which whoever is left is killed, which is an error.
     """
+    with running(folder, *command, n=n) as ranks:
+        end = time.monotonic() + limit
+        for rank in ranks:
+            rank.process.wait(max(0.1, end - time.monotonic()))
+        return [(rank.process.returncode, rank.said) for rank in ranks]
+
+
+@dataclass
+class Rank:
+    """A process, and the file of all that it prints."""
+
+    process: subprocess.Popen
+    file: Path
+
+    @property
+    def said(self) -> str:
+        return self.file.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def running(folder: Path, *command: str, n: int = 2) -> Iterator[list[Rank]]:
+    """The ranks of `python command`, for the block, at whose end those that are left are killed."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     same = os.environ | {"MLX_HOSTFILE": str(hosts), "PYTHONPATH": path}
-    said = [(folder / f"said-{rank}.txt").open("w+b") for rank in range(n)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=same | {"MLX_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=said[rank],
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        for rank in range(n)
-    ]
-    end = time.monotonic() + limit
+    ranks = []
+    for rank in range(n):
+        file = folder / f"said-{rank}.txt"
+        with file.open("wb") as said:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env=same | {"MLX_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        ranks.append(Rank(process, file))
     try:
-        codes = [process.wait(max(0.1, end - time.monotonic())) for process in ranks]
+        yield ranks
     finally:
-        for process in ranks:
+        for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return [(code, _text(file)) for code, file in zip(codes, said)]
-
-
-def _text(file) -> str:
-    with file:
-        file.seek(0)
-        return file.read().decode(errors="replace")
+                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.process.wait()
 
 
 def free_ports(n: int) -> list[int]:

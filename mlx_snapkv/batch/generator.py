@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator
@@ -16,6 +17,7 @@ from ..engine.request import held_tokens
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import Quantization
 from ..policies import Policy, SnapKV, Stages, resolve_policy
+from ..several.part import part_of, require_same_prompt
 from .batchable import require_together
 from .groups import Groups
 from .guard import guarded_processor, guarded_sampler
@@ -69,6 +71,7 @@ class CompressedBatchGenerator(BatchGenerator):
         reads_first: bool = False,
         **kwargs: Any,
     ):
+        self._ranks = part_of(model).ranks
         chosen = resolve_policy(snapkv, policy)
         recall = Recall(memory, verify, verify_below, far)
         recall.require(chosen)
@@ -80,7 +83,7 @@ class CompressedBatchGenerator(BatchGenerator):
         require_no_conflict(kwargs)
         caches = make_prompt_cache(model)
         layers = attention_layers(model, caches)
-        self._n_layers = len(layers)
+        self._n_layers = layers[0].n_layers
         require_together(model)
         require_verifiable(recall, len(list(members(caches))), len(layers))
         quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
@@ -105,11 +108,13 @@ class CompressedBatchGenerator(BatchGenerator):
         logits_processors: list[list[Callable]] | None = None,
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
+        for parts in segments:
+            require_same_prompt(self.model, [token for part in parts for token in part])
         if self._plan is not None:
             given = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in given]
-            for parts, cache in zip(segments, caches):
-                self._require(sum(map(len, parts)), cache)
+            wanted = [(sum(map(len, parts)), cache) for parts, cache in zip(segments, caches)]
+            self._ranks.agreed(partial(self._require_all, wanted))
             samplers = [None if s is None else guarded_sampler(s) for s in samplers or []]
             logits_processors = [
                 [guarded_processor(p) for p in given or ()] for given in logits_processors or []
@@ -117,6 +122,10 @@ class CompressedBatchGenerator(BatchGenerator):
         return super().insert_segments(
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
         )
+
+    def _require_all(self, wanted: list[tuple[int, list]]) -> None:
+        for n_prompt, prompt_cache in wanted:
+            self._require(n_prompt, prompt_cache)
 
     def _require(self, n_prompt: int, prompt_cache: list) -> None:
         """Raises: SnapKVError: the policy can't serve such a prompt."""

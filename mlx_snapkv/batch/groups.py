@@ -12,8 +12,10 @@ import numpy as np
 from mlx_lm.generate import GenerationBatch, greedy_sampler
 
 from ..caches.layers import members
+from ..errors import sentence
 from ..models import attention_classes
 from ..models.patch import recording
+from ..several.part import part_of, require_alike
 from .entries import batched, kind_of
 from .guard import Guard
 from .job import Job
@@ -55,9 +57,10 @@ class Group(GenerationBatch):
                 responses = super().next()
             mx.eval([getattr(c, "recorded", []) for c in members(self.prompt_cache)])
         except Exception as error:
+            require_alike(self._whole_model, error)
             self.filter([])
             return [self._failure(uid, error) for uid in uids]
-        return self._told(responses, self._errors(responses))
+        return self._told(responses, self._of_all_ranks(self._errors(responses)))
 
     def extracted(self, idx: int) -> list:
         """A request's caches as they are, for others to go on with."""
@@ -82,6 +85,21 @@ class Group(GenerationBatch):
                 if isinstance(function, Guard) and function.error is not None:
                     errors[uid] = function.error
         return errors
+
+    def _of_all_ranks(self, errors: dict[int, Exception]) -> dict[int, Exception]:
+        """The errors, and those that other ranks had: what fails on one ends on all."""
+        ranks = part_of(self._whole_model).ranks
+        if ranks.size == 1:
+            return errors
+        said = ranks.gather({uid: sentence(error) for uid, error in errors.items()})
+        for rank, theirs in enumerate(said):
+            for uid, why in theirs.items():
+                errors.setdefault(int(uid), RuntimeError(f"rank {rank}: {why}"))
+        return errors
+
+    @property
+    def _whole_model(self) -> Any:
+        return self.model if self.job is None else self.job.model
 
     def _failure(self, uid: int, error: Exception) -> Any:
         nothing: Any = None
@@ -124,6 +142,7 @@ class Single(Group):
                 self.model = self.job.model
                 self.prompt_cache = list(map(batched, self.job.caches))
         except Exception as error:
+            require_alike(self.job.model, error)
             return self._told(responses, {self.job.uid: error})
         self.compress_seconds = time.perf_counter() - started
         return responses

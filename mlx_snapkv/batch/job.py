@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from ..engine.serving import NO_POLICY_REASON, reason_for_nothing
 from ..engine.split_calls import one_by_one
 from ..entries.quantization import Quantization
 from ..policies import Policy, Stages
+from ..several.part import part_of
 
 BatchReport = Callable[[int, CompressionReport], None]
 
@@ -86,7 +88,8 @@ class Job:
         self._everything: list | None = None  # if it is to be recalled
         self.caches = copy.deepcopy(prompt_cache)
         try:
-            self._prepare(n_prompt, max_tokens)
+            ranks = part_of(plan.model).ranks
+            ranks.agreed(functools.partial(self._prepare, n_prompt, max_tokens))
         except Exception as error:
             self.error = error
 

@@ -88,8 +88,8 @@ def asked(body: Body, tokenizer, defaults: Defaults, seed: int | None = None) ->
     return Asked(
         prompt,
         body.max_completion_tokens or body.max_tokens or defaults.max_tokens,
-        _sampler(body, tokenizer, defaults, size, seed),
-        _processors(body, size),
+        sampler_of(body, tokenizer, defaults, size, seed),
+        processors_of(body, size),
         body.stop or [],
         _initial_state(tokenizer, prompt) if isinstance(body, ChatBody) else "normal",
         tools or None,
@@ -145,9 +145,10 @@ def _text_prompt(prompt: str | list[int], tokenizer, size: int) -> list[int]:
     return prompt
 
 
-def _sampler(
+def sampler_of(
     body: Body, tokenizer, defaults: Defaults, size: int, seed: int | None
 ) -> Callable | None:
+    """A body's sampler, of a vocabulary of so many tokens; None is greedy. Raises as `asked` does."""
     temp = _first(body.temperature, defaults.temp)
     top_k = _first(body.top_k, defaults.top_k)
     if top_k >= size:
@@ -170,7 +171,8 @@ def _sampler(
     return SeededSampler(sampler, chosen, draws=2 if xtc_probability > 0 else 1)
 
 
-def _processors(body: Body, size: int) -> list[Callable]:
+def processors_of(body: Body, size: int) -> list[Callable]:
+    """The processors of the logits that a body asks for. Raises as `asked` does."""
     names = ("repetition", "presence", "frequency")
     wanted = {
         name: getattr(body, name) for n in names for name in (f"{n}_penalty", f"{n}_context_size")

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
+from ..several.part import require_alike
 from .entries import batched
 from .groups import Failed, Group, Single
 from .job import Job
@@ -54,6 +55,7 @@ class Reading(PromptProcessingBatch):
             with self.job.recording():
                 super().prompt(tokens)
         except Exception as error:
+            require_alike(self.job.model, error)
             self.job.error = error
 
     def generate(self, tokens: list[list[int]]) -> Group:
@@ -66,6 +68,7 @@ class Reading(PromptProcessingBatch):
                 with job.recording():
                     return self._generation(tokens)
             except Exception as error:
+                require_alike(job.model, error)
                 job.error = error
         return Failed(job.model, job, self.tokens)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -11,15 +13,18 @@ from typing import Any
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
+from ..several.part import part_of, require_alike
 from .answer import Answer
-from .answers_file import AnswersFile
+from .answers_file import AnswersFile, NoAnswers
 from .batchable import require_together
 from .generator import CompressedBatchGenerator
 from .memory import Memory
 from .openai_answer import answer_body
 from .openai_request import Asked, Defaults, asked
 from .requests_file import Line
+from .sharing import heard, told
 
+NO_LINE = Line(0, None)  # of a rank that writes no answers
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 
 
@@ -46,6 +51,7 @@ class Request:
     """A request on its way.
 
     Attributes:
+        seed: of its sampling, if it brings none.
         n_read: tokens of its prompt that have been read.
     """
 
@@ -53,6 +59,7 @@ class Request:
     asked: Asked
     need: Need | None
     answer: Answer
+    seed: int
     report: CompressionReport | None = None
     n_read: int = 0
 
@@ -62,7 +69,8 @@ class Run:
     """The answers to a file's lines, each written when it is whole.
 
     Attributes:
-        answers: entered as a context; what it has already is not asked again.
+        answers: entered as a context; what it has already is not asked again. Of several ranks rank 0 has them, and
+            the lines.
         options: of the `CompressedBatchGenerator`: the policy, how entries are quantised, and so on.
         name: the model's, for the answers.
         about: what the answers' field `mlx_snapkv` tells of the run.
@@ -78,7 +86,7 @@ class Run:
 
     model: Any
     tokenizer: Any
-    answers: AnswersFile
+    answers: AnswersFile | NoAnswers
     options: dict[str, Any]
     name: str
     about: dict[str, Any]
@@ -90,6 +98,7 @@ class Run:
 
     def __post_init__(self):
         require_together(self.model)
+        self._ranks = part_of(self.model).ranks
         self.progress = Progress()
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
@@ -112,6 +121,8 @@ class Run:
         """Answer, or tell what is wrong with, every line that the file of answers lacks."""
         self._started = time.perf_counter()
         requests = self._requests(lines)
+        if self._ranks.size > 1:
+            requests = self._of_all(requests)
         try:
             while self._admit(requests):
                 self._step()
@@ -127,6 +138,7 @@ class Run:
     def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
         """The lines that can be answered; the others are told at once."""
         for line in lines:
+            assert isinstance(self.answers, AnswersFile)
             if self.answers.has(line):
                 self.progress.lines += 1
                 self.progress.before += 1
@@ -136,18 +148,37 @@ class Run:
             except Exception as error:  # whatever is wrong with one line, the others go on
                 self._fail(line, line.code, _sentence(error))
 
+    def _of_all(self, requests: Iterator[Request]) -> Iterator[Request]:
+        """Rank 0's requests, on every rank."""
+        own: list[Request] = []
+
+        def tell() -> dict[str, Any] | None:
+            own[:] = itertools.islice(requests, 1)
+            for request in own:
+                assert request.line.body is not None
+                return told(request.line.body, request.asked, request.seed)
+            return None
+
+        while (said := self._ranks.from_first(tell)) is not None:
+            if own:
+                yield own[0]
+                continue
+            wanted = heard(said, self.tokenizer, self.defaults)
+            yield Request(NO_LINE, wanted, None, Answer(wanted, self.tokenizer), said["seed"])
+
     def _request(self, line: Line) -> Request:
         if line.body is None:
             raise SnapKVError(line.problem or "")
-        wanted = asked(line.body, self.tokenizer, self.defaults, self._seed(line))
+        seed = self._seed(line)
+        wanted = asked(line.body, self.tokenizer, self.defaults, seed)
         need = None
         if self.memory is not None:
             need = self.memory.need(len(wanted.prompt), wanted.max_tokens)
-        return Request(line, wanted, need, Answer(wanted, self.tokenizer))
+        return Request(line, wanted, need, Answer(wanted, self.tokenizer), seed)
 
-    def _seed(self, line: Line) -> int | None:
+    def _seed(self, line: Line) -> int:
         if self.seed is None:
-            return None
+            return secrets.randbits(64)
         digest = hashlib.sha256(f"{self.seed} {line.custom_id}".encode(errors="replace")).digest()
         return int.from_bytes(digest[:8], "big")
 
@@ -158,7 +189,7 @@ class Run:
             self._waiting = None
             if request is None:
                 break
-            if not self._fits(request):
+            if not self._ranks.first(self._fits(request)):
                 self._waiting = request
                 break
             try:
@@ -237,6 +268,7 @@ class Run:
 
     def _give_up(self, error: Exception) -> None:
         """End all that are under way, and go on without them."""
+        require_alike(self.model, error)
         given_up, self._active = list(self._active.values()), {}
         self._generator.close()
         self._generator = self._new_generator()

@@ -37,6 +37,15 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         """Tokens held."""
         return self.store.n_entries + self.fresh.offset
 
+    @property
+    def keys(self) -> mx.array | None:
+        """The newest ones' buffer, which mlx-lm lets wait for what a pipeline sends."""
+        return self.fresh.keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.fresh.keys = keys
+
     def _expect(self, capacity: int) -> None:
         self.fresh.step = max(KVCache.step, capacity - self.offset)
 

@@ -26,7 +26,7 @@ from ..engine.serving import MAX_TOKENS, drive, require_no_conflict, without_com
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..several.part import part_of, together_through
+from ..several.part import part_of, require_same_prompt, together_through
 from . import saved_chat
 from .before import Before
 from .common_prefix import common_prefix
@@ -290,7 +290,7 @@ class Conversation:
 
     def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
         """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
-
+        require_same_prompt(self.model, tokens)
         given = {"tokenizer": self.tokenizer, "prompt": tokens}
         start = functools.partial(mlx_generate.stream_generate, **given)
         quantization = None

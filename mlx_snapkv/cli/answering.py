@@ -24,10 +24,15 @@ def load_for_requests(
     quantize_activations: bool,
     extra_eos_token: Sequence[str] | None,
     chat_template_config: str | None,
+    pipeline: bool,
 ) -> tuple[Any, Any]:
     """A model and its tokenizer; SnapKVError if the defaults of sampling are wrong for it."""
     loaded, tokenizer = load_model(
-        model, adapter_path, trust_remote_code, quantize_activations=quantize_activations
+        model,
+        adapter_path,
+        trust_remote_code,
+        quantize_activations=quantize_activations,
+        pipeline=pipeline,
     )
     adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     make_sampler(tokenizer, **defaults.sampling)  # which finds mistakes

@@ -114,8 +114,17 @@ def known(option: str, given: list[str], names: list[str]) -> list[str]:
     return list(dict.fromkeys(given))
 
 
-def output_files(output: str | None) -> ResultFiles | None:
-    return None if output is None else ResultFiles(output, [".jsonl", ".json", ".md", ".png"])
+def output_files(
+    output: str | None, endings: Sequence[str] = (".jsonl", ".json", ".md", ".png")
+) -> ResultFiles | None:
+    """What is going to be written, by this rank."""
+    from ..several.ranks import here
+
+    def found() -> ResultFiles | None:
+        writes = output is not None and here().rank == 0
+        return ResultFiles(output, endings) if writes else None  # type: ignore[arg-type]
+
+    return here().agreed(found)
 
 
 def measure(
@@ -134,12 +143,14 @@ def measure(
     from ..evals.asking import KEYS
     from ..evals.results import Results
     from ..reporting.setting import setting as measured
+    from ..several.ranks import here
     from .print_table import print_table
 
     fixed = {**papers.setting(), "model": name, "mlx-snapkv": __version__}
     answers = None if files is None else with_suffix(files.base, ".jsonl")
-    results = Results(fixed, answers, KEYS)
-    records = _ask(model, papers, ways, settings, results, answers, batch_size)
+    with here().together():
+        results = Results(fixed, answers, KEYS, here())
+        records = _ask(model, papers, ways, settings, results, answers, batch_size)
     summary = score_tables.summarise(records, page)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     told = {"command": command, **fixed, **measured()}

@@ -28,6 +28,7 @@ Length = Annotated[
 def ruler(
     data: asking.Data,
     model: flags.Model = "demo",
+    pipeline: flags.Pipeline = False,
     policy: asking.Policies = None,
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
@@ -59,7 +60,7 @@ def ruler(
     sources, copy = find(data_folder(data), task)
     settings = asking.settings_of(setting)
     ways = asking.ways_of(policy, memory, verify, verify_below)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, pipeline=pipeline)
     if chat_template and not tokenizer.has_chat_template:
         raise SnapKVError(f"--model {model}: it has no chat template, so drop --chat-template")
     files = asking.output_files(output)
@@ -74,6 +75,7 @@ def ruler(
 def longbench(
     data: asking.Data,
     model: flags.Model = "demo",
+    pipeline: flags.Pipeline = False,
     policy: asking.Policies = None,
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
@@ -106,7 +108,7 @@ def longbench(
     else:
         file, prompt = second.find(folder)
         page, make = second.PAGE, partial(second.LongBench2, file=file, prompt=prompt)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, pipeline=pipeline)
     files = asking.output_files(output)
     papers = make(tokenizer, room=room(loaded, length), n_documents=documents)
     asking.measure(model, loaded, papers, page, ways, settings, files, as_json, batch_size)
@@ -115,6 +117,7 @@ def longbench(
 def scbench(
     data: asking.Data,
     model: flags.Model = "demo",
+    pipeline: flags.Pipeline = False,
     policy: asking.Policies = None,
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
@@ -145,7 +148,7 @@ def scbench(
     found, wording, copy = find(data_folder(data), task)
     asking.known("--mode", [mode], list(MODES))
     ways = asking.ways_of(policy, memory, verify, verify_below)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, pipeline=pipeline)
     files = asking.output_files(output)
     papers = SCBench(tokenizer, found, wording, copy, mode, room(loaded, length), documents)
     asking.measure(model, loaded, papers, PAGE, ways, [LATER], files, as_json, batch_size)

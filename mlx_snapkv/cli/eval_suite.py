@@ -17,6 +17,7 @@ LEAST = 512  # tokens of a prompt
 
 def suite(
     model: flags.Model = "demo-tasks",
+    pipeline: flags.Pipeline = False,
     policy: asking.Policies = None,
     by_mask: asking.ByMask = None,
     memory: flags.Memory = "drop",
@@ -46,7 +47,7 @@ def suite(
     settings = asking.settings_of(setting)
     lengths = whole_numbers("--length", length, LEAST)
     ways = asking.ways_of(policy, memory, verify, verify_below, by_mask)
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, pipeline=pipeline)
     if not tokenizer.has_chat_template:
         raise SnapKVError(
             f"--model {model}: it has no chat template, so it can't be asked anything"

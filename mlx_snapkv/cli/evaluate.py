@@ -24,7 +24,7 @@ from . import asking, flags
 from .eval_fields import longbench, ruler, scbench
 from .eval_suite import suite
 from .loading import load_model, read_file
-from .options import ResultFiles, whole_numbers, with_suffix, write_result
+from .options import whole_numbers, with_suffix, write_result
 
 if TYPE_CHECKING:
     from ..evals.run import Contenders
@@ -74,6 +74,7 @@ Output = Annotated[
 @app.command("needle")
 def needle(
     model: flags.Model = "demo",
+    pipeline: flags.Pipeline = False,
     policy: Policies = None,
     length: Lengths = "2048,4096",
     depths: Depths = 5,
@@ -94,17 +95,21 @@ def needle(
 
     mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0"
     """
-    text = "\n\n".join(read_file("--haystack", file) for file in haystack or [])
+    from ..several.ranks import here
+
+    files = [partial(read_file, "--haystack", file) for file in haystack or []]
+    text = "\n\n".join(here().from_first(file) for file in files)
     if haystack and not text.strip():
         raise SnapKVError(f"--haystack {' '.join(haystack)}: there is no text in it")
     grid = cells(_lengths(length), depths, questions)
     task = partial(Needle, seed=seed, needles=needles, haystack=text or None)
-    _evaluate(model, task, grid, policy or [], output, as_json, batch_size)
+    _evaluate(model, task, grid, policy or [], output, as_json, batch_size, pipeline)
 
 
 @app.command("lines")
 def lines(
     model: flags.Model = "demo",
+    pipeline: flags.Pipeline = False,
     policy: Policies = None,
     length: Lengths = "2048,4096",
     depths: Depths = 5,
@@ -122,7 +127,7 @@ def lines(
     """
     grid = cells(_lengths(length), depths, questions)
     task = partial(Lines, seed=seed, wording=FACTS if model in MODELS else LONGEVAL)
-    _evaluate(model, task, grid, policy or POOLING, output, as_json, batch_size)
+    _evaluate(model, task, grid, policy or POOLING, output, as_json, batch_size, pipeline)
 
 
 def _lengths(text: str) -> list[int]:
@@ -140,13 +145,15 @@ def _evaluate(
     output: str | None,
     as_json: bool,
     batch_size: int,
+    pipeline: bool,
 ) -> None:
     from ..evals.run import check, contenders
     from ..reporting.setting import setting
+    from ..several.ranks import here
     from .print_table import print_table
 
     chosen = contenders(policies)
-    model, tokenizer = load_model(name)
+    model, tokenizer = load_model(name, pipeline=pipeline)
     if not tokenizer.has_chat_template:
         raise SnapKVError(f"--model {name}: it has no chat template, so it can't be asked anything")
     check(model, chosen, list(dict.fromkeys(cell.length for cell in grid)))
@@ -154,10 +161,12 @@ def _evaluate(
     about = setting()
     fixed = {**task.setting(), "model": name, "mlx-snapkv": __version__}
     endings = [".jsonl", ".json", ".md", *map(heatmap.ending, chosen)]
-    files = None if output is None else ResultFiles(output, endings)
+    files = asking.output_files(output, endings)
     base = None if files is None else files.base
-    results = Results(fixed, None if base is None else with_suffix(base, ".jsonl"))
-    records = _ask(model, tokenizer, task, grid, chosen, results, base, batch_size)
+    answers = None if base is None else with_suffix(base, ".jsonl")
+    with here().together():
+        results = Results(fixed, answers, ranks=here())
+        records = _ask(model, tokenizer, task, grid, chosen, results, base, batch_size)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     found = summary.summarise(records)
     result = {"command": command, **fixed, **about, "summary": found, "records": records}

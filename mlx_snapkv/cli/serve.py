@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +26,7 @@ PREFIX_FILES = "20GB"
 
 def serve(
     model: flags.Model,
+    pipeline: flags.Pipeline = False,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 is any free one.")] = 8080,
     api_key: Annotated[
@@ -128,19 +132,28 @@ def serve(
     from ..server.run import listening
     from ..server.run import serve as run
     from ..server.settings import Settings
+    from ..server.shared_engine import SharedEngine
+    from ..several.ranks import here
+    from .sharded import require_alone
 
-    settings = Settings(
-        host,
-        port,
-        api_key or os.environ.get(KEY_VARIABLE) or None,
-        tuple(allow_origin or ()),
-        timeout=timeout,
-        volatile_headers=tuple(volatile_header),
-    )
+    require_alone(prefix_dir=prefix_dir)
+    ranks = here()
+    settings = None
+    if ranks.rank == 0:
+        settings = Settings(
+            host,
+            port,
+            api_key or os.environ.get(KEY_VARIABLE) or None,
+            tuple(allow_origin or ()),
+            timeout=timeout,
+            volatile_headers=tuple(volatile_header),
+        )
     chosen = resolve_policy(snapkv, policy)
     recall = Recall(memory, verify, verify_below, far)
     usual = PREFIX_FILES if in_files(memory) else PREFIXES
-    prefixes = Prefixes(n_bytes("--prefix-bytes", prefix_bytes or usual))
+    n_prefix_bytes = n_bytes("--prefix-bytes", prefix_bytes or usual)
+    # Of several ranks, rank 0 says what is given up for room.
+    prefixes = Prefixes(sys.maxsize if ranks.rank else n_prefix_bytes)
     defaults = Defaults(
         max_tokens,
         temp=temp,
@@ -161,6 +174,7 @@ def serve(
             quantize_activations=quantize_activations,
             extra_eos_token=extra_eos_token,
             chat_template_config=chat_template_config,
+            pipeline=pipeline,
         )
         return Loaded(loaded, tokenizer, model, tuple(alias or ()))
 
@@ -176,20 +190,20 @@ def serve(
         return PrefixFiles(folder, n_file_bytes, found.model, told)
 
     listen()  # here, since the model is loaded in another thread, which may not
+    options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size, recall)
+    limits = Limits(concurrency, queue, max_context, n_kv_bytes)
+    given = load, options, prefixes, limits, defaults, Metrics(), open_files
+    if settings is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all
+        SharedEngine(ranks, *given).follow()
+        os._exit(0)  # with rank 0 gone, MLX's threads would abort the usual exit
     with listening(settings) as place:
-        options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size, recall)
-        engine = Engine(
-            load,
-            options,
-            prefixes,
-            Limits(concurrency, queue, max_context, n_kv_bytes),
-            defaults,
-            Metrics(),
-            open_files,
-        )
+        engine = Engine(*given) if ranks.size == 1 else SharedEngine(ranks, *given)
         address = place.getsockname()
         url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
-        run(engine, settings, place, lambda: print(_first_line(model, url), flush=True))
+        started = partial(print, _first_line(model, url), flush=True)
+        run(engine, settings, place, started, engine.watched_by)
+        engine.require_well()
 
 
 def _first_line(model: str, url: str) -> str:

@@ -66,7 +66,7 @@ def generate_step(
     start = functools.partial(mlx_generate.generate_step, prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
     recall = Recall(memory, verify, verify_below, far)
-    return served(start, model, len(prompt), max_tokens, chosen, recall, on_report, kwargs)
+    return served(start, model, prompt, max_tokens, chosen, recall, on_report, kwargs)
 
 
 def stream_generate(
@@ -103,10 +103,8 @@ def stream_generate(
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
         given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
         start = functools.partial(mlx_generate.stream_generate, **given)
-        n = len(tokens)
-        return served(
-            start, model, n, max_tokens, chosen, recall, on_report, options, without_compression
-        )
+        wanted = model, tokens, max_tokens, chosen, recall
+        return served(start, *wanted, on_report, options, without_compression)
 
     options = {"draft_model": draft_model, **kwargs}
     if draft_model is None:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -15,7 +16,7 @@ from ..caches.memories import lasting_forms, recalling_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from ..several.part import part_of, together_through
+from ..several.part import require_same_prompt, together_through
 from .compress import KeptCallback
 from .decision import gate
 from .far import require_far
@@ -42,7 +43,7 @@ def without_compression(response: GenerationResponse, seconds: float) -> Generat
 def served(
     start: Callable[..., Iterator[Any]],
     model,
-    n_prompt: int,
+    prompt: mx.array | list[int],
     max_tokens: int,
     policy: Policy | Stages | None,
     recall: Recall,
@@ -56,9 +57,10 @@ def served(
     `after` amends the items that come after it, given the seconds it took; `on_kept` is told what it keeps.
     """
     told = on_report or (lambda report: None)
-    part_of(model).ranks.require_same(
-        policy=str(policy), memory=str(recall), prompt_tokens=n_prompt, max_tokens=max_tokens
+    require_same_prompt(
+        model, prompt, policy=str(policy), memory=str(recall), max_tokens=max_tokens
     )
+    n_prompt = len(prompt)
     items = _served(
         start, model, n_prompt, max_tokens, policy, recall, told, options, after, on_kept
     )

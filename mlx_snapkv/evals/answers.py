@@ -14,6 +14,7 @@ from ..engine.generate import stream_generate
 from ..engine.report import CompressionReport
 from ..engine.rewind import Rewind
 from ..policies import Policy, Stages
+from ..several.part import part_of
 from . import by_mask
 from .batches import in_batches
 from .headwise import HeadWise
@@ -64,4 +65,4 @@ def _alone(generate, model, tokenizer, prompt: Prompt, options: Mapping[str, Any
             text += response.text
             if prompt.is_answered(text):
                 break
-    return Answer(text, cache, reports[0], first)
+    return Answer(text, cache, reports[0], first, part_of(model).ranks)

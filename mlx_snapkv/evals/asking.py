@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import file_bytes, kv_bytes
 from ..engine.prefill import prefill, read
 from ..engine.reading import read_book
 from ..engine.report import CompressionReport
@@ -167,7 +166,7 @@ class _Asked:
         question, report = self.question, self.compressed or answer.report
         recalls = self.way.options.get("memory", "drop") != "drop"
         # With a memory the cache that was given holds all entries, and the answer's own is another.
-        beside = kv_bytes(answer.cache) + report.kv_bytes_after
+        beside = answer.held_bytes + report.kv_bytes_after
         # By mask nothing is faster.
         first = None if isinstance(self.way.policy, HeadWise) else answer.first_seconds
         verified = answer.report.verified
@@ -178,7 +177,7 @@ class _Asked:
             "tokens": len(question.prompt),
             "entries": report.entries if report.compressed else None,
             "kv_bytes": beside if recalls else answer.kv_bytes(report),
-            "file_bytes": file_bytes(answer.cache),
+            "file_bytes": answer.file_bytes,
             "first_seconds": None if first is None else first + self.seconds,
             "selection_seconds": None if first is None else report.selection_seconds,
             "votes": 0 if verified is None else verified.votes,

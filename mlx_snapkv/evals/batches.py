@@ -12,6 +12,7 @@ from ..engine.decision import gate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.serving import NO_POLICY_REASON
 from ..policies import Policy, Stages
+from ..several.part import part_of
 from .prompt import Answer, Prompt
 
 # Entries per KV head that the prompts of a batch hold together, so that full caches don't fill the memory.
@@ -66,6 +67,7 @@ class _Batch:
             completion_batch_size=batch_size,
             prefill_batch_size=1,  # also without a policy: together they need more time, and memory
         )
+        self._ranks = part_of(model).ranks
         self._tokenizer, self._policy, self._batch_size = tokenizer, policy, batch_size
 
     def has_room(self, n_entries: int) -> bool:
@@ -97,7 +99,7 @@ class _Batch:
             cache, _ = self.generator.remove([uid], return_prompt_caches=True)[uid]
         one = self.running.pop(uid)
         assert one.report is not None
-        return Answer(one.text, list(cache), one.report)
+        return Answer(one.text, list(cache), one.report, ranks=self._ranks)
 
     def _report(self, uid: int, report: CompressionReport) -> None:
         self.running[uid].report = report

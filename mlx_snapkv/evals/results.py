@@ -1,11 +1,16 @@
 """Records of a run, in a file of JSON lines that a later run goes on from."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
+
+if TYPE_CHECKING:
+    from ..several.ranks import Ranks
 
 Record = dict[str, Any]
 
@@ -15,6 +20,7 @@ class Results:
 
     Args:
         keys: the names of a record's values that tell it from all others.
+        ranks: who answers together: rank 0 alone has the file, and tells the others what is in it.
 
     With a path, each is appended to that file as it comes; the file's first line is the setting. A last line that
     was not finished is dropped.
@@ -28,12 +34,12 @@ class Results:
         setting: dict[str, Any],
         path: Path | None = None,
         keys: tuple[str, ...] = ("policy", "length", "depth", "question"),
+        ranks: Ranks | None = None,
     ):
         self._path = path
         self._keys = keys
-        self._records: dict[tuple, Record] = {}
-        if path is not None:
-            self._load(setting, path)
+        known = self._loaded(setting) if ranks is None else self._told(setting, ranks)
+        self._records = {self._key(record): record for record in known}
 
     def get(self, wanted: Record) -> Record | None:
         """The record with the same keys as `wanted`."""
@@ -48,23 +54,35 @@ class Results:
     def _key(self, record: Record) -> tuple:
         return tuple(record[name] for name in self._keys)
 
-    def _load(self, setting: dict[str, Any], path: Path) -> None:
+    def _told(self, setting: dict[str, Any], ranks: Ranks) -> list[Record]:
+        known = ranks.from_first(lambda: self._loaded(setting))
+        if ranks.rank:
+            self._path = None
+        return known
+
+    def _loaded(self, setting: dict[str, Any]) -> list[Record]:
+        """The records that the file has."""
+        path, records = self._path, []
+        if path is None:
+            return []
         data = path.read_bytes() if path.exists() else b""
         header = (json.dumps(setting) + "\n").encode()
         if header.startswith(data):  # nothing yet, or not even all of the first line
             path.write_bytes(header)
-            return
+            return []
         whole = data[: data.rfind(b"\n") + 1]
         first, *lines = whole.splitlines() or [b""]
         _require_same(setting, first, path)
         for number, line in enumerate(lines, start=2):
             try:
                 record = json.loads(line)
-                self._records[self._key(record)] = record
+                hash(self._key(record))
+                records.append(record)
             except (ValueError, TypeError, KeyError):
                 raise SnapKVError(f"{path}: line {number} is damaged: delete that line") from None
         if len(whole) < len(data):
             os.truncate(path, len(whole))
+        return records
 
 
 def _require_same(setting: dict[str, Any], first: bytes, path: Path) -> None:

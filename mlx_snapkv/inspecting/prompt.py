@@ -71,7 +71,7 @@ def inspect_prompt(
     watcher = Watcher(layers, tokens.size, max_tokens)
     given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
     start = functools.partial(mlx_generate.stream_generate, **given)
-    wanted = model, tokens.size, max_tokens, chosen, Recall(), watcher.on_report
+    wanted = model, tokens, max_tokens, chosen, Recall(), watcher.on_report
     options = {
         "prompt_cache": caches,
         "prefill_step_size": prefill_step_size,

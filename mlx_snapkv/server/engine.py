@@ -115,6 +115,12 @@ class Engine(ResponseGenerator):
         """End what is under way: the server is shutting down."""
         self._stop = True
 
+    def watched_by(self, server: Any) -> None:
+        """Know uvicorn's server, which is to exit should this fail for good: alone it never does."""
+
+    def require_well(self) -> None:
+        """Raises: Exception: what has ended the server."""
+
     # In the thread of its own.
 
     def _run_generate(self) -> None:
@@ -162,19 +168,23 @@ class Engine(ResponseGenerator):
 
     def _has_room(self, waiting: Waiting) -> bool:
         """Whether the next request can be read; what is known of others' prompts gives way to it."""
-        if waiting.channel.cancelled:
+        if self._is_gone(waiting):
             return True
         if len(self._running) >= self.limits.concurrency:
             return False
         held = self.generator.prompt_cache_nbytes
         return self._room.make(waiting, self._running.values(), held)
 
-    def _take(self, channel: Any, body: Body) -> None:
+    def _is_gone(self, waiting: Waiting) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return waiting.channel.cancelled
+
+    def _take(self, channel: Any, body: Body, seed: int | None = None) -> None:
         if channel.cancelled:
             if isinstance(channel, Channel):
                 self._close(channel)
             return
-        wanted = asked(body, self.loaded.tokenizer, self.defaults)
+        wanted = asked(body, self.loaded.tokenizer, self.defaults, seed)
         if isinstance(channel, Counted):
             channel.put(len(wanted.prompt))
             return
@@ -189,11 +199,11 @@ class Engine(ResponseGenerator):
 
     def _start(self, waiting: Waiting) -> None:
         channel, wanted = waiting.channel, waiting.asked
-        if channel.cancelled:
+        if self._is_gone(waiting):
             self._close(channel)
             return
         prompt = wanted.prompt
-        caches, n_known = self._reuse.fetch(prompt)
+        caches, n_known = self._known(prompt)
         ends = [n for n in waiting.cuts if n > n_known] + [len(prompt)]
         starts = [n_known, *ends]
         (uid,) = self.generator.insert_segments(
@@ -209,8 +219,12 @@ class Engine(ResponseGenerator):
         self.metrics.started(len(prompt), n_known)
         channel.put(Started(len(prompt), n_known))
 
+    def _known(self, prompt: list[int]) -> tuple[list | None, int]:
+        """Caches that have read the beginning of a prompt, if there are such, and how many tokens that is."""
+        return self._reuse.fetch(prompt)
+
     def _step(self) -> None:
-        self._remove([uid for uid, running in self._running.items() if running.channel.cancelled])
+        self._remove([uid for uid, running in self._running.items() if self._is_gone(running)])
         read, responses = self.generator.next()
         for progress in read:
             running = self._running[progress.uid]

@@ -37,6 +37,7 @@ class Waiting:
         top_logprobs: likely tokens to be told with each; None if not even its own probability is.
         need: what its caches will take; None if nobody wants to know.
         cuts: after how many of its prompt's tokens what has been read is to be kept for others.
+        number: what several ranks call it.
     """
 
     channel: Channel
@@ -44,6 +45,7 @@ class Waiting:
     top_logprobs: int | None
     need: Need | None
     cuts: list[int]
+    number: int = 0
 
 
 @dataclass(kw_only=True)

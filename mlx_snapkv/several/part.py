@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 
 from ..errors import SnapKVError
@@ -92,6 +95,28 @@ def part_of(model: Any) -> Part:
     _parts[id(model)] = part = Part(ranks, kind)
     weakref.finalize(model, _parts.pop, id(model), None)
     return part
+
+
+def require_same_prompt(model: Any, tokens: mx.array | Sequence[int], **options: Any) -> None:
+    """Check, where several ranks hold a model, that all are to read the same tokens with the same options.
+
+    Raises:
+        SnapKVError: they are not.
+    """
+    ranks = part_of(model).ranks
+    if ranks.size > 1:
+        ids = np.array(tokens, np.uint32)
+        told = f"{len(ids)} tokens ({hashlib.sha256(ids.tobytes()).hexdigest()[:8]})"
+        ranks.require_same(prompt=told, **options)
+
+
+def require_alike(model: Any, error: Exception) -> None:
+    """Raise an error of a step unless all ranks that hold the model have it: else they wait in the middle of the model.
+
+    What goes by `Ranks.agreed` is a SnapKVError; of others nobody knows.
+    """
+    if part_of(model).ranks.size > 1 and not isinstance(error, SnapKVError):
+        raise error
 
 
 def together(function: F) -> F:

@@ -126,6 +126,21 @@ class Ranks:
         with self._watch.section():
             yield
 
+    def require_all_here(self) -> None:
+        """Raises: SnapKVError: another rank has gone."""
+        if self._watch is not None:
+            self._watch.require_all_here()
+
+    def call(self) -> None:
+        """Let the other ranks know that there is something to do, for which they `await_call`."""
+        if self._watch is not None:
+            self._watch.call()
+
+    def await_call(self) -> None:
+        """Wait for a call: rank 0 for one of any other rank, those for rank 0's; SnapKVError if a rank has gone."""
+        if self._watch is not None:
+            self._watch.await_call()
+
     def leaves(self, why: str) -> None:
         """Let the other ranks know that this one ends, and why."""
         if self._watch is not None:

@@ -46,6 +46,7 @@ class Watch:
         self._open: set[int] = set()
         self._numbers = itertools.count(1)
         self._left: set[int] = set()
+        self._calls = threading.Semaphore(0)
         self._lock = threading.Lock()
         for other, link in links.items():
             self._begin(self._listen, other, link)
@@ -77,6 +78,15 @@ class Watch:
         said = self._gone or self._failed.get(number)
         if said is not None:
             raise SnapKVError(said)
+
+    def call(self) -> None:
+        """Let the others know that there is something to do."""
+        self._send({"rank": self._rank, "call": True})
+
+    def await_call(self) -> None:
+        """Wait for a call, without the work that waiting for a collective is; SnapKVError if a rank has gone."""
+        while self._links and not self._calls.acquire(timeout=1):
+            self.require_all_here()
 
     def tell(self, why: str | None, number: int = 0) -> None:
         """Let the others know that this rank has failed in a section, or is leaving; None is without a failure."""
@@ -111,6 +121,8 @@ class Watch:
             self._heard({"rank": other, "why": why, "section": 0})
 
     def _heard(self, message: dict[str, Any]) -> None:
+        if "call" in message:
+            self._calls.release()
         if "why" not in message:  # a sign of life
             return
         rank, why, number = message["rank"], message["why"], message["section"]

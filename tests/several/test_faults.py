@@ -19,6 +19,11 @@ STARTING = 15  # seconds that processes get to start and to load the model on a 
             "rank 1 has another policy than rank 0",
             "rank 1 has another policy than rank 0",
         ),
+        (
+            "prompt",
+            "rank 1 has another prompt than rank 0",
+            "rank 1 has another prompt than rank 0",
+        ),
         ("save", "rank 1: {folder}/none/a.safetensors can't be written", "there is no folder"),
     ],
 )

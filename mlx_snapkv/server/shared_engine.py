@@ -1,0 +1,210 @@
+"""The engine of a model that several Macs hold: rank 0 decides, and all run the same steps."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from typing import Any
+
+from ..batch.openai_body import Body
+from ..batch.sharing import heard, told
+from ..errors import SnapKVError, sentence
+from ..several.part import require_alike
+from ..several.ranks import Ranks
+from .channel import Channel
+from .engine import Engine
+from .failures import ApiError, log
+from .requests import Waiting
+
+LOOK = (
+    0.1  # seconds between two looks whether the other ranks are still there, while nothing is to do
+)
+
+
+class Nobody:
+    """In the place of a `Channel` on ranks that have no clients."""
+
+    cancelled = False
+    since = 0.0
+
+    def put(self, event: Any) -> None: ...
+
+
+class SharedEngine(Engine):
+    """An engine for each of the ranks, of which rank 0 has the clients.
+
+    Before every step rank 0 tells the others what it alone knows: which requests have come, which nobody waits for any
+    more, whether there is room for the next one, how many of the known prompts are still kept, and when to stop. Of
+    requests that rank 0 refuses the others never hear. A request that fails on one rank ends on all; a step that fails
+    on one leaves the others waiting in the middle of the model, and ends the server.
+
+    Args:
+        ranks: all of them.
+
+    Attributes:
+        failure: what has ended the server.
+    """
+
+    def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any):
+        self._ranks = ranks
+        self.failure: Exception | None = None
+        self._server: Any = None
+        self._gone: set[int] = set()
+        self._problems: dict[int, str] = {}
+        self._n_taken = 0
+        self._told_to_stop = False
+        super().__init__(*args, **kwargs)
+
+    def follow(self) -> None:
+        """Take part until rank 0 stops; raises what has ended the server otherwise."""
+        self._generation_thread.join()
+        self.require_well()
+
+    def watched_by(self, server: Any) -> None:
+        self._server = server
+
+    def require_well(self) -> None:
+        """Raises: Exception: what has ended the server."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _generate(self) -> None:
+        while not self._stop:
+            if not (self._running or self._waiting):
+                self._wait()
+            if self._stop:
+                return
+            with self._ranks.together():
+                self._take_requests()
+                if self._running and not self._told_to_stop:
+                    self._step()
+
+    def _wait(self) -> None:
+        """Wait until there is something to do, or the server stops."""
+        if self._ranks.rank:
+            self._ranks.await_call()
+            return
+        while not (self.requests.qsize() or self._stop):
+            self._ranks.require_all_here()
+            with self.requests.not_empty:
+                self.requests.not_empty.wait(LOOK)
+        if not self._stop:
+            self._ranks.call()
+
+    def _take_requests(self) -> None:
+        """Take in what rank 0 tells, one start at a time."""
+        while not self._told_to_stop:
+            news = self._ranks.first(self._news() if self._ranks.rank == 0 else None)
+            assert news is not None
+            if not self._hear(news):
+                return
+
+    def _news(self) -> dict[str, Any]:
+        """What the others are to know; requests that have come wait here already."""
+        come = []
+        while (request := self._next_request()) is not None:
+            channel, body = request
+            try:
+                said = self._taken(channel, body)
+            except Exception as error:
+                self._fail(channel, error)
+            else:
+                come += [] if said is None else [said]
+        under_way = [*self._running.values(), *self._waiting]
+        self._gone = {one.number for one in under_way if one.channel.cancelled}
+        starts = bool(self._waiting) and self._has_room(self._waiting[0])
+        n_known = len(self.prefixes)
+        return {"come": come, "gone": list(self._gone), "starts": starts, "n_known": n_known}
+
+    def _taken(self, channel: Any, body: Body) -> dict[str, Any] | None:
+        """A request that now waits, as the others are told of it."""
+        seed = secrets.randbits(64)
+        n_waiting = len(self._waiting)
+        self._take(channel, body, seed)
+        if len(self._waiting) == n_waiting:
+            return None
+        waiting = self._waiting[-1]
+        self._n_taken += 1
+        waiting.number = self._n_taken
+        more = {"number": waiting.number, "cuts": waiting.cuts}
+        return told(body, waiting.asked, seed) | more
+
+    def _hear(self, news: dict[str, Any]) -> bool:
+        """Do what rank 0 says; whether a request was started, so that another one may be."""
+        if "stop" in news:
+            self._stop = self._told_to_stop = True
+            return False
+        if self._ranks.rank:
+            for said in news["come"]:
+                self._waiting.append(self._heard(said))
+            self._gone = set(news["gone"])
+            self.prefixes.trim_to(n_sequences=news["n_known"])
+        if news["starts"]:
+            self._begin(self._waiting.popleft())
+        return news["starts"]
+
+    def _heard(self, said: dict[str, Any]) -> Waiting:
+        number, wanted = said["number"], None
+        try:
+            wanted = heard(said, self.loaded.tokenizer, self.defaults)
+        except Exception as error:  # which rank 0 learns when it is to start
+            self._problems[number] = sentence(error)
+        nobody: Any = Nobody()
+        return Waiting(nobody, wanted, None, None, said["cuts"], number)  # type: ignore[arg-type]
+
+    def _begin(self, waiting: Waiting) -> None:
+        """Start a request, unless some rank can't."""
+        problems = self._ranks.gather(self._problems.pop(waiting.number, None))
+        said = [f"rank {rank}: {why}" for rank, why in enumerate(problems) if why is not None]
+        if said:
+            self._fail(waiting.channel, RuntimeError(said[0]))
+            return
+        try:
+            self._start(waiting)
+        except Exception as error:
+            require_alike(self.loaded.model, error)
+            self._fail(waiting.channel, error)
+
+    def _known(self, prompt: list[int]) -> tuple[list | None, int]:
+        """What all ranks know of a prompt; nothing, unless it is the same."""
+        try:
+            found = super()._known(prompt)
+        except Exception as error:
+            log.warning("what is known of a prompt is not used: %s", sentence(error))
+            found = None, 0
+        return found if len(set(self._ranks.gather(found[1]))) == 1 else (None, 0)
+
+    def _is_gone(self, waiting: Waiting) -> bool:
+        return waiting.number in self._gone
+
+    def _fail(self, channel: Any, error: Exception) -> None:
+        if self._ranks.rank == 0:
+            super()._fail(channel, error)
+
+    def _close(self, channel: Channel) -> None:
+        if self._ranks.rank == 0:
+            super()._close(channel)
+
+    def _fail_all(self, error: Exception) -> None:
+        """The ranks have come apart: the server ends."""
+        self.failure, self._stop = error, True
+        ends = ApiError(500, f"the server ends: {sentence(error)}", kind="server_error")
+        running, self._running = self._running, {}
+        for request in running.values():
+            self._fail(request.channel, ends)
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def _end_all(self, error: Exception) -> None:
+        if self._ranks.rank == 0 and self.failure is None:
+            self._ranks.call()
+            self._ranks.first({"stop": True})
+            with contextlib.suppress(SnapKVError):  # a rank has gone already
+                for _ in range(1, self._ranks.size):
+                    self._ranks.await_call()  # from here: each has heard it
+        elif self._told_to_stop:
+            self._ranks.call()
+        super()._end_all(error)
+
+    def _share_request(self, request: Any) -> Any:
+        return request  # mlx-lm would tell the others at once
