@@ -142,7 +142,8 @@ through by the rules by which MLX evaluates graphs.
 - **reading**: the most in use at once until then: weights, the caches as they grow, the queries that vote, and what
   the operations make. MLX gives an operation's memory up when it has been computed, but hands operations to the
   device about a hundred tasks ahead: what all these make is held at once.
-- **answering**: the same for one token of the answer, with full caches where they grow next.
+- **answering**: the same for one token of the answer, with full caches where they grow next; not what a policy needs
+  for a moment to choose among the answer's own entries.
 
 ## What it depends on
 

@@ -109,7 +109,7 @@ def _move(cache: Any, position: int, chunk: int) -> None:
         cache._idx = min(position, cache.max_size - 1 + chunk)
         _resize(cache, cache._idx)
     elif isinstance(cache, BlockKVCache):
-        if cache.capacity > position:
+        if cache.capacity >= position:
             _resize(cache, max(n_rows(cache.keys), position))
             _hold(cache, position)
     elif isinstance(cache, (KVCache, QuantizedKVCache)):
