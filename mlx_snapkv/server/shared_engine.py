@@ -16,9 +16,7 @@ from .engine import Engine
 from .failures import ApiError, log
 from .requests import Waiting
 
-LOOK = (
-    0.1  # seconds between two looks whether the other ranks are still there, while nothing is to do
-)
+LOOK = 0.1  # seconds between two looks for the other ranks, while nothing is to do
 
 
 class Nobody:

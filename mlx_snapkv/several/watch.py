@@ -40,9 +40,8 @@ class Watch:
         self._rank = rank
         self._links = links
         self._gone: str | None = None  # what was said of a rank that has left
-        self._failed: dict[
-            int, str
-        ] = {}  # by number of a section, what was said of a rank that failed in it
+        # By number of a section, what was said of a rank that failed in it.
+        self._failed: dict[int, str] = {}
         self._open: set[int] = set()
         self._numbers = itertools.count(1)
         self._left: set[int] = set()
