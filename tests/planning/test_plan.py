@@ -41,7 +41,8 @@ def test_a_family(name):
     [
         (None, None), (SNAPKV, None), (KEYDIFF, 8), (SNAPKV, 4), (f"{KEYDIFF} then {SNAPKV}", None),
         ("tova:budget=256", None), ("keydiff:budget=1024,block=128", None),
-        ("keydiff:budget=pyramid:300,block=250", None), ("h2o:budget=256", None), ("expected_attention:budget=256", None),
+        ("keydiff:budget=pyramid:300,block=250", None), ("h2o:budget=256", None),
+        ("expected_attention:budget=256", None),
         ("snapkv:budget=25%,on_full=grow,min_ctx=0,n_sink=4,n_window=32", None),
     ],
 )  # fmt: skip
