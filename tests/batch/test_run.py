@@ -82,8 +82,9 @@ def test_nan_is_the_requests_own(demo_llama, tmp_path):
 def test_a_prompt_that_the_policy_has_no_room_for(failing, tmp_path):
     share = "snapkv:budget=50%,n_sink=4,n_window=16,obs_window=16,min_ctx=0"
     found = answered(*failing, [ids("short", n=20), ids("long", n=80)], tmp_path, share)
-    assert "budget must be at least 20" in said(found["short"])["message"]
-    assert found["long"]["error"] is None
+    assert found["short"]["error"] is None and found["long"]["error"] is None
+    about = found["short"]["response"]["body"]["mlx_snapkv"]
+    assert "budget must be at least 20" in about["reason"]
 
 
 def test_a_damaged_line_is_named_and_nothing_is_lost(failing, tmp_path):
