@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator
@@ -109,7 +110,7 @@ class CompressedBatchGenerator(BatchGenerator):
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
         for parts in segments:
-            require_same_prompt(self.model, [token for part in parts for token in part])
+            require_same_prompt(self.model, chain.from_iterable(parts))
         if self._plan is not None:
             given = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in given]

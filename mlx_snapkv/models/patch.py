@@ -42,6 +42,7 @@ def _attend_and_record(attend):
     return scaled_dot_product_attention
 
 
+@functools.cache
 def family_of(cls: type) -> AttentionFamily:
     """The family of an attention class, or of the one it is derived from."""
     names = (base.__module__.removeprefix("mlx_lm.models.") for base in cls.__mro__)
@@ -63,7 +64,7 @@ def _call_and_record(call):
         recorder = _recorder_among((*args, *kwargs.values()))
         if recorder is None:
             return call(self, *args, **kwargs)
-        with hearing.listening(Call(recorder, self, family_of(type(self)), args)) as heard:
+        with hearing.listening(Call(recorder, self, family_of(type(self)), args)) as heard:  # type: ignore[arg-type]
             result = call(self, *args, **kwargs)
             heard.finish()
         return result

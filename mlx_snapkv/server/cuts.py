@@ -6,6 +6,7 @@ from typing import Any
 
 from ..batch.openai_body import Body, ChatBody
 from ..batch.openai_request import chat_tokens
+from ..chat.common_prefix import common_prefix
 
 SHORTEST = 128  # tokens that are worth it
 TAIL = 11  # tokens in which a template may begin the model's thoughts, as mlx-lm's server has it
@@ -32,7 +33,7 @@ def _system_end(body: ChatBody, tokenizer: Any, prompt: list[int]) -> int:
         return 0
     other = {"role": "user", "content": ""}
     alone = chat_tokens(body, tokenizer, [*messages[:n], other], add_generation_prompt=False)
-    return next((i for i, (a, b) in enumerate(zip(alone, prompt)) if a != b), len(alone))
+    return common_prefix([alone, prompt])
 
 
 def _thoughts_start(tokenizer: Any, prompt: list[int]) -> int:

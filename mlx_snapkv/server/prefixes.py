@@ -62,8 +62,10 @@ class Prefixes(LRUPromptCache):
             self.trim_to(n_sequences=len(self) - 1)
 
     def trim_to(self, **limits: int | None) -> None:
+        before = len(self)
         super().trim_to(**limits)
-        self._count()
+        if len(self) < before:
+            self._count()
 
     def _count(self) -> None:
         known = (each for least_recent in self._lru._lrus.values() for each in least_recent)

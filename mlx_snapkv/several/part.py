@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllL
 
 from ..errors import SnapKVError
 from .heads import ALL_HERE, Heads
+from .launched import launched
 from .ranks import ALONE, Ranks, here
 
 T = TypeVar("T")
@@ -85,19 +86,24 @@ def part_of(model: Any) -> Part:
     if id(model) in _parts:
         return _parts[id(model)]
     kind, size = _split(model)
-    if kind is None:
-        return WHOLE
-    ranks = here()
-    if ranks.size != size:
-        raise SnapKVError(
-            f"this model is split over {size} of {ranks.size} processes: split it over all that were started together"
-        )
-    _parts[id(model)] = part = Part(ranks, kind)
+    part = WHOLE
+    if kind is not None:
+        ranks = here()
+        if ranks.size != size:
+            raise SnapKVError(
+                f"this model is split over {size} of {ranks.size} processes: split it over all that were started "
+                "together"
+            )
+        part = Part(ranks, kind)
+    elif launched():
+        return part  # it may be split yet
+    # Looked for once: this is asked at every step.
+    _parts[id(model)] = part
     weakref.finalize(model, _parts.pop, id(model), None)
     return part
 
 
-def require_same_prompt(model: Any, tokens: mx.array | Sequence[int], **options: Any) -> None:
+def require_same_prompt(model: Any, tokens: mx.array | Iterable[int], **options: Any) -> None:
     """Check, where several ranks hold a model, that all are to read the same tokens with the same options.
 
     Raises:
@@ -105,7 +111,7 @@ def require_same_prompt(model: Any, tokens: mx.array | Sequence[int], **options:
     """
     ranks = part_of(model).ranks
     if ranks.size > 1:
-        ids = np.array(tokens, np.uint32)
+        ids = np.array(tokens if isinstance(tokens, mx.array) else list(tokens), np.uint32)
         told = f"{len(ids)} tokens ({hashlib.sha256(ids.tobytes()).hexdigest()[:8]})"
         ranks.require_same(prompt=told, **options)
 
