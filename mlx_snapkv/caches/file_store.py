@@ -11,7 +11,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import Quantization
 from .file_parts import FixedPart, GrowingPart
 from .row_bytes import RowBytes
-from .sources import Chain
+from .sources import Chain, joined
 
 
 class FileStore(Chain[FixedPart]):
@@ -50,15 +50,11 @@ class FileStore(Chain[FixedPart]):
     def entries(self) -> tuple[mx.array, mx.array]:
         self.flush()
         keys, values = zip(*(part.entries() for part, _, _ in self._spans()))
-        return _joined(keys), _joined(values)
+        return joined(keys), joined(values)
 
     def data(self, start: int, stop: int) -> list[np.ndarray]:
         self.flush()
-        found = [
-            part.data(max(start, first) - first, min(stop, end) - first)
-            for part, first, end in self._spans()
-            if max(start, first) < min(stop, end)
-        ]
+        found = [part.data(a, b) for part, a, b in self._within(start, stop)]
         return found[0] if len(found) == 1 else [np.concatenate(rows) for rows in zip(*found)]
 
     def as_cache(self) -> None:
@@ -99,7 +95,3 @@ class FileStore(Chain[FixedPart]):
     @property
     def entry_bytes(self) -> int:
         return sum(layout.token_as_read for layout in self.layouts)
-
-
-def _joined(parts: Sequence[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from ..errors import UnsupportedModelError
 from ..models import Found, attentions, type_of
 from ..models.family import AttentionFamily
+from ..policies.budgets import Quota
 from ..several.heads import ALL_HERE, Heads
 from ..several.part import WHOLE, Part, part_of
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,8 +178,18 @@ def _attentions_here(model, part: Part) -> list[Found]:
         ) from error
 
 
-def of_layers(by_number: list[T], layers: list[AttentionLayer]) -> list[T]:
-    """Of what is there for every full-attention layer of the model, that of these."""
+def token_caches(model) -> list:
+    """A model's caches after one token, for the shapes of what they hold: nothing is computed."""
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    return caches
+
+
+def quotas_of(
+    layers: list[AttentionLayer], quotas: Callable[[int, int], list[Quota]], n_prompt: int
+) -> list[Quota]:
+    """What a policy's `quotas` or `prefill_quotas` give these layers of a prompt."""
+    by_number = quotas(n_prompt, layers[0].n_layers)
     return [by_number[layer.number] for layer in layers]
 
 

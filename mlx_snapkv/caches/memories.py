@@ -55,7 +55,7 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
     if memory == "drop":
         return caches
     layers = attention_layers(model, caches)
-    quantization = memory_quantization(model, memory)
+    quantization = memory_quantization(model, layers, memory)
     for layer in layers:
         if policy is not None and policy.reads_in_blocks:
             layer.put(caches, ArchivedKVCache(_store(memory, quantization), layer))
@@ -66,12 +66,17 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
     return caches
 
 
-def memory_quantization(model, memory: str) -> Quantization | None:
-    """How a memory stores a model's entries; None is as they are. Raises as `make_caches` does."""
+def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Quantization | None:
+    """How a memory stores the entries of a model's layers, in groups of a size that divides its heads.
+
+    None is as they are. Raises as `make_caches` does.
+    """
     bits = _BITS.get(memory.rpartition(":")[2])
     if bits is None:
         return None
-    return _fitting(model, attention_layers(model, make_prompt_cache(model)), memory, bits)
+    require_quantised_attention(layers, f"give memory={memory.rpartition(':')[0]}")
+    groups = fitting_groups(head_sizes(model, layers), f"memory={memory}")
+    return Quantization(bits, 64 if 64 in groups else 32)
 
 
 def recalling_caches(
@@ -122,8 +127,7 @@ def plain_forms(model, caches: list) -> list:
     for layer in attention_layers(model, forms):
         found = layer.cache_in(forms)
         if isinstance(found, QuantizedKVCache):
-            entries = layer_cache(found).held()
-            layer.put(forms, plain_cache(entries.keys, entries.values))
+            layer.put(forms, plain_cache(*layer_cache(found).held().plain()))
     return forms
 
 
@@ -190,10 +194,3 @@ def _store(memory: str, quantization: Quantization | None) -> Store:
     if in_files(memory):
         return FileStore(quantization)
     return PlainStore() if quantization is None else QuantizedStore(quantization)
-
-
-def _fitting(model, layers: list[AttentionLayer], memory: str, bits: int) -> Quantization:
-    """The memory's bits, in groups of a size that divides the model's heads."""
-    require_quantised_attention(layers, f"give memory={memory.rpartition(':')[0]}")
-    groups = fitting_groups(head_sizes(model, layers), f"memory={memory}")
-    return Quantization(bits, 64 if 64 in groups else 32)

@@ -1,17 +1,13 @@
 """Whether a model's entries can be quantised so."""
 
-import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
-
 from ..entries.quantization import BITS, Quantization, fitting_groups
 from ..errors import SnapKVError, UnsupportedModelError
-from .layers import AttentionLayer
+from .layers import AttentionLayer, token_caches
 
 
 def head_sizes(model, layers: list[AttentionLayer]) -> set[int]:
     """Head sizes of the keys and values of a model's full-attention layers."""
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)  # for the shapes: nothing is computed
+    caches = token_caches(model)
     return {x.shape[3] for layer in layers for x in layer.cache_in(caches).keys_and_values()}
 
 

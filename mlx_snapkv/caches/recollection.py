@@ -11,7 +11,7 @@ from ..entries.attention import KeyBlocks, above_average, attention_votes
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from .pull import Pull
-from .sources import Plain, Source
+from .sources import Chain, Plain, Source
 
 
 class Recollection:
@@ -28,10 +28,10 @@ class Recollection:
         self._latent = layer is not None and layer.latent
         self._pull = pull
         self._answer = KVCache()
-        self._sources = [*sources, Plain(self._answer)]
+        self._entries: Chain[Source] = Chain([*sources, Plain(self._answer)])
 
     def __len__(self) -> int:
-        return sum(source.n_entries for source in self._sources)
+        return self._entries.n_entries
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add the answer's next tokens, `(B, n_kv_heads, L, head_dim)` each."""
@@ -50,15 +50,7 @@ class Recollection:
         Args:
             end: position of the next token that is to see them; None is nobody's, and they come as they were read.
         """
-        found: Any = ()
-        first = 0
-        for source in filter(_holds_any, self._sources):
-            last = first + source.n_entries - 1
-            part = source.gather(mx.clip(positions, first, last) - first)
-            here = (positions >= first)[..., None]
-            found = tuple(mx.where(here, *pair) for pair in zip(part, found)) if found else part
-            first = last + 1
-        keys, values = found
+        keys, values = self._entries.gather(positions)
         entries = Entries(keys, values, given_positions=positions, layer=self.layer)
         if self._pull is None or end is None:
             return entries
@@ -69,31 +61,21 @@ class Recollection:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
         if self._latent:
             return self._between(start, stop).keys
-        return self._stored_keys(start, stop)
-
-    def _stored_keys(self, start: int, stop: int) -> mx.array:
-        parts = []
-        first = 0
-        for source in filter(_holds_any, self._sources):
-            a, b = max(start, first) - first, min(stop, first + source.n_entries) - first
-            if a < b:
-                parts.append(source.read_keys(a, b))
-            first += source.n_entries
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        return self._entries.read_keys(start, stop)
 
     def values(self, start: int, stop: int) -> mx.array:
         """The values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
         return self._between(start, stop).values
 
     def _between(self, start: int, stop: int) -> Entries:
-        B, H, _, _ = self._stored_keys(0, 1).shape
+        B, H, _, _ = self._entries.read_keys(0, 1).shape
         places = mx.arange(start, stop, dtype=mx.uint32)
         return self.gather(mx.broadcast_to(places, (B, H, stop - start)))
 
     @property
     def waits(self) -> bool:
         """Whether what is read takes memory of its own, so that it should be used before more is read."""
-        return any(source.waits for source in self._sources)
+        return self._entries.waits
 
     def blocks(self) -> KeyBlocks:
         """All keys, to be read a block at a time."""
@@ -144,7 +126,3 @@ class _Recalled(Entries):
     @cached_property
     def above_average(self) -> mx.array:
         return above_average(self._everything.blocks(), self.voters)
-
-
-def _holds_any(source: Source) -> bool:
-    return source.n_entries > 0

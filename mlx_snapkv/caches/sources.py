@@ -1,6 +1,6 @@
 """Entries that are read in part: the keys of a span, or what was chosen."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
@@ -75,13 +75,15 @@ class Chain(Generic[S]):
                 yield source, first, stop
             first = stop
 
+    def _within(self, start: int, stop: int) -> Iterator[tuple[S, int, int]]:
+        """Those that have some of the entries `[start, stop)`, and which of their own those are."""
+        for source, first, end in self._spans():
+            a, b = max(start, first) - first, min(stop, end) - first
+            if a < b:
+                yield source, a, b
+
     def read_keys(self, start: int, stop: int) -> mx.array:
-        parts = [
-            source.read_keys(max(start, first) - first, min(stop, end) - first)
-            for source, first, end in self._spans()
-            if max(start, first) < min(stop, end)
-        ]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        return joined([source.read_keys(a, b) for source, a, b in self._within(start, stop)])
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         found: Any = ()
@@ -90,6 +92,11 @@ class Chain(Generic[S]):
             here = (places >= first)[..., None]
             found = tuple(mx.where(here, *pair) for pair in zip(part, found)) if found else part
         return found
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    """Arrays `(B, n_kv_heads, n, ...)` of entries, one behind the other."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
 
 
 class First:

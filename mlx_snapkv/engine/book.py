@@ -18,7 +18,7 @@ from ..caches.layers import (
     file_bytes,
     kv_bytes,
     kv_dtype,
-    of_layers,
+    quotas_of,
 )
 from ..caches.recollection import Recollection
 from ..caches.sources import First
@@ -40,8 +40,8 @@ class BookRequest(RecallingRequest):
 
     def __post_init__(self):
         super().__post_init__()
-        n_layers, n_prompt = self._layers[0].n_layers, self.decision.n_prompt
-        quotas = of_layers(self.decode_policy.quotas(n_prompt, n_layers), self._layers)
+        n_prompt = self.decision.n_prompt
+        quotas = quotas_of(self._layers, self.decode_policy.quotas, n_prompt)
         # What is read again is always kept, so that the others are as many as the budget has room for.
         self._n_again = max(1, min(self.n_new, quotas[0].n_window, self.prefill_policy.block))
         self._quotas = [_with_window(quota, self._n_again) for quota in quotas]
@@ -65,10 +65,7 @@ class BookRequest(RecallingRequest):
         return super()._observes or self.recall.verify is not None
 
     def _prefill_caches(self) -> list:
-        n_layers = self._layers[0].n_layers
-        quotas = of_layers(
-            self.policy.prefill_quotas(self.decision.n_prompt, n_layers), self._layers
-        )
+        quotas = quotas_of(self._layers, self.policy.prefill_quotas, self.decision.n_prompt)
         for layer, quota in zip(self._layers, quotas):
             layer.cache_in(self.prompt_cache).limit(
                 self.prefill_policy,

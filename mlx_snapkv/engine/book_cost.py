@@ -10,10 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
-
-from ..caches.layers import attention_layers, of_layers
+from ..caches.layers import attention_layers, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
 from ..caches.row_bytes import RowBytes
 from ..policies import Policy, Stages
@@ -111,15 +108,13 @@ def book_cost(
         return None
     if not n_before and gate(policy, n_prompt, None) is not None:
         return None
-    caches = make_prompt_cache(model)
+    caches = token_caches(model)
     layers = attention_layers(model, caches)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)  # for the shapes: nothing is computed
     one = [layer.cache_in(caches).keys_and_values() for layer in layers]
-    n_layers = layers[0].n_layers
-    quotas = of_layers(policy.prefill_quotas(n_prompt, n_layers), layers)
+    quotas = quotas_of(layers, policy.prefill_quotas, n_prompt)
     reading, asking = policy.stages
     resident = [min(n_prompt, quota.entries + reading.block) for quota in quotas]
-    stored = n_new * _token(one, memory_quantization(model, memory))
+    stored = n_new * _token(one, memory_quantization(model, layers, memory))
     plain = [_token([rows], None) for rows in one]
     folders = [Path(tempfile.gettempdir())] if in_files(memory) else []
     folders += [] if saved_in is None else [saved_in]
@@ -130,7 +125,9 @@ def book_cost(
         stored_bytes=stored,
         in_memory=not in_files(memory),
         disks=_disks(folders, stored),
-        gathered=min(q.entries for q in asking.quotas(decide(policy, n_prompt).at, n_layers))
+        gathered=min(
+            q.entries for q in asking.quotas(decide(policy, n_prompt).at, layers[0].n_layers)
+        )
         if asks
         else None,
     )

@@ -15,7 +15,7 @@ from ..caches.layers import (
     is_compressed,
     kv_bytes,
     kv_dtype,
-    of_layers,
+    quotas_of,
 )
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
@@ -185,10 +185,7 @@ class Compression:
 
     def _choices(self) -> list[Choice]:
         """What is to be kept, layer by layer."""
-        n_layers = self.layers[0].n_layers
-        by_stage = [
-            of_layers(stage.quotas(self.n_tokens, n_layers), self.layers) for stage in self._stages
-        ]
+        by_stage = [quotas_of(self.layers, stage.quotas, self.n_tokens) for stage in self._stages]
         scored = (self._scored(layer, quotas) for layer, *quotas in zip(self.layers, *by_stage))
         return choices(scored, self._stages[-1], by_stage[-1], self.layers[0].part)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
-from ..caches.layers import attention_layers, members, of_layers
+from ..caches.layers import attention_layers, members, quotas_of, token_caches
 from ..entries.quantization import Quantization, n_bytes, pack
 from ..policies import Policy, Stages
-from ..policies.budgets import Quota
 from .decision import decide, gate
 
 
@@ -61,9 +59,8 @@ class Footprint:
     ):
         self.policy = policy
         self._step_size = step_size
-        caches = make_prompt_cache(model)
+        caches = token_caches(model)
         compressed = [] if policy is None else attention_layers(model, caches)
-        model(mx.zeros((1, 1), mx.int32), cache=caches)  # for the shapes: nothing is computed
         stored = [layer.cache_in(caches).keys_and_values() for layer in compressed]
         self._layers = compressed
         self._row_bytes = [n_bytes(entries) for entries in stored]
@@ -93,7 +90,7 @@ class Footprint:
             n = len(sizes)
             return Need(0, (n_prompt,) * n, (whole,) * n, sizes, False, rest)
         _, last = policy.stages
-        chosen = [min(n_prompt, q.entries) for q in self._quotas(last.quotas, n_prompt)]
+        chosen = [min(n_prompt, q.entries) for q in quotas_of(self._layers, last.quotas, n_prompt)]
         grown = [_grown(n, last, max_tokens) for n in chosen]
         reading = total_bytes(self._row_bytes, self._read(policy, n_prompt))
         reading += total_bytes(self._kept_bytes, chosen) - total_bytes(self._kept_bytes, grown)
@@ -105,14 +102,10 @@ class Footprint:
     def _read(self, policy: Policy | Stages, n_prompt: int) -> list[int]:
         """By layer, entries that its prompt is read with."""
         most = n_prompt + decide(policy, n_prompt).n_ahead + 1
-        quotas = self._quotas(policy.prefill_quotas, n_prompt)
+        quotas = quotas_of(self._layers, policy.prefill_quotas, n_prompt)
         if not policy.reads_in_blocks:
             return [most] * len(quotas)
         return [min(most, quota.entries + policy.stages[0].block) for quota in quotas]
-
-    def _quotas(self, quotas: Callable[[int, int], list[Quota]], n_prompt: int) -> list[Quota]:
-        """A policy's quotas of the layers here."""
-        return of_layers(quotas(n_prompt, self._layers[0].n_layers), self._layers)
 
 
 def total_bytes(sizes: Iterable[int], counts: Iterable[int]) -> int:

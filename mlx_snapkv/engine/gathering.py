@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..caches.layers import AttentionLayer, of_layers
+from ..caches.layers import AttentionLayer, quotas_of
 from ..caches.recollection import Recollection
 from ..entries.selection import nan_scores
 from ..policies import Policy, SnapKV
@@ -57,7 +57,7 @@ class Gathering:
         self._verified = verified
         counts = [layer.entries_in(caches).n_entries for layer in layers]
         self._most: int = max(counts) + policy.answer_block
-        quotas = of_layers(policy.quotas(len(recollections[0]), layers[0].n_layers), layers)
+        quotas = quotas_of(layers, policy.quotas, len(recollections[0]))
         self._layers: list[_Layer] = []
         for layer, everything, n, quota in zip(layers, recollections, counts, quotas):
             n = n if policy.counts_by_scores else min(n, quota.entries)

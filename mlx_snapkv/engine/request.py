@@ -12,7 +12,7 @@ from typing import Any
 
 from ..caches.block import BlockKVCache
 from ..caches.contract import LayerCache
-from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries, of_layers
+from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries, quotas_of
 from ..caches.pull import Pull
 from ..caches.quantizable import require_quantizable
 from ..caches.recording import RecordingKVCache
@@ -115,10 +115,7 @@ class Request:
     def _prefill_caches(self) -> list:
         """Caches to read the prompt with."""
         caches = copies_but_entries(self.prompt_cache, self._layers)
-        n_layers = self._layers[0].n_layers
-        quotas = of_layers(
-            self.policy.prefill_quotas(self.decision.n_prompt, n_layers), self._layers
-        )
+        quotas = quotas_of(self._layers, self.policy.prefill_quotas, self.decision.n_prompt)
         uniform = len(set(quotas)) == 1
         for layer, quota in zip(self._layers, quotas):
             layer.put(caches, self._prefill_cache(layer, quota, uniform))

@@ -17,7 +17,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.contract import LayerCache
-from ..caches.layers import AttentionLayer, is_fresh, kv_bytes, of_layers
+from ..caches.layers import AttentionLayer, is_fresh, kv_bytes, quotas_of
 from ..caches.recording import RecordingKVCache
 from ..engine import generate
 from ..engine.prefill import look_ahead, mlx_generate, read
@@ -95,9 +95,9 @@ class MaskedRequest(Request):
     def _replace(self) -> CompressionReport:
         decision = self.decision
         report = CompressionReport(str(self.heads), decision.n_prompt)
-        quotas = self.heads.policy.quotas(decision.n_prompt, self._layers[0].n_layers)
+        quotas = quotas_of(self._layers, self.heads.policy.quotas, decision.n_prompt)
         shares = []
-        for layer, quota in zip(self._layers, of_layers(quotas, self._layers)):
+        for layer, quota in zip(self._layers, quotas):
             cache = layer.cache_in(self.caches)
             entries = cache.held().between(0, decision.at)
             cache.visible = self.heads.visible(entries, quota, self.kinds)

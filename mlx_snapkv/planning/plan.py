@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..caches.layers import attention_layers
+from ..caches.layers import attention_layers, token_caches
 from ..caches.quantizable import require_quantizable
 from ..engine.decision import PREFILL_STEP_SIZE, gate
 from ..engine.footprint import Footprint
@@ -165,8 +164,7 @@ def _quantization(model: Any, kv_bits: int | None, group_size: int) -> Quantizat
 
 def _quantised_row_bytes(model: Any, quantization: Quantization) -> int:
     """Bytes of a token in a full cache that mlx-lm has quantised."""
-    caches = make_prompt_cache(model)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)  # for the shapes: nothing is computed
+    caches = token_caches(model)
     stored = [c.keys_and_values() for c in caches if isinstance(c, KVCache) and not c.empty()]
     return sum(n_bytes([pack(x, quantization) for x in entries]) for entries in stored)
 
