@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from base64 import b64encode
 from collections.abc import Collection, Sequence
-from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..content_policy import content_policy
 from ..errors import SnapKVError
 from .inspection import Inspection
 
@@ -39,20 +38,19 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
     ]
     firsts = np.cumsum([0, *groups])
     group_of = np.repeat(np.arange(len(groups)), groups)
+    marks = set(special)
     data = {
         "model": model,
         "text": one.text,
         "sizes": [_units(one.text[slice(*one.spans[i])]) for i in firsts[:-1]],
         "several": {g: size for g, size in enumerate(groups) if size > 1},
-        "special": sorted(
-            {int(group_of[i]) for i, t in enumerate(one.tokens) if t in set(special)}
-        ),
+        "special": sorted({int(group_of[i]) for i, t in enumerate(one.tokens) if t in marks}),
         "policies": [_policy(found, group_of) for found in inspections],
     }
     # In a script element "<" could begin its end, or a comment.
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     html = PAGE.read_text(encoding="utf-8")
-    before, after = html.replace("POLICY", _allowed(html), 1).split("DATA")
+    before, after = html.replace("POLICY", content_policy(html), 1).split("DATA")
     return before + text + after
 
 
@@ -99,14 +97,6 @@ def _answer(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
 
 def _text(array: np.ndarray) -> str:
     return b64encode(array.tobytes()).decode()
-
-
-def _allowed(html: str) -> str:
-    """A Content-Security-Policy: the file's own script and style, by their hashes."""
-    rules = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'"}
-    for tag, text in re.findall(r"<(script|style)>(.*?)</\1>", html, re.S):
-        rules[f"{tag}-src"] = f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
-    return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
 def _of(found: Inspection, i: int) -> Any:

@@ -1,10 +1,13 @@
 """The checksum of a saved file: of every byte but its own digits, which stand in the file's head."""
 
+import contextlib
 import io
+import os
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 KEY = "checksum"
 UNKNOWN = "0" * 8  # the digits while they are not known
@@ -59,6 +62,24 @@ class SealedWriter:
         if len(self._head) >= 8 and len(self._head) >= _head_length(self._head):
             self._place, self._crc = _start(self._head)
             self._head = b""
+
+
+@contextlib.contextmanager
+def sealed(target: Path) -> Iterator[Any]:
+    """A `SealedWriter` for the block, which is sealed and put in the place of `target` when that is left.
+
+    Raises:
+        OSError: it can't be written; what was there before still is.
+    """
+    temporary = target.with_name(f".{target.stem}.{os.getpid()}.safetensors")
+    try:
+        with temporary.open("wb") as file:
+            writer = SealedWriter(file)
+            yield writer
+            writer.seal()
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def is_whole(path: Path) -> bool:

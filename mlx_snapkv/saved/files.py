@@ -231,22 +231,13 @@ def _write(
     """Write beside the file, and put the whole in its place; SnapKVError if the file can't be written."""
     target = Path(os.path.realpath(path))
     try:
-        with book.written(target, prompt_cache, progress) as more:
-            _replace(target, prompt_cache, metadata | more)
+        with (
+            book.written(target, prompt_cache, progress) as more,
+            saved_checksum.sealed(target) as writer,
+        ):
+            save_prompt_cache(writer, prompt_cache, metadata | more)
     except (OSError, RuntimeError) as error:
         raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
-
-
-def _replace(target: Path, prompt_cache: list, metadata: dict[str, str]) -> None:
-    temporary = target.with_name(f".{target.stem}.{os.getpid()}.safetensors")
-    try:
-        with temporary.open("wb") as file:
-            writer = saved_checksum.SealedWriter(file)
-            save_prompt_cache(writer, prompt_cache, metadata)  # type: ignore[arg-type]
-            writer.seal()
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _safetensors(path: str | Path) -> Path:

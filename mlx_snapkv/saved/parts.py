@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import SnapKVError
+from ..paths import reason
 from ..several.part import Part
 from . import checksum, header
 from .shares import joined, share_of
@@ -119,15 +120,9 @@ def _read_part(file: Path, read_file: Reading) -> tuple[dict[str, str], list]:
 
 
 def _write_manifest(target: Path, metadata: dict[str, str]) -> None:
-    temporary = target.with_name(f".{target.stem}.{os.getpid()}.safetensors")
     described = {f"0.{name}": text for name, text in metadata.items()} | {"1.0": "Parts"}
     try:
-        with temporary.open("wb") as file:
-            writer = checksum.SealedWriter(file)
-            mx.save_safetensors(writer, {"nothing": mx.zeros((1,))}, described)  # type: ignore[arg-type]
-            writer.seal()
-        os.replace(temporary, target)
+        with checksum.sealed(target) as writer:
+            mx.save_safetensors(writer, {"nothing": mx.zeros((1,))}, described)
     except OSError as error:
-        raise SnapKVError(f"{target} can't be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise SnapKVError(f"{target} can't be written: {reason(error)}") from error
