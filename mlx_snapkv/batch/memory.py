@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ..engine.footprint import Footprint, Need, total_bytes
 from ..engine.report import format_bytes
@@ -92,3 +93,12 @@ class Memory:
         if self._policy is None:
             return UNLIMITED
         return power_of_two(n) if fixed else 2 * power_of_two(n)
+
+
+def under_way(requests: Iterable[Any], stays: bool) -> list[tuple[Need, bool]]:
+    """What requests with a `need` and a `report` take, and whether each still holds what its prompt is read with.
+
+    Args:
+        stays: they hold it until their answers end, which ask it again and again.
+    """
+    return [(r.need, stays or r.report is None) for r in requests if r.need is not None]

@@ -18,7 +18,7 @@ from .answer import Answer
 from .answers_file import AnswersFile, NoAnswers
 from .batchable import require_together
 from .generator import CompressedBatchGenerator
-from .memory import Memory
+from .memory import Memory, under_way
 from .openai_answer import answer_body
 from .openai_request import Asked, Defaults, asked
 from .requests_file import Line
@@ -201,10 +201,7 @@ class Run:
     def _fits(self, request: Request) -> bool:
         if self.memory is None or request.need is None:
             return True
-        stays = self.options.get("verify") is not None  # what was read is asked again and again
-        active = [
-            (r.need, stays or r.report is None) for r in self._active.values() if r.need is not None
-        ]
+        active = under_way(self._active.values(), stays=self.options.get("verify") is not None)
         return self.memory.fits(request.need, active, self._generator.prompt_cache_nbytes)
 
     def _insert(self, request: Request) -> None:

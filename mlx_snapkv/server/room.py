@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..batch.memory import Memory
+from ..batch.memory import Memory, under_way
 from ..batch.openai_body import Body
 from ..batch.openai_request import Asked
 from ..engine.decision import PREFILL_STEP_SIZE
@@ -33,7 +33,6 @@ class Room:
         most_bytes: int | None,
     ):
         self._prefixes = prefixes
-        # What was read is asked again and again, and stays until the answer ends.
         self._stays = generation.get("verify") is not None
         self._memory: Memory | None = None
         if most_bytes is not None:
@@ -59,7 +58,7 @@ class Room:
         """Whether a request can be read next to those running, whose caches hold `held` bytes; prefixes give way."""
         if self._memory is None or waiting.need is None:
             return True
-        active = [(r.need, self._stays or r.report is None) for r in running if r.need is not None]
+        active = under_way(running, self._stays)
         if not self._memory.fits(waiting.need, active, held):
             return False
         taken = self._memory.with_another(waiting.need, active, held)
