@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..caches.layers import layer_caches
+from ..entries import few_queries
 from ..several.part import part_of
 from .gathering import Gathering
 from .report import Verified
@@ -79,9 +80,7 @@ class Checked:
         """Logits `(1, 1, vocab_size)` after a token, and drafts ahead of it."""
         if n_drafts == 0:
             self._unread.append(token)
-            logits = self._model(mx.array([[token]]), cache=self._full)
-            mx.eval(logits)
-            return logits
+            return self._of_full_caches(mx.array([[token]]))
         if self._gathering.is_due(self._small):
             self._gathering.gather(self._small)
             self._unread = []
@@ -95,14 +94,19 @@ class Checked:
         checked = mx.concatenate(tokens, axis=1)
         mx.eval(checked)
         read = time.perf_counter()
-        logits = self._model(checked, cache=self._full)
-        mx.eval(logits)
+        logits = self._of_full_caches(checked)
         self._pace.drafted(n_drafts, read - started, time.perf_counter() - read)
         drafts: list[int] = checked[0, 1:].tolist()  # type: ignore[assignment]
         self._ahead = [(draft, logits[:, i : i + 1]) for i, draft in enumerate(drafts, start=1)]
         self._verified.drafted += n_drafts
         self._n_drafts, self._unread = n_drafts, drafts[-1:]
         return logits[:, :1]
+
+    def _of_full_caches(self, tokens: mx.array) -> mx.array:
+        with few_queries.in_use():
+            logits = self._model(tokens, cache=self._full)
+        mx.eval(logits)
+        return logits
 
 
 class _Pace:
