@@ -13,8 +13,9 @@ from ..errors import SnapKVError
 from . import flags
 from .fitting import tell_if_too_long
 from .generation import require_kv_bits
-from .loading import load_model, read_prompt
+from .loading import load_model
 from .opening import opening_tokens
+from .prompt_text import read_prompt
 from .waiting import TOKENISING, waited_for
 
 

@@ -21,7 +21,7 @@ from ..several.ranks import here
 from . import sampling
 from .chat_markdown import as_markdown
 from .chat_session import Session
-from .loading import read_file
+from .prompt_text import read_file
 
 
 @dataclass(frozen=True)

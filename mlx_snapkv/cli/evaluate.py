@@ -23,8 +23,9 @@ from ..reporting import heatmap
 from . import asking, flags
 from .eval_fields import longbench, ruler, scbench
 from .eval_suite import suite
-from .loading import load_model, read_file
+from .loading import load_model
 from .options import whole_numbers, with_suffix, write_result
+from .prompt_text import read_file
 
 if TYPE_CHECKING:
     from ..evals.run import Contenders

@@ -20,7 +20,8 @@ from .generation import (
     require_kv_bits,
     seed_sampling,
 )
-from .loading import encode, load_draft_model, load_model, read_prompt
+from .loading import load_draft_model, load_model
+from .prompt_text import encode, read_prompt
 from .waiting import TOKENISING, waited_for
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from ..errors import SnapKVError
 from ..paths import require_place
 from . import flags
 from .generation import adapt_tokenizer
-from .loading import encode, load_model, read_prompt
+from .loading import load_model
+from .prompt_text import encode, read_prompt
 from .waiting import TOKENISING, waited_for
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import is_dumb_terminal
 
 from ..errors import SnapKVError
-from .loading import require_text
+from .prompt_text import require_text
 
 PROMPT = "> "
 

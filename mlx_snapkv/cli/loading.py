@@ -1,16 +1,12 @@
-"""Models and prompts from what a user typed."""
+"""Models from what a user typed."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import re
-import sys
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
@@ -65,7 +61,7 @@ def _loaded(
 ):
     folder = _place(name, option)
     exists = os.path.exists(folder)  # which is False for a name that no file can have
-    adapter = None if adapter_path is None else _path("--adapter-path", adapter_path)
+    adapter = None if adapter_path is None else path_of("--adapter-path", adapter_path)
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
     from mlx_lm import load
@@ -124,7 +120,7 @@ def _place(name: str, option: str) -> Path:
     Raises:
         SnapKVError: it is neither.
     """
-    folder = MODELS.get(name) or _path(option, name)
+    folder = MODELS.get(name) or path_of(option, name)
     exists = os.path.exists(folder)
     if exists and not (folder / "config.json").is_file():
         raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")
@@ -158,7 +154,8 @@ def load_draft_model(name: str, tokenizer, trust_remote_code: bool = False):
     return model
 
 
-def _path(option: str, name: str) -> Path:
+def path_of(option: str, name: str) -> Path:
+    """The path that an option names; SnapKVError if its home folder is not there."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
@@ -196,126 +193,3 @@ def _why(name: str, folder: Path, error: Exception) -> str:
             return problem
         folder = hf_repo_to_path(name)
     return f"can't be loaded: {load_errors.of_files(folder, error)}"
-
-
-def encode(
-    tokenizer,
-    text: str,
-    system_prompt: str | None,
-    ignore_chat_template: bool,
-    today: datetime | None = None,
-    prefill_response: str | None = None,
-) -> list[int]:
-    """Token ids of the prompt, through the chat template unless there is none or it is to be ignored.
-
-    Args:
-        today: the date for templates that tell it to the model; by default that of the call.
-        prefill_response: what the answer is to begin with.
-
-    Raises:
-        SnapKVError: the template refuses, or nothing is left to read.
-    """
-    raw = ignore_chat_template or not tokenizer.has_chat_template
-    for option, given in (
-        ("--system-prompt", system_prompt),
-        ("--prefill-response", prefill_response),
-    ):
-        if raw and given is not None:
-            raise SnapKVError(f"{option} needs a chat template: drop it or --ignore-chat-template")
-    messages = [{"role": "user", "content": text}]
-    if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    ending = {"add_generation_prompt": True}
-    if prefill_response is not None:
-        messages.append({"role": "assistant", "content": prefill_response})
-        ending = {"add_generation_prompt": False, "continue_final_message": True}
-    try:
-        if raw:
-            tokens = tokenizer.encode(text)
-        else:
-            tokens = tokenizer.apply_chat_template(messages, **ending, **_dated(tokenizer, today))
-    except Exception as error:  # templates are code of the model's authors
-        raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
-    if not tokens:
-        raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
-    return tokens
-
-
-def _dated(tokenizer, today: datetime | None) -> dict[str, str]:
-    """The template as an option, its calls for today's date replaced by `today`'s."""
-    template = tokenizer.chat_template
-    if today is None or not isinstance(template, str) or "strftime_now" not in template:
-        return {}
-    call = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-    return {"chat_template": call.sub(lambda found: json.dumps(today.strftime(found[2])), template)}
-
-
-def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """The text to read: a file, then the prompt; `-` is standard input for either.
-
-    Raises:
-        SnapKVError: neither is given, the file can't be read or is not text, or the text is empty.
-    """
-    if prompt is None and prompt_file is None:
-        raise SnapKVError(
-            "nothing to read: give --prompt TEXT, --prompt-file FILE, or --prompt - for stdin"
-        )
-    if prompt == "-" and prompt_file == "-":
-        raise SnapKVError("--prompt and --prompt-file can't both read standard input")
-    parts = []
-    if prompt_file is not None:
-        parts.append(
-            _read_stdin() if prompt_file == "-" else read_file("--prompt-file", prompt_file)
-        )
-    if prompt is not None:
-        # As mlx-lm does: \n and \t may be typed on the command line.
-        typed = prompt.replace("\\n", "\n").replace("\\t", "\t")
-        parts.append(_read_stdin() if prompt == "-" else typed)
-    text = "\n\n".join(parts)
-    require_text(text, "--prompt")
-    if not text.strip():
-        raise SnapKVError("the prompt is empty: give some text")
-    return text
-
-
-def _read_stdin() -> str:
-    if sys.stdin is None:
-        raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
-    return _decode(_read(sys.stdin.buffer), "standard input")
-
-
-def read_file(option: str, path: str) -> str:
-    """The text of the file that an option names; SnapKVError if it can't be read or is not text."""
-    file = _path(option, path)
-    try:
-        with file.open("rb") as stream:
-            data = _read(stream)
-    except OSError as error:
-        raise SnapKVError(f"{option} {path}: {error.strerror or error}") from error
-    except ValueError as error:  # a name no file can have
-        raise SnapKVError(f"{option} {path!r}: {error}") from error
-    return _decode(data, f"{option} {path}")
-
-
-def _read(stream: BinaryIO) -> bytes:
-    """All bytes; no more after a zero byte, which no text has, and of which /dev/zero has no end."""
-    pieces: list[bytes] = []
-    while (not pieces or b"\0" not in pieces[-1]) and (piece := stream.read(1 << 20)):
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
-def _decode(data: bytes, source: str) -> str:
-    text = data.decode("utf-8-sig", errors="surrogateescape")
-    require_text(text, source)
-    return text
-
-
-def require_text(text: str, source: str) -> None:
-    """Raises: SnapKVError: it is no text, but bytes that were read as such."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        text = "\0"
-    if "\0" in text:
-        raise SnapKVError(f"{source} is not UTF-8 text: convert it to text first")

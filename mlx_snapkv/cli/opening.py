@@ -4,7 +4,7 @@ from datetime import datetime
 
 from ..chat.common_prefix import common_prefix
 from ..errors import SnapKVError
-from .loading import encode
+from .prompt_text import encode
 
 # Beginnings of questions: what their prompts share can be read before the question is known.
 PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")

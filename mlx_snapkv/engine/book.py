@@ -24,7 +24,7 @@ from ..caches.recollection import Recollection
 from ..caches.sources import First
 from ..entries.queries import Queries
 from ..policies.budgets import Quota
-from .compress import Choice, Scored, choices, score, tell_kept
+from .choosing import Choice, Scored, choose_all, score, tell_kept
 from .decision import Decision
 from .recalling import RecallingRequest
 from .report import Book, CompressionReport, Verified
@@ -105,7 +105,7 @@ class BookRequest(RecallingRequest):
         book = self._book()
         started = time.perf_counter()
         scored = map(self._scored, self._layers, self._quotas)
-        chosen = choices(scored, self.decode_policy, self._quotas, self._layers[0].part)
+        chosen = choose_all(scored, self.decode_policy, self._quotas, self._layers[0].part)
         voted = time.perf_counter()
         uniform = len({choice.kept.shape[-1] for choice in chosen}) == 1
         for layer, choice in zip(self._layers, chosen):

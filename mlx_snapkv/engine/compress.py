@@ -1,9 +1,7 @@
 """Replacing the full caches of a prompt by what a policy keeps of them."""
 
-import dataclasses
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -20,12 +18,11 @@ from ..caches.layers import (
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, rows
 from ..entries.queries import Queries
-from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..policies.budgets import Quota, shared_out, smallest_for_share
-from ..several.heads import ALL_HERE, Heads
-from ..several.part import Part, together
+from ..policies.budgets import Quota
+from ..several.part import together
+from .choosing import Choice, Scored, among, choose, choose_all, score, tell_kept
 from .decision import fits_reason
 from .report import CompressionReport
 
@@ -91,47 +88,6 @@ def compress_prompt_cache(
 
 
 @dataclass
-class Choice:
-    """What is to be kept of a layer: places, scores and votes `(B, n_kv_heads, n)`, and the share of the attention."""
-
-    kept: mx.array
-    scores: mx.array
-    votes: mx.array | None
-    quota: Quota
-    share: float | None
-
-
-def tell_kept(
-    report: CompressionReport,
-    prompt_cache: list,
-    layers: list[AttentionLayer],
-    choices: list[Choice],
-) -> None:
-    """Put into a report what is kept of each layer of a prompt cache that still holds everything."""
-    report.entries_kept = [None] * len(prompt_cache)
-    report.attention_share = [None] * len(prompt_cache)
-    for layer, choice in zip(layers, choices):
-        report.entries_kept[layer.index] = choice.kept.shape[-1]
-        report.attention_share[layer.index] = choice.share
-        report.kv_bytes_before += layer.entries_in(prompt_cache).full_nbytes
-
-
-@dataclass
-class Scored:
-    """A layer's scores and the attention its entries received, `(B, n_kv_heads, T)` each.
-
-    Attributes:
-        places: where those entries are among all, if an earlier stage has chosen them.
-        heads: which of the layer's KV heads these are.
-    """
-
-    scores: mx.array
-    votes: mx.array | None
-    places: mx.array | None = None
-    heads: Heads = ALL_HERE
-
-
-@dataclass
 class Compression:
     """One replacement of a prompt cache's full entries.
 
@@ -187,15 +143,15 @@ class Compression:
         """What is to be kept, layer by layer."""
         by_stage = [quotas_of(self.layers, stage.quotas, self.n_tokens) for stage in self._stages]
         scored = (self._scored(layer, quotas) for layer, *quotas in zip(self.layers, *by_stage))
-        return choices(scored, self._stages[-1], by_stage[-1], self.layers[0].part)
+        return choose_all(scored, self._stages[-1], by_stage[-1], self.layers[0].part)
 
     def _scored(self, layer: AttentionLayer, quotas: list[Quota]) -> Scored:
         """A layer's scores by the last policy, among what the earlier ones keep; each has its quota."""
         entries, _ = self._competing(layer)
         places = None
         for stage, quota in zip(self._stages[:-1], quotas):
-            places = choice(score(entries, stage, quota), stage, quota).kept
-            entries = _among(entries, places)
+            places = choose(score(entries, stage, quota), stage, quota).kept
+            entries = among(entries, places)
         found = score(entries, self._stages[-1], quotas[-1])
         found.places = places
         entries.release()
@@ -267,62 +223,3 @@ class Compression:
             small.inherit(voters)
         mx.eval(small.state)
         layer.put(self.prompt_cache, small)
-
-
-def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
-    """A policy's scores of a layer's entries, of which `quota` are to stay; nothing is computed yet."""
-    entries.budget = quota.entries
-    scores = policy.score(entries)
-    votes = entries.received if policy.accumulates_attention else None
-    if policy.obs_window and not policy.accumulates_attention:
-        votes = entries.votes
-    return Scored(scores, votes, heads=entries.heads)
-
-
-def choices(
-    scored: Iterable[Scored], policy: Policy, quotas: list[Quota], part: Part
-) -> list[Choice]:
-    """What a policy keeps, layer by layer; all scores are held at once only if it shares its budget out by them."""
-    if policy.adaptive:
-        held = []
-        for layer in scored:
-            mx.eval(layer.scores, layer.votes)
-            held.append(layer)
-        scored, quotas = held, shared_out([layer.scores for layer in held], quotas, part)
-    return [choice(layer, policy, quota) for layer, quota in zip(scored, quotas)]
-
-
-def choice(scored: Scored, policy: Policy, quota: Quota) -> Choice:
-    """What a policy keeps of a layer's entries.
-
-    Raises:
-        SnapKVError: its scores are NaN.
-    """
-    scores, votes = scored.scores, scored.votes
-    if policy.mass is not None and votes is not None:
-        quota = smallest_for_share(scores, votes, quota, policy.mass, scored.heads)
-    kept = quota.select(scores)
-    share = voted = None
-    if votes is not None:
-        voted = mx.take_along_axis(votes, kept, axis=-1)
-        received, every = scored.heads.sum(mx.stack([voted.sum(), votes.sum()]))
-        share = received / every
-    of_kept = mx.take_along_axis(scores, kept, axis=-1)
-    nan = scored.heads.max(mx.any(mx.isnan(scores)).astype(mx.int32))
-    if scored.places is not None:
-        kept = mx.take_along_axis(scored.places, kept, axis=-1)
-    mx.eval(kept, of_kept, voted, share, nan)
-    kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
-    if nan.item() or (kept_share is not None and math.isnan(kept_share)):
-        raise nan_scores()
-    return Choice(kept, of_kept, voted, quota, kept_share)
-
-
-def _among(entries: Entries, places: mx.array) -> Entries:
-    """The entries chosen, with the same voters, whose own entries are the newest of them."""
-    chosen = entries.taken(places)
-    if entries.observed is not None:
-        asked, dropped = entries.observed.places, len(entries) - len(chosen)
-        now = range(asked.start - dropped, asked.stop - dropped)
-        chosen.observed = dataclasses.replace(entries.observed, places=now)
-    return chosen

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ..engine.compress import score
+from ..engine.choosing import score
 from ..entries.attention import attention_weights
 from ..entries.entries import Entries
 from ..entries.selection import nan_scores, top_positions
