@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import layout as lay
-from .buffers import Array, Buffer, Memory, gives_way, is_free
+from . import views
+from .buffers import Array, gives_way, is_free
 from .fusion import FUSED
-from .operation import Operation
+from .step import Step
 
 UNARY = """Abs ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTanh AsType BitwiseInvert Ceil Conjugate Cos Cosh Erf ErfInv Exp
 Expm1 Floor Imag Log Log10 Log1p Log2 LogicalNot Negative Real Round Rsqrt Sigmoid Sin Sinh Sqrt Square Tan Tanh"""
@@ -21,51 +22,11 @@ OVERWRITING = "SliceUpdate Scatter ScatterAxis MaskedScatter DynamicSliceUpdate 
 COPYING = "QuantizedMatmul Quantize Scan CumSum CumProd CumMin CumMax CumLogaddexp"
 
 
-class Step:
-    """One operation's allocations.
-
-    Attributes:
-        temporary: buffers that it needs only itself.
-        n_tasks: what it gives the device to do, beside the note that it is done.
-    """
-
-    def __init__(self, memory: Memory, operation: Operation, ins: list[Array], outs: list[Array]):
-        self.memory, self.operation = memory, operation
-        self.ins, self.outs = ins, outs
-        self.temporary: list[Buffer] = []
-        self.n_tasks = 0
-
-    def run(self) -> None:
-        name = self.operation.name
-        if name.startswith(FUSED):
-            _fused(self)
-        else:
-            RULES.get(name, _plain)(self)
-
-    @property
-    def out(self) -> Array:
-        return self.outs[0]
-
-    @property
-    def first(self) -> Array:
-        return self.ins[0]
-
-    def own(self, like: lay.Layout | None = None) -> None:
-        self.memory.own(self.out, like)
-
-    def take(self, *candidates: Array) -> bool:
-        """Write the result over the first of the inputs that gives way."""
-        for array in candidates:
-            if gives_way(array, self.out):
-                self.memory.share(self.out, array)
-                return True
-        return False
-
-    def copy(self, array: Array, item: int = 0) -> None:
-        """A copy of an input, of `item` bytes a number if they are others, that only this operation needs."""
-        made = array.layout.size * (item or array.layout.item)
-        self.temporary.append(self.memory.new(made))
-        self.n_tasks += 1
+def allocate(step: Step) -> None:
+    """Have an operation make, share or write over its results' buffers."""
+    name = step.operation.name
+    rule = _fused if name.startswith(FUSED) else RULES.get(name, _plain)
+    rule(step)
 
 
 def _plain(step: Step) -> None:
@@ -74,63 +35,12 @@ def _plain(step: Step) -> None:
     step.n_tasks += 1
 
 
-def _view(step: Step, layout: lay.Layout) -> None:
-    step.memory.share(step.out, step.first, layout)
-
-
-def _same(step: Step) -> None:
-    """The results are inputs: the first of them, or the last ones."""
-    last = step.operation.name == "CustomTransforms"
-    ins = step.ins[-len(step.outs) :] if last else step.ins
-    for array, other in zip(step.outs, ins):
-        step.memory.share(array, other)
-
-
-def _broadcast(step: Step) -> None:
-    _view(step, lay.spread(step.first.layout, step.out.layout))
-
-
-def _expand_dims(step: Step) -> None:
-    strides = list(step.first.layout.strides)
-    for axis in step.operation.arguments[0]:
-        strides.insert(axis, 1)
-    _view(step, lay.with_strides(step.first.layout, step.out.layout, tuple(strides)))
-
-
-def _squeeze(step: Step) -> None:
-    gone = step.operation.arguments[0]
-    strides = tuple(x for i, x in enumerate(step.first.layout.strides) if i not in gone)
-    _view(step, lay.with_strides(step.first.layout, step.out.layout, strides))
-
-
-def _transpose(step: Step) -> None:
-    axes = step.operation.arguments[0]
-    _view(step, lay.transposed(step.first.layout, step.out.layout, axes))
-
-
-def _slice(step: Step) -> None:
-    if not step.out.layout.size:
-        return step.own()
-    steps = step.operation.arguments[2]
-    strides = tuple(x * n for x, n in zip(step.first.layout.strides, steps))
-    return _view(step, lay.strided(step.out.layout, strides))
-
-
-def _as_strided(step: Step) -> None:
-    _view(step, lay.strided(step.out.layout, tuple(step.operation.arguments[1])))
-
-
-def _split(step: Step) -> None:
-    for array in step.outs:
-        step.memory.share(array, step.first, lay.part(step.first.layout, array.layout))
-
-
 def _reshape(step: Step) -> None:
     made = lay.reshaped(step.first.layout, step.out.layout)
     if made is None:
         _plain(step)
     else:
-        _view(step, made)
+        views.view(step, made)
 
 
 def _as_bytes(step: Step) -> None:
@@ -141,7 +51,7 @@ def _as_bytes(step: Step) -> None:
     outer = tuple(x * a.item // out.item for x in a.strides[:-1])
     flags = a.contiguous, a.row, a.column
     n = a.n_stored * a.item // out.item
-    return _view(step, out.flagged(outer + a.strides[-1:], *flags, n))
+    return views.view(step, out.flagged(outer + a.strides[-1:], *flags, n))
 
 
 def _contiguous(step: Step) -> None:
@@ -306,20 +216,20 @@ def _rules(names: str, rule: Callable[[Step], None]) -> dict[str, Callable[[Step
 
 
 RULES: dict[str, Callable[[Step], None]] = {
-    **_rules("Copy StopGradient Depends CustomTransforms", _same),
-    **_rules("Broadcast BroadcastAxes", _broadcast),
+    **_rules("Copy StopGradient Depends CustomTransforms", views.same),
+    **_rules("Broadcast BroadcastAxes", views.broadcast),
     **_rules("Reshape Flatten Unflatten", _reshape),
     **_rules(UNARY, _unary),
     **_rules(BINARY, _binary),
     **_rules(OVERWRITING, _overwrite),
     **_rules("Matmul AddMM GatherMM", _matmul),
     **_rules(COPYING, _copying),
-    "ExpandDims": _expand_dims,
-    "Squeeze": _squeeze,
-    "Transpose": _transpose,
-    "Slice": _slice,
-    "AsStrided": _as_strided,
-    "Split": _split,
+    "ExpandDims": views.expand_dims,
+    "Squeeze": views.squeeze,
+    "Transpose": views.transpose,
+    "Slice": views.slice_,
+    "AsStrided": views.as_strided,
+    "Split": views.split,
     "View": _as_bytes,
     "Contiguous": _contiguous,
     "Full": _full,

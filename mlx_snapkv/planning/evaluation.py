@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .allocation import Step
+from .allocation import allocate
 from .buffers import Array, Buffer, Memory
 from .graph import Graph
 from .layout import fresh
 from .operation import Operation
+from .step import Step
 
 _WIDTH = 20  # of the breadth-first order, before it goes down
 
@@ -76,7 +77,7 @@ def play(
         ins = [arrays[name] for name in operation.inputs]
         outs = [arrays[name] for name in operation.outputs]
         step = Step(memory, operation, ins, outs)
-        step.run()
+        allocate(step)
         n_tasks += step.n_tasks + device.notes
         used = {array.buffer for array in (*ins, *outs[1:])} - {outs[0].buffer}
         used.update(step.temporary)
