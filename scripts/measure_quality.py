@@ -3,61 +3,30 @@
     python scripts/measure_quality.py                    # writes docs/quality.json, .md and .png
 
 The tasks are those of `mlx-snapkv eval suite`, and six-digit codes on `demo`. Every answer is kept in build/quality/
-as it comes, and a later run goes on from there. With --only and --minutes less is asked; the page has what was asked in
-full by then.
+as it comes, and a later run goes on from there. With --minutes less is asked, and the page has what was asked in full
+by then; with --only it says of the other parts what it said before.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import json
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quality_page import page, write_plot
-from quality_ways import Line, keydiff_kernels, lines, needles, snapkv_options
+from quality_parts import LENGTH, PARTS, TASKS
+from quality_ways import Line
 from results_page import ROOT, about, mlx_versions, write
 
 from mlx_snapkv import __version__
-from mlx_snapkv.chat.common_prefix import common_prefix
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.demo.documents import make_document, make_facts
-from mlx_snapkv.demo.questions import question_prompt, token_counter
-from mlx_snapkv.evals.asking import FULL, KEYS, KNOWN, LATER, Paper, Question, Way, run
+from mlx_snapkv.evals.asking import FULL, KEYS, Way, run
 from mlx_snapkv.evals.results import Record, Results
 from mlx_snapkv.evals.score_tables import summarise
-from mlx_snapkv.evals.suite import MAX_TOKENS, PAGE, QUESTION_TOKENS, Suite
-
-SEED, LENGTH = 7_000_000, 2048
-TASKS = ("single", "look-alikes", "overwritten", "several", "three-links")
-DOCUMENTS, QUESTIONS = 5, 4  # documents of each task, questions about each
-NEEDLE_DOCUMENTS, NEEDLES = 25, 4
-
-
-class SixDigits(Suite):
-    """Access codes of six digits, all of one document asked for."""
-
-    def setting(self) -> dict[str, Any]:
-        return {"task": "six digits", "seed": self.seed}
-
-    def paper(self, task: str, length: int, document: int) -> Paper:
-        rng = random.Random(f"{self.seed} {task} {length} {document}")
-        facts = make_facts(rng, self.n_questions, attributes=["access code"])
-        count = token_counter(self.tokenizer)
-        text = make_document(rng, facts, length - QUESTION_TOKENS, count)
-        prompts = [question_prompt(self.tokenizer, text, fact.question) for fact in facts]
-        asked = [
-            Question(prompt, fact.value, partial(_equal, fact.value), MAX_TOKENS)
-            for prompt, fact in zip(prompts, facts)
-        ]
-        return Paper(asked, common_prefix(prompts))
-
-
-def _equal(value: str, answer: str) -> float:
-    return float(answer.strip() == value)
+from mlx_snapkv.evals.suite import PAGE, Suite
 
 
 class Made(list):
@@ -68,26 +37,12 @@ class Made(list):
         self.tokenizer = suite.tokenizer
 
 
-PARTS: dict[str, tuple[str, str, list[Line]]] = {
-    "known": ("demo-tasks", KNOWN, lines(KNOWN)),
-    "later": ("demo-tasks", LATER, lines(LATER)),
-    "needles": ("demo", KNOWN, needles()),
-    "options": ("demo-tasks", KNOWN, snapkv_options()),
-    "kernels": ("demo-tasks", LATER, keydiff_kernels()),
-}
-
-
-def papers(model: str, tokenizer) -> Suite:
-    if model == "demo":
-        return SixDigits(tokenizer, ["six digits"], [LENGTH], NEEDLE_DOCUMENTS, NEEDLES, SEED)
-    return Suite(tokenizer, TASKS, [LENGTH], DOCUMENTS, QUESTIONS, SEED)
-
-
 def measure(part: str, folder: Path, until: float) -> Iterator[dict[str, Any]]:
     """A JSON object a cell, the full cache's first; after the time `until` only of what was asked in full before."""
-    name, setting, listed = PARTS[part]
+    wanted = PARTS[part]
+    name, setting, listed = wanted.model, wanted.setting, wanted.lines
     model, tokenizer = load_model(name)
-    suite = papers(name, tokenizer)
+    suite = wanted.papers(tokenizer)
     asked = Made(suite)
     fixed = {**suite.setting(), "model": name, "mlx-snapkv": __version__}
     results = Results(fixed, folder / f"{name}-{setting}.jsonl", KEYS)
@@ -114,6 +69,11 @@ def compared(own: list[Record], reference: list[Record]) -> dict[str, Any]:
     """What tables tell of these answers, with their difference to the others."""
     others = [record | {"way": FULL} for record in reference if own is not reference]
     return next(s for s in summarise([*others, *own], PAGE) if s["way"] == own[0]["way"])
+
+
+def read_json(out: Path) -> dict[str, Any]:
+    """What was measured before."""
+    return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def by_share(listed: Sequence[Line]) -> list[tuple[int, Line]]:
@@ -145,10 +105,14 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     until = time.time() + 60 * args.minutes
-    ends = {part: until if part in args.only else 0 for part in PARTS}
-    rows = [row for part, end in ends.items() for row in measure(part, args.folder, end)]
+    here = about("measure_quality.py")
+    before = {"rows": []} if set(args.only) == set(PARTS) else read_json(args.out)
+    rows = [row for row in before["rows"] if row["part"] not in args.only]
+    for part in args.only:
+        rows += [row | {"commit": here["commit"]} for row in measure(part, args.folder, until)]
+    rows.sort(key=lambda row: list(PARTS).index(row["part"]))
     result = {
-        **about("measure_quality.py"),
+        **here,
         "versions": mlx_versions(),
         "length": LENGTH,
         "tasks": TASKS,

@@ -10,11 +10,11 @@ from typing import Any
 
 from quality_plot import write_plot
 from quality_ways import controls
-from quality_words import HOW, INTRO, KERNELS, LEFT_OUT, NEEDLES, OPTIONS, SETTINGS
+from quality_words import HOW, INTRO, LEFT_OUT, SECTIONS
 from results_page import ROOT, table, written_by
 
 from mlx_snapkv.engine.report import format_bytes
-from mlx_snapkv.evals.asking import FULL, KNOWN, LATER
+from mlx_snapkv.evals.asking import FULL
 from mlx_snapkv.evals.paired import Difference
 
 Rows = list[dict[str, Any]]
@@ -38,15 +38,22 @@ def page(result: dict[str, Any]) -> str:
     asked = min(row["asked"] for row in result["rows"])
     known = {"written_by": written_by(result), "length": result["length"], "asked": asked}
     words = known | figures | {"tasks": ", ".join(f"*{task}*" for task in result["tasks"])}
+    words["longer_length"] = parts["longer"][0]["length"]
     words["others"] = f"{_best_control(result['rows']):.2f}"
+    words["commits"] = _commits(result)
     text = INTRO.format(**words) + HOW.format(**words)
-    for setting in (KNOWN, LATER):
-        text += "\n" + SETTINGS[setting].format(**words)
-        text += "".join(_by_share(parts[setting], f"question {setting}"))
-    text += "\n" + NEEDLES.format(**words) + "".join(_by_share(parts["needles"], "six digits"))
-    text += "\n" + OPTIONS.format(**words) + _table(parts["options"])
-    text += "\n" + KERNELS.format(**words) + "".join(_by_share(parts["kernels"], "KeyDiff"))
+    for part, (heading, what) in SECTIONS.items():
+        text += "\n" + heading.format(**words)
+        text += "".join(_by_share(parts[part], what)) if what else _table(parts[part])
     return text + "\n" + LEFT_OUT.format(**words)
+
+
+def _commits(result: dict[str, Any]) -> str:
+    """Which parts were asked at which commit."""
+    asked: dict[str, dict[str, None]] = {}
+    for row in result["rows"]:
+        asked.setdefault(row["commit"], {})[f"*{row['part']}*"] = None
+    return "; ".join(f"{', '.join(parts)} at commit {commit}" for commit, parts in asked.items())
 
 
 def _best_control(rows: Rows) -> float:
@@ -68,20 +75,25 @@ def _by_share(rows: Rows, what: str) -> list[str]:
 
 def _table(rows: Rows) -> str:
     """A row a way, the best first; scores by task where there are several."""
+    shares = {row["share"] for row in rows[1:]}
     rows = [rows[0], *sorted(rows[1:], key=lambda row: -row["score"])]
     tasks = list(rows[0]["by_task"])
     tasks = tasks if len(tasks) > 1 else []
     header = ["way", "n", "right", "against the full cache", f"against {rows[0]['base']}"]
     header += ["entries", "KV memory", *tasks]
-    return "\n" + "\n".join(table(header, [_cells(row, tasks) for row in rows])) + "\n"
+    return (
+        "\n"
+        + "\n".join(table(header, [_cells(row, tasks, len(shares) > 1) for row in rows]))
+        + "\n"
+    )
 
 
-def _cells(row: dict[str, Any], tasks: list[str]) -> list[str]:
+def _cells(row: dict[str, Any], tasks: list[str], with_share: bool) -> list[str]:
     full = row["line"] == FULL
     base = row.get("to_base")
     stored = f", {format_bytes(row['file_bytes'])} on disk" if row["file_bytes"] else ""
     return [
-        row["line"],
+        row["way"] if with_share and row["share"] > 1 else row["line"],
         str(row["asked"]),
         f"{row['score']:.2f}",
         "" if full else Difference(**row["difference"]).told(),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_snapkv.evals.asking import KNOWN, Way
+from mlx_snapkv.evals.headwise import headwise
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
 N_SINK, N_WINDOW, BLOCK = 4, 32, 256
@@ -28,16 +29,23 @@ class Line:
         policy: as --policy, with {share} for the budget in percent and {wide} for four times that, half at most.
         shares: the budgets to measure, one entry in so many.
         options: `memory` and `verify`, as of `generate`.
+        by_mask: the policy is a head-wise method, as --by-mask.
     """
 
     name: str
     policy: str
     shares: tuple[int, ...]
     options: dict[str, str] = field(default_factory=dict)
+    by_mask: bool = False
 
     def way(self, share: int) -> Way:
         text = self.policy.format(share=100 / share, wide=min(50, 400 / share))
-        return Way(f"{self.name}, 1/{share}", resolve_policy(policy=text), self.options)
+        resolved = headwise(text) if self.by_mask else resolve_policy(policy=text)
+        return Way(f"{self.name}, 1/{share}", resolved, self.options)
+
+
+UNSURE = {"memory": "recall", "verify": "unsure"}
+SNAPKV_UNSURE = Line("snapkv, recall, unsure", SNAPKV, (16, 32), UNSURE)
 
 
 def controls(share: int) -> list[Line]:
@@ -52,16 +60,14 @@ def controls(share: int) -> list[Line]:
 
 def lines(setting: str) -> list[Line]:
     """The lines of a setting in the order in which they are asked: what matters most and costs least first."""
-    unsure = {"memory": "recall", "verify": "unsure"}
-    snapkv_unsure = Line("snapkv, recall, unsure", SNAPKV, (16, 32), unsure)
-    book = Line("book, unsure", BOOK, (16,), unsure | {"memory": "recall:file"})
+    book = Line("book, unsure", BOOK, (16,), UNSURE | {"memory": "recall:file"})
     if setting == KNOWN:
         return [
             Line("snapkv", SNAPKV, (8, 16, 32)),
             Line("snapkv, adaptive", ADAPTIVE, (8, 16, 32)),
             Line("snapkv, critical", CRITICAL, (16, 32)),
             Line("snapkv, adaptive and critical", ADAPTIVE + ",critical=true", (16, 32)),
-            snapkv_unsure,
+            SNAPKV_UNSURE,
             Line("keydiff then snapkv", TWO_STAGES, (8, 16)),
             Line("keydiff, pool_kernel=5", KEYDIFF + ",pool_kernel=5", (8, 16)),
             Line("keydiff", KEYDIFF, (8, 16)),
@@ -73,7 +79,7 @@ def lines(setting: str) -> list[Line]:
         Line("keydiff, pool_kernel=5", KEYDIFF + ",pool_kernel=5", (4, 8, 16)),
         Line("snapkv", SNAPKV, (4, 8, 16)),
         Line("snapkv, recall", SNAPKV, (16, 32), {"memory": "recall"}),
-        snapkv_unsure,
+        SNAPKV_UNSURE,
         book,
         Line("keydiff, pool_kernel=5, once, adaptive", ONCE, (8, 16)),
         Line("kvzip, adaptive", "kvzip:budget=adaptive:{share}%", (4, 8)),
@@ -87,6 +93,8 @@ OPTIONS = (
     "",
     "lookahead=0",
     "lookahead=8",
+    "lookahead=16",
+    "lookahead=32",
     "pool_kernel=7",
     "pool_kernel=13",
     "pool_kernel=31",
@@ -120,3 +128,26 @@ def needles() -> list[Line]:
     """What the selection alone is worth, for values longer than what it keeps around each vote."""
     ways = {"snapkv": SNAPKV, "snapkv, adaptive": ADAPTIVE, "snapkv, critical": CRITICAL}
     return [Line(name, policy + ",lookahead=0", (16, 32)) for name, policy in ways.items()]
+
+
+def masks() -> list[Line]:
+    """Head-wise budgets beside those that are shipped; FastGen's heads choose how much they keep."""
+    return [
+        Line("snapkv", SNAPKV, (16, 32)),
+        Line("snapkv, adaptive", ADAPTIVE, (16, 32)),
+        Line("adakv of snapkv", f"adakv of {SNAPKV}", (16, 32), by_mask=True),
+        *(
+            Line(f"fastgen, recovery={part}", f"fastgen:recovery={part}", (1,), by_mask=True)
+            for part in (0.9, 0.99)
+        ),
+    ]
+
+
+def longer() -> list[Line]:
+    """What the table of all policies says of the better ones, asked of other documents."""
+    return [
+        Line("snapkv", SNAPKV, (8, 16)),
+        Line("snapkv, adaptive", ADAPTIVE, (8, 16)),
+        replace(SNAPKV_UNSURE, shares=(16,)),
+        Line("keydiff, pool_kernel=5", KEYDIFF + ",pool_kernel=5", (8,)),
+    ]

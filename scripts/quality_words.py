@@ -1,7 +1,5 @@
 """What docs/quality.md says between its tables. Figures in braces are filled in by `quality_page`."""
 
-from mlx_snapkv.evals.asking import KNOWN, LATER
-
 INTRO = """\
 # What each policy finds
 
@@ -56,18 +54,42 @@ HOW = """
   as many entries in memory as the others, besides a block of 256 while it reads, and all in a file.
 - *Entries* are those of the layer that keeps most, KV memory is all that is held in memory when the answer is done.
   Times are left out: the machine was not idle.
+- {commits}.
 """
-
-SETTINGS = {
-    KNOWN: "## The question known\n",
-    LATER: "## The question later\n",
-}
 
 NEEDLES = """\
 ## Six-digit codes: budgets by layer
 
 `demo`, {length:,} tokens, the question known; four access codes in each document, all asked for. `lookahead=0`: no
 digit but the first is decoded on all entries, so this is what the selection alone is worth.
+"""
+
+HYBRID = """\
+## The same of a hybrid
+
+`demo-qwen3-next`, whose linear layers keep what they have read whatever becomes of the entries of the others.
+"""
+
+LONGER = """\
+## Longer documents
+
+The tasks at {longer_length:,} tokens, and *two-links*, the question known. Longer is left out: this model was trained
+to 6,144 tokens, and at 8,192 its full cache fails three of the six.
+"""
+
+TWO_LINKS = """\
+## Chains over two links
+
+At {length:,} tokens; *three-links* is in the tables above.
+"""
+
+MASKS = """\
+## Head-wise budgets
+
+What heads that keep different numbers of entries would answer, measured by mask: all entries are held, and at decoding
+each KV head sees its own (`eval suite --by-mask`). AdaKV gives a layer's budget to the best entries of all its heads,
+FastGen's heads keep what they need for a share of the prompt's attention. *Entries* are the mean of all heads; the
+memory is the full cache's.
 """
 
 OPTIONS = """\
@@ -84,11 +106,24 @@ KERNELS = """\
 The question later. `keydiff` has the default, `pool_kernel=1`, which pools nothing, as in the paper.
 """
 
+# By part: what it begins with, and what the tables of its budgets are headed by; None is one table.
+SECTIONS = {
+    "known": ("## The question known\n", "question known"),
+    "later": ("## The question later\n", "question later"),
+    "longer": (LONGER, "4,096 tokens"),
+    "two_links": (TWO_LINKS, "two links"),
+    "needles": (NEEDLES, "six digits"),
+    "hybrid": (HYBRID, "six digits, hybrid"),
+    "masks": (MASKS, None),
+    "options": (OPTIONS, None),
+    "kernels": (KERNELS, "KeyDiff"),
+}
+
 LEFT_OUT = """\
 ## What was left out
 
-- Real checkpoints, contexts above {length:,} tokens, and the hybrid model `demo-qwen3-next`.
-- *Two-links*, which is like *three-links*.
+- Real checkpoints, contexts above {longer_length:,} tokens, and harder tasks of the hybrid model, which has learned
+  single facts.
 - The controls (crosses in the picture) at smaller budgets, and most of them with the question known, where 18 questions
   each, at 1/8, found next to nothing.
 - `kvzip` with the question known, since it asks nothing of the question, and at 1/16.

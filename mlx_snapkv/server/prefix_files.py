@@ -19,6 +19,7 @@ from ..errors import SnapKVError
 from ..saved import book, header
 from ..saved.files import tokens_in
 from ..saved.fingerprint import fingerprint
+from .tails import is_tail
 
 log = logging.getLogger("mlx_snapkv.server")
 
@@ -109,11 +110,11 @@ class PrefixFiles:
         return found.prompt_cache
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Keep caches; a line in the log if there is no room."""
+        """Keep caches, unless others have all but a tail of theirs; a line in the log if there is no room."""
         caches = saved_forms(self._model, caches)
         whole = can_trim_prompt_cache(caches)
         n, known = self.longest(tokens)
-        if known is not None and n == len(tokens):
+        if known is not None and (is_tail(n, len(tokens)) if whole else n == len(tokens)):
             return
         name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[:DIGITS]
         path = self._folder / f"{name}.safetensors"
@@ -127,8 +128,9 @@ class PrefixFiles:
             log.warning("a prefix was not kept: %s", error)
             return
         new = Known(path, _ids(tokens), n_bytes, whole)
-        if whole:  # what it begins with takes space only
-            for other in [k for k in self._known if k.whole and new.n_common(k.ids) == len(k.ids)]:
+        if whole:
+            twins = [k for k in self._known if k.whole and is_tail(new.n_common(k.ids), len(k.ids))]
+            for other in twins:
                 self._forget(other)
         self._known.append(new)
         while sum(k.n_bytes for k in self._known) > self._most_bytes and len(self._known) > 1:

@@ -6,10 +6,13 @@ import os
 import resource
 import sys
 
-from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
 
 from ..caches.layers import file_bytes
+from ..engine.report import format_bytes
+from .failures import log
 from .prefix_files import PrefixFiles
+from .tails import is_tail
 
 MODEL = "model"  # mlx-lm's store holds those of several; this server serves one
 
@@ -18,7 +21,7 @@ class Prefixes(LRUPromptCache):
     """mlx-lm's store of prompt caches, for one model.
 
     Caches with all entries serve any prompt that begins as theirs does; a compressed one serves only what goes on
-    exactly from the tokens it has read.
+    exactly from the tokens it has read. So of the former one is kept for many questions of a document, the newest's.
 
     Args:
         most_bytes: that they may take, in memory and in files without names.
@@ -54,12 +57,33 @@ class Prefixes(LRUPromptCache):
     def insert(self, tokens: list[int], caches: list) -> None:
         if not tokens:
             return
+        n_bytes = sum(cache.nbytes for cache in caches) + file_bytes(caches)
+        if n_bytes > self._most_bytes:
+            log.warning(
+                "%s tokens are not kept for later prompts: they take %s, and --prefix-bytes is %s",
+                f"{len(tokens):,}",
+                format_bytes(n_bytes),
+                format_bytes(self._most_bytes),
+            )
+            return
+        if can_trim_prompt_cache(caches):
+            self._give_up_twin(tokens)
         self.insert_cache(MODEL, list(tokens), caches)
         self._count()
         while self.nbytes + self.file_nbytes > self._most_bytes or (
             self.file_nbytes and _many_files_are_open()
         ):
             self.trim_to(n_sequences=len(self) - 1)
+
+    def _give_up_twin(self, tokens: list[int]) -> None:
+        """Give up the caches that differ from those of `tokens` by a tail only."""
+        found = self._trie.search(MODEL, tokens)
+        if found.longer is None or not is_tail(found.common_prefix, len(found.longer)):
+            return
+        twin = self._trie.pop(MODEL, found.longer)
+        self._lru.remove(MODEL, found.longer)
+        self._n_bytes -= twin.nbytes
+        self._n_bytes_by_type[twin.cache_type] -= twin.nbytes
 
     def trim_to(self, **limits: int | None) -> None:
         before = len(self)

@@ -1,20 +1,22 @@
 """The page of all policies: what it measures, and that it is its result."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 
 from mlx_snapkv.evals.asking import FULL, KNOWN, LATER
+from mlx_snapkv.evals.headwise import HeadWise
 from mlx_snapkv.policies import POLICIES
-from scripts import measure_quality, quality_page, quality_plot, quality_ways
+from scripts import measure_quality, quality_page, quality_parts, quality_plot, quality_ways
 
 DOCS = Path(__file__).parents[2] / "docs"
 N_SHORTEST, N_LAYERS = 1900, 4  # tokens of the shortest prompts
 
 
 def ways(part):
-    _, _, listed = measure_quality.PARTS[part]
+    listed = quality_parts.PARTS[part].lines
     return [(share, line.way(share)) for share, line in measure_quality.by_share(listed)]
 
 
@@ -23,10 +25,13 @@ def test_every_policy_is_measured():
     assert asked == set(POLICIES)
 
 
-@pytest.mark.parametrize("part", measure_quality.PARTS)
+@pytest.mark.parametrize("part", quality_parts.PARTS)
 def test_every_way_has_its_budget_and_room(part):
     for share, way in ways(part):
-        prefill_policy, decode_policy = way.policy.stages
+        if share == 1:  # FastGen's heads choose
+            continue
+        policy = way.policy.policy if isinstance(way.policy, HeadWise) else way.policy
+        prefill_policy, decode_policy = policy.stages
         prefill_policy.prefill_quotas(N_SHORTEST, N_LAYERS)
         quotas = decode_policy.quotas(2048, N_LAYERS)
         assert {quota.entries for quota in quotas} == {2048 // share}
@@ -36,7 +41,7 @@ def test_every_way_has_its_budget_and_room(part):
 
 def test_needles_are_six_digits(demo_llama):
     _, tokenizer = demo_llama
-    (place, paper), *others = measure_quality.SixDigits(tokenizer, ["six digits"], [768], 2, 3)
+    (place, paper), *others = quality_parts.SixDigits(tokenizer, ["six digits"], [768], 2, 3)
     assert len(others) == 1 and len(paper.questions) == 3
     assert place == {"task": "six digits", "length": 768, "document": 0}
     for question in paper.questions:
@@ -51,19 +56,24 @@ def test_only_what_is_asked_in_full_is_shown(demo_tasks, tmp_path, monkeypatch):
     """The full cache and one way are complete, of another there is one answer; no time is left."""
     model, tokenizer = demo_tasks
     monkeypatch.setattr(measure_quality, "load_model", lambda name: (model, tokenizer))
-    monkeypatch.setattr(measure_quality, "LENGTH", 640)
-    monkeypatch.setattr(measure_quality, "TASKS", ("single",))
-    monkeypatch.setattr(measure_quality, "DOCUMENTS", 1)
-    monkeypatch.setattr(measure_quality, "QUESTIONS", 2)
     whole, broken = quality_ways.lines(LATER)[0], quality_ways.lines(LATER)[1]
-    monkeypatch.setitem(measure_quality.PARTS, "later", ("demo-tasks", LATER, [whole]))
+    asked = functools.partial(
+        quality_parts.Part,
+        "demo-tasks",
+        LATER,
+        tasks=("single",),
+        length=640,
+        documents=1,
+        questions=2,
+    )
+    monkeypatch.setitem(quality_parts.PARTS, "later", asked([whole]))
     rows = list(measure_quality.measure("later", tmp_path, float("inf")))
     assert [row["line"] for row in rows] == [FULL] + ["keydiff"] * 3
     file = tmp_path / "demo-tasks-later.jsonl"
     lines = file.read_text().splitlines()
     one = json.loads(lines[-1]) | {"way": broken.way(4).name}
     file.write_text("\n".join([*lines, json.dumps(one)]) + "\n")
-    monkeypatch.setitem(measure_quality.PARTS, "later", ("demo-tasks", LATER, [whole, broken]))
+    monkeypatch.setitem(quality_parts.PARTS, "later", asked([whole, broken]))
     again = list(measure_quality.measure("later", tmp_path, 0))
     assert again == rows
     assert all(row["asked"] == 2 for row in again)

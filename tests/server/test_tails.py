@@ -1,0 +1,76 @@
+"""Many questions of one document take the memory, and the disk, of one."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from server_helpers import serving
+
+from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.server.prefixes import Prefixes
+from mlx_snapkv.server.tails import is_tail
+
+
+def of(n, kind=KVCache):
+    cache = kind(16) if kind is RotatingKVCache else kind()
+    cache.update_and_fetch(*mx.zeros((2, 1, 1, n, 8)))
+    return [cache]
+
+
+def test_a_tail_is_a_sixteenth_at_most():
+    assert is_tail(150, 160) and is_tail(160, 160) and is_tail(5, 5)
+    assert not is_tail(149, 160) and not is_tail(4, 5) and not is_tail(0, 16)
+
+
+def test_the_newest_question_of_a_document_stands_for_the_others():
+    document, prefixes = list(range(320)), Prefixes(1 << 30)
+    for question in range(1000, 1005):
+        prefixes.insert([*document, *[question] * 20], of(340))
+        assert len(prefixes) == 1
+    nbytes = prefixes.nbytes
+    assert prefixes.fetch([*document, 1000, 1000], 1)[1] == 320
+    prefixes.insert([*document, *range(2000, 2100)], of(420))
+    assert len(prefixes) == 1  # the tail of the one before is short, whatever the new one's is
+    prefixes.insert([*document, *[7] * 20], of(340))
+    assert len(prefixes) == 2  # of a long answer nothing is given up
+    prefixes.insert([*document, *[8] * 20], of(340))
+    assert len(prefixes) == 2 and prefixes.nbytes < 3 * nbytes
+    assert prefixes.nbytes == sum(prefixes.stats_by_type()["assistant"].values()) - 2
+    assert prefixes.fetch([*document, *range(2000, 2100), 1], 1)[1] == 420
+    prefixes.trim_to(n_sequences=0)
+    assert prefixes.nbytes == 0
+
+
+def test_what_cannot_be_cut_is_kept():
+    document, prefixes = list(range(320)), Prefixes(1 << 30)
+    for question in range(1000, 1003):
+        prefixes.insert([*document, question], of(321, RotatingKVCache))
+    assert len(prefixes) == 3
+
+
+def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
+    one = of(320)[0].nbytes
+    prefixes = Prefixes(2 * one)
+    prefixes.insert(list(range(320)), of(320))
+    prefixes.insert(list(range(1000, 2500)), of(1500))
+    assert len(prefixes) == 1 and prefixes.fetch(list(range(320)), 1)[1] == 318
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("1,500 tokens are not kept") and "--prefix-bytes" in told
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+def test_questions_of_one_document_share_it(demo_llama, tmp_path, memory):
+    text, facts = make_haystack(demo_llama[1], random.Random(8), 4, 1500)
+    with serving(memory=memory) as served:
+        taken = []
+        for i, fact in enumerate(facts):
+            messages = [{"role": "user", "content": f"{text}\n\n{fact.question}"}]
+            body = {"messages": messages, "max_tokens": 20}
+            found = served.post("/v1/chat/completions", json=body).json()
+            assert found["choices"][0]["message"]["content"] == fact.value
+            known = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (known > 1400) == (i > 0)
+            prefixes = served.engine.prefixes
+            taken.append(prefixes.nbytes + prefixes.file_nbytes)
+        assert max(taken) < 1.2 * taken[0]
