@@ -25,10 +25,7 @@ from mlx_snapkv.demo.questions import is_right, make_haystack, token_counter
 from mlx_snapkv.demo.tasks import make_task
 
 SEED = 15_000_000
-LENGTHS = (
-    4096,
-    16000,
-)  # with its questions, the longer one is within what the models were trained to
+LENGTHS = (4096, 16000)
 SHARES = (8, 16, 32, 64)  # one entry in so many is resident
 SHARE = 32  # where one thing at a time is changed
 BLOCK = 256
