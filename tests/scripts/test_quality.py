@@ -66,14 +66,14 @@ def test_only_what_is_asked_in_full_is_shown(demo_tasks, tmp_path, monkeypatch):
         documents=1,
         questions=2,
     )
-    monkeypatch.setitem(quality_parts.PARTS, "later", asked([whole]))
+    monkeypatch.setitem(measure_quality.PARTS, "later", asked([whole]))
     rows = list(measure_quality.measure("later", tmp_path, float("inf")))
     assert [row["line"] for row in rows] == [FULL] + ["keydiff"] * 3
     file = tmp_path / "demo-tasks-later.jsonl"
     lines = file.read_text().splitlines()
     one = json.loads(lines[-1]) | {"way": broken.way(4).name}
     file.write_text("\n".join([*lines, json.dumps(one)]) + "\n")
-    monkeypatch.setitem(quality_parts.PARTS, "later", asked([whole, broken]))
+    monkeypatch.setitem(measure_quality.PARTS, "later", asked([whole, broken]))
     again = list(measure_quality.measure("later", tmp_path, 0))
     assert again == rows
     assert all(row["asked"] == 2 for row in again)
