@@ -184,8 +184,9 @@ drafted.
 
 COST = """\
 Measured side by side on a model where attention dominates: [benchmarks-answers](benchmarks-answers.md). `all`
-gains in two ways there: by right drafts, and since few tokens attend to all entries in a way of our own on a CPU,
-which takes about 0.6 of the time of MLX's. On Metal MLX's own kernel serves them. A GPU was not measured.
+gains in two ways there: by right drafts, and since few tokens attend to all float32 entries in a way of our own on
+a CPU, which takes about 0.6 of the time of MLX's. Entries of other kinds, and Metal, have MLX's own attention. A GPU
+was not measured.
 
 ![tokens per second by context](benchmarks-answers-verified.png)
 

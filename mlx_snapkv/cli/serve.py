@@ -153,7 +153,7 @@ def serve(
     usual = PREFIX_FILES if in_files(memory) else PREFIXES
     n_prefix_bytes = n_bytes("--prefix-bytes", prefix_bytes or usual)
     # Of several ranks, rank 0 says what is given up for room.
-    prefixes = Prefixes(sys.maxsize if ranks.rank else n_prefix_bytes)
+    prefixes = Prefixes(sys.maxsize if ranks.rank else n_prefix_bytes, ranks.first)
     defaults = Defaults(
         max_tokens,
         temp=temp,

@@ -233,7 +233,7 @@ class Engine(ResponseGenerator):
                 caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
                 self.prefixes.insert(tokens, caches)
                 if self._reuse.ends_at(n, running.cuts):
-                    running.recalled = tokens, caches
+                    running.recalled = list(tokens), caches  # to theirs the answer is added
             running.channel.put(Read(n, running.n_prompt))
         self.kv_bytes = self.generator.prompt_cache_nbytes
         for response in responses:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Callable
 
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from ..caches.layers import file_bytes
 from ..engine.report import format_bytes
@@ -25,6 +26,7 @@ class Prefixes(LRUPromptCache):
 
     Args:
         most_bytes: that they may take, in memory and in files without names.
+        agreed: of several ranks' answers, the one that goes for all, so that all keep the same prompts.
 
     Attributes:
         files: where they are kept besides, so that they outlive the server; None is nowhere.
@@ -33,9 +35,9 @@ class Prefixes(LRUPromptCache):
 
     files: PrefixFiles | None = None
 
-    def __init__(self, most_bytes: int):
+    def __init__(self, most_bytes: int, agreed: Callable[[bool], bool] = bool):
         super().__init__(sys.maxsize)
-        self._most_bytes = most_bytes
+        self._most_bytes, self._agreed = most_bytes, agreed
         self.file_nbytes = 0
 
     def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
@@ -47,25 +49,28 @@ class Prefixes(LRUPromptCache):
         longest, known = self.files.longest(wanted)
         if known is None or longest <= n or (found := self.files.read(known)) is None:
             return cache, n
-        self.insert(known.tokens, found)
-        return self._fetch(wanted)
+        if self.insert(known.tokens, found):
+            return self._fetch(wanted)
+        trim_prompt_cache(found, len(known.ids) - longest)
+        return found, longest
 
     def _fetch(self, tokens: list[int]) -> tuple[list | None, int]:
         cache, rest = self.fetch_nearest_cache(MODEL, tokens)
         return cache, 0 if cache is None else len(tokens) - len(rest)
 
-    def insert(self, tokens: list[int], caches: list) -> None:
+    def insert(self, tokens: list[int], caches: list) -> bool:
+        """Keep what a prompt's caches have read, unless it alone is too much; whether it is kept."""
         if not tokens:
-            return
+            return False
         n_bytes = sum(cache.nbytes for cache in caches) + file_bytes(caches)
-        if n_bytes > self._most_bytes:
+        if not self._agreed(n_bytes <= self._most_bytes):
             log.warning(
                 "%s tokens are not kept for later prompts: they take %s, and --prefix-bytes is %s",
                 f"{len(tokens):,}",
                 format_bytes(n_bytes),
                 format_bytes(self._most_bytes),
             )
-            return
+            return False
         if can_trim_prompt_cache(caches):
             self._give_up_twin(tokens)
         self.insert_cache(MODEL, list(tokens), caches)
@@ -74,11 +79,14 @@ class Prefixes(LRUPromptCache):
             self.file_nbytes and _many_files_are_open()
         ):
             self.trim_to(n_sequences=len(self) - 1)
+        return True
 
     def _give_up_twin(self, tokens: list[int]) -> None:
-        """Give up the caches that differ from those of `tokens` by a tail only."""
+        """Give up the caches that differ from those of `tokens` by a tail only, unless they are compressed."""
         found = self._trie.search(MODEL, tokens)
         if found.longer is None or not is_tail(found.common_prefix, len(found.longer)):
+            return
+        if not can_trim_prompt_cache(self._trie.get(MODEL, found.longer).prompt_cache):
             return
         twin = self._trie.pop(MODEL, found.longer)
         self._lru.remove(MODEL, found.longer)

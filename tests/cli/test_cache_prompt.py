@@ -14,8 +14,9 @@ from request_helpers import plain
 
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.chat.continuation import mlx_lm_suffix
-from mlx_snapkv.cli.loading import encode, load_model
+from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.opening import opening_tokens
+from mlx_snapkv.cli.prompt_text import encode
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.prefill import mlx_generate

@@ -49,12 +49,12 @@ def test_the_prefills_clock_does_not_see_the_reader(tokens, clock):
 
 def test_the_selection_is_not_counted_as_generation(demo_llama, ask, monkeypatch, clock):
     """A cut made a second slower does not slow the speed reported after it."""
-    from mlx_snapkv.engine import compress
+    from mlx_snapkv.engine import choosing
 
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 400, seed=3)
-    choose = compress.choice
-    monkeypatch.setattr(compress, "choice", lambda *a: (clock(1), choose(*a))[1])
+    choose = choosing.choose
+    monkeypatch.setattr(choosing, "choose", lambda *a: (clock(1), choose(*a))[1])
     responses = []
     for response in stream_generate(model, tokenizer, prompt, 8, snapkv=SMALL | {"lookahead": 2}):
         responses.append(response)

@@ -67,6 +67,15 @@ def test_a_conversation_of_a_killed_server_goes_on_from_compressed_entries(docum
         assert ask(url, document, 2) == 0
 
 
+def test_a_model_that_takes_nothing_back_goes_on_from_its_files(document, tmp_path):
+    flags = ("--model", "demo-qwen3-next", *FLAGS, "--prefix-dir", str(tmp_path))
+    with served_process(*flags, "--prefix-bytes", "1") as (url, process):
+        assert ask(url, document, 0) == 0
+        assert ask(url, document, 0) > 1400
+        process.terminate()
+        assert "was not kept" not in process.stderr.read()
+
+
 def test_a_book_of_a_killed_server_goes_on(document, tmp_path):
     """Read within a budget, all of it on the disk: what was said before is known, and a later question finds all."""
     flags = ("--policy", BOOK, "--memory", "recall:file", "--prefix-dir", str(tmp_path))

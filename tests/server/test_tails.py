@@ -4,10 +4,11 @@ import random
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from server_helpers import serving
 
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.server.prefix_files import PrefixFiles
 from mlx_snapkv.server.prefixes import Prefixes
 from mlx_snapkv.server.tails import is_tail
 
@@ -49,6 +50,15 @@ def test_what_cannot_be_cut_is_kept():
     assert len(prefixes) == 3
 
 
+def test_compressed_entries_do_not_give_way_to_full_ones():
+    """A conversation's go on from where it was; the system messages that it began with come and go."""
+    document, prefixes = list(range(320)), Prefixes(1 << 30)
+    prefixes.insert([*document, *range(1000, 1010)], of(330, RotatingKVCache))
+    prefixes.insert(document, of(320))
+    assert len(prefixes) == 2
+    assert prefixes.fetch([*document, *range(1000, 1010), 7, 7], 1)[1] == 330
+
+
 def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
     one = of(320)[0].nbytes
     prefixes = Prefixes(2 * one)
@@ -57,6 +67,20 @@ def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
     assert len(prefixes) == 1 and prefixes.fetch(list(range(320)), 1)[1] == 318
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("1,500 tokens are not kept") and "--prefix-bytes" in told
+
+
+def test_what_memory_has_no_room_for_is_read_from_its_file(demo_llama, tmp_path):
+    model, _ = demo_llama
+    prefixes, tokens = Prefixes(1), list(range(50, 250))
+    prefixes.files = PrefixFiles(tmp_path, 1 << 30, model, {})
+    caches = make_prompt_cache(model)
+    model(mx.array([tokens]), cache=caches)
+    prefixes.keep(tokens, caches)
+    prompt = [*tokens[:160], 9, 9, 9]
+    found, n = prefixes.fetch(prompt, 1)
+    assert n == 160 and len(prefixes) == 0
+    after = model(mx.array([prompt[n:]]), cache=found)[:, -1]
+    assert mx.allclose(after, model(mx.array([prompt]))[:, -1], atol=1e-4)
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])

@@ -119,6 +119,16 @@ def test_two_serve_as_one_does_until_they_are_told_to_stop(wanted, tmp_path):
         assert "Traceback" not in ranks[1].said
 
 
+def test_both_keep_the_same_prompts(tmp_path):
+    """One that is too large for rank 0 drives out none of the other's."""
+    large = [{"role": "user", "content": "Bees. " + COLD * 150 + QUESTION}]
+    with served(tmp_path, "--prefix-bytes", "1MB") as (client, ranks):
+        for messages, least in [(talk(30), 0), (large, 0), (talk(30), 200)]:
+            usage = ask(client, messages).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= least
+        assert "are not kept for later prompts" in ranks[0].said
+
+
 def test_a_step_that_fails_on_one_ends_both(tmp_path):
     with served(tmp_path) as (client, ranks):
         with contextlib.suppress(httpx.HTTPError):  # or it is told so
