@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from ..caches.layers import file_bytes
 from ..engine.report import format_bytes
 from .failures import log
 from .prefix_files import PrefixFiles
-from .tails import is_tail
+from .tails import n_without_tail
 
 MODEL = "model"  # mlx-lm's store holds those of several; this server serves one
 
@@ -22,7 +23,7 @@ class Prefixes(LRUPromptCache):
     """mlx-lm's store of prompt caches, for one model.
 
     Caches with all entries serve any prompt that begins as theirs does; a compressed one serves only what goes on
-    exactly from the tokens it has read. So of the former one is kept for many questions of a document, the newest's.
+    exactly from the tokens it has read. Where room is short, of many questions of a document one is kept, the newest.
 
     Args:
         most_bytes: that they may take, in memory and in files without names.
@@ -71,8 +72,6 @@ class Prefixes(LRUPromptCache):
                 format_bytes(self._most_bytes),
             )
             return False
-        if can_trim_prompt_cache(caches):
-            self._give_up_twin(tokens)
         self.insert_cache(MODEL, list(tokens), caches)
         self._count()
         while self.nbytes + self.file_nbytes > self._most_bytes or (
@@ -81,28 +80,45 @@ class Prefixes(LRUPromptCache):
             self.trim_to(n_sequences=len(self) - 1)
         return True
 
-    def _give_up_twin(self, tokens: list[int]) -> None:
-        """Give up the caches that differ from those of `tokens` by a tail only, unless they are compressed."""
-        found = self._trie.search(MODEL, tokens)
-        if found.longer is None or not is_tail(found.common_prefix, len(found.longer)):
-            return
-        if not can_trim_prompt_cache(self._trie.get(MODEL, found.longer).prompt_cache):
-            return
-        twin = self._trie.pop(MODEL, found.longer)
-        self._lru.remove(MODEL, found.longer)
-        self._n_bytes -= twin.nbytes
-        self._n_bytes_by_type[twin.cache_type] -= twin.nbytes
-
-    def trim_to(self, **limits: int | None) -> None:
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Give up what is over these limits: what others have all but a tail of, then the oldest."""
         before = len(self)
-        super().trim_to(**limits)
+        while self._is_over(n_sequences, n_bytes) and (twin := self._twin()) is not None:
+            self._give_up(twin)
+        super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
         if len(self) < before:
             self._count()
 
+    def _is_over(self, n_sequences: int | None, n_bytes: int | None) -> bool:
+        many = n_sequences is not None and len(self) > n_sequences
+        return many or (n_bytes is not None and self.nbytes > n_bytes)
+
+    def _twin(self) -> list[int] | None:
+        """The oldest tokens of which other caches, that can be cut, have read all but a tail."""
+        cut = [tokens for tokens in self._known() if can_trim_prompt_cache(self._caches(tokens))]
+        ids = [np.array(tokens, np.uint32) for tokens in cut]
+        for i, (tokens, own) in enumerate(zip(cut, ids)):
+            start = own[: n_without_tail(len(own))]
+            others = ids[:i] + ids[i + 1 :]
+            if any(np.array_equal(start, other[: len(start)]) for other in others):
+                return tokens
+        return None
+
+    def _give_up(self, tokens: list[int]) -> None:
+        entry = self._trie.pop(MODEL, tokens)
+        self._lru.remove(MODEL, tokens)
+        self._n_bytes -= entry.nbytes
+        self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
+
+    def _known(self) -> Iterator[list[int]]:
+        """All tokens that caches have read, the oldest first."""
+        return (key[1] for least_recent in self._lru._lrus.values() for key in least_recent)
+
+    def _caches(self, tokens: list[int]) -> list:
+        return self._trie.get(MODEL, tokens).prompt_cache
+
     def _count(self) -> None:
-        known = (each for least_recent in self._lru._lrus.values() for each in least_recent)
-        caches = (self._trie.get(*key).prompt_cache for key in known)
-        self.file_nbytes = sum(map(file_bytes, caches))
+        self.file_nbytes = sum(file_bytes(self._caches(tokens)) for tokens in self._known())
 
     def keep(self, tokens: list[int], caches: list) -> None:
         """Write to a file what is to outlive the server."""

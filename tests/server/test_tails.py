@@ -24,39 +24,40 @@ def test_a_tail_is_a_sixteenth_at_most():
     assert not is_tail(149, 160) and not is_tail(4, 5) and not is_tail(0, 16)
 
 
-def test_the_newest_question_of_a_document_stands_for_the_others():
+def kept(prefixes):
+    return [tokens[320:] for tokens in prefixes._known()]
+
+
+def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_others():
     document, prefixes = list(range(320)), Prefixes(1 << 30)
-    for question in range(1000, 1005):
+    other, long_answer = list(range(5000, 5340)), [*document, *range(2000, 2100)]
+    prefixes.insert(other, of(340))
+    prefixes.insert(long_answer, of(420))
+    for question in range(1000, 1004):
         prefixes.insert([*document, *[question] * 20], of(340))
-        assert len(prefixes) == 1
-    nbytes = prefixes.nbytes
-    assert prefixes.fetch([*document, 1000, 1000], 1)[1] == 320
-    prefixes.insert([*document, *range(2000, 2100)], of(420))
-    assert len(prefixes) == 1  # the tail of the one before is short, whatever the new one's is
-    prefixes.insert([*document, *[7] * 20], of(340))
-    assert len(prefixes) == 2  # of a long answer nothing is given up
-    prefixes.insert([*document, *[8] * 20], of(340))
-    assert len(prefixes) == 2 and prefixes.nbytes < 3 * nbytes
-    assert prefixes.nbytes == sum(prefixes.stats_by_type()["assistant"].values()) - 2
-    assert prefixes.fetch([*document, *range(2000, 2100), 1], 1)[1] == 420
+    assert len(prefixes) == 6
+    one = prefixes.nbytes // 6
+    prefixes.trim_to(n_sequences=5)
+    assert [tail[0] for tail in kept(prefixes)[2:]] == [1001, 1002, 1003]
+    prefixes.trim_to(n_bytes=4 * one)
+    assert prefixes.nbytes == 4 * one == prefixes.stats_by_type()["assistant"]["n_bytes"]
+    prefixes._most_bytes = 3 * one
+    prefixes.insert([*document, *[1004] * 20], of(340))
+    assert [len(tail) for tail in kept(prefixes)] == [20, 100, 20]
+    assert prefixes.fetch([*document, 1004, 1004, 1], 1)[1] == 320
+    prefixes.trim_to(n_sequences=1)
+    assert prefixes.fetch([*long_answer, 1], 1)[1] == 420
     prefixes.trim_to(n_sequences=0)
     assert prefixes.nbytes == 0
 
 
-def test_what_cannot_be_cut_is_kept():
+def test_what_cannot_be_cut_goes_by_age_only():
     document, prefixes = list(range(320)), Prefixes(1 << 30)
     for question in range(1000, 1003):
         prefixes.insert([*document, question], of(321, RotatingKVCache))
-    assert len(prefixes) == 3
-
-
-def test_compressed_entries_do_not_give_way_to_full_ones():
-    """A conversation's go on from where it was; the system messages that it began with come and go."""
-    document, prefixes = list(range(320)), Prefixes(1 << 30)
-    prefixes.insert([*document, *range(1000, 1010)], of(330, RotatingKVCache))
-    prefixes.insert(document, of(320))
-    assert len(prefixes) == 2
-    assert prefixes.fetch([*document, *range(1000, 1010), 7, 7], 1)[1] == 330
+    prefixes.insert(document[:-9], of(311))
+    prefixes.trim_to(n_sequences=2)
+    assert kept(prefixes) == [[1002], []]
 
 
 def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
@@ -84,17 +85,24 @@ def test_what_memory_has_no_room_for_is_read_from_its_file(demo_llama, tmp_path)
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
-def test_questions_of_one_document_share_it(demo_llama, tmp_path, memory):
-    text, facts = make_haystack(demo_llama[1], random.Random(8), 4, 1500)
+def test_questions_of_one_document_share_it(demo_llama, memory):
+    """Beside another document, in the room of two."""
+    (text, facts), (other, _) = (
+        make_haystack(demo_llama[1], random.Random(seed), 4, 1500) for seed in (8, 9)
+    )
     with serving(memory=memory) as served:
-        taken = []
-        for i, fact in enumerate(facts):
-            messages = [{"role": "user", "content": f"{text}\n\n{fact.question}"}]
+        prefixes = served.engine.prefixes
+
+        def ask(text, question):
+            messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
             body = {"messages": messages, "max_tokens": 20}
             found = served.post("/v1/chat/completions", json=body).json()
-            assert found["choices"][0]["message"]["content"] == fact.value
             known = found["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert (known > 1400) == (i > 0)
-            prefixes = served.engine.prefixes
-            taken.append(prefixes.nbytes + prefixes.file_nbytes)
-        assert max(taken) < 1.2 * taken[0]
+            return found["choices"][0]["message"]["content"], known > 1400
+
+        ask(other, "What is it?")
+        prefixes._most_bytes = 5 * (prefixes.nbytes + prefixes.file_nbytes) // 2
+        for i, fact in enumerate(facts):
+            assert ask(text, fact.question) == (fact.value, i > 0)
+            assert len(prefixes) == 2
+        assert ask(other, "What was it?")[1]
