@@ -44,7 +44,7 @@ def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_ot
     prefixes._most_bytes = 3 * one
     prefixes.insert([*document, *[1004] * 20], of(340))
     assert [len(tail) for tail in kept(prefixes)] == [20, 100, 20]
-    assert prefixes.fetch([*document, 1004, 1004, 1], 1)[1] == 320
+    assert prefixes.fetch([*document, 1004, 1, 1], 1)[1] == 321
     prefixes.trim_to(n_sequences=1)
     assert prefixes.fetch([*long_answer, 1], 1)[1] == 420
     prefixes.trim_to(n_sequences=0)
