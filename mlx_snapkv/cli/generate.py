@@ -76,7 +76,7 @@ def generate(
     The answer goes to stdout; progress and figures go to stderr.
 
     \b
-      mlx-snapkv generate --model demo --prompt "What is the access code of the amber falcon?"
+      mlx-snapkv generate --model demo --prompt "The access code of the opal oak is 481516. What is the access code of the opal oak?"
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --snapkv top_k=1024,min_ctx=0
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
