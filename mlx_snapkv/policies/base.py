@@ -265,7 +265,7 @@ class Policy(ABC):
         value = getattr(self, name)
         ok = isinstance(value, Integral) and not isinstance(value, bool)
         ok = ok and least <= int(value) <= most
-        told = most != 2**31 - 1 or (isinstance(value, Integral) and value > most)
+        told = most != 2**31 - 1 or (isinstance(value, Integral) and int(value) > most)
         allowed = f"{least} to {most}" if told else f"at least {least}"
         self._require(name, ok, f"a whole number of {allowed}")
 

@@ -24,7 +24,8 @@ def test_a_table_of_one_context(call):
     assert "667 MB of 1 GB may be used. Taken: of what fits" in " ".join(out.split())
     command = shlex.split(out.splitlines()[-1])
     assert command[:4] == ["mlx-snapkv", "generate", "--model", "demo"]
-    assert command[4:8] == ["--prompt-file", "FILE", "--prompt", "QUESTION"]  # which snapkv's votes are for
+    # The votes are the question's.
+    assert command[4:8] == ["--prompt-file", "FILE", "--prompt", "QUESTION"]
     assert command[8:] == ["--policy", "snapkv:top_k=4096,min_ctx=0"]
 
 
