@@ -26,6 +26,8 @@ A prompt that is too long for the memory is read within a fixed budget of KV ent
 each question chooses among all of them:
 
 ```python
+from mlx_snapkv import Conversation
+
 policy = "keydiff:budget=4096 then snapkv:top_k=1024"
 book = Conversation(model, tokenizer, policy=policy, memory="recall:file")
 book.attach(text)

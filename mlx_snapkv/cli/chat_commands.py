@@ -134,7 +134,7 @@ def _stats(session: Session, _: str) -> None:
     conversation = session.conversation
     report = conversation.report
     if report is None:
-        session.say("nothing has been said yet")
+        session.say("nothing has been said yet, or since the conversation was loaded")
         return
     session.say(str(report))
     layers = [f"{i}: {n}" for i, n in enumerate(report.entries_kept) if n is not None]
@@ -210,6 +210,8 @@ def _policy(session: Session, text: str) -> None:
 
 
 def _verify(session: Session, text: str) -> None:
+    if text not in ("", "unsure", "all", "none"):
+        raise SnapKVError(f"/verify takes unsure, all or none, got {text!r}")
     if text:
         session.conversation.verify_answers(None if text == "none" else text)
     session.say(f"verify: {session.conversation.verify or 'none'}")

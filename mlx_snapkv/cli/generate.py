@@ -76,7 +76,8 @@ def generate(
     The answer goes to stdout; progress and figures go to stderr.
 
     \b
-      mlx-snapkv generate --model demo --prompt "What is the access code of the amber falcon?"
+      mlx-snapkv generate --model demo \\
+          --prompt "The access code of the opal oak is 481516. What is the access code of the opal oak?"
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --snapkv top_k=1024,min_ctx=0
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
@@ -190,7 +191,9 @@ def generate(
 
     def close(how: str = "") -> None:
         if not quiet and answer.last is not None:
-            kept = kept_text(*reports) if start is None or recalls else start.kept
+            kept = kept_text(*reports, max_kv_size=max_kv_size)
+            if start is not None and not recalls:
+                kept = start.kept
             print(how + closing_line(answer.last, kept, answer.accepted), file=sys.stderr)
 
     try:
@@ -249,12 +252,14 @@ class _Answer:
                 print(flush=True)
 
 
-def kept_text(report: CompressionReport | None = None) -> str:
+def kept_text(report: CompressionReport | None = None, *, max_kv_size: int | None = None) -> str:
     """What became of the prompt's entries, for the closing line; without a report, nothing yet."""
     if report is None:
         return "all entries kept so far"
     if report.policy == NO_POLICY:
-        return "full cache (no policy; add --snapkv top_k=N to compress)"
+        rotating = f"mlx-lm's rotating cache of {max_kv_size} entries"
+        cache = "full cache" if max_kv_size is None else rotating
+        return f"{cache} (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
     return f"{report.entries_text}, {report.memory_text}{report.recall_text}"

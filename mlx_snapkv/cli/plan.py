@@ -156,6 +156,7 @@ def _as_json(
 def _command(model: str, plan: MemoryPlan) -> str:
     """A command that reads such a prompt so."""
     words = ["mlx-snapkv", "generate", "--model", model, "--prompt-file", "FILE"]
+    words += ["--prompt", "QUESTION"]
     if plan.policy is not None and plan.reason is None:
         words += ["--policy", plan.policy]
     if plan.kv_bits is not None:
@@ -194,7 +195,7 @@ def _table(
     table = Table(
         f"{model}: weights {format_bytes(found[0].weights)}",
         f"Counted for {device}, with the weights. {format_bytes(machine.usable)} of "
-        f"{format_bytes(machine.memory)} may be used.",
+        f"{format_bytes(machine.memory)} may be used. Taken: of what fits, the best for the answer.",
         ["context", "policy", *heads, "reading", "answering", "fits"],
     )
     for n, take in taken.items():

@@ -77,7 +77,7 @@ class Recall:
         if any(stage.accumulates_attention for stage in policy.stages):
             raise SnapKVError(
                 f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
-                f"and {policy} counts the attention of all"
+                f"and {policy} counts the attention of all: take keydiff, for one, or memory=drop"
             )
         if policy.reads_in_blocks and decode_policy.lookahead:
             raise SnapKVError(

@@ -265,7 +265,8 @@ class Policy(ABC):
         value = getattr(self, name)
         ok = isinstance(value, Integral) and not isinstance(value, bool)
         ok = ok and least <= int(value) <= most
-        allowed = f"at least {least}" if most == 2**31 - 1 else f"{least} to {most}"
+        told = most != 2**31 - 1 or (isinstance(value, Integral) and int(value) > most)
+        allowed = f"{least} to {most}" if told else f"at least {least}"
         self._require(name, ok, f"a whole number of {allowed}")
 
 

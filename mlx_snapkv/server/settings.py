@@ -24,7 +24,7 @@ class Settings:
         volatile_headers: names of lines that system prompts lose at their start.
 
     Raises:
-        SnapKVError: the address is not local, and there is no key.
+        SnapKVError: the address is not local, and there is no key; an origin that no browser sends.
     """
 
     host: str = "127.0.0.1"
@@ -40,6 +40,14 @@ class Settings:
             raise SnapKVError(
                 f"--host {self.host} lets other machines ask, so it needs --api-key: give one, or keep to 127.0.0.1"
             )
+        for origin in self.origins:
+            scheme, _, host = origin.partition("://")
+            is_page = scheme and host and "/" not in host and origin == origin.lower()
+            if not is_page and origin != "null":  # which pages of files send
+                raise SnapKVError(
+                    "--allow-origin must be a page's scheme, host and port in small letters, such as "
+                    f"http://localhost:3000, got {origin!r}"
+                )
 
     @property
     def hosts(self) -> set[str]:

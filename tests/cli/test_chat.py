@@ -70,6 +70,8 @@ def test_verify_is_chosen_shown_and_refused(document):
     assert err.count("verify: none") == 2
     code, _, err = script(["/verify all"], *POLICY[:-1], "recall:file")
     assert code == 2 and "must be in memory" in err
+    code, _, err = script(["/verify maybe"], *POLICY)
+    assert code == 2 and "/verify takes unsure, all or none, got 'maybe'" in err
     code, _, err = script([], "--verify", "unsure", *POLICY[2:])
     assert code == 2 and "verify=unsure needs a policy" in err
 

@@ -109,6 +109,8 @@ def test_a_seed_fixes_the_sampling(call):
 
 def test_mlx_lms_own_cache_options_reach_it(call):
     assert call(*PLAIN, "--quiet", "--kv-bits", "8", "--max-kv-size", "512")[0] == 0
+    _, _, err = call(*PLAIN, "--max-kv-size", "512")
+    assert "mlx-lm's rotating cache of 512 entries (no policy" in err and "full cache" not in err
 
 
 @pytest.mark.parametrize(

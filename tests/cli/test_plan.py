@@ -21,10 +21,12 @@ def test_a_table_of_one_context(call):
     rows = [line.split() for line in out.splitlines() if "B " in line and "may be" not in line]
     assert rows[1][:5] == ["64k", "full", "cache", "201", "MB"] and rows[1][-1] == "no"
     assert rows[2][0] == "snapkv:top_k=4096,min_ctx=0" and rows[2][-1] == "taken"
-    assert "667 MB of 1 GB may be used" in " ".join(out.split())
+    assert "667 MB of 1 GB may be used. Taken: of what fits" in " ".join(out.split())
     command = shlex.split(out.splitlines()[-1])
     assert command[:4] == ["mlx-snapkv", "generate", "--model", "demo"]
-    assert command[-2:] == ["--policy", "snapkv:top_k=4096,min_ctx=0"]
+    # The votes are the question's.
+    assert command[4:8] == ["--prompt-file", "FILE", "--prompt", "QUESTION"]
+    assert command[8:] == ["--policy", "snapkv:top_k=4096,min_ctx=0"]
 
 
 def test_a_policy_as_json(call):

@@ -82,7 +82,7 @@ def test_the_seeds_defaults():
         ({"obs_window": 0}, "obs_window must be a whole number of at least 1, got 0"),
         ({"pool_kernel": 4}, "pool_kernel must be odd, got 4"),
         ({"pool_kernel": 257}, "pool_kernel must be a whole number of 1 to 255, got 257"),
-        ({"top_k": 10**12}, "top_k must be a whole number of at least 0, got 1000000000000"),
+        ({"top_k": 10**12}, "top_k must be a whole number of 0 to 2147483647, got 1000000000000"),
         ({"pool": "mean"}, "pool must be avg or max, got 'mean'"),
         ({"heads": "all"}, "heads must be per_head or shared, got 'all'"),
         ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),

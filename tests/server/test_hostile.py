@@ -11,8 +11,10 @@ import pytest
 from bad_requests import BAD, BAD_HTTP, CHAT, HEAD, HELLO, RAW, TEXT
 from server_helpers import load_named, serving
 
+from mlx_snapkv import SnapKVError
 from mlx_snapkv.server import exchange
 from mlx_snapkv.server.requests import Limits
+from mlx_snapkv.server.settings import Settings
 
 
 def assert_refused(response, status=range(400, 500)):
@@ -112,6 +114,9 @@ def test_a_page_of_another_site_may_not_ask(served):
         headers = {"Origin": "http://good.example"}
         answer = open_to.post(CHAT, HELLO, headers=headers)
         assert answer.headers["access-control-allow-origin"] == "http://good.example"
+    for origin in ("good.example", "*", "", "http://good.example/", "http://Good.example"):
+        with pytest.raises(SnapKVError, match="--allow-origin must be"):  # no browser sends it
+            Settings(origins=("null", origin))
 
 
 def test_what_clients_make_up_is_not_counted_by_its_name(served):
