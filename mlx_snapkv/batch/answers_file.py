@@ -81,8 +81,12 @@ class AnswersFile:
     def _require_same(self, found: dict[str, Any]) -> None:
         for name, wanted in self._run.items():
             if found.get(name) != wanted:
+                was, now = (
+                    f"no {name}" if x is None else f"{name} {x!r}"
+                    for x in (found.get(name), wanted)
+                )
                 raise SnapKVError(
-                    f"{self.path} is of another run, with {name} {found.get(name)!r} and not {wanted!r}: "
+                    f"{self.path} is of another run, with {was} and not {now}: "
                     "give another --output, or delete it"
                 )
 
