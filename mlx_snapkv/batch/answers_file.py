@@ -81,12 +81,9 @@ class AnswersFile:
     def _require_same(self, found: dict[str, Any]) -> None:
         for name, wanted in self._run.items():
             if found.get(name) != wanted:
-                was, now = (
-                    f"no {name}" if x is None else f"{name} {x!r}"
-                    for x in (found.get(name), wanted)
-                )
+                was, now = ("none" if x is None else repr(x) for x in (found.get(name), wanted))
                 raise SnapKVError(
-                    f"{self.path} is of another run, with {was} and not {now}: "
+                    f"{self.path} is of another run, with {name} {was} and not {now}: "
                     "give another --output, or delete it"
                 )
 
