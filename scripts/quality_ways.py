@@ -95,6 +95,7 @@ OPTIONS = (
     "lookahead=8",
     "lookahead=16",
     "lookahead=32",
+    "on_full=grow",
     "pool_kernel=7",
     "pool_kernel=13",
     "pool_kernel=31",

@@ -103,7 +103,8 @@ OPTIONS = """\
 
 One option changed at a time, 1/16 of the entries, the question known. `snapkv` has the defaults,
 `lookahead=4,pool_kernel=21`; `heads=shared,last_token=false`, with no `lookahead`
-either, is the way of the pull request that this grew from.
+either, is the way of the pull request that this grew from. With `on_full=grow` no entry makes room for the answer: with a
+recent window of 32 entries the answer's first 16 tokens take the place of the question's, where that is as long.
 """
 
 KERNELS = """\
