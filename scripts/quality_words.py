@@ -103,8 +103,9 @@ OPTIONS = """\
 
 One option changed at a time, 1/16 of the entries, the question known. `snapkv` has the defaults,
 `lookahead=4,pool_kernel=21`; `heads=shared,last_token=false`, with no `lookahead`
-either, is the way of the pull request that this grew from. With `on_full=grow` no entry makes room for the answer: with a
-recent window of 32 entries the answer's first 16 tokens take the place of the question's, where that is as long.
+either, is the way of the pull request that this grew from. With `on_full=grow` no entry makes room for the answer:
+of a recent window of 32 entries, half gives way to the answer's first 16 tokens, and that is the question's beginning.
+Give long questions a longer window; the default is 512.
 """
 
 KERNELS = """\
