@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,8 @@ from ..errors import SnapKVError
 from ..saved import book, header
 from ..saved.files import tokens_in
 from ..saved.fingerprint import fingerprint
-from .tails import is_tail
-
-log = logging.getLogger("mlx_snapkv.server")
+from .failures import log
+from .tails import covers
 
 DIGITS = 32  # of a file's name
 
@@ -114,7 +112,8 @@ class PrefixFiles:
         caches = saved_forms(self._model, caches)
         whole = can_trim_prompt_cache(caches)
         n, known = self.longest(tokens)
-        if known is not None and (is_tail(n, len(tokens)) if whole else n == len(tokens)):
+        ids = _ids(tokens)
+        if known is not None and (covers(known.ids, ids) if whole else n == len(tokens)):
             return
         name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[:DIGITS]
         path = self._folder / f"{name}.safetensors"
@@ -127,12 +126,10 @@ class PrefixFiles:
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not kept: %s", error)
             return
-        new = Known(path, _ids(tokens), n_bytes, whole)
         if whole:
-            twins = [k for k in self._known if k.whole and is_tail(new.n_common(k.ids), len(k.ids))]
-            for other in twins:
-                self._forget(other)
-        self._known.append(new)
+            for twin in [k for k in self._known if k.whole and covers(ids, k.ids)]:
+                self._forget(twin)
+        self._known.append(Known(path, ids, n_bytes, whole))
         while sum(k.n_bytes for k in self._known) > self._most_bytes and len(self._known) > 1:
             self._forget(self._known[0])
 

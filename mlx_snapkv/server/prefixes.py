@@ -14,7 +14,7 @@ from ..caches.layers import file_bytes
 from ..engine.report import format_bytes
 from .failures import log
 from .prefix_files import PrefixFiles
-from .tails import n_without_tail
+from .tails import covers
 
 MODEL = "model"  # mlx-lm's store holds those of several; this server serves one
 
@@ -83,8 +83,11 @@ class Prefixes(LRUPromptCache):
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Give up what is over these limits: what others have all but a tail of, then the oldest."""
         before = len(self)
-        while self._is_over(n_sequences, n_bytes) and (twin := self._twin()) is not None:
-            self._give_up(twin)
+        if self._is_over(n_sequences, n_bytes):
+            for twin in self._twins():
+                self._give_up(twin)
+                if not self._is_over(n_sequences, n_bytes):
+                    break
         super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
         if len(self) < before:
             self._count()
@@ -93,16 +96,16 @@ class Prefixes(LRUPromptCache):
         many = n_sequences is not None and len(self) > n_sequences
         return many or (n_bytes is not None and self.nbytes > n_bytes)
 
-    def _twin(self) -> list[int] | None:
-        """The oldest tokens of which other caches, that can be cut, have read all but a tail."""
+    def _twins(self) -> Iterator[list[int]]:
+        """The oldest tokens of which other caches, that can be cut, have read all but a tail, without those before."""
         cut = [tokens for tokens in self._known() if can_trim_prompt_cache(self._caches(tokens))]
-        ids = [np.array(tokens, np.uint32) for tokens in cut]
-        for i, (tokens, own) in enumerate(zip(cut, ids)):
-            start = own[: n_without_tail(len(own))]
-            others = ids[:i] + ids[i + 1 :]
-            if any(np.array_equal(start, other[: len(start)]) for other in others):
-                return tokens
-        return None
+        left = [np.array(tokens, np.uint32) for tokens in cut]
+        for tokens in cut:
+            own = left.pop(0)
+            if any(covers(other, own) for other in left):
+                yield tokens
+            else:
+                left.append(own)
 
     def _give_up(self, tokens: list[int]) -> None:
         entry = self._trie.pop(MODEL, tokens)

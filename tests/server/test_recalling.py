@@ -112,6 +112,10 @@ def test_the_hooks_of_mlx_lm_that_prefixes_stand_on():
     keys = [key for least_recent in store._lru._lrus.values() for key in least_recent]
     assert keys == [("m", [1, 2])]
     assert store._trie.get(*keys[0]).prompt_cache == []
+    entry = store._trie.pop(*keys[0])
+    store._lru.remove(*keys[0])
+    assert len(store) == 0 and entry.nbytes == store._n_bytes == 0
+    assert store._n_bytes_by_type[entry.cache_type] == 0
     assert {"n_sequences", "n_bytes"} <= set(inspect.signature(store.trim_to).parameters)
 
 

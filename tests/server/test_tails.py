@@ -3,6 +3,7 @@
 import random
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from server_helpers import serving
@@ -10,7 +11,7 @@ from server_helpers import serving
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.server.prefix_files import PrefixFiles
 from mlx_snapkv.server.prefixes import Prefixes
-from mlx_snapkv.server.tails import is_tail
+from mlx_snapkv.server.tails import covers
 
 
 def of(n, kind=KVCache):
@@ -19,9 +20,17 @@ def of(n, kind=KVCache):
     return [cache]
 
 
+def has_all_but_a_tail(n_common, n):
+    """Whether tokens that begin as `n` others do, by `n_common`, cover those."""
+    return covers(np.array([*range(n_common), -1, -2]), np.arange(n))
+
+
 def test_a_tail_is_a_sixteenth_at_most():
-    assert is_tail(150, 160) and is_tail(160, 160) and is_tail(5, 5)
-    assert not is_tail(149, 160) and not is_tail(4, 5) and not is_tail(0, 16)
+    assert has_all_but_a_tail(150, 160) and has_all_but_a_tail(160, 160)
+    assert has_all_but_a_tail(5, 5)
+    assert not has_all_but_a_tail(149, 160) and not has_all_but_a_tail(4, 5)
+    assert not has_all_but_a_tail(0, 16)
+    assert not covers(np.arange(4), np.arange(5)) and covers(np.arange(150), np.arange(160))
 
 
 def kept(prefixes):
