@@ -44,7 +44,9 @@ def page(result: dict[str, Any]) -> str:
     text = INTRO.format(**words) + HOW.format(**words)
     for part, (heading, what) in SECTIONS.items():
         text += "\n" + heading.format(**words)
-        text += "".join(_by_share(parts[part], what)) if what else _table(parts[part])
+        text += (
+            "".join(_by_share(parts[part], what.format(**words))) if what else _table(parts[part])
+        )
     return text + "\n" + LEFT_OUT.format(**words)
 
 

@@ -118,7 +118,7 @@ The question later. `keydiff` has the default, `pool_kernel=1`, which pools noth
 SECTIONS = {
     "known": ("## The question known\n", "question known"),
     "later": ("## The question later\n", "question later"),
-    "longer": (LONGER, "4,096 tokens"),
+    "longer": (LONGER, "{longer_length:,} tokens"),
     "two_links": (TWO_LINKS, "two links"),
     "needles": (NEEDLES, "six digits"),
     "hybrid": (HYBRID, "six digits, hybrid"),

@@ -12,6 +12,7 @@ from prompt_toolkit.document import Document
 
 from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
+from ..engine.recalling import VERIFY
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
 from ..policies import POLICIES, resolve_policy
@@ -210,8 +211,8 @@ def _policy(session: Session, text: str) -> None:
 
 
 def _verify(session: Session, text: str) -> None:
-    if text not in ("", "unsure", "all", "none"):
-        raise SnapKVError(f"/verify takes unsure, all or none, got {text!r}")
+    if text not in ("", *VERIFY, "none"):
+        raise SnapKVError(f"/verify takes {', '.join(VERIFY)} or none, got {text!r}")
     if text:
         session.conversation.verify_answers(None if text == "none" else text)
     session.say(f"verify: {session.conversation.verify or 'none'}")
@@ -256,7 +257,7 @@ COMMANDS = {
         "unsure|all|none",
         "how later answers are verified by all entries",
         _verify,
-        WordCompleter(["unsure", "all", "none"]),
+        WordCompleter([*VERIFY, "none"]),
     ),
     "/stats": Command("", "entries kept, memory and speed of the last turn", _stats),
     "/save": Command("FILE", "write the conversation to a .safetensors file", _save, _PATHS),

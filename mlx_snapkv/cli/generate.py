@@ -191,9 +191,8 @@ def generate(
 
     def close(how: str = "") -> None:
         if not quiet and answer.last is not None:
-            kept = kept_text(*reports, max_kv_size=max_kv_size)
-            if start is not None and not recalls:
-                kept = start.kept
+            told = kept_text(*reports, max_kv_size=max_kv_size)
+            kept = told if start is None or recalls else start.kept
             print(how + closing_line(answer.last, kept, answer.accepted), file=sys.stderr)
 
     try:
