@@ -73,7 +73,8 @@ def contenders(model, context: int, policy: Policy) -> list[Contender]:
         found.append(Contender(f"max-kv-size {entries}", "rotating", entries))
     sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
     group = next((g for g in (64, 32) if all(size % g == 0 for size in sizes)), None)
-    if group is not None:
+    # MLX has no products with batches of quantised entries on CUDA.
+    if group is not None and not mx.cuda.is_available():
         for bits in (8, 4):
             options = {"kv_bits": bits, "kv_group_size": group, "quantized_kv_start": 0}
             found.append(Contender(f"kv-bits {bits}", "quantized", context, options))

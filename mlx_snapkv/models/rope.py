@@ -57,9 +57,10 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
         return own
     signs, _, partners = _probe(rope, head_dim)
     # Two vectors tell all of it: the first of each pair in one, the second in the other.
+    # Not broadcast: MLX's CUDA kernel would write all positions over each other.
     first = (signs < 0).astype(mx.float32)
     of_first, of_second = (
-        rope(mx.broadcast_to(x, (1, 1, n, head_dim)), start).mean(axis=2).reshape(head_dim, 1)
+        rope(mx.repeat(x[None, None, None], n, axis=2), start).mean(axis=2).reshape(head_dim, 1)
         for x in (first, 1 - first)
     )
     is_first = first[:, None] > 0

@@ -4,6 +4,8 @@ import mlx.core as mx
 
 from .rope import Rope, amplitudes
 
+AT_ONCE = 1 << 15  # entries: CUDA takes at most twice as many sequences in one call
+
 
 def turn(rope: Rope, x: mx.array, steps: mx.array) -> mx.array:
     """`x`, which `rope` has turned, turned on by `steps` positions.
@@ -19,8 +21,9 @@ def turn(rope: Rope, x: mx.array, steps: mx.array) -> mx.array:
     """
     D = x.shape[-1]
     # An offset for all of a sequence would turn its second by one step more, and so on: each is one of its own.
-    alone = x.astype(mx.float32).reshape(-1, 1, 1, D)
-    turned = rope(alone, steps.astype(mx.int32).reshape(-1)) / amplitudes(rope, D)
+    alone, by = x.astype(mx.float32).reshape(-1, 1, 1, D), steps.astype(mx.int32).reshape(-1)
+    parts = (slice(i, i + AT_ONCE) for i in range(0, max(1, len(by)), AT_ONCE))
+    turned = mx.concatenate([rope(alone[part], by[part]) for part in parts]) / amplitudes(rope, D)
     return mx.where((steps > 0)[..., None], turned.reshape(x.shape).astype(x.dtype), x)
 
 

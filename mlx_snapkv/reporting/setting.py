@@ -57,7 +57,7 @@ def _commit() -> str:
 def _processor() -> str:
     import mlx.core as mx
 
-    if mx.metal.is_available():
+    if mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")
     if info.is_file():

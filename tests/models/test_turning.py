@@ -14,6 +14,7 @@ from model_configs import make_model
 from mlx_snapkv import models
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.models import turning
 from mlx_snapkv.models.rope import amplitudes
 from mlx_snapkv.models.turning import composes, turn
 
@@ -93,6 +94,14 @@ def test_is_as_if_the_key_had_come_later(name):
     found = turn(rope, rope(keys, 1000), mx.full((1, 3, 1), 234))
     assert mx.allclose(found, rope(keys, 1234), atol=2e-3).item()
     assert composes(rope, D, 4096) and composes(rope, D, 1 << 20)
+
+
+@pytest.mark.parametrize("n", [0, 5, 20, 41])
+def test_many_at_a_time_are_as_all_at_once(n, monkeypatch):
+    keys, steps = mx.random.normal((1, 2, n, D)), mx.random.randint(0, 5000, (1, 2, n))
+    at_once = turn(ROPES["llama3"][0], keys, steps)
+    monkeypatch.setattr(turning, "AT_ONCE", 20)
+    assert mx.array_equal(turn(ROPES["llama3"][0], keys, steps), at_once).item()
 
 
 @pytest.mark.parametrize("name", [name for name in ROPES if ROPES[name][3]])
