@@ -65,11 +65,13 @@ class RecordingKVCache(FullRecorder, KVCache):
 
     def __init__(self, first: int, last: int, capacity: int, layer: Any = None):
         super().__init__(first, last)
-        self.step = capacity
+        self._expect(capacity)
         self.layer = layer
 
     def _expect(self, capacity: int) -> None:
-        self.step = max(KVCache.step, capacity - self.offset)
+        # Whole steps, as mlx-lm's are: MLX's faster attention on CUDA takes no other buffers.
+        more = max(1, capacity - self.offset)
+        self.step = -(-more // KVCache.step) * KVCache.step
 
     def sources(self) -> list[Source]:
         return [Plain(self)]

@@ -31,7 +31,7 @@ def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.arra
         ones do, beyond the length that the model was trained with) is undone as if it had been given these.
     """
     x = x.astype(mx.float32)
-    if rope is None:
+    if rope is None or not x.size:
         return x
     signs, power, _ = _probe(rope, x.shape[-1])
     return signs * rope(signs * x, offset) / power
@@ -60,7 +60,9 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     # Not broadcast: MLX's CUDA kernel would write all positions over each other.
     first = (signs < 0).astype(mx.float32)
     of_first, of_second = (
-        rope(mx.repeat(x[None, None, None], n, axis=2), start).mean(axis=2).reshape(head_dim, 1)
+        rope(mx.contiguous(mx.broadcast_to(x, (1, 1, n, head_dim))), start)
+        .mean(axis=2)
+        .reshape(head_dim, 1)
         for x in (first, 1 - first)
     )
     is_first = first[:, None] > 0

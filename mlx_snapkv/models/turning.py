@@ -20,9 +20,11 @@ def turn(rope: Rope, x: mx.array, steps: mx.array) -> mx.array:
         `x`'s shape and dtype; what is turned by 0 steps is as it was, bit for bit.
     """
     D = x.shape[-1]
+    if not x.size:  # which CUDA takes no offsets for
+        return x
     # An offset for all of a sequence would turn its second by one step more, and so on: each is one of its own.
     alone, by = x.astype(mx.float32).reshape(-1, 1, 1, D), steps.astype(mx.int32).reshape(-1)
-    parts = (slice(i, i + AT_ONCE) for i in range(0, max(1, len(by)), AT_ONCE))
+    parts = (slice(i, i + AT_ONCE) for i in range(0, len(by), AT_ONCE))
     turned = mx.concatenate([rope(alone[part], by[part]) for part in parts]) / amplitudes(rope, D)
     return mx.where((steps > 0)[..., None], turned.reshape(x.shape).astype(x.dtype), x)
 

@@ -53,7 +53,9 @@ def test_a_rotation_is_undone(name, offset):
 def test_the_mean_of_the_rotations_to_come(name, start):
     """What a vector becomes on average: each of the matrices is what the object makes of the unit vectors."""
     x, n = mx.random.normal((3, D)), 40
-    turned = ROPES[name](mx.repeat(x[:, None, None], n, axis=2), offset=start)
+    turned = ROPES[name](
+        mx.contiguous(mx.broadcast_to(x[:, None, None], (3, 1, n, D))), offset=start
+    )
     matrix = mean_rotation(ROPES[name], D, start, n)
     assert np.allclose(x @ matrix.T, turned.mean(axis=(1, 2)), atol=1e-4)
 
