@@ -164,36 +164,48 @@ def _votes_in_blocks(
 ) -> mx.array:
     """A sum over queries: the softmax's denominators, then the votes.
 
-    The keys are read for each of both, unless the logits of few queries can be kept in between.
+    The keys are read for each of both, unless the queries are so few that all of their logits can be kept.
 
     Args:
         worth: what a query's vote is, by the logarithms, base 2, of its weights `(B, n_kv_heads, group * n, block)`.
     """
-    elsewhere = isinstance(keys, KeyBlocks)
     waits = isinstance(keys, KeyBlocks) and keys.waits
     block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
     spans = list(_spans(keys, observed, block))
     few = queries.shape[2] <= keys.shape[3] // 4
-    keeps = elsewhere and few and 4 * math.prod(queries.shape[:3]) * keys.shape[2] <= KEPT_BYTES
+    keeps = few and 4 * math.prod(queries.shape[:3]) * keys.shape[2] <= KEPT_BYTES
+    # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
+    together = max(1, keys.shape[3] // 2 // queries.shape[2]) if keeps else 1
+    groups = [spans[i : i + together] for i in range(0, len(spans), together)]
     kept: list[mx.array] = []
     sums: list[mx.array] = []
-    for span in spans:
-        logits = _logits(keys, observed, queries, span, after=sums[-1:])
-        top = logits.max(axis=-1)
-        sums.append(top + mx.log2(mx.power(2, logits - top[..., None]).sum(axis=-1)))
+    for group in groups:
+        parts: list[mx.array] = []
+        for span in group:
+            parts.append(_logits(keys, observed, queries, span, after=(parts or sums)[-1:]))
+            if waits:
+                mx.eval(parts[-1])
+        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        sums.append(_log_sum(logits))
         if keeps:
             kept.append(logits)
         if waits:
-            mx.eval(sums[-1], kept[-1:])
-    total = _with_sinks(observed, mx.logsumexp(mx.stack(sums) / LOG2_E, axis=0) * LOG2_E)
+            mx.eval(sums[-1])
+    total = _with_sinks(observed, _log_sum(mx.stack(sums, axis=-1)))
     votes: list[mx.array] = []
-    for i, span in enumerate(spans):
+    for i, (span, *_) in enumerate(groups):
         after = votes[-1:] or [total]
         logits = kept[i] if keeps else _logits(keys, observed, queries, span, after=after)
         votes.append(worth(logits - total[..., None]).sum(axis=2))
         if waits:
             mx.eval(votes[-1])
     return mx.concatenate(votes, axis=-1)
+
+
+def _log_sum(logits: mx.array) -> mx.array:
+    """The logarithm of the sum of powers of two along the last axis."""
+    top = logits.max(axis=-1)
+    return top + mx.log2(mx.power(2, logits - top[..., None]).sum(axis=-1))
 
 
 def _with_sinks(observed: Queries, total: mx.array) -> mx.array:
