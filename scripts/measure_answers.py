@@ -185,8 +185,8 @@ drafted.
 COST = """\
 Measured side by side on a model where attention dominates: [benchmarks-answers](benchmarks-answers.md). `all`
 gains in two ways there: by right drafts, and since few tokens attend to all float32 entries in a way of our own on
-a CPU, which takes about 0.6 of the time of MLX's. Entries of other kinds, and Metal, have MLX's own attention. A GPU
-was not measured.
+a CPU, which takes about 0.6 of the time of MLX's. Entries of other kinds, and Metal, have MLX's own attention. On an
+NVIDIA GPU they were slower than the full cache: [measuring](measuring.md#on-a-gpu).
 
 ![tokens per second by context](benchmarks-answers-verified.png)
 

@@ -8,8 +8,10 @@ from mlx_snapkv.evals.asking import KNOWN, Way
 from mlx_snapkv.evals.headwise import headwise
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
-N_SINK, N_WINDOW, BLOCK = 4, 32, 256
-SIZE = f"n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0"  # SnapKV's, larger by default than these budgets
+BLOCK = 256
+# SnapKV's, larger by default than these budgets.
+SIZE = "n_sink=4,n_window={window},min_ctx=0"
+WINDOW, SMALL_WINDOW = 48, 32
 
 SNAPKV = "snapkv:budget={share}%," + SIZE
 ADAPTIVE = "snapkv:budget=adaptive:{share}%," + SIZE
@@ -30,6 +32,7 @@ class Line:
         shares: the budgets to measure, one entry in so many.
         options: `memory` and `verify`, as of `generate`.
         by_mask: the policy is a head-wise method, as --by-mask.
+        window: SnapKV's recent window; by default 48 entries, and 32 of the smallest budgets.
     """
 
     name: str
@@ -37,9 +40,11 @@ class Line:
     shares: tuple[int, ...]
     options: dict[str, str] = field(default_factory=dict)
     by_mask: bool = False
+    window: int | None = None
 
     def way(self, share: int) -> Way:
-        text = self.policy.format(share=100 / share, wide=min(50, 400 / share))
+        window = self.window or (WINDOW if share <= 16 else SMALL_WINDOW)
+        text = self.policy.format(share=100 / share, wide=min(50, 400 / share), window=window)
         resolved = headwise(text) if self.by_mask else resolve_policy(policy=text)
         return Way(f"{self.name}, 1/{share}", resolved, self.options)
 
@@ -60,7 +65,9 @@ def controls(share: int) -> list[Line]:
 
 def lines(setting: str) -> list[Line]:
     """The lines of a setting in the order in which they are asked: what matters most and costs least first."""
-    book = Line("book, unsure", BOOK, (16,), UNSURE | {"memory": "recall:file"})
+    book = Line(
+        "book, unsure", BOOK, (16,), UNSURE | {"memory": "recall:file"}, window=SMALL_WINDOW
+    )
     if setting == KNOWN:
         return [
             Line("snapkv", SNAPKV, (8, 16, 32)),
@@ -77,9 +84,9 @@ def lines(setting: str) -> list[Line]:
     return [
         Line("keydiff", KEYDIFF, (4, 8, 16)),
         Line("keydiff, pool_kernel=5", KEYDIFF + ",pool_kernel=5", (4, 8, 16)),
-        Line("snapkv", SNAPKV, (4, 8, 16)),
-        Line("snapkv, recall", SNAPKV, (16, 32), {"memory": "recall"}),
-        SNAPKV_UNSURE,
+        Line("snapkv", SNAPKV, (4, 8, 16), window=SMALL_WINDOW),
+        Line("snapkv, recall", SNAPKV, (16, 32), {"memory": "recall"}, window=SMALL_WINDOW),
+        replace(SNAPKV_UNSURE, window=SMALL_WINDOW),
         book,
         Line("keydiff, pool_kernel=5, once, adaptive", ONCE, (8, 16)),
         Line("kvzip, adaptive", "kvzip:budget=adaptive:{share}%", (4, 8)),
@@ -110,7 +117,7 @@ def snapkv_options() -> list[Line]:
     for text in OPTIONS:
         name = f"snapkv, {text}" if text else "snapkv"
         found.append(Line(name, f"{SNAPKV},{text}".rstrip(","), (16,)))
-    return found
+    return [*found, Line(f"snapkv, n_window={SMALL_WINDOW}", SNAPKV, (16,), window=SMALL_WINDOW)]
 
 
 def keydiff_kernels() -> list[Line]:
@@ -128,7 +135,10 @@ def keydiff_kernels() -> list[Line]:
 def needles() -> list[Line]:
     """What the selection alone is worth, for values longer than what it keeps around each vote."""
     ways = {"snapkv": SNAPKV, "snapkv, adaptive": ADAPTIVE, "snapkv, critical": CRITICAL}
-    return [Line(name, policy + ",lookahead=0", (16, 32)) for name, policy in ways.items()]
+    return [
+        Line(name, policy + ",lookahead=0", (16, 32), window=SMALL_WINDOW)
+        for name, policy in ways.items()
+    ]
 
 
 def masks() -> list[Line]:
