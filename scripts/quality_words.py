@@ -51,9 +51,11 @@ HOW = """
   0 is no difference that these questions can tell.
 - *Known*: the question stands in the prompt that is compressed. *Later*: the document is read and compressed first,
   and its questions come one by one to what is left.
-- The budget is a share of the prompt's entries, kept per KV head. SnapKV has `n_sink=4,n_window=32`, since its defaults
-  are larger than these budgets. KeyDiff reads blocks of 256 tokens. Two stages read within four times the entries
-  kept, half of the prompt at most. All else scores the whole prompt once (`schedule=once`), with its defaults.
+- The budget is a share of the prompt's entries, kept per KV head. SnapKV has `n_sink=4` and
+  `n_window=48`, or 32 of 1/32 of the entries, of codes, in a book and where the question comes later, since its
+  defaults are larger than these budgets. KeyDiff reads blocks of 256 tokens. Two stages read within four times the
+  entries kept, half of the prompt at most. All else scores the whole prompt once (`schedule=once`), with its
+  defaults.
 - The question known, SnapKV decodes five answer tokens on all entries (`lookahead=4`), what else scores once two, and
   block policies none. Codes have 4 to 10 tokens, several facts and chains 20 to 40.
 - With `recall` every entry stays available, and `unsure` lets doubtful tokens vote again over all of them. A book has
@@ -103,9 +105,9 @@ OPTIONS = """\
 
 One option changed at a time, 1/16 of the entries, the question known. `snapkv` has the defaults,
 `lookahead=4,pool_kernel=21`; `heads=shared,last_token=false`, with no `lookahead`
-either, is the way of the pull request that this grew from. With `on_full=grow` no entry makes room for the answer:
-of a recent window of 32 entries, half gives way to the answer's first 16 tokens, and that is the question's beginning.
-Give long questions a longer window; the default is 512.
+either, is the way of the pull request that this grew from. Half of the recent window gives way to the answer's first
+tokens, before any choice: of 48 entries that is what stood before the question, of `n_window=32` the question's
+beginning. Let the window be half as long again as a question; the default is 512.
 """
 
 KERNELS = """\

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 # What the measurements had; SnapKV's own defaults are for prompts of more than 49,152 tokens.
 _ENDS = "n_sink=4,n_window=32,min_ctx=0"
+_ENDS_OF_PROMPT = "n_sink=4,n_window=48,min_ctx=0"  # with a question in it
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ CHOICES = (
         "one question at the end",
         "The question's own tokens vote; the layers share the budget by need.",
         "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION "
-        f"--snapkv budget=adaptive:12.5%,{_ENDS}",
+        f"--snapkv budget=adaptive:12.5%,{_ENDS_OF_PROMPT}",
         ("quality.md#18-of-the-entries-question-known",),
     ),
     Choice(
@@ -41,7 +42,7 @@ CHOICES = (
         "several facts in one question, or one through another",
         "All entries stay at hand, and doubtful tokens vote again over all of them.",
         "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION "
-        f"--snapkv budget=6.25%,{_ENDS} --memory recall --verify unsure",
+        f"--snapkv budget=6.25%,{_ENDS_OF_PROMPT} --memory recall --verify unsure",
         ("quality.md#116-of-the-entries-question-known", "answers.md#what-they-find"),
     ),
     Choice(

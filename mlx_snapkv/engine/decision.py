@@ -18,7 +18,7 @@ ProgressCallback = Callable[[int, int], None]  # tokens processed, and their tot
 PREFILL_STEP_SIZE = 2048  # mlx-lm's own default
 
 # A chunk's attention also computes what the causal mask hides, and holds its logits: on a CPU a prompt is read
-# faster, and in a third of the memory, in smaller chunks (docs/benchmarks.md). A large GPU is idle with those (docs/benchmarks-gpu.md).
+# faster, and in a third of the memory, in smaller chunks (docs/benchmarks.md). Those would leave a large GPU idle.
 LARGEST_CHUNK = {mx.cpu: 512, mx.gpu: PREFILL_STEP_SIZE}
 
 # Chunks are multiples of this where they may be: quantised mixture models are reported to go wrong at other lengths.

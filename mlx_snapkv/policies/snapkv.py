@@ -25,7 +25,8 @@ class SnapKV(Policy):
     Attributes:
         top_k: voted entries kept per KV head.
         n_sink: first entries, always kept.
-        n_window: most recent entries, always kept.
+        n_window: most recent entries, always kept. The older half gives way to the answer's first tokens: let it
+            be half as long again as a question.
         budget: all entries, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
             layers ("pyramid:2048"). By default `n_sink + top_k + n_window`.
         mass: keep, in each layer, the fewest entries that receive this share (0 to 1) of the votes, instead of
