@@ -1,4 +1,4 @@
-"""Places that a file is to be written to, checked before the work that fills it."""
+"""Files by the names that users give: what they stand for, and places to write to, checked before the work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import stat
 from pathlib import Path
 
 from .errors import SnapKVError
+
+
+def path_of(option: str, name: str | Path) -> Path:
+    """The path of that name, of which an option may be told; SnapKVError if its home folder is not there."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise SnapKVError(f"{option} {name}: no such home folder".lstrip()) from error
 
 
 def require_place(path: Path) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
 from ..errors import SnapKVError
-from ..paths import reason
+from ..paths import path_of, reason
 from . import flags
 from .answering import batch_options, load_for_requests, most_kv_bytes
 
@@ -125,7 +124,9 @@ def batch(
         )
     with ranks.agreed(lambda: _opened(requests) if first else BytesIO()) as stream:
         common = {"model": model, **about}
-        answers = ranks.agreed(lambda: AnswersFile(_path(output), common) if first else NoAnswers())
+        answers = ranks.agreed(
+            lambda: AnswersFile(path_of("--output", output), common) if first else NoAnswers()
+        )
         loaded, tokenizer = load_for_requests(
             model,
             adapter_path,
@@ -184,24 +185,17 @@ def _closing_line(answers: AnswersFile, progress: Progress) -> str:
     )
 
 
-def _path(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise SnapKVError(f"--output {name}: {error}") from error
-
-
 def _opened(name: str) -> BinaryIO:
     """The file, or standard input; SnapKVError if it can't be read."""
     if name == "-":
         if sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
         return sys.stdin.buffer
+    path = path_of("", name)
     try:
-        path = Path(name).expanduser()
         is_folder = path.is_dir()
         stream = None if is_folder else path.open("rb")
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise SnapKVError(f"{name}: {reason(error)}") from error
     if stream is None:
         raise SnapKVError(f"{name} is a folder: give a file of requests")

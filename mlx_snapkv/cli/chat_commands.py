@@ -15,6 +15,7 @@ from ..chat.conversation import Conversation
 from ..engine.recalling import VERIFY
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
+from ..paths import path_of
 from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
 from ..saved import require_writable
@@ -181,7 +182,7 @@ def _load(session: Session, name: str) -> None:
 
 
 def _export(session: Session, name: str) -> None:
-    path = Path(_named("/export", name)).expanduser()
+    path = path_of("/export", _named("/export", name))
     if here().rank:
         return
     text = as_markdown(session)

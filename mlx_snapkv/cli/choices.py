@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What the measurements had; SnapKV's own defaults are for prompts of more than 49,152 tokens.
+# About what the measurements had; SnapKV's own defaults are for prompts of more than 49,152 tokens. A question about
+# several facts is longer.
 _ENDS = "n_sink=4,n_window=32,min_ctx=0"
-_ENDS_OF_PROMPT = "n_sink=4,n_window=48,min_ctx=0"  # with a question in it
+_LONGER_ENDS = "n_sink=4,n_window=48,min_ctx=0"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ CHOICES = (
         "one question at the end",
         "The question's own tokens vote; the layers share the budget by need.",
         "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION "
-        f"--snapkv budget=adaptive:12.5%,{_ENDS_OF_PROMPT}",
+        f"--snapkv budget=adaptive:12.5%,{_ENDS}",
         ("quality.md#18-of-the-entries-question-known",),
     ),
     Choice(
@@ -42,7 +43,7 @@ CHOICES = (
         "several facts in one question, or one through another",
         "All entries stay at hand, and doubtful tokens vote again over all of them.",
         "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION "
-        f"--snapkv budget=6.25%,{_ENDS_OF_PROMPT} --memory recall --verify unsure",
+        f"--snapkv budget=6.25%,{_LONGER_ENDS} --memory recall --verify unsure",
         ("quality.md#116-of-the-entries-question-known", "answers.md#what-they-find"),
     ),
     Choice(

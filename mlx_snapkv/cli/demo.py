@@ -8,7 +8,6 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +16,7 @@ from ..demo.documents import Fact
 from ..demo.questions import is_right, make_haystack, question_prompt
 from ..engine.report import format_bytes
 from ..errors import SnapKVError
+from ..paths import path_of, reason
 from . import flags
 from .loading import load_model
 from .options import MOST
@@ -94,16 +94,15 @@ def _save(document: str, name: str) -> None:
     Raises:
         SnapKVError: there is, or it can't be written.
     """
+    path = path_of("--save-document", name)
     try:
-        path = Path(name).expanduser()
         if path.exists() and path.read_bytes() != document.encode():
             raise SnapKVError(
                 f"--save-document {name}: there is such a file already, give another name"
             )
         path.write_text(document, encoding="utf-8")
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SnapKVError(f"--save-document {name}: {reason}") from error
+    except OSError as error:
+        raise SnapKVError(f"--save-document {name}: {reason(error)}") from error
 
 
 def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None) -> Answer:

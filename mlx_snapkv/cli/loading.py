@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
+from ..paths import path_of
 from .interrupts import listen
 from .streams import be_silent
 
@@ -152,14 +153,6 @@ def load_draft_model(name: str, tokenizer, trust_remote_code: bool = False):
             f"{tokenizer.vocab_size}; a draft model needs the model's own tokenizer"
         )
     return model
-
-
-def path_of(option: str, name: str) -> Path:
-    """The path that an option names; SnapKVError if its home folder is not there."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise SnapKVError(f"{option} {name}: no such home folder") from error
 
 
 def _may_be_repository(name: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
-from ..paths import reason, require_place
+from ..paths import path_of, reason, require_place
 from ..reporting import ownership, plots
 
 MOST = 10_000_000  # tokens of a prompt
@@ -56,12 +56,12 @@ class ResultFiles:
         plots.require_matplotlib()
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
+        self.base = path_of("--output", name)
         try:
-            self.base = Path(name).expanduser()
             paths = [with_suffix(self.base, ending) for ending in endings]
             self._replaced = [path for path in paths if require_place(path)]
             foreign = [path for path in self._replaced if not ownership.is_ours(path)]
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise SnapKVError(f"--output {name}: {reason(error)}") from error
         if foreign:
             raise SnapKVError(

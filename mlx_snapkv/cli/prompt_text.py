@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import BinaryIO
 
 from ..errors import SnapKVError, brief
-from .loading import path_of
+from ..paths import path_of
 
 
 def encode(

@@ -7,12 +7,12 @@ import signal
 import sys
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import SnapKVError
+from ..paths import path_of
 from ..server.volatile import BILLING
 from . import flags
 from .answering import batch_options, load_for_requests, most_kv_bytes
@@ -186,7 +186,7 @@ def serve(
         if prefix_dir is None:
             return None
         told = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
-        folder = Path(prefix_dir).expanduser()
+        folder = path_of("--prefix-dir", prefix_dir)
         return PrefixFiles(folder, n_file_bytes, found.model, told)
 
     listen()  # here, since the model is loaded in another thread, which may not

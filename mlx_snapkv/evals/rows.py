@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
+from ..paths import path_of
 
 Row = dict[str, Any]
 
@@ -19,10 +20,7 @@ TEXT, NUMBER, TEXTS = "text", "a whole number", "a list of texts"
 
 def data_folder(name: str) -> Path:
     """Raises: SnapKVError: it is no folder."""
-    try:
-        folder = Path(name).expanduser()
-    except RuntimeError as error:
-        raise SnapKVError(f"--data {name}: no such home folder") from error
+    folder = path_of("--data", name)
     if not folder.is_dir():
         raise SnapKVError(f"--data {name}: no such folder")
     return folder

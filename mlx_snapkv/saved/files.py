@@ -22,7 +22,7 @@ from .._version import __version__
 from ..caches.matching import adopt, require_match, require_tokens
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
-from ..paths import reason, require_place
+from ..paths import path_of, reason, require_place
 from ..policies import Policy, Stages
 from ..several.part import Part, part_of
 from . import book, parts
@@ -241,10 +241,7 @@ def _write(
 
 
 def _safetensors(path: str | Path) -> Path:
-    try:
-        path = Path(path).expanduser()
-    except RuntimeError as error:
-        raise SnapKVError(f"{path}: no such home folder") from error
+    path = path_of("", path)
     if path.suffix != ".safetensors" or "\0" in path.name:
         raise SnapKVError(
             f"a saved prompt cache's name must end in .safetensors, got {str(path)!r}"

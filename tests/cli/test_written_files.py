@@ -117,3 +117,22 @@ def test_no_command_makes_folders(call, cache_prompt, tmp_path):
     for name in ("", f"{tmp_path}/"):
         code, out, err = call(*NEEDLE, "--output", name)
         assert (code, out, err.count("\n")) == (2, "", 1) and "names a folder" in err
+
+
+@pytest.mark.parametrize(
+    "told, command",
+    [
+        ("--store-dir {}", "generate --model demo --prompt x --store-dir {}"),
+        ("--output {}", "eval needle --model demo --output {}"),
+        ("{}", "batch --model demo --output answers.jsonl {}"),
+        ("--save-document {}", "demo --save-document {}"),
+        ("{}", "cache-prompt --model demo --prompt x -o {}"),
+        ("--prefix-dir {}", "serve --model demo --memory recall --policy keydiff --prefix-dir {}"),
+        ("--data {}", "eval ruler --model demo --data {}"),
+    ],
+)
+def test_a_home_folder_that_is_not_there_is_told_by_every_command(call, told, command):
+    name = "~no-such-user/x.safetensors"
+    code, out, err = call(*command.format(name).split())
+    assert (code, out) == (2, "")
+    assert err == f"mlx-snapkv: {told.format(name)}: no such home folder\n"
