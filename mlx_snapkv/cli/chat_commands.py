@@ -46,7 +46,10 @@ def run_command(session: Session, line: str) -> None:
     if name not in COMMANDS:
         close = suggestion(name, COMMANDS)
         raise UnknownOptionError(f"unknown command {name}{close}: /help lists them")
-    COMMANDS[name].do(session, rest.strip())
+    command, rest = COMMANDS[name], rest.strip()
+    if rest and not command.arguments:
+        raise SnapKVError(f"{name} takes nothing, got {rest!r}")
+    command.do(session, rest)
 
 
 class CommandCompleter(Completer):

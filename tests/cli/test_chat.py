@@ -196,6 +196,8 @@ def test_a_backslash_joins_lines():
     "line, words",
     [
         ("/fiel x", "unknown command /fiel (did you mean '/file'?)"),
+        ("/undo 2", "/undo takes nothing, got '2'"),
+        ("/quit now", "/quit takes nothing, got 'now'"),
         ("/file nowhere.txt", "/file nowhere.txt: No such file or directory"),
         ("/save x.safetensors", "nothing has been said yet"),
         ("/load nowhere.safetensors", "nowhere.safetensors"),
