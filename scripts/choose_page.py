@@ -23,7 +23,8 @@ on a CPU: they tell policies apart, and are no promise for a large model. Why, a
 ## Commands
 
 Put your own for MODEL, TEXT and QUESTION. Budgets are shares of the prompt; a number of entries, such as `budget=4096`,
-keeps memory the same for any prompt.
+keeps memory the same for any prompt. Recent windows are those of short prompts
+(quality.md had 48 entries for questions): leave `n_window` out where the budget is in the thousands.
 
 {commands}
 To see what a policy keeps of your own prompt: [`mlx-snapkv inspect`](commands.md#mlx-snapkv-inspect).

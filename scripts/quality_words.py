@@ -16,9 +16,10 @@ a summary or an argument would be worth, nor that the order stays the same on a 
   {known[snapkv, adaptive, 1/8]} where equal budgets have {known[snapkv, 1/8]} (full cache {known[full cache]}),
   six-digit codes at 1/32 {needles[snapkv, adaptive, 1/32]} against {needles[snapkv, 1/32]}, chains over two links at
   1/8 {two_links[snapkv, adaptive, 1/8]} against {two_links[snapkv, 1/8]}, and nowhere is the
-  mean worse. Single facts are found down to 1/32, chains and several facts are not. What counts is how many entries
-  are kept, not what share of the prompt: 1/8 of {longer_length:,} tokens has {longer[snapkv, 1/8]}.
-- **Several facts, chains, or to be sure**: `--memory recall --verify unsure`, at 1/16
+  mean worse. Single facts are found down to 1/32, several down to 1/16, chains over three links at 1/8. What counts is
+  how many entries are kept, not what share of the prompt: equal budgets of 1/8 of {longer_length:,} tokens have
+  {longer[snapkv, 1/8]}.
+- **Chains, many facts, or to be sure**: `--memory recall --verify unsure`, at 1/16
   {known[snapkv, recall, unsure, 1/16]} where `snapkv` alone has {known[snapkv, 1/16]}, and
   {later[snapkv, recall, unsure, 1/16]} when the question comes later. Without a memory `lookahead=32` comes to
   {options[snapkv, lookahead=32, 1/16]} there: the answer's first 32 tokens are decoded on all entries, which here is
@@ -33,9 +34,10 @@ a summary or an argument would be worth, nor that the order stays the same on a 
   {later[book, unsure, 1/16]} at 1/16 resident.
 - **Not `keydiff:budget=adaptive:...`**: its scores can't be compared between layers,
   {later[keydiff, pool_kernel=5, once, adaptive, 1/8]} at 1/8.
-- **Head-wise budgets** (AdaKV) would have {masks[adakv of snapkv, 1/16]} at 1/16, several facts above all, but only as
-  a mask: stored beside each other, heads of different lengths take the room of the longest.
-- **`critical=true`**: no difference that could be told, with `adaptive` or without.
+- **Head-wise budgets** (AdaKV) would have {masks[adakv of snapkv, 1/16]} at 1/16 and {masks[adakv of snapkv, 1/32]}
+  at 1/32, budgets by layer {masks[snapkv, adaptive, 1/16]} and {masks[snapkv, adaptive, 1/32]}. They are only measured
+  as a mask: stored beside each other, heads of different lengths take the room of the longest.
+- **`critical=true`**: nowhere better, with `adaptive` or without.
 - **All others** are controls: none finds more than {others} at the largest budget it was asked at.
 """
 
