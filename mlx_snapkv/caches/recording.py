@@ -65,13 +65,11 @@ class RecordingKVCache(FullRecorder, KVCache):
 
     def __init__(self, first: int, last: int, capacity: int, layer: Any = None):
         super().__init__(first, last)
-        self._expect(capacity)
+        self.step = capacity
         self.layer = layer
 
     def _expect(self, capacity: int) -> None:
-        # Whole steps, as mlx-lm's are: MLX's faster attention on CUDA takes no other buffers.
-        more = max(1, capacity - self.offset)
-        self.step = -(-more // KVCache.step) * KVCache.step
+        self.step = max(KVCache.step, capacity - self.offset)
 
     def sources(self) -> list[Source]:
         return [Plain(self)]
