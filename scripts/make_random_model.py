@@ -1,7 +1,7 @@
-"""A model folder of a real model's size whose weights are random: for speed and memory, not for answers.
+"""A model folder of an 8B's size whose weights are random: for speed and memory, not for answers.
 
-python scripts/make_random_model.py 8b build/random-8b
-mlx-snapkv bench --model build/random-8b --output build/bench-8b
+python scripts/make_random_model.py build/random-8b
+mlx-snapkv bench --model build/random-8b --output build/benchmarks-8b
 """
 
 from __future__ import annotations
@@ -14,45 +14,38 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
-from results_page import ROOT
 
-TOKENIZER = ROOT / "mlx_snapkv" / "demo" / "models" / "llama"  # any will do
-SIZES = {
-    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336},
-    "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192},
+from mlx_snapkv.demo import MODELS
+
+# A LLaMA 3's of 8 billion parameters.
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 1 << 20,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
 }
-
-
-def config(size: str) -> dict:
-    """A LLaMA 3's, with 8 KV heads of 128 and a vocabulary of 128,256."""
-    return {
-        "model_type": "llama",
-        **SIZES[size],
-        "num_attention_heads": SIZES[size]["hidden_size"] // 128,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 1 << 20,
-        "rope_theta": 5e5,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("size", choices=SIZES)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
-    for path in TOKENIZER.glob("*token*"):
+    for path in MODELS["demo"].glob("tokenizer*"):  # any will do
         shutil.copy(path, args.folder)
-    written = config(args.size)
-    (args.folder / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
+    (args.folder / "config.json").write_text(json.dumps(CONFIG, indent=2), encoding="utf-8")
     mx.random.seed(0)
-    model = llama.Model(llama.ModelArgs.from_dict(written))
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
     model.set_dtype(mx.bfloat16)
     mx.save_safetensors(
         str(args.folder / "model.safetensors"), dict(tree_flatten(model.parameters()))

@@ -123,7 +123,7 @@ class AttentionLayer:
         """
         wanted = kv_head, values.shape[1], n_heads // len(self.readers), values
         made = [self.family.output_weights(reader, *wanted) for reader in self.readers]
-        return made[0] if len(made) == 1 else mx.concatenate(made)
+        return mx.concatenate(made)
 
     def __deepcopy__(self, memo: dict) -> AttentionLayer:
         return self  # a copied cache serves the same model

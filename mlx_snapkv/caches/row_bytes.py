@@ -57,7 +57,7 @@ class RowBytes:
     def laid_out(self, stored: Stored) -> mx.array:
         """The same of rows that are stored so already."""
         parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in arrays(stored)]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        return mx.concatenate(parts, axis=-1)
 
     def unpacked(self, data: np.ndarray) -> mx.array:
         """Rows `(B, n_kv_heads, n, head_dim)` of bytes `(B, n_kv_heads, n, row)`."""

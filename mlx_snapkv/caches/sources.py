@@ -96,7 +96,7 @@ class Chain(Generic[S]):
 
 def joined(parts: Sequence[mx.array]) -> mx.array:
     """Arrays `(B, n_kv_heads, n, ...)` of entries, one behind the other."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
+    return mx.concatenate(list(parts), axis=2)
 
 
 class First:

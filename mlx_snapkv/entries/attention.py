@@ -149,7 +149,7 @@ def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.a
     if observed.pages is None:
         spans = iter([(0, keys.shape[2])])
     parts = [_logits(keys, observed, queries, span) for span in spans]
-    logits = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    logits = mx.concatenate(parts, axis=-1)
     top = logits.max(axis=-1)
     weights = mx.power(2, logits - top[..., None])
     total = _with_sinks(observed, top + mx.log2(weights.sum(axis=-1)))
@@ -185,7 +185,7 @@ def _votes_in_blocks(
             parts.append(_logits(keys, observed, queries, span, after=(parts or sums)[-1:]))
             if waits:
                 mx.eval(parts[-1])
-        logits = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        logits = mx.concatenate(parts, axis=-1)
         sums.append(_log_sum(logits))
         if keeps:
             kept.append(logits)

@@ -57,7 +57,7 @@ def _commit() -> str:
 def _processor() -> str:
     import mlx.core as mx
 
-    if mx.default_device().type == mx.gpu:
+    if mx.metal.is_available() or mx.default_device().type == mx.gpu:
         return str(mx.device_info()["device_name"])
     info = Path("/proc/cpuinfo")
     if info.is_file():
