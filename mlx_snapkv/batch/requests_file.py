@@ -30,6 +30,7 @@ class Line:
 
 
 DUPLICATE = "duplicate_custom_id"
+NO_OBJECT = "invalid_json_line"
 
 
 class RequestsFile:
@@ -40,6 +41,9 @@ class RequestsFile:
 
     Attributes:
         n_lines: those that aren't blank.
+
+    Raises:
+        SnapKVError: there are lines, and not one of them is a JSON object.
     """
 
     def __init__(self, stream: BinaryIO):
@@ -51,6 +55,18 @@ class RequestsFile:
             self._stream.seek(0)
         self._start = self._stream.tell()
         self.n_lines = sum(1 for _ in self._raw())
+        self._require_objects()
+
+    def _require_objects(self) -> None:
+        first = None
+        for number, raw in self._raw():
+            line = _line(number, raw)
+            if line.code != NO_OBJECT:
+                return
+            first = first or line
+        if first is not None:
+            told = f"line {first.number} {first.problem}"
+            raise SnapKVError(f"the requests must be a JSON object a line; none is, and {told}")
 
     def __iter__(self) -> Iterator[Line]:
         """Every line that isn't blank; of two with the same `custom_id` the second is a mistake."""
@@ -77,9 +93,9 @@ def _line(number: int, raw: bytes) -> Line:
         found = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "is not JSON"
-        return Line(number, None, problem=problem, code="invalid_json_line")
+        return Line(number, None, problem=problem, code=NO_OBJECT)
     if not isinstance(found, dict):
-        return Line(number, None, problem="is not an object", code="invalid_json_line")
+        return Line(number, None, problem="is not an object", code=NO_OBJECT)
     custom_id = found.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         shown = (

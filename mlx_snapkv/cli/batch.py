@@ -15,6 +15,7 @@ from .answering import batch_options, load_for_requests, most_kv_bytes
 
 if TYPE_CHECKING:
     from ..batch.answers_file import AnswersFile
+    from ..batch.requests_file import RequestsFile
     from ..batch.run import Progress, Run
 
 LINE_EVERY = 30.0  # seconds
@@ -91,6 +92,7 @@ def batch(
     from ..batch.answers_file import AnswersFile, NoAnswers
     from ..batch.memory import Memory
     from ..batch.openai_request import Defaults
+    from ..batch.requests_file import RequestsFile
     from ..batch.run import Run
     from ..engine.recalling import Recall
     from ..entries.quantization import Quantization
@@ -123,6 +125,7 @@ def batch(
             "mlx.launch does not tell when standard input ends: give a file of requests"
         )
     with ranks.agreed(lambda: _opened(requests) if first else BytesIO()) as stream:
+        file = ranks.agreed(lambda: RequestsFile(stream))
         common = {"model": model, **about}
         answers = ranks.agreed(
             lambda: AnswersFile(path_of("--output", output), common) if first else NoAnswers()
@@ -145,18 +148,16 @@ def batch(
             quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
             run.memory = Memory(loaded, chosen, quantization, prefill_step_size, limit)
         with ranks.together():
-            _answer(run, stream, quiet)
+            _answer(run, file, quiet)
     if not quiet and isinstance(answers, AnswersFile):
         print(_closing_line(answers, run.progress), file=sys.stderr)
 
 
-def _answer(run: Run, stream: BinaryIO, quiet: bool) -> None:
+def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
     """Answer the file, with a bar."""
     from ..batch.answers_file import NoAnswers
-    from ..batch.requests_file import RequestsFile
     from .progress import BatchBar
 
-    file = RequestsFile(stream)
     with run.answers, BatchBar(file.n_lines, LINE_EVERY, quiet) as bar:
         run.on_progress = bar.update
         try:

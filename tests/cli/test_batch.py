@@ -277,8 +277,12 @@ def test_a_mistake_at_the_start_is_one_line(batch, tmp_path, options, words):
 def test_files_that_cannot_be_read_or_written(call, tmp_path):
     file, notes = write(tmp_path / "r.jsonl", [chat("a", 1)]), tmp_path / "notes"
     notes.write_text("my notes")
+    binary = tmp_path / "weights"
+    binary.write_bytes(b"\xff\xfe" * 99 + b"\n[1]\n")
     output = str(tmp_path / "a.jsonl")
     for source, target, words in [
+        (binary, output, "must be a JSON object a line; none is, and line 1 is not UTF-8"),
+        (notes, output, "none is, and line 1 is not JSON"),
         (tmp_path / "none", output, "No such file or directory"),
         (tmp_path, output, "is a folder"),
         (file, tmp_path, "is a folder"),
@@ -289,4 +293,4 @@ def test_files_that_cannot_be_read_or_written(call, tmp_path):
     ]:
         code, out, err = call("batch", str(source), "-o", str(target), *DEMO)
         assert (code, out, err.count("\n")) == (2, "", 1) and words in err
-    assert notes.read_text() == "my notes" and sorted(tmp_path.iterdir()) == [notes, file]
+    assert notes.read_text() == "my notes" and sorted(tmp_path.iterdir()) == [notes, file, binary]
