@@ -144,8 +144,8 @@ through by the rules by which MLX evaluates graphs.
   device about a hundred tasks ahead: what all these make is held at once.
 - **answering**: the same for one token of the answer, with full caches where they grow next; not what a policy needs
   for a moment to choose among the answer's own entries.
-- **fits**: whether the larger of the two is within what the machine gives to models; `taken` is, of those that fit,
-  the best for the answer, and what the command at the end does.
+- **fits**: whether the larger of the two is within what the machine gives to models; `taken` is the
+  policy asked for, if it fits, or else, of those that do, the best for the answer; the command at the end does that.
 
 ## What it depends on
 

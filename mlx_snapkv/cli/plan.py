@@ -105,7 +105,7 @@ def _counted(
     machine: Machine,
     options: dict[str, Any],
 ) -> tuple[list[MemoryPlan], dict[int, MemoryPlan | None]]:
-    """The plans to show, and by context the one that fits."""
+    """The plans to show, and by context the one to take: of the policy that is asked for, where that fits."""
     from ..planning.plan import can_compress, fitting, plans
 
     ways: list[tuple[str | None, int | None]] = [(None, None)]
@@ -119,10 +119,13 @@ def _counted(
         for policy, bits in ways
         for plan in plans(model, contexts, policy, kv_bits=bits, **options)
     ]
-    taken = {}
+    taken: dict[int, MemoryPlan | None] = {}
     for n in contexts:
         made = [plan for plan in found if plan.context == n and plan.kv_bits == kv_bits]
-        taken[n] = fitting(model, n, machine.usable, made, kv_bits=kv_bits, **options)
+        if policies is not None and made[-1].peak <= machine.usable:
+            taken[n] = made[-1]
+        else:
+            taken[n] = fitting(model, n, machine.usable, made, kv_bits=kv_bits, **options)
     return found, taken
 
 
@@ -195,7 +198,8 @@ def _table(
     table = Table(
         f"{model}: weights {format_bytes(found[0].weights)}",
         f"Counted for {device}, with the weights. {format_bytes(machine.usable)} of "
-        f"{format_bytes(machine.memory)} may be used. Taken: of what fits, the best for the answer.",
+        f"{format_bytes(machine.memory)} may be used. Taken: the policy asked for, or of what fits the best "
+        "for the answer.",
         ["context", "policy", *heads, "reading", "answering", "fits"],
     )
     for n, take in taken.items():

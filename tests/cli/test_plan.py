@@ -21,12 +21,24 @@ def test_a_table_of_one_context(call):
     rows = [line.split() for line in out.splitlines() if "B " in line and "may be" not in line]
     assert rows[1][:5] == ["64k", "full", "cache", "201", "MB"] and rows[1][-1] == "no"
     assert rows[2][0] == "snapkv:top_k=4096,min_ctx=0" and rows[2][-1] == "taken"
-    assert "667 MB of 1 GB may be used. Taken: of what fits" in " ".join(out.split())
+    assert "667 MB of 1 GB may be used. Taken: the policy asked for, or of what fits" in " ".join(out.split())
     command = shlex.split(out.splitlines()[-1])
     assert command[:4] == ["mlx-snapkv", "generate", "--model", "demo"]
     # The votes are the question's.
     assert command[4:8] == ["--prompt-file", "FILE", "--prompt", "QUESTION"]
     assert command[8:] == ["--policy", "snapkv:top_k=4096,min_ctx=0"]
+
+
+def test_the_policy_asked_for_is_taken_where_it_fits(call):
+    # where the full cache would fit as well, and where the policy does not
+    for policy, memory, taken in (
+        ("tova:budget=512", "10GB", "tova:budget=512"),
+        ("snapkv:top_k=4096,min_ctx=0", "100MB", "keydiff:budget=2048,pool_kernel=5"),
+    ):
+        asked = ["--context", "64k", "--memory", memory, "--policy", policy]
+        code, out, _ = call("plan", "--model", "demo", *asked, "--json")
+        (found,) = json.loads(out)["taken"]
+        assert code == 0 and found["policy"] == taken and f"--policy {taken}" in found["command"]
 
 
 def test_a_policy_as_json(call):
