@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SnapKVError
 from ..several.launched import launched
 from . import flags
-from .generation import adapt_tokenizer, quantized_from, require_kv_bits, seed_sampling
+from .generation import (
+    adapt_tokenizer,
+    quantized_from,
+    require_kv_bits,
+    require_rotating,
+    seed_sampling,
+)
 from .loading import load_model
 
 if TYPE_CHECKING:
@@ -76,6 +82,7 @@ def chat(
         lines = SharedLines(lines, here())
     adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     require_kv_bits(loaded, kv_bits, kv_group_size)
+    require_rotating(loaded, max_kv_size, kv_bits=kv_bits)
     seed_sampling(seed)
     sampling = Sampling(
         temp=temp,

@@ -106,7 +106,13 @@ ChatTemplateConfig = Annotated[
 PrefillResponse = Annotated[str | None, typer.Option(help="What the answer is to begin with.")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
 
-MaxKVSize = Annotated[int | None, typer.Option(min=1, help="mlx-lm's rotating cache, in entries.")]
+MaxKVSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="mlx-lm's rotating cache, in entries, of models that make no caches of their own.",
+    ),
+]
 KVGroupSize = Annotated[
     int, typer.Option(callback=_possible_group, help="Values that share a scale: 32, 64 or 128.")
 ]

@@ -18,6 +18,7 @@ from .generation import (
     make_sampler,
     quantized_from,
     require_kv_bits,
+    require_rotating,
     seed_sampling,
 )
 from .loading import load_draft_model, load_model
@@ -114,6 +115,7 @@ def generate(
     start = None
     if prompt_cache_file is None:
         require_kv_bits(loaded, kv_bits, kv_group_size)
+        require_rotating(loaded, max_kv_size, kv_bits=kv_bits, draft_model=draft_model)
         encoded = partial(
             encode,
             tokenizer,

@@ -71,6 +71,23 @@ def require_kv_bits(model, kv_bits: int | None, kv_group_size: int) -> None:
     require_quantizable(model, layers, Quantization(kv_bits, kv_group_size))
 
 
+def require_rotating(
+    model, max_kv_size: int | None, *, kv_bits: int | None = None, draft_model: str | None = None
+) -> None:
+    """Raises: SnapKVError: `--max-kv-size` is given, and mlx-lm would pass over it, or over what is given beside it."""
+    if max_kv_size is None:
+        return
+    if hasattr(model, "make_cache"):
+        raise SnapKVError(
+            f"--max-kv-size has no effect on {model.model_type} models, since they make their own caches: drop it, or "
+            f"limit the entries with --policy streaming_llm:budget={max_kv_size}"
+        )
+    if draft_model is not None:
+        raise SnapKVError("--max-kv-size has no effect beside --draft-model: drop one of them")
+    if kv_bits is not None:
+        raise SnapKVError("--kv-bits can't quantise the cache of --max-kv-size: drop one of them")
+
+
 def quantized_from(start: int | None, policy: Any) -> dict[str, int]:
     """mlx-lm's option for `--quantized-kv-start`, if it is given; SnapKVError if a policy is, too."""
     if start is None:

@@ -107,10 +107,44 @@ def test_a_seed_fixes_the_sampling(call):
     assert call(*args) == call(*args)
 
 
-def test_mlx_lms_own_cache_options_reach_it(call):
-    assert call(*PLAIN, "--quiet", "--kv-bits", "8", "--max-kv-size", "512")[0] == 0
-    _, _, err = call(*PLAIN, "--max-kv-size", "512")
-    assert "mlx-lm's rotating cache of 512 entries (no policy" in err and "full cache" not in err
+def test_quantised_entries_of_a_short_prompt(call):
+    assert call(*PLAIN, "--quiet", "--kv-bits", "8")[:2] == (0, "482913\n")
+
+
+@pytest.fixture
+def without_own_caches(tmp_path):
+    """The embedded model as one of a type that leaves its caches to mlx-lm."""
+    folder = shutil.copytree(MODELS["demo"], tmp_path / "seed_oss")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "seed_oss", "attention_out_bias": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_rotating_cache(call, without_own_caches, tmp_path):
+    asked = ["generate", "--model", without_own_caches, "--ignore-chat-template", "-m", "6"]
+    file = tmp_path / "document.txt"
+    file.write_text(("It was cold at the market. " * 200) + LEAD)
+    code, out, err = call(*asked, "--prompt-file", str(file), "--max-kv-size", "128")
+    assert (code, out) == (0, "482913\n")
+    assert "mlx-lm's rotating cache of 128 entries (no policy" in err and "full cache" not in err
+
+
+def test_a_rotating_cache_that_mlx_lm_would_not_make(call, without_own_caches):
+    """It passes over the option, or fails in the middle of a long prompt."""
+    limit, asked = ["--max-kv-size", "512"], ["generate", "--prompt", LEAD]
+    talk = ["chat", "--model", "demo"]
+    other = ["--model", without_own_caches]
+    for args, said in (
+        ([*PLAIN, *limit], "no effect on llama models, since they make their own caches"),
+        ([*talk, *limit], "limit the entries with --policy streaming_llm:budget=512"),
+        ([*asked, *other, *limit, "--draft-model", "demo"], "no effect beside --draft-model"),
+        ([*asked, *other, *limit, "--kv-bits", "8"], "--kv-bits can't quantise the cache of"),
+    ):
+        code, out, err = call(*args)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and said in err
+    code, out, _ = call(*PLAIN, "--quiet", "--policy", "streaming_llm:budget=512")
+    assert (code, out) == (0, "482913\n")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +281,7 @@ def test_output_that_cannot_be_written_is_one_line():
     assert (done.returncode, done.stderr) == (1, "mlx-snapkv: No space left on device\n")
 
 
-def test_a_conflict_with_mlx_lms_cache_options(call, tmp_path):
+def test_a_conflict_with_mlx_lms_cache_options(call, without_own_caches, tmp_path):
     file = tmp_path / "document.txt"
     file.write_text(LEAD * 10)
     args = [
@@ -259,7 +293,7 @@ def test_a_conflict_with_mlx_lms_cache_options(call, tmp_path):
         "--snapkv",
         "top_k=4,n_sink=0,n_window=32,min_ctx=0",
     ]
-    code, out, err = call(*args, "--max-kv-size", "64")
+    code, out, err = call(*args, "--max-kv-size", "64", "--model", without_own_caches)
     assert (code, out) == (2, "") and err.count("\n") == 1 and "or the policy" in err
     code, out, err = call(*args, "--kv-bits", "8", "--kv-group-size", "128")
     assert (code, out) == (2, "") and err.count("\n") == 1 and "must be one of [32, 64]" in err

@@ -21,7 +21,9 @@ def test_a_table_of_one_context(call):
     rows = [line.split() for line in out.splitlines() if "B " in line and "may be" not in line]
     assert rows[1][:5] == ["64k", "full", "cache", "201", "MB"] and rows[1][-1] == "no"
     assert rows[2][0] == "snapkv:top_k=4096,min_ctx=0" and rows[2][-1] == "taken"
-    assert "667 MB of 1 GB may be used. Taken: the policy asked for, or of what fits" in " ".join(out.split())
+    assert "667 MB of 1 GB may be used. Taken: the policy asked for, or of what fits" in " ".join(
+        out.split()
+    )
     command = shlex.split(out.splitlines()[-1])
     assert command[:4] == ["mlx-snapkv", "generate", "--model", "demo"]
     # The votes are the question's.
