@@ -21,11 +21,17 @@ from mlx_snapkv.planning.weightless import _write_empty, without_weights
 KEYDIFF, SNAPKV = POLICIES
 
 
-def off_by(model, n_prompt, policy=None, tries=1, **options):
-    """By which share of the most that is used in some tries the plan is wrong."""
+def off_by(model, n_prompt, policy=None, **options):
+    """By which share of what is used the plan is wrong.
+
+    A plan is of the most: one run in thirty gives a layer's scores back earlier, and uses 5% less.
+    """
     options = {"max_tokens": 8, "prefill_step_size": 256} | options
     plan = plan_memory(model, n_prompt, policy, **options)
-    return abs(plan.peak / used(model, plan, tries, **options) - 1)
+    most = used(model, plan, 1, **options)
+    if most < plan.peak / 1.03:
+        most = max(most, used(model, plan, 2, **options))
+    return abs(plan.peak / most - 1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -52,8 +58,8 @@ def test_the_embedded_models(demo_llama, policy, bits):
 
 def test_full_entries_that_mlx_lm_quantises_on_the_way():
     model = make_llama(hidden_size=128)
-    for n in (5100, 5700):  # one run in thirty gives a layer's scores back early, and uses 5% less
-        assert off_by(model, n, tries=3, kv_bits=8, kv_group_size=32) < 0.05
+    for n in (5100, 5700):
+        assert off_by(model, n, kv_bits=8, kv_group_size=32) < 0.05
 
 
 @pytest.mark.parametrize("policy", [None, KEYDIFF, SNAPKV])
