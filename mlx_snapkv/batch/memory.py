@@ -14,6 +14,10 @@ from ..policies.budgets import UNLIMITED
 from .entries import power_of_two
 
 
+class NeverFits(SnapKVError):
+    """A request needs more memory than there will ever be."""
+
+
 class Memory:
     """The KV memory of a batch.
 
@@ -39,12 +43,13 @@ class Memory:
         """What a request takes.
 
         Raises:
-            SnapKVError: it would not fit alone, or the policy can't serve it.
+            NeverFits: it would not fit alone.
+            SnapKVError: the policy can't serve it.
         """
         found = self._footprint.need(n_prompt, max_tokens)
         alone = self.together([found], [found])
         if alone > self.limit:
-            raise SnapKVError(
+            raise NeverFits(
                 f"its {n_prompt} prompt tokens and {max_tokens} of the answer need {format_bytes(alone)} of KV "
                 f"memory, and max_kv_bytes is {format_bytes(self.limit)}: raise it"
             )

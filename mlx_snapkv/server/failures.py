@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 
+from ..batch.memory import NeverFits
 from ..errors import SnapKVError
 
 log = logging.getLogger("mlx_snapkv.server")
@@ -42,12 +43,15 @@ def bad_request(message: str, *, code: str | None = None, param: str | None = No
 
 
 def too_long(n_tokens: int, most: int) -> ApiError:
-    return bad_request(
-        f"the prompt has {n_tokens} tokens, and this server reads at most {most}: shorten it, or start the server "
-        "with a larger --max-context",
-        code="context_length_exceeded",
-        param="messages",
+    return _too_long(
+        f"{n_tokens} tokens > {most} maximum; shorten it, or start the server with a larger --max-context"
     )
+
+
+def _too_long(sentence: str) -> ApiError:
+    """Agents know it by its code or its first words, and go on with a shorter conversation."""
+    message = f"prompt is too long: {sentence}"
+    return bad_request(message, code="context_length_exceeded", param="messages")
 
 
 def busy(n_waiting: int) -> ApiError:
@@ -86,6 +90,8 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told of an exception: its own mistake, or a number under which the log tells more."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, NeverFits):
+        return _too_long(str(error))
     if isinstance(error, SnapKVError):
         return bad_request(str(error))
     number = secrets.token_hex(4)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import re
 import socket
 import threading
 import time
@@ -146,6 +147,11 @@ def test_too_many_and_too_long():
         response = served.post(TEXT, {"prompt": "word " * 200})
         assert_refused(response, [400])
         assert response.json()["error"]["code"] == "context_length_exceeded"
+        hello = {"max_tokens": 9, "messages": [{"role": "user", "content": "word " * 200}]}
+        response = served.post("/v1/messages", hello)
+        told = response.json()["error"]
+        assert (response.status_code, told["type"]) == (400, "invalid_request_error")
+        assert re.match(r"prompt is too long: \d+ tokens > 100 maximum", told["message"])
         slow = {"prompt": "The key of", "max_tokens": 400}
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             found = list(pool.map(lambda _: served.post(TEXT, slow), range(6)))
@@ -270,7 +276,9 @@ def test_requests_wait_rather_than_take_more_memory():
     with serving(limits=Limits(kv_bytes=limit)) as served:
         response = served.post(TEXT, {"prompt": "The key of " * 1000, "max_tokens": 4})
         assert_refused(response, [400])
-        assert "max_kv_bytes" in response.json()["error"]["message"]
+        told = response.json()["error"]
+        assert told["message"].startswith("prompt is too long: its ")
+        assert "max_kv_bytes" in told["message"] and told["code"] == "context_length_exceeded"
         most, step = 0, served.engine._step
 
         def looked_at():  # in the engine's thread, between two steps

@@ -258,7 +258,7 @@ def test_a_key_is_asked_for_where_one_is_needed(driver, document):
         page.paste(text * 3)
         page.press("What is it about?", ENTER)
         page.wait(lambda: page("#problem").text)
-        assert "this server reads at most 4000: shorten it" in page("#problem").text
+        assert "> 4000 maximum; shorten it" in page("#problem").text
         assert page("#question").get_attribute("value") == "What is it about?"
         assert len(page.all(".turn")) == 1
     page.press(ENTER)
