@@ -75,19 +75,20 @@ def cache_prompt(
     text = here().from_first(partial(read_prompt, prompt, prompt_file))
     loaded, tokenizer = load_model(model, adapter_path, trust_remote_code, pipeline=pipeline)
     require_kv_bits(loaded, kv_bits, kv_group_size)
-    require_far(loaded, chosen, Recall(far=far))
+    recall = Recall(memory, far=far)
+    require_far(loaded, chosen, recall)
     now = datetime.fromisoformat(here().first(datetime.now().isoformat()))
     console = stderr_console(quiet)
     opening = partial(opening_tokens, tokenizer, text, system_prompt, now)
     tokens = waited_for(console, TOKENISING, opening)
     options: dict[str, Any] = {"prefill_step_size": prefill_step_size}
-    quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    quantised: dict[str, Any] = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     folder = path.resolve().parent
     cost = partial(book_cost, loaded, chosen, memory, asks=False, saved_in=folder)
-    tell_if_too_long(console, loaded, chosen, len(tokens), **options, **quantised)
+    tell_if_too_long(console, loaded, chosen, recall, len(tokens), **options, **quantised)
     with closing(PrefillBar(console)) as bar:
         options["prompt_progress_callback"] = telling(console, cost, bar.update)
-        cache, report = _read(loaded, tokens, chosen, Recall(memory, far=far), options, quantised)
+        cache, report = _read(loaded, tokens, chosen, recall, options, quantised)
     notes = {"text": text, "system_prompt": system_prompt, "time": now.isoformat()}
     used = report.policy if report.compressed else NO_POLICY
     if memory != "drop":

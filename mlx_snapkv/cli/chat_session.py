@@ -48,7 +48,15 @@ class Session:
         n_tokens = waited_for(self._console, TOKENISING, partial(self.conversation.count, text))
         self.conversation.attached.append(text)
         now = self.conversation
-        tell_if_too_long(self._console, now.model, now.policy, n_tokens, **now.generation)
+        tell_if_too_long(
+            self._console,
+            now.model,
+            now.policy,
+            now.recall,
+            n_tokens,
+            n_before=len(now.read),
+            **now.generation,
+        )
         return n_tokens
 
     def answer(self, text: str) -> None:

@@ -88,6 +88,7 @@ def generate(
     """
     from ..engine.book_cost import book_cost
     from ..engine.generate import stream_generate
+    from ..engine.recalling import Recall
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
     from ..several.ranks import here
@@ -143,6 +144,7 @@ def generate(
             console,
             loaded,
             chosen,
+            Recall(memory, verify, verify_below, far),
             len(tokens),
             max_tokens=max_tokens,
             max_kv_size=max_kv_size,

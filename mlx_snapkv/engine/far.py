@@ -34,6 +34,19 @@ def pull_for(model, policy: Policy | Stages | None, recall: Recall, n_prompt: in
     return Pull(length)
 
 
+def beyond(model, policy: Policy | Stages | None, recall: Recall, n_prompt: int) -> str | None:
+    """A sentence, if a prompt is longer than the model was trained to, and nothing is done about it."""
+    length = trained_length(model)
+    if length is None or n_prompt <= length or recall.far is not None:
+        return None
+    if pull_for(model, policy, recall, n_prompt) is not None:
+        return None
+    said = f"{n_prompt} tokens are more than the {length} that this model was trained to read: answers may be wrong"
+    if policy is not None and policy.reads_in_blocks:
+        return said
+    return f"{said}; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
+
+
 def _problem(model, policy: Policy | Stages | None, recall: Recall) -> str | None:
     """Why nothing can be pulled together, as the rest of a sentence."""
     if policy is None or not policy.reads_in_blocks:

@@ -82,3 +82,23 @@ def test_what_cant_be_is_one_sentence(folder, command):
     assert "far=pull needs a policy that evicts while a prompt is read" in err
     code, out, err = run(command, folder, *more, "--far", "near")
     assert (code, out) == (2, "") and "far must be keep or pull, got 'near'" in err
+
+
+def test_a_prompt_that_is_left_beyond_is_told_of(folder, call):
+    folder, fact = folder
+    model = ["--model", str(folder / "model")]
+    book = ["--prompt-file", str(folder / "book.txt")]
+    said = f"more than the {LENGTH} that this model was trained to read: answers may be wrong"
+    helps = "; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
+    asked = ["generate", *model, *book, "--prompt", fact.question, "-m", "1"]
+    snapkv = ["--snapkv", "top_k=60,n_sink=4,n_window=32,min_ctx=0"]
+    for ways in ([], snapkv):
+        code, _, err = call(*asked, *ways)
+        assert code == 0 and f"{said}{helps}" in err
+    for ways in (["--policy", THEN], [*snapkv, "--far", "keep"], ["--quiet"]):
+        code, _, err = call(*asked, *ways)
+        assert code == 0 and said not in err
+    code, _, err = call("chat", *model, stdin=f"/file {folder / 'book.txt'}\n".encode())
+    assert code == 0 and said in err
+    code, _, err = call("cache-prompt", *model, *book, "-o", str(folder / "beyond.safetensors"))
+    assert code == 0 and said in err
