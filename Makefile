@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-.PHONY: help demo test lint docs bench eval mlx-lm-tests soak clean
+.PHONY: help demo test lint docs bench eval mlx-lm-tests soak agents clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 14
@@ -52,6 +52,9 @@ mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package pa
 
 soak: $(VENV)/.installed-dev ## a server under good, bad, slow and leaving clients: nothing may grow or die (10 minutes)
 	$(RUN) scripts/soak_server.py
+
+agents: $(VENV)/.installed-dev ## Claude Code, Codex and opencode against the server; writes docs/agents* (needs npm; ten minutes)
+	$(RUN) scripts/try_agents.py
 
 eval: $(VENV)/.installed ## are facts still found? every policy, the question known or later; writes docs/quality, kv-bits, answers, book (three hours)
 	$(RUN) scripts/measure_quality.py

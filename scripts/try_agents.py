@@ -1,0 +1,268 @@
+"""What coding agents do with the server: they are installed with npm, use their tools, and outgrow the context.
+
+    python scripts/try_agents.py      # writes docs/agents.md; needs npm
+
+The embedded model can't program, so it is made to say what the user asks for. All else is real: the agents, their
+prompts, HTTP, what is read of the prompts and what was known of them, and the calls that the server finds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from results_page import ROOT, about, mlx_versions, shared_options, table, write, written_by
+
+sys.path.insert(0, str(ROOT / "tests"))
+from acting_server import SAY, Obeying, _adapt
+from server_helpers import Limits, Served, load_named, serving
+
+FOLDER = ROOT / "build" / "agents"  # of npm's
+CONTEXT = 24_000  # tokens of a prompt, at most
+NOTES = "".join(f"Note {n}: nothing of what is written here matters.\n" for n in range(330))
+END = " END"  # of what the model is to say; agents put words of their own behind it
+SUMMARY = re.compile("detailed summary|handoff summary|summary of the conversation", re.I)
+TIMEOUT = 400  # seconds of a turn
+
+
+@dataclass
+class Agent:
+    """A program and how it is used.
+
+    Attributes:
+        package: npm's.
+        api: the address that it asks.
+        program: under node_modules.
+        new, again: the words before a prompt, of a new conversation and of one that goes on.
+        tool: the call that runs a command, with ~ for quotes, which some agents escape.
+        files: what it is told in files of its home folder, with SERVER for the server's address.
+        environment: what it is told there.
+    """
+
+    package: str
+    api: str
+    program: str
+    new: list[str]
+    again: list[str]
+    tool: str
+    files: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+CLAUDE = ["--model", "local", "--allowedTools=Bash"]
+CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+OPENCODE = ["run", "-m", "local/local"]
+CODEX_CONFIG = f"""model = "local"
+model_provider = "mlx-snapkv"
+model_context_window = {CONTEXT}
+
+[model_providers.mlx-snapkv]
+name = "mlx-snapkv"
+base_url = "SERVER/v1"
+wire_api = "responses"
+"""
+OPENCODE_CONFIG = {
+    "provider": {
+        "local": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "SERVER/v1", "apiKey": "any"},
+            "models": {"local": {"limit": {"context": CONTEXT, "output": 2000}}},
+        }
+    }
+}
+AGENTS = [
+    Agent(
+        "@anthropic-ai/claude-code",
+        "/v1/messages",
+        ".bin/claude",
+        [*CLAUDE, "-p"],
+        [*CLAUDE, "-c", "-p"],
+        "{~name~: ~Bash~, ~arguments~: {~command~: ~COMMAND~, ~description~: ~a command~}}",
+        environment={
+            "ANTHROPIC_BASE_URL": "SERVER",
+            "ANTHROPIC_AUTH_TOKEN": "any",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    ),
+    Agent(
+        "@openai/codex",
+        "/v1/responses",
+        ".bin/codex",
+        ["exec", *CODEX],
+        ["exec", "resume", "--last", *CODEX],
+        "{~name~: ~exec_command~, ~arguments~: {~cmd~: ~COMMAND~}}",
+        {".codex/config.toml": CODEX_CONFIG},
+    ),
+    Agent(
+        "opencode-ai",
+        "/v1/chat/completions",
+        "opencode-linux-x64/bin/opencode" if sys.platform == "linux" else ".bin/opencode",
+        OPENCODE,
+        [*OPENCODE, "-c"],
+        "{~name~: ~bash~, ~arguments~: {~command~: ~COMMAND~, ~description~: ~a command~}}",
+        {".config/opencode/opencode.json": json.dumps(OPENCODE_CONFIG)},
+    ),
+]
+
+
+def install(packages: list[str]) -> dict[str, str]:
+    """Install packages; their versions."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["npm", "install", "--silent", *packages], cwd=FOLDER, check=True)
+    found = {}
+    for name in packages:
+        told = json.loads((FOLDER / "node_modules" / name / "package.json").read_text())
+        found[name] = told["version"]
+    return found
+
+
+def what_to_say(prompt: str) -> str:
+    """What the last message asks for."""
+    last = prompt.rpartition("<|user|>")[2]
+    _, asked, text = last.rpartition(SAY)
+    text, _, behind = text.partition(END)
+    if SUMMARY.search(behind if asked else last):
+        return "<analysis>Notes.</analysis><summary>Notes were read.</summary>"
+    done = not asked or "<|tool|>" in last
+    return "It is done." if done else text.strip().replace("~", '"')
+
+
+def obey(engine: Any) -> list[tuple[int, int]]:
+    """Let the model say what it is asked for; of every prompt the tokens, and how many of them were known."""
+    tokenizer, insert = engine.loaded.tokenizer, engine.generator.insert_segments
+    prompts: list[tuple[int, int]] = []
+
+    def inserted(segments, *args, all_tokens, logits_processors, **options):
+        tokens = [*all_tokens[0], *itertools.chain(*segments[0])]
+        prompts.append((len(tokens), len(all_tokens[0])))
+        said = what_to_say(tokenizer.decode(tokens))
+        forced = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
+        options["logits_processors"] = [[*logits_processors[0], Obeying(forced)]]
+        return insert(segments, *args, all_tokens=all_tokens, **options)
+
+    engine.generator.insert_segments = inserted
+    return prompts
+
+
+def tried(agent: Agent) -> dict[str, Any]:
+    """What became of an agent's six turns."""
+    limits = Limits(context=CONTEXT)
+    with (
+        tempfile.TemporaryDirectory() as home,
+        serving(load_named("demo", _adapt), limits=limits) as served,
+    ):
+        prompts = obey(served.engine)
+        work = Path(home) / "work"
+        work.mkdir()
+        (work / "notes.txt").write_text(NOTES)
+        for name, text in agent.files.items():
+            file = Path(home) / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.replace("SERVER", served.url))
+        call = f"<think>A tool will do.</think><tool_call>{agent.tool}</tool_call>"
+        asked = [
+            call.replace("COMMAND", c) for c in ("echo made > made.txt", *["cat notes.txt"] * 2)
+        ]
+        said, starts = [], []
+        for turn, text in enumerate(["hello", *asked, "still here", "and on"]):
+            starts.append(len(prompts))
+            words = agent.again if turn else agent.new
+            said.append(_turn(agent, [*words, f"{SAY}{text}{END}"], home, served))
+        second = prompts[starts[1] : starts[2]] or [(0, 0)]  # if the agent has failed
+        lengths = [n for n, _ in prompts] or [0]
+        return {
+            "package": agent.package,
+            "api": agent.api,
+            "answered": "hello" in said[0],
+            "tool_ran": (work / "made.txt").exists(),
+            "second_turn": second[0],
+            "longest": max(lengths),
+            "refused": _n_refused(served),
+            "after": lengths[-1],
+            "still_answers": "and on" in said[-1],
+        }
+
+
+def _turn(agent: Agent, words: list[str], home: str, served: Served) -> str:
+    """What an agent prints."""
+    told = {name: text.replace("SERVER", served.url) for name, text in agent.environment.items()}
+    done = subprocess.run(
+        [str(FOLDER / "node_modules" / agent.program), *words],
+        cwd=Path(home) / "work",
+        env={"HOME": home, "PATH": os.environ["PATH"], "TERM": "dumb", **told},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    print(f"{agent.package}: {(done.stdout or done.stderr).strip()[-200:]!r}", flush=True)
+    return done.stdout
+
+
+def _n_refused(served: Served) -> int:
+    """Requests that got a 400."""
+    lines = served.client.get("/metrics").text.splitlines()
+    return int(sum(float(x.split()[-1]) for x in lines if 'status="400"' in x and "_total" in x))
+
+
+def page(result: dict[str, Any]) -> str:
+    """docs/agents.md, from its result."""
+    rows = []
+    for row in result["rows"]:
+        n, known = row["second_turn"]
+        rows.append(
+            (
+                f"{row['package']} {result['agents'][row['package']]}",
+                f"`{row['api']}`",
+                "yes" if row["answered"] and row["tool_ran"] else "no",
+                f"{known:,} of {n:,}",
+                f"{row['longest']:,}",
+                str(row["refused"]),
+                f"{row['after']:,}",
+                "yes" if row["still_answers"] else "no",
+            )
+        )
+    head = ("agent", "API", "answers, runs tools", "known of the second turn's prompt")
+    head += ("longest prompt read", "refused", "last prompt", "still answers")
+    text = TEXT.format(written_by=written_by(result), context=f"{CONTEXT:,}")
+    return text + "\n" + "\n".join(table(head, rows)) + "\n"
+
+
+TEXT = """# Agents that were tried
+
+{written_by}
+
+Each has six turns with `--memory recall` and `--max-context {context}`: it answers, runs a command through its
+tool, reads a long file twice, which is more than the context holds, and answers twice. The embedded model can't
+program: it is made to say what it is asked for, thoughts and calls among it. Agents, prompts, HTTP and what is read
+are real. How they are set up: [server](server.md#agents).
+
+- **known**: tokens of the prompt that were not read again.
+- **refused**: requests that got a 400, since their prompts were too long. Agents that know the limit shorten the
+  conversation before that, the others when they are told.
+- **last prompt**: that of the last turn, after the conversation was shortened.
+"""
+
+
+def main() -> None:
+    parser = shared_options(__doc__, "agents")
+    out = parser.parse_args().out
+    result = {
+        **about("try_agents.py"),
+        "versions": mlx_versions(),
+        "agents": install([agent.package for agent in AGENTS]),
+        "rows": [tried(agent) for agent in AGENTS],
+    }
+    write(out, result, page(result))
+
+
+if __name__ == "__main__":
+    main()
