@@ -232,7 +232,7 @@ def page(result: dict[str, Any]) -> str:
         )
     head = ("agent", "API", "answers, runs tools", "known of the second turn's prompt")
     head += ("longest prompt read", "refused", "last prompt", "still answers")
-    text = TEXT.format(written_by=written_by(result), context=f"{CONTEXT:,}")
+    text = TEXT.format(written_by=written_by(result), context=CONTEXT)
     return text + "\n" + "\n".join(table(head, rows)) + "\n"
 
 

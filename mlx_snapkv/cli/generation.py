@@ -75,11 +75,13 @@ def require_rotating(
     model, max_kv_size: int | None, *, kv_bits: int | None = None, draft_model: str | None = None
 ) -> None:
     """Raises: SnapKVError: `--max-kv-size` is given, and mlx-lm would pass over it, or over what is given beside it."""
+    from ..models import type_of
+
     if max_kv_size is None:
         return
     if hasattr(model, "make_cache"):
         raise SnapKVError(
-            f"--max-kv-size has no effect on {model.model_type} models, since they make their own caches: drop it, or "
+            f"--max-kv-size has no effect on {type_of(model)} models, since they make their own caches: drop it, or "
             f"limit the entries with --policy streaming_llm:budget={max_kv_size}"
         )
     if draft_model is not None:

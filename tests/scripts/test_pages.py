@@ -12,6 +12,7 @@ from scripts import (
     measure_plan,
     measure_turns,
     quality_page,
+    try_agents,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -26,6 +27,7 @@ DOCS = Path(__file__).parents[2] / "docs"
         ("long-answers-time", benchmark_long_answers),
         ("plan", measure_plan),
         ("quality", quality_page),
+        ("agents", try_agents),
     ],
 )
 def test_a_page_is_its_result(name, script):
