@@ -8,7 +8,7 @@ prompts, HTTP, what is read of the prompts and what was known of them, and the c
 
 from __future__ import annotations
 
-import itertools
+import argparse
 import json
 import os
 import re
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from results_page import ROOT, about, mlx_versions, shared_options, table, write, written_by
+from results_page import ROOT, about, mlx_versions, table, write, written_by
 
 sys.path.insert(0, str(ROOT / "tests"))
-from acting_server import SAY, Obeying, _adapt
-from server_helpers import Limits, Served, load_named, serving
+from acting_server import SAY, acting
+from server_helpers import Limits, Served
 
 FOLDER = ROOT / "build" / "agents"  # of npm's
 CONTEXT = 24_000  # tokens of a prompt, at most
@@ -135,31 +135,11 @@ def what_to_say(prompt: str) -> str:
     return "It is done." if done else text.strip().replace("~", '"')
 
 
-def obey(engine: Any) -> list[tuple[int, int]]:
-    """Let the model say what it is asked for; of every prompt the tokens, and how many of them were known."""
-    tokenizer, insert = engine.loaded.tokenizer, engine.generator.insert_segments
-    prompts: list[tuple[int, int]] = []
-
-    def inserted(segments, *args, all_tokens, logits_processors, **options):
-        tokens = [*all_tokens[0], *itertools.chain(*segments[0])]
-        prompts.append((len(tokens), len(all_tokens[0])))
-        said = what_to_say(tokenizer.decode(tokens))
-        forced = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
-        options["logits_processors"] = [[*logits_processors[0], Obeying(forced)]]
-        return insert(segments, *args, all_tokens=all_tokens, **options)
-
-    engine.generator.insert_segments = inserted
-    return prompts
-
-
 def tried(agent: Agent) -> dict[str, Any]:
     """What became of an agent's six turns."""
     limits = Limits(context=CONTEXT)
-    with (
-        tempfile.TemporaryDirectory() as home,
-        serving(load_named("demo", _adapt), limits=limits) as served,
-    ):
-        prompts = obey(served.engine)
+    with tempfile.TemporaryDirectory() as home, acting(what_to_say, limits=limits) as served:
+        prompts = served.prompts
         work = Path(home) / "work"
         work.mkdir()
         (work / "notes.txt").write_text(NOTES)
@@ -253,15 +233,16 @@ are real. How they are set up: [server](server.md#agents).
 
 
 def main() -> None:
-    parser = shared_options(__doc__, "agents")
-    out = parser.parse_args().out
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    ).parse_args()
     result = {
         **about("try_agents.py"),
         "versions": mlx_versions(),
         "agents": install([agent.package for agent in AGENTS]),
         "rows": [tried(agent) for agent in AGENTS],
     }
-    write(out, result, page(result))
+    write(ROOT / "docs" / "agents", result, page(result))
 
 
 if __name__ == "__main__":

@@ -35,25 +35,36 @@ def _adapt(model, tokenizer):
     )
 
 
+def asked_for(prompt):
+    """What the last message asks for, if it does."""
+    _, order, text = prompt.removesuffix("<|assistant|>").rpartition(SAY)
+    return text if order and "<|" not in text else None  # nobody has said something since
+
+
 @contextlib.contextmanager
-def acting():
-    """As `serving`."""
-    with serving(load_named("demo", _adapt)) as served:
-        _make_obey(served.engine)
+def acting(say=asked_for, **settings):
+    """As `serving`; `say` gives the answer to a prompt's text, or None to leave it to the model.
+
+    `prompts` of what is yielded: of each the tokens, and how many of them were known.
+    """
+    with serving(load_named("demo", _adapt), **settings) as served:
+        served.prompts = _make_obey(served.engine, say)
         yield served
 
 
-def _make_obey(engine):
+def _make_obey(engine, say):
     tokenizer, insert = engine.loaded.tokenizer, engine.generator.insert_segments
+    seen = []
 
     def inserted(prompts, *args, all_tokens, logits_processors, **kwargs):
         tokens = [*all_tokens[0], *itertools.chain(*prompts[0])]
-        asked = tokenizer.decode(tokens).removesuffix("<|assistant|>")
-        _, order, text = asked.rpartition(SAY)
-        if order and "<|" not in text:  # nobody has said something since
+        seen.append((len(tokens), len(all_tokens[0])))
+        text = say(tokenizer.decode(tokens))
+        if text is not None:
             tokens = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
             logits_processors = [[*logits_processors[0], Obeying(tokens)]]
         options = {"all_tokens": all_tokens, "logits_processors": logits_processors, **kwargs}
         return insert(prompts, *args, **options)
 
     engine.generator.insert_segments = inserted
+    return seen

@@ -93,7 +93,7 @@ class Conversation:
         self.reset()
 
     @property
-    def recall(self) -> Recall:
+    def _recall(self) -> Recall:
         return Recall(self.memory, self.verify, self.verify_below, self.far)
 
     def verify_answers(self, verify: str | None) -> None:
@@ -107,8 +107,8 @@ class Conversation:
 
     def _usable(self, policy: Policy | Stages | str | None) -> Policy | Stages | None:
         chosen = resolve_policy(policy=policy)
-        self.recall.require(chosen)
-        require_far(self.model, chosen, self.recall)
+        self._recall.require(chosen)
+        require_far(self.model, chosen, self._recall)
         if chosen is None:
             return None
         require_turns(chosen)
@@ -306,7 +306,7 @@ class Conversation:
             options["prompt_cache"] = self.prompt_cache
             return start(self.model, **options)
         wanted = self.model, self.policy, tokens.size, self.prompt_cache, quantization
-        request = make_request(*wanted, self.recall)
+        request = make_request(*wanted, self._recall)
         on_report = functools.partial(setattr, self, "report")
         return drive(start, request, on_report, options, without_compression, keep=True)
 

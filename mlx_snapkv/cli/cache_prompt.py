@@ -82,10 +82,11 @@ def cache_prompt(
     opening = partial(opening_tokens, tokenizer, text, system_prompt, now)
     tokens = waited_for(console, TOKENISING, opening)
     options: dict[str, Any] = {"prefill_step_size": prefill_step_size}
-    quantised: dict[str, Any] = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     folder = path.resolve().parent
     cost = partial(book_cost, loaded, chosen, memory, asks=False, saved_in=folder)
-    tell_if_too_long(console, loaded, chosen, recall, len(tokens), **options, **quantised)
+    ways: dict[str, Any] = {"policy": chosen, "memory": memory, "far": far, **options, **quantised}
+    tell_if_too_long(console, loaded, len(tokens), **ways)
     with closing(PrefillBar(console)) as bar:
         options["prompt_progress_callback"] = telling(console, cost, bar.update)
         cache, report = _read(loaded, tokens, chosen, recall, options, quantised)

@@ -51,10 +51,12 @@ class Session:
         tell_if_too_long(
             self._console,
             now.model,
-            now.policy,
-            now.recall,
             n_tokens,
-            n_before=len(now.read),
+            len(now.read),
+            policy=now.policy,
+            memory=now.memory,
+            verify=now.verify,
+            far=now.far,
             **now.generation,
         )
         return n_tokens

@@ -88,7 +88,6 @@ def generate(
     """
     from ..engine.book_cost import book_cost
     from ..engine.generate import stream_generate
-    from ..engine.recalling import Recall
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
     from ..several.ranks import here
@@ -143,9 +142,11 @@ def generate(
         tell_if_too_long(
             console,
             loaded,
-            chosen,
-            Recall(memory, verify, verify_below, far),
             len(tokens),
+            policy=chosen,
+            memory=memory,
+            verify=verify,
+            far=far,
             max_tokens=max_tokens,
             max_kv_size=max_kv_size,
             kv_bits=kv_bits,

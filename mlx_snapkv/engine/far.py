@@ -27,8 +27,8 @@ def pull_for(model, policy: Policy | Stages | None, recall: Recall, n_prompt: in
     Unless `recall.far` says it, that is done for prompts longer than the model was trained to, where it is possible.
     """
     length = trained_length(model)
-    beyond = length is not None and n_prompt > length
-    wanted = beyond if recall.far is None else recall.far == "pull"
+    longer = length is not None and n_prompt > length
+    wanted = longer if recall.far is None else recall.far == "pull"
     if not wanted or length is None or _problem(model, policy, recall) is not None:
         return None
     return Pull(length)

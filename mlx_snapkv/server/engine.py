@@ -17,12 +17,12 @@ from ..batch.generator import CompressedBatchGenerator
 from ..batch.openai_body import Body
 from ..batch.openai_request import Defaults, asked
 from ..engine.report import CompressionReport
+from ..planning.long_prompts import LongPrompts
 from .channel import Accepted, Channel, Finished, Read, Started
 from .counting import Counted
 from .failures import as_api_error, busy, log, shutting_down, too_long
 from .likely import chosen, n_likely
 from .loaded import Loaded
-from .long_prompts import LongPrompts
 from .metrics import Metrics
 from .prefix_files import PrefixFiles
 from .prefixes import Prefixes
@@ -129,7 +129,7 @@ class Engine(ResponseGenerator):
             self.generator = self._new_generator()
             used = self.prefixes, self.loaded, self._options
             self._reuse, self._room = Reuse(*used), Room(*used, self.limits.kv_bytes)
-            self._long = LongPrompts(self.loaded.model, self._options)
+            self._long = LongPrompts(self.loaded.model, **self._options)
             self.prefixes.files = self._open_files(self.loaded)
         except BaseException as error:
             self._ready.set_exception(error)
@@ -191,7 +191,8 @@ class Engine(ResponseGenerator):
         n, most = len(wanted.prompt), self.limits.context
         if most is not None and n > most:
             raise too_long(n, most)
-        self._long.warn(n)
+        for said in self._long.warnings(n):
+            log.warning(said)
         need, cuts = self._room.need(body, wanted), self._reuse.cuts(body, wanted.prompt)
         self._waiting.append(Waiting(channel, wanted, n_likely(body), need, cuts))
         channel.put(Accepted())
