@@ -1,6 +1,7 @@
-"""`mlx-snapkv` whose rank 1 fails at requests for 77 tokens, and in the first step of one for 78."""
+"""`mlx-snapkv` whose rank 1 fails at requests for 77 tokens, and in a step of one for 78; steps of one for 79 are slow."""
 
 import os
+import time
 
 from mlx_snapkv.cli.app import main
 from mlx_snapkv.server import shared_engine
@@ -15,12 +16,23 @@ def failing_heard(said, *args):
     return heard(said, *args)
 
 
-def failing_step(engine):
-    if any(running.asked.max_tokens == 78 for running in engine._running.values()):
-        raise MemoryError("no room to step")
+def slow_step(engine):
+    if is_wanted(engine, 79):
+        time.sleep(1)
     step(engine)
 
 
+def failing_step(engine):
+    if is_wanted(engine, 78):
+        raise MemoryError("no room to step")
+    slow_step(engine)
+
+
+def is_wanted(engine, max_tokens):
+    return any(running.asked.max_tokens == max_tokens for running in engine._running.values())
+
+
+SharedEngine._step = slow_step
 if os.environ["MLX_RANK"] == "1":
     shared_engine.heard = failing_heard
     SharedEngine._step = failing_step

@@ -115,6 +115,10 @@ class Engine(ResponseGenerator):
         """End what is under way: the server is shutting down."""
         self._stop = True
 
+    def await_end(self, seconds: float) -> None:
+        """Wait until the step under way is done and all answers are ended, at most so long."""
+        self._generation_thread.join(seconds)
+
     def watched_by(self, server: Any) -> None:
         """Know uvicorn's server, which is to exit should this fail for good: alone it never does."""
 

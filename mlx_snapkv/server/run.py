@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -18,7 +19,7 @@ from .failures import bad_request
 from .openai_forms import OpenAIForm
 from .settings import Settings
 
-GRACE = 5  # seconds that running answers have when the server is told to stop
+GRACE = 5  # seconds that running answers, then the engine, have when the server is told to stop
 
 
 class Protocol(H11Protocol):
@@ -93,3 +94,5 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.end_answers()
         await super().shutdown(sockets)
+        # A SIGTERM ends the process right after this: other ranks are to be told before.
+        await asyncio.to_thread(self._engine.await_end, GRACE)

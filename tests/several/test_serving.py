@@ -119,6 +119,15 @@ def test_two_serve_as_one_does_until_they_are_told_to_stop(wanted, tmp_path):
         assert "Traceback" not in ranks[1].said
 
 
+def test_told_to_stop_in_a_step_both_end_after_it(tmp_path):
+    with served(tmp_path) as (client, ranks):
+        body = {"messages": talk(1), "stream": True, "max_tokens": 79}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            next(response.iter_lines())
+            ranks[0].process.send_signal(signal.SIGTERM)
+            assert ended(ranks) == [-signal.SIGTERM, 0]
+
+
 def test_both_keep_the_same_prompts(tmp_path):
     """One that is too large for rank 0 drives out none of the other's."""
     large = [{"role": "user", "content": "Bees. " + COLD * 150 + QUESTION}]
