@@ -94,8 +94,8 @@ class Recorder:
     Args, as of `start_recording`:
         first, last: logical positions whose queries are wanted, in whatever chunks they come.
         newest: how many of those are wanted at most, the latest ones; None is all.
-        statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, which
-            needs `layer`; None counts nothing.
+        statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, and of the
+            one before `last` in any case, which needs `layer`; None counts nothing.
 
     Attributes:
         layer: the cache's layer, an object with `undo_rope(queries, offset)`, `grouped(heads, n_kv_heads)`, `cap` and
@@ -202,7 +202,7 @@ class Recorder:
 
     def _count_queries(self, queries: mx.array, start: int, read: Read | None) -> None:
         """Add the queries of a call to the statistics, those of a position fed again but once."""
-        a = max(self.statistics_from or 0, start, self._counted_to)
+        a = int(max(min(self.statistics_from or 0, self.last - 1), start, self._counted_to))
         b = int(min(self.last, self.offset))
         if a >= b:
             return

@@ -20,12 +20,13 @@ BLOCK_BYTES = 8 << 20  # of float32 that are made of a block of keys
 class ExpectedAttention(Policy):
     """The attention that a normally distributed query would give, times the size of the value.
 
-    Mean and covariance are those of the pre-RoPE queries of all tokens read but the first `n_sink`, turned by the mean
-    of the next 512 positions' rotations. The expected weight of a key is then known in closed form. Weights are a
-    softmax over the keys behind the sink, averaged over the query heads of a GQA group.
+    Mean and covariance are those of the pre-RoPE queries of all tokens read but the first `n_sink` (of a prompt that
+    has no more, those of its last one), turned by the mean of the next 512 positions' rotations. The expected weight of
+    a key is then known in closed form. Weights are a softmax over the keys behind the sink, averaged over the query
+    heads of a GQA group.
 
     Attributes:
-        n_sink: first entries, always kept, whose queries are not counted.
+        n_sink: first entries, always kept, whose queries are not counted where others are.
     """
 
     name = "expected_attention"
@@ -41,6 +42,8 @@ class ExpectedAttention(Policy):
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32: logarithms, since many weights are too small for float32; the sink on top."""
         one = entries.read_keys(0, 1)
+        if len(entries) <= self.n_sink:
+            return mx.zeros((*one.shape[:2], len(entries)))
         mean, covariance = self._queries_to_come(entries, one)
         B, H, _, width = covariance.shape
         size = max(64, BLOCK_BYTES // (4 * B * H * width))

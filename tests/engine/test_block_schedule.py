@@ -4,7 +4,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_same, assert_unpatched, plain, steps
@@ -78,6 +78,7 @@ LLAMA = make_llama()
     answer=st.integers(1, 20),
     name=st.sampled_from(sorted(BLOCK)),
 )
+@example(prompt=1, step=1, block=1, budget=18, answer=18, name="expected_attention")
 def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
     prompt, step, block, budget, answer, name
 ):
