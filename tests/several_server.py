@@ -1,4 +1,4 @@
-"""`mlx-snapkv` whose rank 1 fails at requests for 77 tokens, and in a step of one for 78; steps of one for 79 are slow."""
+"""`mlx-snapkv` whose rank 1 fails at requests for 77 tokens and in a step of one for 78; steps for 79 are slow."""
 
 import os
 import time
