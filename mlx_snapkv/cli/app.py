@@ -24,6 +24,8 @@ from . import (
     serve,
     streams,
 )
+from .command import Command
+from .spelling import in_flags
 
 INTERRUPTED = 130  # exit code
 
@@ -34,17 +36,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("batch")(batch.batch)
-app.command("serve")(serve.serve)
-app.command("cache-prompt")(cache_prompt.cache_prompt)
-app.command("inspect")(inspecting.inspect)
-app.command("plan")(plan.plan)
-app.command("demo")(demo.demo)
-app.command("models")(models.models)
-app.command("policies")(policies.policies)
-app.command("bench")(bench.bench)
+app.command("generate", cls=Command)(generate.generate)
+app.command("chat", cls=Command)(chat.chat)
+app.command("batch", cls=Command)(batch.batch)
+app.command("serve", cls=Command)(serve.serve)
+app.command("cache-prompt", cls=Command)(cache_prompt.cache_prompt)
+app.command("inspect", cls=Command)(inspecting.inspect)
+app.command("plan", cls=Command)(plan.plan)
+app.command("demo", cls=Command)(demo.demo)
+app.command("models", cls=Command)(models.models)
+app.command("policies", cls=Command)(policies.policies)
+app.command("bench", cls=Command)(bench.bench)
 app.add_typer(evaluate.app, name="eval")
 
 
@@ -76,7 +78,7 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.stdout.flush()
     except SnapKVError as error:
-        fail(str(error))
+        fail(in_flags(str(error)))
     except (KeyboardInterrupt, typer.Abort):
         if launched():
             fail("stopped", INTERRUPTED)

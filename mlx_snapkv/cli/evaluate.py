@@ -21,6 +21,7 @@ from ..evals.needle import Needle
 from ..evals.results import Results
 from ..reporting import heatmap
 from . import asking, flags
+from .command import Command
 from .eval_fields import longbench, ruler, scbench
 from .eval_suite import suite
 from .loading import load_model
@@ -37,10 +38,10 @@ POOLING = [*(f"{POOLED},pool_kernel={width}" for width in (1, 5, 7)), POOLED]
 app = typer.Typer(help="Ask for facts in long prompts, with the full cache and with policies.")
 
 
-app.command("suite")(suite)
-app.command("ruler")(ruler)
-app.command("longbench")(longbench)
-app.command("scbench")(scbench)
+app.command("suite", cls=Command)(suite)
+app.command("ruler", cls=Command)(ruler)
+app.command("longbench", cls=Command)(longbench)
+app.command("scbench", cls=Command)(scbench)
 
 
 @app.callback(invoke_without_command=True)
@@ -72,7 +73,7 @@ Output = Annotated[
 ]
 
 
-@app.command("needle")
+@app.command("needle", cls=Command)
 def needle(
     model: flags.Model = "demo",
     pipeline: flags.Pipeline = False,
@@ -107,7 +108,7 @@ def needle(
     _evaluate(model, task, grid, policy or [], output, as_json, batch_size, pipeline)
 
 
-@app.command("lines")
+@app.command("lines", cls=Command)
 def lines(
     model: flags.Model = "demo",
     pipeline: flags.Pipeline = False,

@@ -23,6 +23,7 @@ from .generation import (
 )
 from .loading import load_draft_model, load_model
 from .prompt_text import encode, read_prompt
+from .spelling import flag_of
 from .waiting import TOKENISING, waited_for
 
 if TYPE_CHECKING:
@@ -217,8 +218,9 @@ def _require_unset(**options: object) -> None:
     """Raises: SnapKVError: an option is given that a saved prompt has settled."""
     for name, given in options.items():
         if given is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise SnapKVError(f"{option} can't be combined with --prompt-cache-file: drop it")
+            raise SnapKVError(
+                f"{flag_of(name)} can't be combined with --prompt-cache-file: drop it"
+            )
 
 
 @dataclass

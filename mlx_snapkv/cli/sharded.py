@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import SnapKVError, brief
 from ..several.ranks import Ranks, here
+from .spelling import flag_of
 
 INDEX = "model.safetensors.index.json"
 # What mlx and mlx-lm say of a model that can't be split so.
@@ -42,9 +43,8 @@ def require_alone(**options: Any) -> None:
     """Raises: SnapKVError: an option is given that several Macs can't serve, and this is one of several."""
     for name, given in options.items():
         if given and here().size > 1:
-            option = f"--{name.replace('_', '-')}"
             raise SnapKVError(
-                f"{option} does not go together with several Macs: drop it, or {ALONE_ONLY}"
+                f"{flag_of(name)} does not go together with several Macs: drop it, or {ALONE_ONLY}"
             )
 
 

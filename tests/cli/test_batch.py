@@ -260,7 +260,7 @@ def test_kv_memory_has_a_limit(batch):
     [
         (["--policy", "keydif"], "unknown policy 'keydif'"),
         (["--kv-bits", "4"], "--kv-bits in a batch is for compressed entries"),
-        (["--kv-bits", "4", "--policy", SNAPKV, "--kv-group-size", "128"], "kv_group_size must be one of"),
+        (["--kv-bits", "4", "--policy", SNAPKV, "--kv-group-size", "128"], "--kv-group-size must be one of"),
         (["--max-kv-bytes", "many"], "--max-kv-bytes must be a number of bytes, such as 500MB or 4GB, got 'many'"),
         (["--max-kv-bytes", "nan"], "--max-kv-bytes must be a number of bytes"),
         (["--top-k", "999999"], "--top-k must be below the vocabulary's"),

@@ -110,7 +110,7 @@ def test_answers_of_another_run_are_refused(batch):
     assert batch([chat("a", 9)], "--policy", SNAPKV)[0] == 0
     for options, words in [
         ([], f"with policy '{SNAPKV}' and not none"),
-        (["--policy", SNAPKV, "--kv-bits", "8"], "with kv_bits none and not 8"),
+        (["--policy", SNAPKV, "--kv-bits", "8"], "with --kv-bits none and not 8"),
         (
             ["--policy", SNAPKV, "--model", "demo-qwen3-next"],
             "with model 'demo' and not 'demo-qwen",

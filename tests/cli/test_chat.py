@@ -72,7 +72,7 @@ def test_verify_is_chosen_shown_and_refused(document):
     code, _, err = script(["/verify maybe"], *POLICY)
     assert code == 2 and "/verify takes unsure, all or none, got 'maybe'" in err
     code, _, err = script([], "--verify", "unsure", *POLICY[2:])
-    assert code == 2 and "verify=unsure needs a policy" in err
+    assert code == 2 and "--verify unsure needs a policy" in err
 
 
 def test_answers_are_decoded_from_quantised_rows(document):

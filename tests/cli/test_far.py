@@ -79,7 +79,7 @@ def test_what_cant_be_is_one_sentence(folder, command):
     }[command]
     code, out, err = run(command, folder, *more, "--snapkv", "top_k=64", "--far", "pull")
     assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
-    assert "far=pull needs a policy that evicts while a prompt is read" in err
+    assert "--far pull needs a policy that evicts while a prompt is read" in err
     code, out, err = run(command, folder, *more, "--far", "near")
     assert (code, out) == (2, "") and "far must be keep or pull, got 'near'" in err
 

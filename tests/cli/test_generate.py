@@ -163,7 +163,7 @@ def test_a_rotating_cache_that_mlx_lm_would_not_make(call, without_own_caches):
         (["--prompt", "-", "--prompt-file", "-"], "can't both read standard input"),
         (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file: No such file or directory"),
         (["--prompt-file", "/dev/zero"], "--prompt-file /dev/zero is not UTF-8 text"),
-        (["--prompt", "x", "--kv-bits", "8", "--kv-group-size", "128"], "kv_group_size must be one of [32, 64]"),
+        (["--prompt", "x", "--kv-bits", "8", "--kv-group-size", "128"], "--kv-group-size must be one of [32, 64]"),
         (["--prompt-file", "/"], "--prompt-file /: Is a directory"),
         (["--prompt-file", sys.executable], "is not UTF-8 text"),
         (["--prompt", "x", "--temp", "warm"], "Invalid value for '--temp'"),
@@ -387,7 +387,7 @@ def test_an_answer_that_recalls(call, asked, options, closing):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--verify", "unsure"], "verify=unsure asks entries that memory=drop does not keep"),
+        (["--verify", "unsure"], "--verify unsure asks entries that --memory drop does not keep"),
         (["--verify", "maybe", "--memory", "recall"], "verify must be unsure or all, got 'maybe'"),
         (["--memory", "recall:2bit"], "or recall:file:4bit, got 'recall:2bit'"),
         (["--verify", "all", "--memory", "recall:file"], "must be in memory"),

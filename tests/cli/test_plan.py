@@ -73,7 +73,7 @@ def test_nothing_fits(call):
         (["--policy", "nothing"], "unknown policy 'nothing'"),
         (["--policy", "kvzip:budget=25%", "--context", "4k"], "kvzip reads a prompt twice"),
         (["--policy", "keydiff", "--snapkv", "top_k=4"], "give only one"),
-        (["--kv-group-size", "128", "--kv-bits", "8"], "kv_group_size must be one of [32, 64]"),
+        (["--kv-group-size", "128", "--kv-bits", "8"], "--kv-group-size must be one of [32, 64]"),
         (["--model", "."], "no config.json there"),
         (["--model", "/no/such"], "no such folder"),
     ],

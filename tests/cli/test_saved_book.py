@@ -93,7 +93,7 @@ def test_what_is_no_book_is_one_line(save, path, options, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--memory", "recall:4bit"], "stored otherwise: give memory=recall:file or recall"),
+        (["--memory", "recall:4bit"], "stored otherwise: give --memory recall:file or recall"),
         (["--policy", "keydiff:budget=64"], f"is a book, saved with the policy {BOOK}: drop the policy"),
         (["--snapkv", "top_k=60", "--memory", "recall"], "is a book, saved with the policy"),
     ],
