@@ -198,7 +198,7 @@ class BlockKVCache(EvictingCache):
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
         """Put stored rows at `[start, _n)`, in buffers that have room for them."""
         have = 0 if self.keys is None else n_rows(self.keys)
-        if self._n > have:
+        if self.keys is None or self._n > have:
             most = self.capacity if self.quota.entries < UNLIMITED else self._n + self.block
             first = min(most, self._expected or most)
             more = max(self._n, most if have else first) - have

@@ -191,7 +191,7 @@ class Policy(ABC):
         """
         mean = mean_entries(self.budget, n_prompt)
         self._require_room(mean)
-        least = self.n_sink + self.window(mean)
+        least = max(1, self.n_sink + self.window(mean))
         counts = layer_entries(self.budget, n_prompt, n_layers, least)
         return [Quota(n, self.n_sink, self.window(mean)) for n in counts]
 
@@ -251,7 +251,7 @@ class Policy(ABC):
     def _require_room(self, budget: int) -> None:
         window = self.window(budget)
         why = f"n_sink={self.n_sink} and n_window={window} entries are always kept"
-        require_room(self.name, budget, self.n_sink + window, why)
+        require_room(self.name, budget, max(1, self.n_sink + window), why)
         if self.schedule == "once":
             allowed = "at least 1 entry with schedule=once, where it slides"
             self._require("n_window", window >= 1, allowed)

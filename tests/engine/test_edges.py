@@ -51,6 +51,8 @@ SHORT = [
     "h2o:budget=4,n_window=2,schedule=once",
     "keydiff:budget=2,n_window=1,block=2",
     "keydiff:budget=50%,n_window=1,schedule=once",
+    "keydiff:budget=25%,block=2",
+    "keydiff:budget=pyramid:5,n_window=0,block=2",
     f"keydiff:budget=9,n_window=1,block=2 then {SNAPKV}",
     f"h2o:budget=12,n_window=1,block=1 then {SNAPKV},lookahead=6",
     "tova:budget=9,block=3 then h2o:budget=5,n_window=1,block=2",

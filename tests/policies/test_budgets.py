@@ -46,6 +46,12 @@ def test_a_share_without_room_is_refused_when_the_prompt_is_known():
     with pytest.raises(SnapKVError, match=r"at least 640 .*, got 500 entries"):
         policy.quotas(2000, 4)
     assert policy.quotas(4000, 4)[0].entries == 1000
+    with pytest.raises(SnapKVError, match=r"at least 1 .*, got 0 entries"):
+        KeyDiff(budget="25%").quotas(3, 4)
+
+
+def test_every_layer_keeps_an_entry():
+    assert [quota.entries for quota in KeyDiff(budget="pyramid:5").quotas(2000, 3)] == [9, 5, 1]
 
 
 def test_snapkvs_budget_and_top_k_say_the_same():
