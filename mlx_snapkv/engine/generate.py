@@ -18,7 +18,7 @@ from .speculative import DraftedRequest, require_rewindable
 
 
 def generate_step(
-    prompt: mx.array,
+    prompt: mx.array | list[int],
     model,
     stream: Any = None,
     *,
@@ -63,6 +63,7 @@ def generate_step(
         )
     if stream is not None:
         kwargs["stream"] = stream
+    prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     start = functools.partial(mlx_generate.generate_step, prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
     recall = Recall(memory, verify, verify_below, far)

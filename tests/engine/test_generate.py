@@ -85,6 +85,12 @@ def test_the_cache_is_cut_to_the_budget_and_stays_there(tiny_model, tokens, chan
     assert_unpatched()
 
 
+@pytest.mark.parametrize("keywords", [{}, {"snapkv": SMALL}])
+def test_a_prompt_may_be_a_list_as_generates_may(tiny_model, tokens, keywords):
+    listed = steps(tiny_model, tokens.tolist(), **keywords)
+    assert_same(listed, steps(tiny_model, tokens, **keywords))
+
+
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 5, None])
 def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, lookahead):
     # One more is computed before the cut, since mlx-lm runs one step ahead.
