@@ -265,7 +265,7 @@ def kept_text(report: CompressionReport | None = None, *, max_kv_size: int | Non
     if report.policy == NO_POLICY:
         rotating = f"mlx-lm's rotating cache of {max_kv_size} entries"
         cache = "full cache" if max_kv_size is None else rotating
-        return f"{cache} (no policy; add --snapkv top_k=N to compress)"
+        return f"{cache} (no policy; add --snapkv top_k=N,min_ctx=0 to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
     return f"{report.entries_text}, {report.memory_text}{report.recall_text}"

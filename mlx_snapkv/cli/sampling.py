@@ -50,7 +50,8 @@ class Sampling:
         name = name.lstrip("-").replace("-", "_")
         if name not in _FLAGS:
             close = suggestion(name, _FLAGS)
-            raise UnknownOptionError(f"unknown setting {name}{close}: one of {', '.join(_FLAGS)}")
+            known = ", ".join(f"/set {setting}" for setting in _FLAGS)
+            raise UnknownOptionError(f"unknown setting {name}{close}: one of {known}")
         kind, option = get_args(_FLAGS[name])
         try:
             value = kind(text)
