@@ -8,7 +8,9 @@ FLAGS = (
     "num_draft_tokens", "draft_model", "prefill_step_size",
 )  # fmt: skip
 _VALUE = re.compile(rf"(?<![\w./:=,-])({'|'.join(FLAGS)})=(?=\w)")
-_NAME = re.compile(rf"(?<![\w./:=,-])(?<!/set )({'|'.join(n for n in FLAGS if '_' in n)})(?![\w=./-])")
+_NAME = re.compile(
+    rf"(?<![\w./:=,-])(?<!/set )({'|'.join(n for n in FLAGS if '_' in n)})(?![\w=./-])"
+)
 _FIRST = re.compile(rf"^({'|'.join(FLAGS)})(?= must be )")
 
 
