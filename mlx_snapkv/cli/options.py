@@ -27,8 +27,8 @@ def whole_numbers(option: str, text: str, least: int) -> list[int]:
     return numbers
 
 
-def n_bytes(option: str, text: str) -> int:
-    """Bytes from a number and, if there is one, a decimal unit: "500MB", "4 GB", "1.5e9"."""
+def n_bytes(option: str, text: str, least: int = 1) -> int:
+    """At least so many bytes, from a number and, if there is one, a decimal unit: "500MB", "4 GB", "1.5e9"."""
     number, unit = text.strip().lower().removesuffix("b"), 1.0
     if number[-1:] in UNITS:
         number, unit = number[:-1], UNITS[number[-1]]
@@ -36,8 +36,11 @@ def n_bytes(option: str, text: str) -> int:
         found = float(number) * unit
     except ValueError:
         found = 0.0
-    if not 1 <= found < 2**63:
-        raise SnapKVError(f"{option} must be a number of bytes, such as 500MB or 4GB, got {text!r}")
+    if not least <= found < 2**63:
+        bounds = f" from {least:,}" if least > 1 else ""
+        raise SnapKVError(
+            f"{option} must be a number of bytes{bounds}, such as 500MB or 4GB, got {text!r}"
+        )
     return int(found)
 
 

@@ -23,6 +23,7 @@ SHOWN = ("snapkv:top_k=4096,min_ctx=0", "keydiff:budget=8192,pool_kernel=5")
 BITS = (8, 4)
 FULL = "full cache"
 COUNTING = "counting"
+SMALLEST_MAC = 10**6  # bytes: a number without its unit is a mistake
 
 
 def plan(
@@ -65,7 +66,9 @@ def plan(
 
     chosen = resolve_policy(snapkv, policy)
     contexts = CONTEXTS if context is None else (n_tokens("--context", context),)
-    machine = this_machine() if memory is None else mac(n_bytes("--memory", memory))
+    machine = (
+        this_machine() if memory is None else mac(n_bytes("--memory", memory, least=SMALLEST_MAC))
+    )
     loaded = load_without_weights(model)
     options = {
         "kv_group_size": kv_group_size,

@@ -11,6 +11,7 @@ _VALUE = re.compile(rf"(?<![\w./:=,-])({'|'.join(FLAGS)})=(?=\w)")
 _NAME = re.compile(
     rf"(?<![\w./:=,-])(?<!/set )({'|'.join(n for n in FLAGS if '_' in n)})(?![\w=./-])"
 )
+_BOTH = re.compile(r"\bsnapkv and policy\b")
 _FIRST = re.compile(rf"^({'|'.join(FLAGS)})(?= must be )")
 
 
@@ -22,6 +23,7 @@ def flag_of(name: str) -> str:
 def in_flags(text: str) -> str:
     """A sentence of the library for those who typed flags."""
     text = _VALUE.sub(lambda found: f"{flag_of(found[1])} ", text)
+    text = _BOTH.sub("--snapkv and --policy", text)
     for names in (_NAME, _FIRST):
         text = names.sub(lambda found: flag_of(found[1]), text)
     return text

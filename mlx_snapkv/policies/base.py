@@ -236,7 +236,9 @@ class Policy(ABC):
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, sign, value = part.partition("=")
             if not sign:
-                raise SnapKVError(f"{cls.name} options are written key=value, got {part!r}")
+                raise SnapKVError(
+                    f"{cls.name} options are written key=value, such as budget=25%, got {part!r}"
+                )
             if name.strip() in options:
                 raise SnapKVError(f"{cls.name} option {name.strip()} is given twice: give it once")
             options[name.strip()] = _parse(value.strip())

@@ -70,6 +70,7 @@ def test_nothing_fits(call):
         (["--context", "nan"], "got 'nan'"),
         (["--context", "99M"], "--context must be a number of tokens"),
         (["--memory", "-1"], "--memory must be a number of bytes"),
+        (["--memory", "16"], "from 1,000,000, such as 500MB or 4GB, got '16'"),
         (["--policy", "nothing"], "unknown policy 'nothing'"),
         (["--policy", "kvzip:budget=25%", "--context", "4k"], "kvzip reads a prompt twice"),
         (["--policy", "keydiff", "--snapkv", "top_k=4"], "give only one"),
