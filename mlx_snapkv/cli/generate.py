@@ -197,7 +197,7 @@ def generate(
 
     def close(how: str = "") -> None:
         if not quiet and answer.last is not None:
-            told = kept_text(*reports, max_kv_size=max_kv_size)
+            told = kept_text(*reports, max_kv_size=max_kv_size, memory=memory)
             kept = told if start is None or recalls else start.kept
             print(how + closing_line(answer.last, kept, answer.accepted), file=sys.stderr)
 
@@ -258,7 +258,12 @@ class _Answer:
                 print(flush=True)
 
 
-def kept_text(report: CompressionReport | None = None, *, max_kv_size: int | None = None) -> str:
+def kept_text(
+    report: CompressionReport | None = None,
+    *,
+    max_kv_size: int | None = None,
+    memory: str = "drop",
+) -> str:
     """What became of the prompt's entries, for the closing line; without a report, nothing yet."""
     if report is None:
         return "all entries kept so far"
@@ -268,7 +273,16 @@ def kept_text(report: CompressionReport | None = None, *, max_kv_size: int | Non
         return f"{cache} (no policy; add --snapkv top_k=N,min_ctx=0 to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
-    return f"{report.entries_text}, {report.memory_text}{report.recall_text}"
+    beside = "" if memory == "drop" or report.book is not None else f", {_beside(report, memory)}"
+    return f"{report.entries_text}, {report.memory_text}{beside}{report.recall_text}"
+
+
+def _beside(report: CompressionReport, memory: str) -> str:
+    """Where a memory has the entries that the answer is not decoded from, which a book's report tells itself."""
+    _, *how = memory.split(":")
+    where = "in files" if "file" in how else "in memory"
+    bits = "".join(f" in {part.removesuffix('bit')} bits" for part in how if part != "file")
+    return f"all {report.prompt_tokens} {where}{bits} as well"
 
 
 def closing_line(response: GenerationResponse, kept: str, accepted: float | None = None) -> str:

@@ -365,7 +365,8 @@ def asked(demo_llama, tmp_path_factory):
 @pytest.mark.parametrize(
     "options, closing",
     [
-        (["--memory", "recall"], "entries kept, KV memory [^|]*"),
+        (["--memory", "recall"], r"entries kept, KV memory [^|]*, all \d+ in memory as well "),
+        (["--memory", "recall:file:8bit"], r", all \d+ in files in 8 bits as well "),
         (["--memory", "recall:file", "--verify", "unsure"], r", \d+ votes in \d+ tokens "),
         (
             ["--memory", "recall", "--verify", "all"],
