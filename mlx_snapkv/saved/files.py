@@ -145,7 +145,8 @@ def _load(path: Path, model, part: Part) -> SavedPrompt:
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
         _open_book(path, prompt_cache, found.get(book.KEY) if ours else None)
     except SnapKVError as error:
-        raise SnapKVError(f"{path} can't be used: {error}") from error
+        again = "" if ours else "; save the prompt by mlx-snapkv cache-prompt"
+        raise SnapKVError(f"{path} can't be used: {error}{again}") from error
     adopt(prompt_cache, model)
     policy = found["policy"] if ours else NO_POLICY
     return SavedPrompt(prompt_cache, tokens, policy, notes)

@@ -111,6 +111,15 @@ def test_the_readmes_commands_run_as_they_stand(readme_run):
     assert answers == [[oak], [hawk], [hawk], [oak, hawk], [oak], [], [hawk]]
 
 
+def test_the_python_pages_examples_run_one_after_the_other(readme_run, monkeypatch, capsys):
+    monkeypatch.chdir(readme_run[1])
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    names = {}
+    for code in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(compile(code, "docs/python.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines()[-1] == "[' 157815', ' 6475938'] [None, None]"
+
+
 def test_the_readmes_python_runs(readme_run, monkeypatch, capsys):
     monkeypatch.chdir(readme_run[1])
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
