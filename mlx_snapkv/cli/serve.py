@@ -64,7 +64,7 @@ def serve(
         typer.Option(
             metavar="NAME",
             help="Lines 'NAME: …' at the start of a system prompt to leave out, so that what follows stays known; "
-            "repeat it, or give '' to keep all.",
+            f"repeat it, or give '' to keep all. By default Claude Code's {BILLING}.",
         ),
     ] = [BILLING],  # noqa: B006
     prefix_bytes: Annotated[
