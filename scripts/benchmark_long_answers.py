@@ -87,8 +87,8 @@ def page(result: dict[str, Any]) -> str:
         written_by(result),
         "",
         f"{result['model']}: a prompt of {result['prompt']:,} tokens compressed to {result['budget']:,} entries "
-        f"(`n_window=512`), then {result['tokens']:,} tokens, {result['turn']} of each answer in turn. On a CPU "
-        "steps are compiled from the 1,000th token on, where the shapes stay: not with `grow`.",
+        f"(`n_window=512`), then {result['tokens']:,} tokens, {result['turn']} of each answer in turn."
+        f"{' ' + result['note'] if 'note' in result else ''}",
         "",
         "| on_full | ms a token | of slide | second half, of slide | entries attended to |",
         "| --- | ---: | ---: | ---: | ---: |",

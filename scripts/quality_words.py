@@ -107,7 +107,7 @@ OPTIONS = """\
 
 One option changed at a time, 1/16 of the entries, the question known. `snapkv` has the defaults,
 `lookahead=4,pool_kernel=21`; `heads=shared,last_token=false`, with no `lookahead`
-either, is the way of the pull request that this grew from. Half of the recent window gives way to the answer's first
+either, is how SnapKV was first written for mlx-lm. Half of the recent window gives way to the answer's first
 tokens, before any choice: of 48 entries that is what stood before the question, of `n_window=32` the question's
 beginning. Let the window be half as long again as a question; the default is 512.
 """

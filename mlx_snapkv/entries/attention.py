@@ -128,7 +128,7 @@ def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
 
 
 def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
-    """The pull request's score: `(B, n_kv_heads, T)` float32, the same for all heads.
+    """One score for all heads of a layer: `(B, n_kv_heads, T)` float32.
 
     Queries averaged over each GQA group, then the highest logit over KV heads and queries.
     """

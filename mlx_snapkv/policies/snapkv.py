@@ -36,12 +36,12 @@ class SnapKV(Policy):
         pool_kernel: odd width of the pooling over the votes; 1 is none (section 4.1). Entries near a voted
             one are kept with it, so it should be about as wide as the values to be found.
         pool: "avg" or "max".
-        heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared" is the pull
-            request's way: the highest logit over heads and queries, one set for all heads.
+        heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared"
+            keeps one set for all heads, by the highest logit over heads and queries.
         critical: choose the second half of the budget by the votes times the size of what the attention's output
             projection makes of an entry's value (CriticalKV: Feng et al. 2025, arXiv:2502.03805).
         last_token: the observation window ends with the prompt's last token, whose query predicts the
-            answer's first; False ends it one before, as the pull request does.
+            answer's first; False ends it one before.
         lookahead: answer tokens decoded on all entries, whose queries vote too, before the compression. None is 4, or
             none with last_token=False.
         min_ctx: prompts with fewer tokens are left alone.
