@@ -116,7 +116,7 @@ class Policy(ABC):
         self._require_count("block", least=1)
         if self.adaptive:
             ok = self.schedule == "once" and self.mass is None
-            allowed = "a number or a share, evenly or as a pyramid, with schedule=block or mass"
+            allowed = "a number or a share, evenly or as a pyramid: adaptive needs schedule=once, and no mass"
             self._require("budget", ok, allowed)
         if isinstance(self.budget, int):
             self._require_room(self.budget)
