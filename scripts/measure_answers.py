@@ -122,10 +122,10 @@ class Shape:
     weights: float
     entry: float
 
-    def gains(self, context: int, share: int = 16) -> dict[str, float]:
+    def gains(self, context: int) -> dict[str, float]:
         """Times fewer bytes a token reads than with the full cache."""
         full = context * self.entry
-        small = full / share
+        small = full / 16
         step = self.weights + small
         votes, drafts, accepted = 0.3, 4, 0.7
         unsure = (1 + votes) * step + votes * (full / 2 + small)

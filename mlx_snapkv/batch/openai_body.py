@@ -12,6 +12,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+SHOWN = 60  # characters of a value that is refused
+
 Probability = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1)]
@@ -245,6 +247,6 @@ def _sentence(error: ValidationError) -> str:
     return f"{told}, got {_shown(first['input'])}"
 
 
-def _shown(value: Any, most: int = 60) -> str:
+def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}…"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -20,7 +20,7 @@ class SeededSampler:
         draws: how often it does so a token.
     """
 
-    def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, draws: int = 1):
+    def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, draws: int):
         self._sampler = sampler
         self._key = mx.random.key(seed)
         self._draws = draws

@@ -36,7 +36,7 @@ class BlockKVCache(EvictingCache):
         quota: what an eviction leaves.
         block: tokens that fit in besides.
         layer: the layer of the model, for what the policy asks.
-        first, last: positions whose queries may vote.
+        last: position before which queries may vote.
         newest: how many of the last queries are kept for the votes.
         expected: entries that will be held at least; a smaller number than `quota.entries + block` saves memory.
         until, reach: the first token at position `until` finds room for `reach` tokens, whatever is evicted for them.
@@ -52,7 +52,6 @@ class BlockKVCache(EvictingCache):
         block: int,
         *,
         layer: Any = None,
-        first: int = 0,
         last: float = math.inf,
         newest: int | None = None,
         expected: int = 0,
@@ -63,7 +62,7 @@ class BlockKVCache(EvictingCache):
         reach: int = 1,
     ):
         super().__init__(
-            first, last, newest=policy.obs_window if policy and newest is None else newest
+            last=last, newest=policy.obs_window if policy and newest is None else newest
         )
         self.keys = self.values = None
         self.offset = 0

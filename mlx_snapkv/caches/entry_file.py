@@ -16,8 +16,6 @@ from ..errors import SnapKVError
 from ..paths import reason
 from .row_bytes import RowBytes
 
-PIECE = 1 << 18  # bytes that share a checksum: a gather reads whole ones, but each only once
-
 
 class EntryFile:
     """A layer's keys or values, token after token, read through memory maps."""
@@ -99,7 +97,7 @@ class SavedFile(EntryFile):
         layout: RowBytes,
         n_entries: int,
         checksums: np.ndarray,
-        piece: int = PIECE,
+        piece: int,
     ):
         self._path = path
         try:

@@ -285,7 +285,7 @@ def _beside(report: CompressionReport, memory: str) -> str:
     return f"all {report.prompt_tokens} {where}{bits} as well"
 
 
-def closing_line(response: GenerationResponse, kept: str, accepted: float | None = None) -> str:
+def closing_line(response: GenerationResponse, kept: str, accepted: float | None) -> str:
     """One line of figures: what was read, kept and generated, and how fast.
 
     Args:

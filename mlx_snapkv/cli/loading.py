@@ -92,13 +92,13 @@ def _loaded(
     return model, tokenizer
 
 
-def load_without_weights(name: str, option: str = "--model"):
+def load_without_weights(name: str):
     """The same model, built from its configuration and the headers of its weights' files; of the hub, only these.
 
     Raises:
         SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
-    folder = _place(name, option)
+    folder = _place(name, "--model")
     from mlx_lm.utils import hf_repo_to_path
 
     from ..planning.weightless import repository_without_weights, without_weights
@@ -110,7 +110,7 @@ def load_without_weights(name: str, option: str = "--model"):
     try:
         model = without_weights(folder) if there else repository_without_weights(name)
     except Exception as error:  # as above
-        raise SnapKVError(f"{option} {name}: {_why_not_planned(name, folder, error)}") from error
+        raise SnapKVError(f"--model {name}: {_why_not_planned(name, folder, error)}") from error
     _make_fast(name, model)
     return model
 
@@ -140,7 +140,7 @@ def _make_fast(name: str, model) -> None:
         model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
 
 
-def load_draft_model(name: str, tokenizer, trust_remote_code: bool = False):
+def load_draft_model(name: str, tokenizer, trust_remote_code: bool):
     """The draft model, which must have the vocabulary of the main model's tokenizer.
 
     Raises:

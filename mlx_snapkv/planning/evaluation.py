@@ -60,9 +60,7 @@ class Played:
     results: list[tuple[int, Buffer]]
 
 
-def play(
-    graph: Graph, device: Backend, given: dict[str, tuple[int, Buffer]] | None = None
-) -> Played:
+def play(graph: Graph, device: Backend, given: dict[str, tuple[int, Buffer]]) -> Played:
     """Play through that the results of a graph are computed.
 
     Args:
@@ -70,7 +68,7 @@ def play(
     """
     memory = Memory()
     order = _order(graph)
-    arrays = _arrays(graph, order, memory, given or {})
+    arrays = _arrays(graph, order, memory, given)
     under_way: deque[tuple[int, list[Buffer]]] = deque()
     n_tasks = 0
     for operation in order:

@@ -40,10 +40,10 @@ def markdown(result: dict[str, Any], name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _by_key(records: list[dict[str, Any]], key: str) -> dict[int, list[dict[str, Any]]]:
+def _of_contexts(records: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     groups: dict[int, list[dict[str, Any]]] = {}
     for record in records:
-        groups.setdefault(record[key], []).append(record)
+        groups.setdefault(record["context"], []).append(record)
     return groups
 
 
@@ -64,7 +64,7 @@ def _decoding(result: dict[str, Any]) -> Table:
             "KV memory",
         ],
     )
-    for context, records in _by_key(result["decode"], "context").items():
+    for context, records in _of_contexts(result["decode"]).items():
         full = records[0]["step_seconds"]
         plain = next((r["step_seconds"] for r in records if r["kind"] == "plain"), None)
         for r in records:
@@ -90,7 +90,7 @@ def _verified(result: dict[str, Any]) -> Table:
         "column the bytes of keys and values that a token reads.",
         ["context", "cache", "tokens/s", "speed-up", "drafted", "entries read"],
     )
-    for context, records in _by_key(result.get("verified", []), "context").items():
+    for context, records in _of_contexts(result.get("verified", [])).items():
         full = records[0]["tokens_per_second"]
         for r in records:
             table.add(
@@ -114,7 +114,7 @@ def _requests(result: dict[str, Any]) -> Table:
         "The rotating cache is put in by hand where mlx-lm ignores --max-kv-size, as it does for this and most models.",
         ["prompt", "cache", "prefill", "selection", "peak memory", "KV memory", "entries"],
     )
-    for context, records in _by_key(result["requests"], "context").items():
+    for context, records in _of_contexts(result["requests"]).items():
         full = records[0]
         for r in records:
             selection = r["selection_seconds"]

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ..caches.archived import ArchivedKVCache
-from ..caches.entry_file import PIECE, SavedFile
+from ..caches.entry_file import SavedFile
 from ..caches.file_parts import FixedPart
 from ..caches.file_store import FileStore
 from ..caches.layers import members
@@ -31,6 +31,7 @@ from . import header
 KEY = "book"
 Progress = Callable[[int, int], None]  # called with the bytes written and their total
 
+PIECE = 1 << 18  # bytes that share a checksum: a gather reads whole ones, but each only once
 _KINDS = ("keys", "values")
 _AT_A_TIME = 1 << 23  # bytes
 
