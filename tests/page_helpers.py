@@ -96,8 +96,8 @@ class Page:
     def run(self, script, *arguments):
         return self.driver.execute_script(script, *arguments)
 
-    def wait(self, is_so, seconds=20):
-        until = time.monotonic() + seconds
+    def wait(self, is_so):
+        until = time.monotonic() + 20
         while not (found := is_so()):
             assert time.monotonic() < until, self("body").text
             time.sleep(0.02)

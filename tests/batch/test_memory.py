@@ -23,7 +23,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-def answered(loaded, policy, bits, lines, folder, limit=None, concurrency=8):
+def answered(loaded, policy, bits, lines, folder, limit=None):
     """The most bytes and the most requests at once, seen after every step, and the records."""
     model, tokenizer = loaded
     chosen = resolve_policy(policy=policy)
@@ -32,7 +32,7 @@ def answered(loaded, policy, bits, lines, folder, limit=None, concurrency=8):
     path = folder / "a.jsonl"
     path.unlink(missing_ok=True)
     answers = AnswersFile(path, {})
-    run = Run(model, tokenizer, answers, options, "demo", {"policy": policy}, concurrency=concurrency)  # fmt: skip
+    run = Run(model, tokenizer, answers, options, "demo", {"policy": policy}, concurrency=8)  # fmt: skip
     seen = []
 
     def look(progress):

@@ -33,8 +33,8 @@ class Progress:
         self.saved.append(len(result["batches"]))
 
 
-def plan(policy_for=snapkv_for):
-    sizes = {"trials": 1, "steps": 3, "questions": 0, "policy_for": policy_for}
+def plan():
+    sizes = {"trials": 1, "steps": 3, "questions": 0, "policy_for": snapkv_for}
     return Plan([], [], batches=[1, 3], batch_prompts=[1024], **sizes)
 
 

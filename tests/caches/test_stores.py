@@ -16,9 +16,9 @@ from mlx_snapkv.entries.quantization import Quantization
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
-def rows_of(n, dtype, width=64, seed=0, batch=2):
+def rows_of(n, dtype, seed=0):
     mx.random.seed(seed)
-    return [mx.random.normal((batch, 3, n, D)).astype(dtype) for D in (width, 2 * width)]
+    return [mx.random.normal((2, 3, n, D)).astype(dtype) for D in (64, 128)]
 
 
 def portions(rows, *stops):
@@ -33,13 +33,8 @@ def assert_bits_equal(found, wanted):
         assert mx.array_equal(mx.contiguous(a).view(bits), mx.contiguous(b).view(bits))
 
 
-def quantised(rows, bits, group_size=64):
-    return [
-        mx.dequantize(
-            *mx.quantize(x, bits=bits, group_size=group_size), bits=bits, group_size=group_size
-        )
-        for x in rows
-    ]
+def quantised(rows, bits):
+    return [mx.dequantize(*mx.quantize(x, bits=bits), bits=bits) for x in rows]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,8 +27,8 @@ def result(call, *args):
     return json.loads(out)
 
 
-def by_way(found, setting, key="score"):
-    return {s["way"]: s[key] for s in found["summary"] if s["setting"] == setting}
+def by_way(found, setting):
+    return {s["way"]: s["score"] for s in found["summary"] if s["setting"] == setting}
 
 
 def test_ruler(call, tmp_path, tokenizer):

@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_is_told_with_the_reason(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_command_makes_folders(call, cache_prompt, tmp_path):
+def test_no_command_makes_folders(call, tmp_path):
     for command in (NEEDLE, ["bench"]):
         code, out, err = call(*command, "--output", str(tmp_path / "new" / "r"))
         assert (code, out, err.count("\n")) == (2, "", 1) and "there is no folder" in err

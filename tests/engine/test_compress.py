@@ -13,11 +13,11 @@ from mlx_snapkv.models.patch import recording
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, obs_window=16, pool_kernel=5)
 
 
-def prefilled(model, tokens, record=16):
+def prefilled(model, tokens):
     """A full cache filled by the model itself, with the queries of the last tokens."""
     T = tokens.size
     caches = [
-        RecordingKVCache(T - record, T, T) if isinstance(c, KVCache) else c
+        RecordingKVCache(T - 16, T, T) if isinstance(c, KVCache) else c
         for c in make_prompt_cache(model)
     ]
     with recording(
@@ -139,14 +139,14 @@ def test_batches_keep_rows_of_their_own():
             assert mx.array_equal(a.positions[i], b.positions[0])
 
 
-def test_models_without_a_plain_kv_cache_are_refused_by_name(tokens):
+def test_models_without_a_plain_kv_cache_are_refused_by_name():
     model = make_llama(layer_types=["full_attention", "sliding_attention"], sliding_window=8)
     rotating = [RotatingKVCache(8), RotatingKVCache(8)]
     with pytest.raises(SnapKVError, match="'llama' has no full-attention layer"):
         compress_prompt_cache(model, rotating, POLICY)
 
 
-def test_unsupported_attention_is_refused_by_name(tokens):
+def test_unsupported_attention_is_refused_by_name():
     model = make_model("recurrent_gemma", REFUSED_CONFIGS["recurrent_gemma"])
     with pytest.raises(
         SnapKVError, match="model type 'recurrent_gemma' can't be compressed: all of its"

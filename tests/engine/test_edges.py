@@ -60,7 +60,7 @@ SHORT = [
 LENGTHS = [1, 3, 4, 5, 9, 19, 40]
 
 
-def assert_told(report, cache=None):
+def assert_told(report):
     """Either entries were dropped, or a reason says why not."""
     assert report.compressed or report.reason
     if report.compressed:

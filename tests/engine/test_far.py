@@ -148,7 +148,7 @@ def test_quantised_entries_are_turned_too(short):
     assert conversation.prompt_cache[0].held().rotations.min().item() > 0
 
 
-def test_hybrids(demo_qwen):
+def test_hybrids():
     model, tokenizer = load(
         str(MODELS["demo-qwen3-next"]), model_config={"max_position_embeddings": LENGTH}
     )

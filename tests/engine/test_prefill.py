@@ -11,8 +11,8 @@ from mlx_snapkv.engine.prefill import mlx_generate
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0)
 
 
-def plain_decode(model, prompt, cache, n=8):
-    steps = mlx_generate.generate_step(mx.array(prompt), model, prompt_cache=cache, max_tokens=n)
+def plain_decode(model, prompt, cache):
+    steps = mlx_generate.generate_step(mx.array(prompt), model, prompt_cache=cache, max_tokens=8)
     return [token for token, _ in steps]
 
 

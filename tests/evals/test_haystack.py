@@ -12,8 +12,8 @@ def words(text):
     return text.split()
 
 
-def filled(length, hidden, filler, tail="so what ?"):
-    return fill(length, hidden, filler, lambda t: len(words(t)), lambda t: words(f"{t} {tail}"))
+def filled(length, hidden, filler):
+    return fill(length, hidden, filler, lambda t: len(words(t)), lambda t: words(f"{t} so what ?"))
 
 
 def test_the_grid_goes_from_start_to_end():

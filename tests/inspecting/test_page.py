@@ -60,12 +60,11 @@ def page(driver, file):
     assert page.run("return performance.getEntriesByType('resource').length") == 0
 
 
-def classes(page, pane=0):
-    """Of every group of tokens in a pane: its text, and the class of its tint, 0 to 8."""
+def classes(page):
+    """Of every group of tokens in the first pane: its text, and the class of its tint, 0 to 8."""
     return page.run(
         """const tint = (span) => Number((/k(\\d)/.exec(span.className) ?? [0, 0])[1]);
-        return panes[arguments[0]].spans.map((span) => [span.textContent, tint(span)]);""",
-        pane,
+        return panes[0].spans.map((span) => [span.textContent, tint(span)]);"""
     )
 
 

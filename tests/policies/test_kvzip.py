@@ -183,7 +183,7 @@ def test_what_it_costs_is_told(tiny_model, tokens, monkeypatch):
     assert all(r.prefill_seconds == pytest.approx(200, abs=1) for r in reports)
 
 
-def test_nothing_is_told_of_others(tokens):
+def test_nothing_is_told_of_others():
     request = requests.Request(
         make_llama(),
         resolve_policy(policy="keydiff:budget=40"),

@@ -286,7 +286,7 @@ def test_mistakes_are_the_clients_own_exceptions(client, name):
     assert text_of(ask(client, HELLO, max_tokens=4))
 
 
-def test_other_refusals(client, served):
+def test_other_refusals(client):
     with pytest.raises(anthropic.NotFoundError, match="no GET /v1/messages/batches"):
         client.messages.batches.list()
     options = {"Host": "evil.example"}

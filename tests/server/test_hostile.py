@@ -45,10 +45,10 @@ def test_bad_bodies(served, name, path):
     assert_answers(served)
 
 
-def raw(served, data, wait=5.0):
+def raw(served, data):
     """What a server answers to bytes on a socket."""
     host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=wait) as connection:
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(data)
         found = b""
         while part := connection.recv(65536):

@@ -123,7 +123,7 @@ def test_damaged_foreign_and_other_settings_are_not_used(document, tmp_path):
         assert ask(url, document, 1) == 0
 
 
-def test_the_oldest_give_way(document, tmp_path, demo_llama):
+def test_the_oldest_give_way(tmp_path, demo_llama):
     flags = (*FLAGS, "--prefix-dir", str(tmp_path), "--prefix-dir-bytes", "8MB")
     with served_process(*flags) as (url, _):
         for seed in range(4):

@@ -66,7 +66,7 @@ def test_follow_ups_answer_as_a_conversation_and_four_at_once(
 
 
 @pytest.mark.parametrize(("policy", "memory"), [(POLICY, "recall:file"), (POLICY, "drop")])
-def test_a_system_prompt_is_read_once(document, demo_qwen, policy, memory):
+def test_a_system_prompt_is_read_once(document, policy, memory):
     """Also of a model with linear layers, whose caches can't be cut, and where only compressed ones are left."""
     text, facts = document
     system = {"role": "system", "content": text}
