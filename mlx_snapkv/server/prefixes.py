@@ -50,7 +50,7 @@ class Prefixes(LRUPromptCache):
         longest, known = self.files.longest(wanted)
         if known is None or longest <= n or (found := self.files.read(known)) is None:
             return cache, n
-        if self.insert(known.tokens, found):
+        if self._insert(known.tokens, found):
             return self._fetch(wanted)
         trim_prompt_cache(found, len(known.ids) - longest)
         return found, longest
@@ -59,18 +59,19 @@ class Prefixes(LRUPromptCache):
         cache, rest = self.fetch_nearest_cache(MODEL, tokens)
         return cache, 0 if cache is None else len(tokens) - len(rest)
 
-    def insert(self, tokens: list[int], caches: list) -> bool:
-        """Keep what a prompt's caches have read, unless it alone is too much; whether it is kept."""
-        if not tokens:
-            return False
-        n_bytes = sum(cache.nbytes for cache in caches) + file_bytes(caches)
-        if not self._agreed(n_bytes <= self._most_bytes):
+    def insert(self, tokens: list[int], caches: list) -> None:
+        """Keep what a prompt's caches have read; a line in the log if it alone is too much."""
+        if tokens and not self._insert(tokens, caches):
             log.warning(
                 "%s tokens are not kept for later prompts: they take %s, and --prefix-bytes is %s",
                 f"{len(tokens):,}",
-                format_bytes(n_bytes),
+                format_bytes(_bytes_of(caches)),
                 format_bytes(self._most_bytes),
             )
+
+    def _insert(self, tokens: list[int], caches: list) -> bool:
+        """Keep caches, unless they alone are too much; whether they are kept."""
+        if not self._agreed(_bytes_of(caches) <= self._most_bytes):
             return False
         self.insert_cache(MODEL, list(tokens), caches)
         self._count()
@@ -127,6 +128,11 @@ class Prefixes(LRUPromptCache):
         """Write to a file what is to outlive the server."""
         if tokens and self.files is not None:
             self.files.write(tokens, caches)
+
+
+def _bytes_of(caches: list) -> int:
+    """What caches take, in memory and in files without names."""
+    return sum(cache.nbytes for cache in caches) + file_bytes(caches)
 
 
 def _many_files_are_open() -> bool:
