@@ -75,9 +75,9 @@ def plan(
         "max_tokens": max_tokens,
         "prefill_step_size": prefill_step_size,
     }
-    wanted = None if chosen is None else [policy or str(chosen)]
+    asked = None if chosen is None else policy or str(chosen)
     with stderr_console().status(COUNTING):
-        found, taken = _counted(loaded, contexts, wanted, kv_bits, machine, options)
+        found, taken = _counted(loaded, contexts, asked, kv_bits, machine, options)
     if as_json:
         print(json.dumps(_as_json(model, machine, found, taken)))
     else:
@@ -103,7 +103,7 @@ def n_tokens(option: str, text: str) -> int:
 def _counted(
     model: Any,
     contexts: Sequence[int],
-    policies: list[str] | None,
+    asked: str | None,
     kv_bits: int | None,
     machine: Machine,
     options: dict[str, Any],
@@ -114,9 +114,10 @@ def _counted(
     ways: list[tuple[str | None, int | None]] = [(None, None)]
     if kv_bits is not None:
         ways.append((None, kv_bits))
-    serves = can_compress(model)
-    if policies is not None or serves:
-        ways += [(policy, kv_bits) for policy in policies or SHOWN]
+    if asked is not None:
+        ways.append((asked, kv_bits))
+    elif can_compress(model):
+        ways += [(policy, kv_bits) for policy in SHOWN]
     found = [
         plan
         for policy, bits in ways
@@ -124,11 +125,11 @@ def _counted(
     ]
     taken: dict[int, MemoryPlan | None] = {}
     for n in contexts:
-        made = [plan for plan in found if plan.context == n and plan.kv_bits == kv_bits]
-        if policies is not None and made[-1].peak <= machine.usable:
-            taken[n] = made[-1]
+        made = {p.policy: p for p in found if p.context == n and p.kv_bits == kv_bits}
+        if asked is not None and made[asked].peak <= machine.usable:
+            taken[n] = made[asked]
         else:
-            taken[n] = fitting(model, n, machine.usable, made, kv_bits=kv_bits, **options)
+            taken[n] = fitting(model, n, machine.usable, made.values(), kv_bits=kv_bits, **options)
     return found, taken
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -216,7 +216,7 @@ def _between(below: MemoryPlan, above: MemoryPlan, context: int) -> int | None:
 
 
 def fitting(
-    model: Any, context: int, usable: int, found: Sequence[MemoryPlan] = (), **options: Any
+    model: Any, context: int, usable: int, found: Iterable[MemoryPlan] = (), **options: Any
 ) -> MemoryPlan | None:
     """The plan of the first of `CANDIDATES` that fits; None if none does.
 
