@@ -9,12 +9,13 @@ from pathlib import Path
 from .errors import SnapKVError
 
 
-def path_of(option: str, name: str | Path) -> Path:
-    """The path of that name, of which an option may be told; SnapKVError if its home folder is not there."""
+def path_of(name: str | Path, option: str | None = None) -> Path:
+    """The path of that name, which an option may have given; SnapKVError if its home folder is not there."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise SnapKVError(f"{option} {name}: no such home folder".lstrip()) from error
+        given = name if option is None else f"{option} {name}"
+        raise SnapKVError(f"{given}: no such home folder") from error
 
 
 def require_place(path: Path) -> bool:

@@ -128,7 +128,7 @@ def batch(
         file = ranks.agreed(lambda: RequestsFile(stream))
         common = {"model": model, **about}
         answers = ranks.agreed(
-            lambda: AnswersFile(path_of("--output", output), common) if first else NoAnswers()
+            lambda: AnswersFile(path_of(output, "--output"), common) if first else NoAnswers()
         )
         loaded, tokenizer = load_for_requests(
             model,
@@ -192,7 +192,7 @@ def _opened(name: str) -> BinaryIO:
         if sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")
         return sys.stdin.buffer
-    path = path_of("", name)
+    path = path_of(name)
     try:
         is_folder = path.is_dir()
         stream = None if is_folder else path.open("rb")

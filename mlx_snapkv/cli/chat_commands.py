@@ -185,7 +185,7 @@ def _load(session: Session, name: str) -> None:
 
 
 def _export(session: Session, name: str) -> None:
-    path = path_of("/export", _named("/export", name))
+    path = path_of(_named("/export", name), "/export")
     if here().rank:
         return
     text = as_markdown(session)

@@ -94,7 +94,7 @@ def _save(document: str, name: str) -> None:
     Raises:
         SnapKVError: there is, or it can't be written.
     """
-    path = path_of("--save-document", name)
+    path = path_of(name, "--save-document")
     try:
         if path.exists() and path.read_bytes() != document.encode():
             raise SnapKVError(

@@ -36,7 +36,7 @@ def _is_true(verbose: str) -> str:
 def _store_in(folder: Path | None) -> Path | None:
     """Let temporary files be made there."""
     if folder is not None:
-        folder = path_of("--store-dir", folder)
+        folder = path_of(folder, "--store-dir")
         if not folder.is_dir():
             raise SnapKVError(f"--store-dir {folder} is no folder: make it, or give another one")
         if not os.access(folder, os.W_OK):

@@ -62,7 +62,7 @@ def _loaded(
 ):
     folder = _place(name, option)
     exists = os.path.exists(folder)  # which is False for a name that no file can have
-    adapter = None if adapter_path is None else path_of("--adapter-path", adapter_path)
+    adapter = None if adapter_path is None else path_of(adapter_path, "--adapter-path")
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
     from mlx_lm import load
@@ -121,7 +121,7 @@ def _place(name: str, option: str) -> Path:
     Raises:
         SnapKVError: it is neither.
     """
-    folder = MODELS.get(name) or path_of(option, name)
+    folder = MODELS.get(name) or path_of(name, option)
     exists = os.path.exists(folder)
     if exists and not (folder / "config.json").is_file():
         raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")

@@ -59,7 +59,7 @@ class ResultFiles:
         plots.require_matplotlib()
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
-        self.base = path_of("--output", name)
+        self.base = path_of(name, "--output")
         try:
             paths = [with_suffix(self.base, ending) for ending in endings]
             self._replaced = [path for path in paths if require_place(path)]

@@ -100,7 +100,7 @@ def _read_stdin() -> str:
 
 def read_file(option: str, path: str) -> str:
     """The text of the file that an option names; SnapKVError if it can't be read or is not text."""
-    file = path_of(option, path)
+    file = path_of(path, option)
     try:
         with file.open("rb") as stream:
             data = _read(stream)

@@ -186,7 +186,7 @@ def serve(
         if prefix_dir is None:
             return None
         told = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
-        folder = path_of("--prefix-dir", prefix_dir)
+        folder = path_of(prefix_dir, "--prefix-dir")
         return PrefixFiles(folder, n_file_bytes, found.model, told)
 
     listen()  # here, since the model is loaded in another thread, which may not

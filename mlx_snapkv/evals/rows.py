@@ -20,7 +20,7 @@ TEXT, NUMBER, TEXTS = "text", "a whole number", "a list of texts"
 
 def data_folder(name: str) -> Path:
     """Raises: SnapKVError: it is no folder."""
-    folder = path_of("--data", name)
+    folder = path_of(name, "--data")
     if not folder.is_dir():
         raise SnapKVError(f"--data {name}: no such folder")
     return folder

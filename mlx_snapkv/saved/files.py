@@ -242,7 +242,7 @@ def _write(
 
 
 def _safetensors(path: str | Path) -> Path:
-    path = path_of("", path)
+    path = path_of(path)
     if path.suffix != ".safetensors" or "\0" in path.name:
         raise SnapKVError(
             f"a saved prompt cache's name must end in .safetensors, got {str(path)!r}"
