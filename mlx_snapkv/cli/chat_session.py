@@ -45,9 +45,10 @@ class Session:
 
     def attach(self, text: str) -> int:
         """Attach a document; the number of its tokens."""
-        n_tokens = waited_for(self._console, TOKENISING, partial(self.conversation.count, text))
-        self.conversation.attached.append(text)
         now = self.conversation
+        # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
+        n_tokens = waited_for(self._console, TOKENISING, partial(now.count, text))
+        now.attached.append(text)
         tell_if_too_long(
             self._console,
             now.model,
