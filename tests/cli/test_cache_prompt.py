@@ -3,13 +3,13 @@
 import json
 import random
 import re
-import shutil
 import sys
 
 import mlx.core as mx
 import pytest
 from mlx_lm import cache_prompt
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from model_folders import demo_with
 from request_helpers import plain
 
 from mlx_snapkv import Conversation, SnapKVError
@@ -185,8 +185,7 @@ def test_mistakes_are_told_in_one_sentence(call, book, cache, tmp_path):
 
 
 def test_a_changed_template_is_told(call, book, cache, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(MODELS["demo"], model)
+    model = demo_with(tmp_path / "model")
     file, _ = cache("own.safetensors", model=str(model))
     config = model / "tokenizer_config.json"
     config.write_text(config.read_text().replace("{{ bos_token }}", "{{ bos_token }}hello "))
@@ -195,8 +194,7 @@ def test_a_changed_template_is_told(call, book, cache, tmp_path):
 
 
 def test_a_template_that_tells_the_date_gives_the_day_of_saving(book, call, cache, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(MODELS["demo"], model)
+    model = demo_with(tmp_path / "model")
     config = model / "tokenizer_config.json"
     config.write_text(
         config.read_text().replace("{{ bos_token }}", "{{ bos_token }}{{ strftime_now('%f') }} ")

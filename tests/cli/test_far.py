@@ -1,15 +1,13 @@
 """A text longer than the model was trained to, in the terminal."""
 
-import json
 import random
-import shutil
 import subprocess
 import sys
 
 import pytest
 from mlx_lm.utils import load_tokenizer
+from model_folders import demo_with
 
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 
 LENGTH = 512
@@ -20,11 +18,7 @@ THEN = "keydiff:budget=96,block=128,n_sink=4 then snapkv:top_k=60,n_sink=4,n_win
 def folder(tmp_path_factory):
     """The embedded LLaMA as one trained to few tokens, and a text of three times as many, with its question."""
     folder = tmp_path_factory.mktemp("far")
-    shutil.copytree(MODELS["demo"], folder / "model")
-    config = folder / "model" / "config.json"
-    told = json.loads(config.read_text()) | {"max_position_embeddings": LENGTH}
-    config.write_text(json.dumps(told))
-    tokenizer = load_tokenizer(folder / "model")
+    tokenizer = load_tokenizer(demo_with(folder / "model", max_position_embeddings=LENGTH))
     document, facts = make_haystack(tokenizer, random.Random(2), 3, 3 * LENGTH)
     (folder / "book.txt").write_text(document)
     return folder, facts[0]

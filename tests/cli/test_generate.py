@@ -3,15 +3,14 @@
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import fork_helpers
 import pytest
+from model_folders import change, demo_with
 
-from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 
 MODULE = [sys.executable, "-m", "mlx_snapkv"]
@@ -114,11 +113,7 @@ def test_quantised_entries_of_a_short_prompt(call):
 @pytest.fixture
 def without_own_caches(tmp_path):
     """The embedded model as one of a type that leaves its caches to mlx-lm."""
-    folder = shutil.copytree(MODELS["demo"], tmp_path / "seed_oss")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "seed_oss", "attention_out_bias": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+    return str(demo_with(tmp_path / "seed_oss", model_type="seed_oss", attention_out_bias=False))
 
 
 def test_a_rotating_cache(call, without_own_caches, tmp_path):
@@ -197,21 +192,21 @@ def test_mistakes_are_one_line_and_exit_code_2(call, args, message):
         (lambda folder: _model(folder, ""), "config.json is no JSON: Expecting"),
         (lambda folder: _model(folder, "{}"), "config.json names no model_type"),
         (
-            lambda folder: _demo_with(folder, model_type="no_such_type"),
+            lambda folder: demo_with(folder, model_type="no_such_type"),
             "no_such_type not supported",
         ),
         (
-            lambda folder: _demo_with(folder, hidden_size=64),
+            lambda folder: demo_with(folder, hidden_size=64),
             "weights don't fit its config.json: ValueError: .*shape",
         ),
         (lambda folder: _model(folder, '{"model_type": "llama"}'), "no weights there: model.safe"),
         (lambda folder: _model(folder, "[]"), "config.json is no JSON object"),
         (
-            lambda folder: _demo_with(folder, num_attention_heads=0),
+            lambda folder: demo_with(folder, num_attention_heads=0),
             "config.json does not describe such a model: ZeroDivisionError",
         ),
         (
-            lambda folder: _demo_with(folder, num_hidden_layers="x"),
+            lambda folder: demo_with(folder, num_hidden_layers="x"),
             "does not describe such a model",
         ),
         (lambda folder: _truncated(folder), "model.safetensors is damaged or cut short"),
@@ -242,29 +237,22 @@ def _model(folder, config):
     (folder / "config.json").write_text(config)
 
 
-def _demo_with(folder, **changes):
-    shutil.copytree(MODELS["demo"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
 def _truncated(folder):
-    _demo_with(folder)
+    demo_with(folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
 
 
 def _with_tokenizer(folder, text):
-    _demo_with(folder)
+    demo_with(folder)
     (folder / "tokenizer.json").unlink()
     if text is not None:
         (folder / "tokenizer.json").write_text(text)
 
 
 def _template(folder, template):
-    _demo_with(folder)
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    demo_with(folder)
+    change(folder / "tokenizer_config.json", chat_template=template)
 
 
 def test_names_no_model_can_have(call):
@@ -339,7 +327,7 @@ def test_draft_models_that_cannot_be_used(call, args, message):
 
 
 def test_a_draft_model_of_another_vocabulary(call, tmp_path):
-    folder = shutil.copytree(MODELS["demo"], tmp_path / "draft")
+    folder = demo_with(tmp_path / "draft")
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     tokenizer["model"]["vocab"]["another word"] = 100_000
