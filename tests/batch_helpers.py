@@ -31,6 +31,16 @@ class Run:
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         return self.generator.insert([list(p) for p in prompts], limits, **options)
 
+    def staggered(self, prompts, limits):
+        """Answer two prompts, and each of the others from four steps after the one before; all numbers."""
+        uids = self.insert(prompts[:2], limits[:2])
+        for prompt, limit in zip(prompts[2:], limits[2:]):
+            for _ in range(4):
+                self.step()
+            uids += self.insert([prompt], [limit])
+        self.finish()
+        return uids
+
     def step(self):
         """One step; whether anything is left to do."""
         prompts, responses = self.generator.next()

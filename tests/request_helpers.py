@@ -16,6 +16,20 @@ def assert_unpatched():
         assert cls.__call__ is call
 
 
+def fail_in(call, model, monkeypatch):
+    """Let the `call`th call of models of this class fail."""
+    count = [0]
+    original = type(model).__call__
+
+    def failing(self, *args, **kwargs):
+        count[0] += 1
+        if count[0] == call:
+            raise RuntimeError("the model failed")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "__call__", failing)
+
+
 def steps(model, prompt, n=12, **keywords):
     """Tokens and log-probabilities of our generate_step."""
     return list(generate_step(prompt, model, max_tokens=n, **keywords))

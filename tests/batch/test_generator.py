@@ -46,13 +46,7 @@ def test_staggered_requests_answer_as_alone(tiny_model, policy):
     prompts = prompts_of(*LENGTHS)
     limits = [12, 90, 40, 25, 60, 7]
     run = Run(tiny_model, policy)
-    uids = run.insert(prompts[:2], limits[:2])
-    for i in range(2, len(prompts)):
-        for _ in range(4):
-            run.step()
-        uids += run.insert([prompts[i]], [limits[i]])
-    run.finish()
-    for uid, prompt, limit in zip(uids, prompts, limits):
+    for uid, prompt, limit in zip(run.staggered(prompts, limits), prompts, limits):
         reports = []
         wanted = alone(tiny_model, prompt, limit, policy=policy, on_report=reports.append)
         assert run.answers[uid] == wanted

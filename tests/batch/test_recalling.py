@@ -47,13 +47,7 @@ def test_staggered_requests_answer_as_alone(model, policy, options):
     limits = [12, 60, 40, 25]
     recalled = {}
     run = Run(model, policy, on_recall=lambda uid, *told: recalled.update({uid: told}), **options)
-    uids = run.insert(prompts[:2], limits[:2])
-    for i in range(2, len(prompts)):
-        for _ in range(4):
-            run.step()
-        uids += run.insert([prompts[i]], [limits[i]])
-    run.finish()
-    for uid, prompt, limit in zip(uids, prompts, limits):
+    for uid, prompt, limit in zip(run.staggered(prompts, limits), prompts, limits):
         reports = []
         wanted = alone(model, prompt, limit, policy=policy, on_report=reports.append, **options)
         assert run.answers[uid] == wanted

@@ -5,34 +5,24 @@ import random
 
 import mlx.core as mx
 import pytest
+from chat_helpers import RECALLS, SMALL, all_right, ask
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_snapkv import SnapKVCache, SnapKVError
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.chat.conversation import Conversation
-from mlx_snapkv.demo.questions import is_right, make_haystack
+from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.recalling import RecallingRequest
 from mlx_snapkv.engine.request import Request, held_tokens
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.policies import resolve_policy
-
-SMALL = "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0"
-RECALLS = ["recall", "recall:8bit", "recall:4bit", "recall:file"]
 
 
 @pytest.fixture(scope="module")
 def haystack(demo_llama):
     _, tokenizer = demo_llama
     return make_haystack(tokenizer, random.Random(3), 4, 900)
-
-
-def ask(conversation, question):
-    return "".join(response.text for response in conversation.send(question))
-
-
-def all_right(conversation, facts):
-    return [is_right(fact, ask(conversation, fact.question)) for fact in facts]
 
 
 def logits_of(model, tokens):

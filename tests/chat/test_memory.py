@@ -5,6 +5,7 @@ import random
 
 import mlx.core as mx
 import pytest
+from chat_helpers import RECALLS, SMALL, all_right, ask
 from disk_helpers import full_disk
 from model_configs import make_model
 from tiny_models import make_llama
@@ -12,23 +13,12 @@ from tiny_models import make_llama
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members
 from mlx_snapkv.caches.memories import make_caches, saved_forms
-from mlx_snapkv.demo.questions import is_right, make_haystack
-
-SMALL = "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0"
-RECALLS = ["recall", "recall:8bit", "recall:4bit", "recall:file"]
+from mlx_snapkv.demo.questions import make_haystack
 
 
 @pytest.fixture(scope="module")
 def haystack(demo_llama):
     return make_haystack(demo_llama[1], random.Random(3), 4, 900)
-
-
-def ask(conversation, question):
-    return "".join(response.text for response in conversation.send(question))
-
-
-def all_right(conversation, facts):
-    return [is_right(fact, ask(conversation, fact.question)) for fact in facts]
 
 
 @pytest.mark.parametrize("policy", [SMALL, "keydiff:budget=128"])

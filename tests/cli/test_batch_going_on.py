@@ -1,13 +1,12 @@
 """Runs that end half way, and the same command given again."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 
 import fork_helpers
 from batch_file_helpers import SNAPKV, answer, chat, read, said, text, write
+from interrupt_helpers import interrupt, wait_for
 
 DEMO = ["--model", "demo"]
 
@@ -40,12 +39,6 @@ def started(file, output, *options):
     return fork_helpers.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(process, output, n):
-    while not (output.exists() and output.read_bytes().count(b"\n") >= n):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
-
-
 def test_a_run_that_was_killed_goes_on(tmp_path):
     file = write(tmp_path / "r.jsonl", MANY)
     unbroken, output = tmp_path / "unbroken.jsonl", tmp_path / "a.jsonl"
@@ -73,10 +66,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     file, output = write(tmp_path / "r.jsonl", MANY), tmp_path / "a.jsonl"
     process = started(file, output, "--concurrency", "2")
     wait_for(process, output, 3)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130 and "Traceback" not in err
-    assert f"What was answered is in {output}; the same command goes on from there." in err
+    interrupt(process, output)
     assert 3 <= len(read(output)) < len(MANY)
 
 

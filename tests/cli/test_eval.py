@@ -2,31 +2,21 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
-import time
+from functools import partial
 
 import fork_helpers
 import pytest
-
-from mlx_snapkv.cli import app
+from interrupt_helpers import interrupt, wait_for
 
 SMALL = ["--length", "512", "--depths", "2"]
 KEYDIFF = "keydiff:budget=25%,block=128"
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """The command in this process: (exit code, stdout, stderr)."""
-
-    def invoke(*args):
-        monkeypatch.setattr(sys, "argv", ["mlx-snapkv", "eval", *args])
-        with pytest.raises(SystemExit) as exit:
-            app.main()
-        return exit.value.code, *capsys.readouterr()
-
-    return invoke
+def call(call):
+    return partial(call, "eval")
 
 
 def test_the_table_has_a_row_a_policy(call):
@@ -99,14 +89,8 @@ def test_an_interrupt_says_how_to_go_on(tmp_path):
     ]
     process = fork_helpers.Popen(command, stderr=subprocess.PIPE, text=True)
     file = base.with_name("r.jsonl")
-    while not (file.exists() and file.read_text().count("\n") > 2):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130
-    assert f"What was answered is in {file}; the same command goes on from there." in err
-    assert "Traceback" not in err
+    wait_for(process, file, 3)
+    interrupt(process, file)
     assert all(json.loads(line) for line in file.read_text().splitlines())
 
 

@@ -1,14 +1,13 @@
 """`eval ruler`, `longbench` and `scbench`, on small copies of the data in the formats of the originals."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 
 import field_data
 import fork_helpers
 import pytest
+from interrupt_helpers import interrupt, wait_for
 
 from mlx_snapkv.evals.ruler import TASKS
 
@@ -133,13 +132,8 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, tokenizer):
     command = [sys.executable, "-m", "mlx_snapkv", "eval", *args]
     process = fork_helpers.Popen(command, stderr=subprocess.PIPE, text=True)
     file = base.with_name("r.jsonl")
-    while not (file.exists() and file.read_text().count("\n") > 2):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130 and "Traceback" not in err
-    assert f"What was answered is in {file}; the same command goes on from there." in err
+    wait_for(process, file, 3)
+    interrupt(process, file)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import CALLS, SMALL, assert_same, assert_unpatched, plain, steps
+from request_helpers import CALLS, SMALL, assert_same, assert_unpatched, fail_in, plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVCache, SnapKVError, generate_step
@@ -15,16 +15,7 @@ from mlx_snapkv import SnapKVCache, SnapKVError, generate_step
 def test_an_exception_restores_classes_and_the_callers_cache(
     tiny_model, tokens, votes, call, monkeypatch
 ):
-    count = [0]
-    original = type(tiny_model).__call__
-
-    def failing(self, *args, **kwargs):
-        count[0] += 1
-        if count[0] == call:
-            raise RuntimeError("the model failed")
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(tiny_model), "__call__", failing)
+    fail_in(call, tiny_model, monkeypatch)
     cache = make_prompt_cache(tiny_model)
     before = list(cache)
     with pytest.raises(RuntimeError, match="the model failed"):

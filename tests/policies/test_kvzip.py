@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import assert_unpatched, plain, steps
+from request_helpers import assert_unpatched, fail_in, plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import (
@@ -198,16 +198,7 @@ def test_nothing_is_told_of_others():
 def test_an_error_while_it_reads_again_leaves_everything_as_it_was(
     tiny_model, tokens, call, monkeypatch
 ):
-    count = [0]
-    original = type(tiny_model).__call__
-
-    def failing(self, *args, **kwargs):
-        count[0] += 1
-        if count[0] == call:
-            raise RuntimeError("the model failed")
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(tiny_model), "__call__", failing)
+    fail_in(call, tiny_model, monkeypatch)
     cache = make_prompt_cache(tiny_model)
     before = list(cache)
     with pytest.raises(RuntimeError, match="the model failed"):
