@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ..caches.layers import attention_layers, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
-from ..caches.row_bytes import RowBytes
+from ..entries.quantization import n_bytes, pack
 from ..policies import Policy, Stages
 from .decision import decide, gate
+from .footprint import total_bytes
 from .report import format_bytes
 
 FEW = 128  # gathered entries, below which a value hardly fits with what stands around it: docs/book.md
@@ -114,14 +114,14 @@ def book_cost(
     quotas = quotas_of(layers, policy.prefill_quotas, n_prompt)
     reading, asking = policy.stages
     resident = [min(n_prompt, quota.entries + reading.block) for quota in quotas]
-    stored = n_new * _token(one, memory_quantization(model, layers, memory))
-    plain = [_token([rows], None) for rows in one]
+    how = memory_quantization(model, layers, memory)
+    stored = n_new * n_bytes([pack(x, how) for rows in one for x in rows])
     folders = [Path(tempfile.gettempdir())] if in_files(memory) else []
     folders += [] if saved_in is None else [saved_in]
     return BookCost(
         tokens=n_new,
         resident=max(resident),
-        resident_bytes=sum(size * n for size, n in zip(plain, resident)),
+        resident_bytes=total_bytes(map(n_bytes, one), resident),
         stored_bytes=stored,
         in_memory=not in_files(memory),
         disks=_disks(folders, stored),
@@ -131,11 +131,6 @@ def book_cost(
         if asks
         else None,
     )
-
-
-def _token(rows: Sequence[Any], quantization: Any) -> int:
-    """Bytes of a token's keys and values, `(B, n_kv_heads, 1, head_dim)` by layer."""
-    return sum(RowBytes.of(x, quantization).token for pair in rows for x in pair)
 
 
 def _disks(folders: Sequence[Path], need: int) -> tuple[Disk, ...]:
