@@ -1,5 +1,6 @@
 """Where a layer's entries are kept, and the stores that hold them in memory."""
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -64,10 +65,40 @@ class Store(Source, Protocol):
         """Keys and values of `[start, stop)` as `layouts` has them, uint8 `(stop - start, B, n_kv_heads, row)`."""
 
 
-class PlainStore(Plain):
-    """Entries as they come, in memory, in a cache of mlx-lm's."""
+class _InMemory(ABC):
+    """What stores have in common that keep their entries in a cache of mlx-lm's."""
 
     file_nbytes = 0
+    _cache: Any
+
+    @abstractmethod
+    def entries(self) -> tuple[mx.array, mx.array]: ...
+
+    @property
+    def n_entries(self) -> int:
+        return self._cache.offset
+
+    def flush(self) -> None:
+        return  # what was appended is there already
+
+    def as_cache(self) -> Any:
+        return self._cache if self.n_entries else None
+
+    def truncate(self, n: int) -> None:
+        self._cache.trim(max(0, self.n_entries - n))
+
+    @property
+    def nbytes(self) -> int:
+        return n_bytes(self._cache.keys_and_values()) if self.n_entries else 0
+
+    @property
+    def entry_bytes(self) -> int:
+        return n_bytes(rows(self.entries(), 0, 1)) if self.n_entries else 0  # nothing is computed
+
+
+class PlainStore(_InMemory, Plain):
+    """Entries as they come, in memory, in a cache of mlx-lm's."""
+
     quantization = None
 
     def __init__(self) -> None:
@@ -78,12 +109,6 @@ class PlainStore(Plain):
         self._cache.step = max(KVCache.step, keys.shape[2], self.n_entries // 4)
         _append(self._cache, keys, values)
 
-    def flush(self) -> None:
-        pass
-
-    def as_cache(self) -> KVCache | None:
-        return self._cache if self.n_entries else None
-
     def take(self, entries: Entries) -> bool:
         self.append(*entries.plain())
         return True
@@ -92,9 +117,6 @@ class PlainStore(Plain):
         keys, values = self._cache.keys_and_values()
         return keys, values
 
-    def truncate(self, n: int) -> None:
-        self._cache.trim(max(0, self.n_entries - n))
-
     @property
     def layouts(self) -> list[RowBytes]:
         return [RowBytes.of(x, None) for x in self.entries()] if self.n_entries else []
@@ -102,16 +124,8 @@ class PlainStore(Plain):
     def data(self, start: int, stop: int) -> list[np.ndarray]:
         return _data(self, rows(self.entries(), start, stop))
 
-    @property
-    def nbytes(self) -> int:
-        return n_bytes(self.entries()) if self.n_entries else 0
 
-    @property
-    def entry_bytes(self) -> int:
-        return n_bytes(rows(self.entries(), 0, 1)) if self.n_entries else 0
-
-
-class QuantizedStore:
+class QuantizedStore(_InMemory):
     """Quantised entries, in memory, in a cache of mlx-lm's.
 
     Each entry is quantised by itself, so that it does not matter in which portions they come.
@@ -130,18 +144,8 @@ class QuantizedStore:
         self.quantization = Quantization(cache.bits, cache.group_size)
         self._cache: Any = cache
 
-    @property
-    def n_entries(self) -> int:
-        return self._cache.offset
-
     def append(self, keys: mx.array, values: mx.array) -> None:
         _append(self._cache, keys, values)
-
-    def flush(self) -> None:
-        pass
-
-    def as_cache(self) -> QuantizedKVCache | None:
-        return self._cache if self.n_entries else None
 
     def take(self, entries: Entries) -> bool:
         how = entries.quantization
@@ -167,9 +171,6 @@ class QuantizedStore:
         )
         return keys, values
 
-    def truncate(self, n: int) -> None:
-        self._cache.trim(max(0, self.n_entries - n))
-
     @property
     def layouts(self) -> list[RowBytes]:
         if not self.n_entries:
@@ -179,18 +180,6 @@ class QuantizedStore:
 
     def data(self, start: int, stop: int) -> list[np.ndarray]:
         return _data(self, rows((self._cache.keys, self._cache.values), start, stop))
-
-    @property
-    def nbytes(self) -> int:
-        return n_bytes(self._cache.keys_and_values()) if self.n_entries else 0
-
-    @property
-    def file_nbytes(self) -> int:
-        return 0
-
-    @property
-    def entry_bytes(self) -> int:
-        return n_bytes(rows(self.entries(), 0, 1)) if self.n_entries else 0  # nothing is computed
 
 
 def stored_entries(store: Store) -> Entries:
