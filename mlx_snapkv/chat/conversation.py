@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,21 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, is_compressed
 from ..caches.memories import make_caches
-from ..caches.quantizable import require_quantizable
-from ..engine.decision import gate
-from ..engine.far import require_far
-from ..engine.making import make_request
-from ..engine.prefill import mlx_generate
 from ..engine.recalling import VERIFY_BELOW, Recall
-from ..engine.report import NO_POLICY, CompressionReport
+from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
-from ..engine.serving import MAX_TOKENS, drive, require_no_conflict, without_compression
-from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..several.part import part_of, require_same_prompt, together_through
+from ..several.part import part_of, together_through
 from . import saved_chat
 from .before import Before
 from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix, rendered
-from .requirements import require_known, require_turns
+from .requirements import require_known, require_usable
 from .state import STATE, ChatState, first_messages
+from .turn import turn
 
 
 class Conversation:
@@ -88,7 +81,8 @@ class Conversation:
         self.generation = generation
         self.memory, self.verify, self.verify_below = memory, verify, verify_below
         self.far = far
-        self.policy = self._usable(policy)
+        self.policy = resolve_policy(policy=policy)
+        require_usable(model, self.policy, self._recall, generation)
         self.system = system
         self.reset()
 
@@ -104,20 +98,6 @@ class Conversation:
         """
         Recall(self.memory, verify, self.verify_below, self.far).require(self.policy)
         self.verify = verify
-
-    def _usable(self, policy: Policy | Stages | str | None) -> Policy | Stages | None:
-        chosen = resolve_policy(policy=policy)
-        self._recall.require(chosen)
-        require_far(self.model, chosen, self._recall)
-        if chosen is None:
-            return None
-        require_turns(chosen)
-        require_no_conflict(self.generation)
-        layers = attention_layers(self.model, make_caches(self.model, self.memory, chosen))
-        quantization, _ = taken_from(self.generation)
-        if quantization is not None:
-            require_quantizable(self.model, layers, quantization)
-        return chosen
 
     def reset(self) -> None:
         """Forget everything but the options and the system prompt."""
@@ -263,7 +243,9 @@ class Conversation:
         before = Before(self)
         answered: list[int] = []
         text = ""
-        served = self._served(mx.array(tokens), dict(options))
+        on_report = partial(setattr, self, "report")
+        own = self.prompt_cache, len(self.read), self.policy, self._recall, on_report, options
+        served = turn(self.model, self.tokenizer, mx.array(tokens), *own)
         responses = together_through(self.model, served)
         try:
             for response in responses:
@@ -287,28 +269,6 @@ class Conversation:
     def _may_keep(self, before: Before) -> bool:
         """Whether the last turn is cheap to take back exactly: on all ranks, if they hold different layers."""
         return all(part_of(self.model).all_layers([before.is_cheap(self)]))
-
-    def _served(self, tokens: mx.array, options: dict[str, Any]) -> Iterator[GenerationResponse]:
-        """mlx-lm's responses to the turn's tokens, on a cache that is compressed if the policy says so."""
-        require_same_prompt(self.model, tokens)
-        given = {"tokenizer": self.tokenizer, "prompt": tokens}
-        start = functools.partial(mlx_generate.stream_generate, **given)
-        quantization = None
-        n_prompt = len(self.read) + tokens.size
-        reason: str | None = "no policy was given"
-        if self.policy is not None:
-            quantization, options = taken_from(options)
-            n_answer = options.get("max_tokens", MAX_TOKENS)
-            goes_on = is_compressed(self.prompt_cache)
-            reason = None if goes_on else gate(self.policy, n_prompt, None, n_answer)
-        if self.policy is None or reason is not None:
-            self.report = CompressionReport(str(self.policy or NO_POLICY), n_prompt, reason)
-            options["prompt_cache"] = self.prompt_cache
-            return start(self.model, **options)
-        wanted = self.model, self.policy, tokens.size, self.prompt_cache, quantization
-        request = make_request(*wanted, self._recall)
-        on_report = functools.partial(setattr, self, "report")
-        return drive(start, request, on_report, options, without_compression, keep=True)
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""

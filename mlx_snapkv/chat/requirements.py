@@ -3,13 +3,36 @@
 import inspect
 from typing import Any
 
+from ..caches.layers import attention_layers
+from ..caches.memories import make_caches
+from ..caches.quantizable import require_quantizable
+from ..engine.far import require_far
 from ..engine.prefill import mlx_generate
+from ..engine.recalling import Recall
+from ..engine.serving import require_no_conflict
+from ..entries.quantization import taken_from
 from ..errors import SnapKVError, UnknownOptionError
 from ..policies import Policy, Stages
 from ..policies.base import suggestion
 
 
-def require_turns(policy: Policy | Stages) -> None:
+def require_usable(
+    model: Any, policy: Policy | Stages | None, recall: Recall, generation: dict[str, Any]
+) -> None:
+    """Raises: SnapKVError: policy, memory and the options of answers don't go together, or not with the model."""
+    recall.require(policy)
+    require_far(model, policy, recall)
+    if policy is None:
+        return
+    _require_turns(policy)
+    require_no_conflict(generation)
+    layers = attention_layers(model, make_caches(model, recall.memory, policy))
+    quantization, _ = taken_from(generation)
+    if quantization is not None:
+        require_quantizable(model, layers, quantization)
+
+
+def _require_turns(policy: Policy | Stages) -> None:
     """Raises: SnapKVError: the policy chooses from a prompt as a whole, and a turn is but a part of one."""
     _, decode_policy = policy.stages
     if decode_policy.repeats is not None:

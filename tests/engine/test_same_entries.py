@@ -194,13 +194,13 @@ def conversed(demo_model, haystack, policy, memory, turns, kept):
         list(talk.send(fact.question))
     known = list(talk.read)
     read = []
-    original = talk._served
+    original = talk._unread
 
-    def served(tokens, options):
-        read.extend(tokens.tolist())
-        return original(tokens, options)
+    def unread(messages):
+        read.extend(original(messages))
+        return list(read)
 
-    talk._served = served
+    talk._unread = unread
     found = kept(lambda: list(talk.send(facts[turns - 1].question)))
     return found, mx.array(known + read)
 
