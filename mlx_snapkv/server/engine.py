@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,10 +19,11 @@ from ..engine.report import CompressionReport
 from ..planning.long_prompts import LongPrompts
 from .channel import Accepted, Channel, Finished, Read, Started
 from .counting import Counted
-from .failures import as_api_error, busy, log, shutting_down, too_long
+from .failures import as_api_error, log, shutting_down, too_long
 from .likely import chosen, n_likely
 from .loaded import Loaded
 from .metrics import Metrics
+from .open_requests import OpenRequests
 from .prefix_files import PrefixFiles
 from .prefixes import Prefixes
 from .requests import Limits, Running, Waiting
@@ -65,8 +65,7 @@ class Engine(ResponseGenerator):
         self._options = generation
         self._running: dict[int, Running] = {}
         self._waiting: deque[Waiting] = deque()
-        self._lock = threading.Lock()
-        self._n_open = 0
+        self._open = OpenRequests(limits, metrics)
         metrics.track("requests", lambda: self.kv_bytes)
         metrics.track("prefixes", lambda: prefixes.nbytes)
         metrics.track("prefix_files", lambda: prefixes.file_nbytes)
@@ -87,12 +86,7 @@ class Engine(ResponseGenerator):
         """
         if self._stop:
             raise shutting_down()
-        with self._lock:
-            waiting = self._n_open - self.limits.concurrency
-            if waiting >= self.limits.queue:
-                raise busy(max(0, waiting))
-            self._n_open += 1
-        self.metrics.opened()
+        self._open.enter()
         self.requests.put((channel, body))
         if self._stop:  # perhaps after the thread has looked into the queue for the last time
             channel.put(shutting_down())
@@ -186,7 +180,7 @@ class Engine(ResponseGenerator):
     def _take(self, channel: Any, body: Body, seed: int | None = None) -> None:
         if channel.cancelled:
             if isinstance(channel, Channel):
-                self._close(channel)
+                self._close()
             return
         wanted = asked(body, self.loaded.tokenizer, self.defaults, seed)
         if isinstance(channel, Counted):
@@ -204,7 +198,7 @@ class Engine(ResponseGenerator):
     def _start(self, waiting: Waiting) -> None:
         channel, wanted = waiting.channel, waiting.asked
         if self._is_gone(waiting):
-            self._close(channel)
+            self._close()
             return
         prompt = wanted.prompt
         caches, n_known = self._known(prompt)
@@ -270,7 +264,7 @@ class Engine(ResponseGenerator):
         del self._running[response.uid]
         end = answer.finish_reason, answer.n_tokens, answer.n_reasoning, answer.stopped_by
         channel.put(Finished(*end, running.report))
-        self._close(channel)
+        self._close()
 
     def _new_generator(self) -> CompressedBatchGenerator:
         tokenizer = self.loaded.tokenizer
@@ -298,13 +292,14 @@ class Engine(ResponseGenerator):
         if uids:
             self.generator.remove(uids)
         for uid in uids:
-            self._close(self._running.pop(uid).channel)
+            del self._running[uid]
+            self._close()
 
     def _fail(self, channel: Any, error: Exception) -> None:
         """End a request with what went wrong."""
         channel.put(as_api_error(error))
         if isinstance(channel, Channel):
-            self._close(channel)
+            self._close()
 
     def _fail_all(self, error: Exception) -> None:
         """A step has failed: end its requests, and go on with a new batch."""
@@ -321,7 +316,6 @@ class Engine(ResponseGenerator):
         while (request := self._next_request()) is not None:
             self._fail(request[0], error)
 
-    def _close(self, channel: Channel) -> None:
-        with self._lock:
-            self._n_open -= 1
-        self.metrics.closed()
+    def _close(self) -> None:
+        """A request has ended that clients had opened."""
+        self._open.leave()

@@ -11,7 +11,6 @@ from ..batch.sharing import heard, told
 from ..errors import SnapKVError, sentence
 from ..several.part import require_alike
 from ..several.ranks import Ranks
-from .channel import Channel
 from .engine import Engine
 from .failures import ApiError, log
 from .requests import Waiting
@@ -179,9 +178,9 @@ class SharedEngine(Engine):
         if self._ranks.rank == 0:
             super()._fail(channel, error)
 
-    def _close(self, channel: Channel) -> None:
+    def _close(self) -> None:
         if self._ranks.rank == 0:
-            super()._close(channel)
+            super()._close()
 
     def _fail_all(self, error: Exception) -> None:
         """The ranks have come apart: the server ends."""
