@@ -97,9 +97,8 @@ def record_kvzip(model, tokenizer, tokens, chunk: int) -> dict[str, np.ndarray]:
         tokenizer.save_pretrained(folder)
         model.config.name_or_path = folder
         with press(model):
-            model(
-                tokens, past_key_values=DynamicCache()
-            )  # it reads on from the one that it is shown
+            # It reads on from the cache that it is shown.
+            model(tokens, past_key_values=DynamicCache())
     return found
 
 

@@ -313,9 +313,8 @@ class SnapKVCache(EvictingCache):
     @state.setter
     def state(self, v: tuple) -> None:
         own = self._take_decision_state(v)
-        self._take(
-            _STATE, own + [None] * (len(_STATE) - len(own))
-        )  # earlier files know no rotations
+        missing = [None] * (len(_STATE) - len(own))  # earlier files know no rotations
+        self._take(_STATE, own + missing)
         self.n_pin = self._pinned_positions.shape[-1]
         self._n = n_rows(self.keys)
         self._tail = None

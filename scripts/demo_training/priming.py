@@ -82,9 +82,8 @@ def _copying(attention) -> None:
 def _qwen_lags(linear, projection: torch.Tensor) -> None:
     """Layer 0: the short convolution delays values by 1 and 2 tokens; a fast decay forgets all else."""
     d = 32
-    rows = linear.in_proj_qkvz.weight.view(
-        2, 6 * d, 128
-    )  # by key head: q, k, v of 2 heads, z of 2 heads
+    # By key head: q, k, v of 2 heads, z of 2 heads.
+    rows = linear.in_proj_qkvz.weight.view(2, 6 * d, 128)
     rows[0, : 2 * d, CONSTANT] = torch.rand(d).repeat(2) + 0.5
     rows[0, 4 * d :, CONSTANT] = 0.5
     convolution = linear.conv1d.weight[:, 0]  # channels: q (2 heads), k (2 heads), v (4 heads)
@@ -103,9 +102,8 @@ def _qwen_lags(linear, projection: torch.Tensor) -> None:
 def _qwen_induction(attention, projection: torch.Tensor) -> None:
     """Layer 1: as in the LLaMA, in the dimensions that partial RoPE leaves alone."""
     content = slice(16, 16 + LAG_DIMS)
-    queries = attention.q_proj.weight.view(2, 2, 2, HEAD_DIM, 128)[
-        :, :, 0
-    ]  # the other half is the gate
+    queries = attention.q_proj.weight.view(2, 2, 2, HEAD_DIM, 128)
+    queries = queries[:, :, 0]  # the other half is the gate
     keys = attention.k_proj.weight.view(2, HEAD_DIM, 128)
     for head in range(2):
         queries[0, head, content, TOKEN] += projection

@@ -87,12 +87,8 @@ def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
             measure_decoding(make_model("gpt_oss", {"head_dim": 32}), 1024, snapkv_for(1024), 1)
         )
     )
-    assert kinds == {
-        "full",
-        "rotating",
-        "plain",
-        "snapkv",
-    }  # quantised rows don't take attention sinks
+    # Quantised entries don't take attention sinks.
+    assert kinds == {"full", "rotating", "plain", "snapkv"}
 
 
 def test_every_finished_part_is_saved(model):

@@ -42,9 +42,8 @@ def test_rows_never_exceed_the_budget_and_a_block(updates, rows, n_window, expec
         assert cache.keys.shape[2] <= rows + 6 and cache.values.shape[2] <= rows + 6
         positions = np.asarray(cache.positions)
         assert cache.offset == fed and positions.shape == (B, H, cache.size())
-        assert np.array_equal(
-            np.asarray(values)[..., 0], positions
-        )  # each row is the one it is said to be
+        # Each entry is the one it is said to be.
+        assert np.array_equal(np.asarray(values)[..., 0], positions)
         assert (np.diff(positions.astype(int)) > 0).all()
         newest = min(fed, max(L, n_window))
         assert (positions[..., -newest:] == np.arange(fed - newest, fed)).all()

@@ -66,9 +66,8 @@ def test_a_prompt_cache_holds_the_whole_prompt_and_goes_on(wide, tokens, memory,
     keywords = {"policy": POLICY, "memory": memory, "verify": verify}
     reports, cache = [], make_prompt_cache(wide)
     steps(wide, tokens[:150], 6, prompt_cache=cache, **keywords)
-    assert {c.offset for c in cache} == {
-        151
-    }  # the first token of the answer was fed before the compression
+    # The first token of the answer was fed before the compression.
+    assert {c.offset for c in cache} == {151}
     for c in cache:
         c.trim(1)
     found = steps(wide, tokens[150:], prompt_cache=cache, on_report=reports.append, **keywords)

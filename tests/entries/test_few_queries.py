@@ -28,10 +28,8 @@ def test_it_is_causal_attention(n, heads):
     n_heads, H = heads
     q = 4 * mx.random.normal((2, n_heads, n, 16), key=mx.random.key(n))
     held = mx.random.normal((2, H, 80, 24), key=mx.random.key(n + 1))
-    k, v = (
-        held[:, :, :50, :16],
-        held[:, :, 10:60, 12:],
-    )  # as a cache gives them: parts of longer arrays
+    # As a cache gives them: parts of longer arrays.
+    k, v = held[:, :, :50, :16], held[:, :, 10:60, 12:]
     found = few_queries.attend(q, k, v, 0.3)
     np.testing.assert_allclose(np.array(found), _attention(q, k, v, 0.3), rtol=2e-5, atol=2e-6)
 

@@ -156,9 +156,8 @@ def test_a_batch_has_so_many_prompts_and_entries(demo_llama, monkeypatch):
 
         def counted():
             for i, prompt in enumerate(prompts):
-                most.append(
-                    len(begun) - len(ended)
-                )  # when the next is asked for, its room not yet known
+                # The next is asked for, and its room not yet known.
+                most.append(len(begun) - len(ended))
                 begun.append(i)
                 yield i, prompt
 

@@ -127,9 +127,8 @@ def test_rotations_that_depend_on_the_length_do_not_compose():
 
 
 NORMED = {"hunyuan", "hunyuan_v1_dense"}
-BEFORE_MASK = dict.fromkeys(
-    ("ministral3", "mistral3", "mistral4"), (mx.ones((41, 1)),)
-)  # a scale of queries
+# A scale of queries.
+BEFORE_MASK = dict.fromkeys(("ministral3", "mistral3", "mistral4"), (mx.ones((41, 1)),))
 
 WIDE = {"prism_hadamard_qwen35": 128}
 
@@ -150,9 +149,8 @@ def test_every_familys_keys(name):
         else:
             mask = create_causal_mask(41)
             layer.attention(hidden, *BEFORE_MASK.get(name, ()), mask, cache)
-        keys = Entries(*own.keys_and_values(), layer=layer).keys[
-            :, :, 1:41
-        ]  # a convolution's first is another
+        keys = Entries(*own.keys_and_values(), layer=layer).keys
+        keys = keys[:, :, 1:41]  # a convolution's first is another
         B, H, _, D = keys.shape
         can = layer.family.can_turn(layer.attention, layer.rope, D, 4096)
         assert can == (name not in NORMED)

@@ -65,9 +65,8 @@ def test_a_loaded_book_answers_as_the_one_saved(path, tokens, make, memory):
         loaded = saved.load(path, model)
         assert (loaded.tokens, loaded.policy) == (tokens.tolist(), BOOK)
         assert_same(asked(model, loaded.prompt_cache, way), wanted)
-    saved.save(
-        path, model, read(model, tokens, memory), tokens, BOOK
-    )  # from memory, the same files
+    # From memory, the same files.
+    saved.save(path, model, read(model, tokens, memory), tokens, BOOK)
     assert_same(asked(model, saved.load(path, model).prompt_cache, in_file), wanted)
 
 

@@ -117,9 +117,8 @@ def test_compressed_caches_of_an_older_format_are_told(path, tokens, monkeypatch
     with monkeypatch.context() as older:
         older.setattr(files, "FORMAT", 1)
         saved_file(path, model, tokens)
-    monkeypatch.delattr(
-        mlx_cache, "BlockKVCache"
-    )  # a name that the file tells, and this version does not know
+    # A name that the file tells, and this version does not know.
+    monkeypatch.delattr(mlx_cache, "BlockKVCache")
     with pytest.raises(
         SnapKVError, match=r"has format 1, whose .* can't read: save the prompt again"
     ):

@@ -136,11 +136,8 @@ def test_stop_sequences_and_sampling(client):
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
     assert text_of(stopped) == whole[: whole.index(word)]
     assert ask(client, HELLO, max_tokens=2).stop_reason == "max_tokens"
-    chance = {
-        "temperature": 1.0,
-        "top_p": 0.99,
-        "top_k": 500,
-    }  # no arguments of the client any more
+    # No arguments of the client any more.
+    chance = {"temperature": 1.0, "top_p": 0.99, "top_k": 500}
     texts = {text_of(ask(client, HELLO, max_tokens=12, extra_body=chance)) for _ in range(6)}
     assert len(texts) > 1
 

@@ -11,9 +11,8 @@ COMMAND = [sys.executable, "-m", "mlx_snapkv", "serve", "--model", "demo", "--po
 
 
 def default_interrupt():
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored where tests run in the background
+    # It is ignored where tests run in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_serve_answers_both_clients_until_interrupted():
