@@ -127,6 +127,6 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
     report = turn.compress()
     layer = N_ROWS * caches[0].entry_bytes
     assert mx.get_peak_memory() - before < 3 * layer
-    assert report.rows_kept == [64] * N_LAYERS
+    assert report.entries_kept == [64] * N_LAYERS
     assert report.kv_bytes_before == N_LAYERS * caches[0].entry_bytes * (N_ROWS + 42)
     assert all(c.fresh.empty() and c.offset == N_ROWS + 42 for c in caches)

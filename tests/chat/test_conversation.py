@@ -66,7 +66,7 @@ def test_recall_answers_every_question_of_a_document_and_drop_does_not(demo_mode
         conversation = Conversation(model, tokenizer, policy=SMALL, memory=memory, max_tokens=16)
         conversation.attach(document)
         right[memory] = all_right(conversation, facts)
-        kept = [n for n in conversation.report.rows_kept if n is not None]
+        kept = [n for n in conversation.report.entries_kept if n is not None]
         assert set(kept) == {64} and conversation.report.reason is None
     assert all(right[memory] == [True] * 4 for memory in RECALLS)
     assert right["drop"][0] and sum(right["drop"]) < 4

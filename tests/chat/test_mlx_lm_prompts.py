@@ -45,7 +45,7 @@ def test_every_turn_chooses_among_its_rows(loaded_llama, read_by_mlx_lm, memory,
     for fact in facts:
         answer = "".join(response.text for response in chat.send(fact.question))
         right.append(is_right(fact, answer))
-        assert chat.report.compressed and chat.report.rows == 64
+        assert chat.report.compressed and chat.report.entries == 64
     assert right[0] and (memory == "drop" or all(right))
 
 
@@ -93,7 +93,7 @@ def test_a_policy_given_is_for_files_that_have_none(loaded_llama, tmp_path):
         loaded = Conversation.load(tmp_path / "chat.safetensors", *loaded_llama, **options)
         assert loaded.policy == chat.policy or first is None
         ask(loaded, facts[1].question)
-        assert loaded.report.rows == (96 if first is None else 64)
+        assert loaded.report.entries == (96 if first is None else 64)
 
 
 def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, tmp_path):

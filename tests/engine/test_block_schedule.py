@@ -59,7 +59,7 @@ def test_rows_in_memory_stay_within_budget_and_block_from_first_chunk_to_last_to
     assert len(items) == 60 and 40 < most[0] <= 40 + 16
     caches = compressed(cache)
     assert caches and all(c.offset == 200 + 60 for c in caches)
-    kept = [n for n in reports[0].rows_kept if n is not None]
+    kept = [n for n in reports[0].entries_kept if n is not None]
     assert len(kept) == len(caches) and set(kept) == {40} and reports[0].reason is None
     assert reports[0].kv_bytes_after == sum(c.nbytes for c in caches)
     assert reports[0].kv_bytes_before == caches[0].nbytes // (40 + 16) * 201 * len(caches)
@@ -184,7 +184,7 @@ def test_key_only_policies_touch_no_class(tokens, monkeypatch):
 
 def test_what_prefill_returns_can_be_decoded_by_mlx_lm_itself(tiny_model, tokens):
     cache, report = prefill(tiny_model, tokens[:-1], spec("keydiff"))
-    assert report.rows == 40
+    assert report.entries == 40
     for _ in mlx_generate.generate_step(tokens[-1:], tiny_model, max_tokens=80, prompt_cache=cache):
         assert all(c.size() <= 56 for c in compressed(cache))
 
@@ -205,7 +205,7 @@ def test_two_stages(tiny_model, tokens, then, schedule):
     steps(tiny_model, tokens, n=30, policy=policy, prompt_cache=cache, on_report=reports.append)
     kind = SnapKVCache if schedule == "once" else BlockKVCache
     assert all(isinstance(c, kind) for c in compressed(cache)) and compressed(cache)
-    assert {n for n in reports[0].rows_kept if n is not None} == {24}
+    assert {n for n in reports[0].entries_kept if n is not None} == {24}
     assert all(c.keys.shape[2] <= 24 + 8 for c in compressed(cache))
     assert reports[0].policy == str(resolve_policy(policy=policy))
     assert_unpatched()
@@ -218,10 +218,8 @@ def test_two_stages_positions_are_those_of_the_prompt(tokens):
         model, tokens, f"{spec('keydiff', budget=60)} then {spec('snapkv', 'once', 30)}"
     )
     model(tokens[None], cache=full)
-    first, whole = (
-        cache[0],
-        full[0].keys_and_values()[0],
-    )  # the first layer's keys depend on the token alone
+    # The first layer's keys depend on the token alone.
+    first, whole = cache[0], full[0].keys_and_values()[0]
     for head in range(2):
         positions = first.positions[0, head]
         assert positions[-16:].tolist() == list(range(184, 200))
@@ -247,7 +245,7 @@ def test_a_pyramid_keeps_more_in_low_layers(tiny_model, tokens, name):
             prompt_cache=cache,
             on_report=reports.append,
         )
-        kept = [n for n in reports[0].rows_kept if n is not None]
+        kept = [n for n in reports[0].entries_kept if n is not None]
         assert (
             kept == sorted(kept, reverse=True)
             and kept[0] > kept[-1]
@@ -258,7 +256,7 @@ def test_a_pyramid_keeps_more_in_low_layers(tiny_model, tokens, name):
 
 def test_a_share_of_the_prompt(tokens):
     _cache, report = prefill(make_llama(), tokens, spec("keydiff", budget="25%"))
-    assert report.rows == 50
+    assert report.entries == 50
 
 
 def test_mass_chooses_rows_by_layer_and_reports_them(tokens):
@@ -267,11 +265,11 @@ def test_mass_chooses_rows_by_layer_and_reports_them(tokens):
     rows = []
     for mass in (0.5, 0.9, 0.99):
         _, report = prefill(model, tokens, policy.format(mass))
-        assert all(m >= mass - 1e-6 for m in report.mass_kept)
-        rows.append(report.rows_kept)
+        assert all(m >= mass - 1e-6 for m in report.attention_share)
+        rows.append(report.entries_kept)
     assert all(a < b for few, many in itertools.pairwise(rows) for a, b in zip(few, many))
     _, report = prefill(model, tokens, policy.format(0.99).replace("100%", "40"))
-    assert report.rows_kept == [40, 40]
+    assert report.entries_kept == [40, 40]
 
 
 def test_nan_keys_are_one_sentence_and_leave_the_cache_alone(tokens):

@@ -50,7 +50,7 @@ def test_mass_kept_is_the_share_of_votes(tokens):
     caches = prefilled(model, tokens)
     full = list(caches)
     report = compress_prompt_cache(model, caches, POLICY)
-    for before, after, mass in zip(full, caches, report.mass_kept):
+    for before, after, mass in zip(full, caches, report.attention_share):
         raw = reference.votes(
             before.queries, before.keys_and_values()[0], range(184, 200), before.scale
         )
@@ -161,4 +161,4 @@ def test_sliding_layers_keep_their_rotating_cache(tokens):
     policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0)
     caches, report = prefill(model, tokens, policy)
     assert isinstance(caches[0], SnapKVCache) and isinstance(caches[1], RotatingKVCache)
-    assert report.rows_kept == [56, None]
+    assert report.entries_kept == [56, None]

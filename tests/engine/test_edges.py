@@ -64,7 +64,7 @@ def assert_told(report):
     """Either entries were dropped, or a reason says why not."""
     assert report.compressed or report.reason
     if report.compressed:
-        assert 0 < report.rows <= report.prompt_tokens
+        assert 0 < report.entries <= report.prompt_tokens
 
 
 @pytest.mark.parametrize("policy", SHORT)

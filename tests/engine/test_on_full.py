@@ -37,7 +37,7 @@ def answer(model, tokens, n, on_full, **changes):
 
 def test_grow_keeps_every_generated_row(tiny_model, tokens):
     _, caches, report = answer(tiny_model, tokens, 150, "grow")
-    assert report.rows == 56
+    assert report.entries == 56
     for cache in caches:
         assert cache.size() == 56 + 150  # what the policy keeps is the prompt's
         assert cache.positions[0, 0, -150:].tolist() == list(range(200, 350))
@@ -63,7 +63,7 @@ def test_choosing_again_keeps_one_shape_and_the_budget(tiny_model, tokens, on_fu
 
     monkeypatch.setattr(SnapKVCache, "update_and_fetch", watched)
     _, caches, report = answer(tiny_model, tokens, 200, on_full)
-    assert report.rows == 56 and report.reason is None
+    assert report.entries == 56 and report.reason is None
     assert {shape[2] for shape in shapes} == {56}
     for cache in caches:
         positions = set(cache.positions[0, 0].tolist())

@@ -25,8 +25,8 @@ def test_all_tokens_are_read_and_the_cache_is_cut(tiny_model, tokens):
         positions = c.positions
         assert mx.all(positions[..., 1:] > positions[..., :-1]).item()
     assert report.compressed and report.prompt_tokens == 200
-    assert [n for n in report.rows_kept if n is not None] == [56, 56]
-    assert all(0 < m <= 1 for m in report.mass_kept if m is not None)
+    assert [n for n in report.entries_kept if n is not None] == [56, 56]
+    assert all(0 < m <= 1 for m in report.attention_share if m is not None)
     assert report.kv_bytes_after == sum(c.nbytes for c in cut) < report.kv_bytes_before
 
 
@@ -151,7 +151,7 @@ def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message
 
 def test_a_policy_may_be_a_string(tokens):
     _, report = prefill(make_llama(), tokens, "snapkv:top_k=20,n_sink=4,n_window=32,min_ctx=0")
-    assert report.rows == 56
+    assert report.entries == 56
 
 
 @pytest.mark.parametrize("schedule", ["once", "block"])

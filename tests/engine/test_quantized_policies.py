@@ -46,7 +46,7 @@ def said(model, tokens, policy, bits, n=40):
 def test_every_cache_is_quantised_and_within_its_bound(model, tokens, policy, bits):
     cache, _, report = said(model, tokens, policy, bits)
     plain, _, unquantised = said(model, tokens, policy, None)
-    assert report.rows_kept == unquantised.rows_kept
+    assert report.entries_kept == unquantised.entries_kept
     for mine, theirs in zip(cache, plain, strict=True):
         assert is_quantised(mine) and (mine.bits, mine.group_size) == (bits, 32)
         assert mine.offset == theirs.offset and mine.size() == theirs.size()

@@ -308,7 +308,7 @@ def test_a_request_is_compressed_and_left_clean(model):
     for layer in layers:
         assert layer.cache_in(cache).size() == POLICY.budget
     untouched = set(range(len(cache))) - {layer.index for layer in layers}
-    assert all(reports[0].rows_kept[i] is None for i in untouched)
+    assert all(reports[0].entries_kept[i] is None for i in untouched)
     # The first token is mlx-lm's own: it was decoded on the full rows.
     assert ours[0][0] == plain(model, TOKENS, n=1)[0][0]
     assert all(entry_of(cls) is call for cls, call in originals.items())
@@ -395,7 +395,7 @@ def test_sliding_layers_with_plain_caches_are_left_alone():
     model = make_model("pixtral", {"text_config": text})
     cache, report = prefill(model, TOKENS, POLICY)
     assert [type(c).__name__ for c in cache] == ["KVCache", "SnapKVCache"] * 2
-    assert report.rows_kept == [None, POLICY.budget] * 2
+    assert report.entries_kept == [None, POLICY.budget] * 2
 
 
 def test_a_wrapper_of_a_refused_type_gives_its_reason():
