@@ -229,9 +229,7 @@ class Engine(ResponseGenerator):
             n = running.n_prompt - progress.progress[1] + progress.progress[0]
             if progress.end_of_segment and n in running.cuts:
                 caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
-                self.prefixes.insert(tokens, caches)
-                if self._reuse.ends_at(n, running.cuts):
-                    running.recalled = list(tokens), caches  # to theirs the answer is added
+                self._reuse.read(running, n, tokens, caches)
             running.channel.put(Read(n, running.n_prompt))
         self.kv_bytes = self.generator.prompt_cache_nbytes
         for response in responses:
@@ -257,10 +255,7 @@ class Engine(ResponseGenerator):
             self.generator.remove([response.uid])
         else:
             caches, tokens = response.prompt_cache, response.all_tokens
-        if running.recalled is None:
-            running.recalled = tokens, caches
-            self.prefixes.insert(*running.recalled)
-        self.prefixes.keep(*running.recalled)
+        self._reuse.answered(running, tokens, caches)
         del self._running[response.uid]
         end = answer.finish_reason, answer.n_tokens, answer.n_reasoning, answer.stopped_by
         channel.put(Finished(*end, running.report))
@@ -283,10 +278,7 @@ class Engine(ResponseGenerator):
         self._running[uid].report = report
 
     def _recalled(self, uid: int, caches: list, tokens: list[int]) -> None:
-        running = self._running[uid]
-        if running.recalled is None:
-            running.recalled = tokens, caches
-            self.prefixes.insert(tokens, caches)
+        self._reuse.recalled(self._running[uid], tokens, caches)
 
     def _remove(self, uids: list[int]) -> None:
         if uids:

@@ -10,6 +10,7 @@ from ..batch.openai_body import Body
 from .cuts import cuts
 from .loaded import Loaded
 from .prefixes import Prefixes
+from .requests import Running
 
 
 class Reuse:
@@ -41,6 +42,19 @@ class Reuse:
         """After how many of a prompt's tokens its caches are to be kept, in order."""
         return cuts(body, self._tokenizer, prompt, self._keeps_all) if self._keeps_parts else []
 
-    def ends_at(self, n: int, wanted: list[int]) -> bool:
-        """Whether the caches kept after `n` tokens, one of the cuts `wanted`, stand for the whole prompt."""
-        return self._keeps_all and n == wanted[-1]
+    def read(self, running: Running, n: int, tokens: list[int], caches: list) -> None:
+        """Keep what caches have read after `n` of a prompt's tokens, one of its cuts."""
+        self._prefixes.insert(tokens, caches)
+        if self._keeps_all and n == running.cuts[-1]:  # they stand for the whole prompt
+            running.recalled = list(tokens), caches  # to theirs the answer is added
+
+    def recalled(self, running: Running, tokens: list[int], caches: list) -> tuple[list[int], list]:
+        """Keep caches with all entries that a request has read, unless others of it are kept; those that are."""
+        if running.recalled is None:
+            running.recalled = tokens, caches
+            self._prefixes.insert(tokens, caches)
+        return running.recalled
+
+    def answered(self, running: Running, tokens: list[int], caches: list) -> None:
+        """Keep what a request has read and answered, also for when the server has ended."""
+        self._prefixes.keep(*self.recalled(running, tokens, caches))
