@@ -103,7 +103,6 @@ class First:
     """The first `n_entries` of a source."""
 
     def __init__(self, source: Source, n_entries: int):
-        self._source = source
         self.n_entries = n_entries
         self.waits = source.waits
         self.read_keys, self.gather = source.read_keys, source.gather
