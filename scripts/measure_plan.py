@@ -145,7 +145,8 @@ through by the rules by which MLX evaluates graphs.
 - **answering**: the same for one token of the answer, with full caches where they grow next; not what a policy needs
   for a moment to choose among the answer's own entries.
 - **fits**: whether the larger of the two is within what the machine gives to models; `taken` is the
-  policy asked for, if it fits, or else, of those that do, the best for the answer; the command at the end does that.
+  policy asked for, if it fits, or else, of those that do, the best for the answer; the command at the end does that. Of
+  more tokens than the model was trained to read, that is one that brings them nearer (`--far`), if it fits.
 
 ## What it depends on
 

@@ -85,7 +85,7 @@ def batch(
     say of its sampling and length, the options here do. A line that can't be answered becomes one that says why.
 
     \b
-      mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --policy keydiff:budget=25%
+      mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --policy keydiff:budget=25%,min_ctx=1024
       cat requests.jsonl | mlx-snapkv batch - -o answers.jsonl --model demo \\
           --snapkv top_k=1024,min_ctx=0 --concurrency 16 --max-kv-bytes 4GB
     """

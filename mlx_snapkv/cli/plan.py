@@ -187,6 +187,8 @@ def _print(
         plan = fit[-1]
         n = plan.context
     print(f"For {tokens(n)} tokens:\n  {_command(model, plan)}")
+    if plan.beyond is not None:
+        print(plan.beyond)
 
 
 def _table(

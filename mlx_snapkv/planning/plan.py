@@ -14,7 +14,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..caches.layers import attention_layers, token_caches
 from ..caches.quantizable import require_quantizable
 from ..engine.decision import PREFILL_STEP_SIZE, gate
+from ..engine.far import beyond
 from ..engine.footprint import Footprint
+from ..engine.recalling import Recall
 from ..entries.quantization import Quantization, n_bytes, pack
 from ..errors import SnapKVError, UnsupportedModelError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
@@ -46,6 +48,7 @@ class MemoryPlan:
         kv_in_bits: the same, if they were quantised to so many; empty where they can't be.
         reading, answering: the most in use at once until then, and from then on; the weights included.
         reason: why the policy leaves the prompt as it is, if it does.
+        beyond: a sentence, if the model was trained to read fewer tokens, and they are left where they are.
     """
 
     context: int
@@ -57,6 +60,7 @@ class MemoryPlan:
     answering: int
     reason: str | None = None
     kv_in_bits: dict[int, int] = field(default_factory=dict)
+    beyond: str | None = None
 
     @property
     def peak(self) -> int:
@@ -149,6 +153,7 @@ def _without_peaks(
         0,
         reason,
         in_bits,
+        beyond(model, used, Recall(), context),
     )
 
 
@@ -220,13 +225,19 @@ def fitting(
 ) -> MemoryPlan | None:
     """The plan of the first of `CANDIDATES` that fits; None if none does.
 
+    Of more tokens than the model was trained to read, the first that also brings them nearer, if one does.
+
     Args:
         usable: bytes.
         found: plans for this context that are made already.
     """
     known = {plan.policy: plan for plan in found if plan.context == context}
+    best = None
     for policy in CANDIDATES if can_compress(model) else CANDIDATES[:1]:
         plan = known.get(policy) or plan_memory(model, context, policy, **options)
-        if plan.peak <= usable:
+        if plan.peak > usable:
+            continue
+        if plan.beyond is None:
             return plan
-    return None
+        best = best or plan
+    return best

@@ -16,12 +16,12 @@ def small_machine(monkeypatch):
 
 
 def test_a_table_of_one_context(call):
-    code, out, _ = call("plan", "--model", "demo", "--context", "64k", "--memory", "1GB")
+    code, out, _ = call("plan", "--model", "demo", "--context", "16k", "--memory", "300MB")
     assert code == 0
     rows = [line.split() for line in out.splitlines() if "B " in line and "may be" not in line]
-    assert rows[1][:5] == ["64k", "full", "cache", "201", "MB"] and rows[1][-1] == "no"
+    assert rows[1][:5] == ["16k", "full", "cache", "50.3", "MB"] and rows[1][-1] == "no"
     assert rows[2][0] == "snapkv:top_k=4096,min_ctx=0" and rows[2][-1] == "taken"
-    assert "667 MB of 1 GB may be used. Taken: the policy asked for, or of what fits" in " ".join(
+    assert "200 MB of 300 MB may be used. Taken: the policy asked for, or of what fits" in " ".join(
         out.split()
     )
     command = shlex.split(out.splitlines()[-1])
@@ -41,6 +41,17 @@ def test_the_policy_asked_for_is_taken_where_it_fits(call):
         code, out, _ = call("plan", "--model", "demo", *asked, "--json")
         (found,) = json.loads(out)["taken"]
         assert code == 0 and found["policy"] == taken and f"--policy {taken}" in found["command"]
+
+
+def test_more_tokens_than_the_model_was_trained_to(call):
+    asked = ["plan", "--model", "demo", "--context", "32k"]
+    _, out, _ = call(*asked)
+    assert out.splitlines()[-1].endswith("--policy keydiff:budget=8192,pool_kernel=5")
+    far = "32768 tokens are more than the 16384 that this model was trained to read"
+    policy = ["--policy", "snapkv:top_k=64,min_ctx=0"]
+    assert far in call(*asked, *policy)[1].splitlines()[-1]
+    full, asked_for = json.loads(call(*asked, *policy, "--json")[1])["plans"]
+    assert far in full["beyond"] and far in asked_for["beyond"]
 
 
 def test_a_policy_as_json(call):

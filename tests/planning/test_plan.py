@@ -123,12 +123,20 @@ def test_what_reads_twice_and_what_has_no_room_is_said(demo_llama):
 
 
 def test_the_first_that_fits_is_taken(demo_llama):
-    model, n = demo_llama[0], 65_536
+    model, n = demo_llama[0], 16_384
     peaks = [plan_memory(model, n, policy).peak for policy in CANDIDATES]
     assert sorted(peaks, reverse=True) == peaks
     for policy, peak in zip(CANDIDATES, peaks):
         assert fitting(model, n, peak).policy == policy
     assert fitting(model, n, peaks[-1] - 1) is None
+
+
+def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(demo_llama):
+    model, n = demo_llama[0], 16_385
+    full, snapkv, keydiff = (plan_memory(model, n, policy) for policy in CANDIDATES[:3])
+    assert "more than the 16384" in full.beyond and "16384" in snapkv.beyond
+    assert keydiff.beyond is None
+    assert fitting(model, n, full.peak).policy == keydiff.policy
 
 
 def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama):
