@@ -38,6 +38,8 @@ class Quantization:
     def unpack(self, parts: Any) -> mx.array:
         """Entries `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
         packed, scales, biases = parts
+        if packed.shape[2] == 0:  # mx.dequantize takes no empty array
+            return mx.zeros((*packed.shape[:3], packed.shape[3] * 32 // self.bits), scales.dtype)
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
 
 

@@ -147,3 +147,12 @@ def test_votes_are_limited_but_not_when_every_token_is_to_vote(tokens, monkeypat
 def test_a_sure_model_never_votes(tokens):
     votes, n_tokens = votes_of(make_llama(), tokens, 1e-6)
     assert n_tokens == 29 and votes == 0
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit"])
+def test_the_first_token_may_ask_again_with_fewer_bits(tokens, memory):
+    """The small caches hold nothing then that the memory has not."""
+    model = make_llama(head_dim=32)
+    ways = {"memory": memory, "verify": "unsure", "verify_below": 1}
+    found = steps(model, tokens, 8, policy=POLICY, kv_bits=8, kv_group_size=32, **ways)
+    assert len(found) == 8
