@@ -181,7 +181,11 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         if isinstance(recorder, Recorder):
             self._queries, self._stop = list(recorder._queries), self.offset
             self.scale, self.sinks = recorder.scale, recorder.sinks
-            self._sums, self._n_counted = list(recorder._sums), recorder._n_counted
+            self.inherit_statistics(recorder)
+
+    def inherit_statistics(self, recorder: Recorder) -> None:
+        """Let what another cache has counted of the prompt's queries stand for those to come."""
+        self._sums, self._n_counted = list(recorder._sums), recorder._n_counted
 
     def adopt(self, layer: Any) -> None:
         self.layer = layer

@@ -53,6 +53,8 @@ class Pull:
         if not closed and end + to_come - self.farthest <= self.length:
             return entries, self
         n, old = len(entries), entries.rotations
+        if n == 0:
+            return entries, replace(self, farthest=end)
         span = 0 if closed else (self.length + n) // 2
         new = squeezed(old, end, span)
         keys = entries.layer.turn(entries.keys, new.astype(mx.int32) - old.astype(mx.int32))

@@ -190,6 +190,7 @@ class BookRequest(RecallingRequest):
                 gathers=self.recall.verify is not None,
             )
             small.inherit(layer.cache_in(self._small))
+            small.inherit_statistics(layer.cache_in(self.prompt_cache))
             mx.eval(small.state)
             layer.put(self.caches, small)
 

@@ -56,13 +56,15 @@ class Gathering:
     ):
         self._verified = verified
         counts = [layer.entries_in(caches).n_entries for layer in layers]
-        self._most: int = max(counts) + policy.answer_block
         quotas = quotas_of(layers, policy.quotas, len(recollections[0]))
         self._layers: list[_Layer] = []
         for layer, everything, n, quota in zip(layers, recollections, counts, quotas):
-            n = n if policy.counts_by_scores else min(n, quota.entries)
+            # A short prompt's entries are fewer than the budget, which those of a long answer then fill.
+            n = n if policy.counts_by_scores else quota.entries
             quota = Quota(n, quota.n_sink, quota.n_window)
             self._layers.append(_Layer(layer, everything, quota, _voter(policy, quota)))
+        gathered = max(each.quota.entries for each in self._layers)
+        self._most: int = max(*counts, gathered) + policy.answer_block
 
     def is_due(self, caches: list) -> bool:
         """Whether a small cache holds `policy.answer_block` tokens more than what was gathered."""
@@ -82,6 +84,8 @@ class Gathering:
             held = small.held(1)
             newest = held.between(len(held) - max(0, small.offset - len(everything)), len(held))
             everything.append(*newest.plain())
+            if len(everything) == 0:
+                continue  # the very first token has none to ask
             place = held.voters.start
             asked = dataclasses.replace(held.voters, places=range(place, place + 1))
             scores = each.scored(each.voter.score(everything.voted_by(asked)))

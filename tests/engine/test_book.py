@@ -254,3 +254,33 @@ def test_stream_generate_tells_the_turn(demo_llama, ask):
     book = reports[0].book
     assert book.file_bytes == reports[0].kv_bytes_before and book.stored_bytes == 0
     assert "on disk" in str(book)
+
+
+SHORT = ["keydiff:budget=64,block=64,n_window=60", "streaming_llm:budget=64,block=16"]
+
+
+@pytest.mark.parametrize("verify", [None, "unsure", "all"])
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("policy", SHORT)
+def test_all_of_a_short_prompt_may_be_read_again(tokens, policy, kv_bits, verify):
+    """Nothing is then gathered before it, and the answer grows beyond the budget."""
+    model = make_llama(head_dim=32)
+    bits = {} if kv_bits is None else {"kv_bits": kv_bits, "kv_group_size": 32}
+    ways = {"memory": "recall", "verify": verify, "verify_below": 1}
+    for n in (1, 2, 16, 40):
+        found = [t for t, _ in steps(model, tokens[:n], 90, policy=policy, **ways, **bits)]
+        assert len(found) == 90
+        if kv_bits is None or verify == "all":
+            wanted = [t for t, _ in plain(model, tokens[:n], 90)]
+            same = 90 if verify == "all" else 64 - n
+            assert found[:same] == wanted[:same]
+
+
+def test_a_short_prompt_of_a_model_that_sees_no_farther(tokens):
+    model = make_llama(head_dim=32, max_position_embeddings=32)
+    assert len(steps(model, tokens[:40], 90, policy=SHORT[0], memory="recall")) == 90
+
+
+def test_statistics_of_the_prompt_last_for_a_long_answer(wide, tokens):
+    policy = "expected_attention:budget=48,block=16"
+    assert len(steps(wide, tokens, 60, policy=policy, memory="recall")) == 60
