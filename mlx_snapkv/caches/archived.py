@@ -124,6 +124,16 @@ class ArchivedKVCache(Everything, BlockKVCache):
         own = {name: getattr(self, name) for name in _LIMITS}
         self._at_mark = self.offset, own | {"_queries": list(self._queries), "_stop": self._stop}
 
+    def way_back(self) -> Any:
+        return self._at_mark, super().way_back()
+
+    def way_nbytes(self, way: Any) -> int:
+        return super().way_nbytes(way[1])
+
+    def take_way_back(self, way: Any) -> None:
+        self._at_mark, before = way
+        super().take_way_back(before)
+
     def rollback(self, n: int) -> None:
         super().rollback(n)
         self.store.truncate(self.offset)

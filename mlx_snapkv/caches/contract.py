@@ -73,6 +73,17 @@ class LayerCache(ABC):
     def commit(self) -> None:  # noqa: B027
         """End what `mark` began: the tokens since then stay."""
 
+    def way_back(self) -> Any:
+        """What a later `rollback` to the mark needs besides; None is nothing. To be asked before `commit`."""
+        return None
+
+    def way_nbytes(self, way: Any) -> int:
+        """Bytes of keys and values that `way` alone holds."""
+        return 0
+
+    def take_way_back(self, way: Any) -> None:  # noqa: B027
+        """Let the next `rollback` go to the mark that `way` is of, though it was committed, and others made since."""
+
     def validate(self, like: Any) -> str | None:
         """What is wrong with a cache that came from a file, in a few words; None if it is sound.
 

@@ -124,6 +124,15 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     def commit(self) -> None:
         self._marked, self._before = False, None
 
+    def way_back(self) -> Any:
+        return self._before
+
+    def way_nbytes(self, way: Any) -> int:
+        return 0 if way is None else n_bytes((way["keys"], way["values"]))
+
+    def take_way_back(self, way: Any) -> None:
+        self._before = way
+
     def rollback(self, n: int) -> None:
         """Take back the newest `n` tokens, exactly: those since `mark`, or since it was last fed or evicted.
 

@@ -105,6 +105,12 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         """Take back the newest `n` tokens, whether they are in the store or not."""
         n_stored, fresh = self._before
         if self.offset - n == n_stored + fresh.offset:
+    def way_back(self) -> Any:
+        return self._before
+
+    def take_way_back(self, way: Any) -> None:
+        self._before = way
+
             self.store.truncate(n_stored)
             self.fresh = copy.copy(fresh)
         else:

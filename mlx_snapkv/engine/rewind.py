@@ -14,23 +14,30 @@ class Rewind:
         self._marked = [(cache, cache.offset) for cache in layer_caches(prompt_cache)]
         for cache, _ in self._marked:
             cache.mark()
+        self._ways: list = []  # back to the marks, when those have been committed
 
     def restore(self) -> None:
         self._list[:] = self._caches
+        for (cache, _), way in zip(self._marked, self._ways):
+            cache.take_way_back(way)
         for cache, offset in self._marked:
             cache.rollback(cache.offset - offset)
             cache.commit()
 
     def release(self) -> None:
-        """Go on from what was fed since."""
+        """Go on from what was fed since; `restore` still goes back."""
+        self._ways = [cache.way_back() for cache, _ in self._marked]
         for cache, _ in self._marked:
             cache.commit()
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes of keys and values that nothing else holds: of caches that others have taken the place of."""
+        """Bytes of keys and values that nothing else holds: of caches that others have taken the place of, and of
+        entries that have given way."""
         now = {id(cache) for cache in members(self._list)}
-        return kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
+        replaced = kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
+        ways = zip(self._marked, self._ways)
+        return replaced + sum(cache.way_nbytes(way) for (cache, _), way in ways)
 
 
 def rolled_back_to(n_tokens: int, prompt_cache: list) -> bool:

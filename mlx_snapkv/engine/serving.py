@@ -115,6 +115,7 @@ def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
         before.restore()
         raise
     before.release()
+    del before  # and what it keeps of entries that have given way
     if first is not None:
         yield first
         yield from items

@@ -7,7 +7,7 @@ from chat_helpers import ask
 from disk_helpers import full_disk
 
 from mlx_snapkv import Conversation, SnapKVError
-from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.layers import attention_layers, kv_bytes
 from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.demo.questions import is_right, make_haystack
 
@@ -139,3 +139,23 @@ def test_an_interrupted_turn_leaves_no_limit_behind(demo_llama):
     layers = attention_layers(conversation.model, conversation.prompt_cache)
     caches = [layer.cache_in(conversation.prompt_cache) for layer in layers]
     assert all(cache.n_entries == cache.offset for cache in caches)
+
+
+@pytest.mark.parametrize("policy", [BOOK, "keydiff:budget=128,block=256"])
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+def test_a_turn_with_a_document_of_its_own_can_be_taken_back(demo_model, policy, memory):
+    """Entries have given way to it, and come back; also when a later message was given up."""
+    ways = {"policy": policy, "memory": memory}
+    plain, (first, second) = a_book(*demo_model, 1024, 2, **ways)
+    conversation, _ = a_book(*demo_model, 1024, 2, **ways)
+    for each in (plain, conversation):
+        ask(each, first.question)
+    known = conversation.read
+    conversation.attach(make_haystack(demo_model[1], random.Random(8), 1, 700)[0])
+    ask(conversation, second.question)
+    interrupted(conversation, second.question * 40, None, "reading")
+    assert conversation.undo_nbytes <= kv_bytes(conversation.prompt_cache)
+    assert conversation.undo() == second.question
+    conversation.attached.clear()
+    assert conversation.read == known and held(conversation) == {len(known)}
+    assert ask(conversation, second.question) == ask(plain, second.question)
