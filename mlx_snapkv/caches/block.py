@@ -130,7 +130,7 @@ class BlockKVCache(EvictingCache):
         kept = entries.taken(self.quota.select(self.policy.score(entries)))
         # A buffer that is referred to elsewhere would be copied.
         entries.release()
-        if self.pull is not None:
+        if self.pull is not None and self.layer is not None:
             closed = self.policy.closes_gaps
             kept, self.pull = self.pull.nearer(kept, self.offset, self.block, closed)
         if n_rows(self.keys) > self.capacity:
@@ -267,7 +267,7 @@ class BlockKVCache(EvictingCache):
     @state.setter
     def state(self, v: tuple) -> None:
         *own, entries, n_sink, n_window, uncounted = self._take_decision_state(v)
-        own += [None] * (len(_STATE) - len(own))  # earlier files know no rotations
+        own += [None] * (len(_STATE) - len(own))  # earlier files know no rotations and no pull
         self._take(_STATE, own)
         self.quota = Quota(entries, n_sink, n_window)
         self._uncounted = uncounted or []
@@ -292,5 +292,5 @@ class BlockKVCache(EvictingCache):
 
 _STATE = (
     "keys", "values", "offset", "_n", "first", "last", "accumulates", "_kept_positions", "_received", "_expected",
-    "_uniform", "_until", "_reach", "_rotations",
+    "_uniform", "_until", "_reach", "_rotations", "_pulled",
 )  # fmt: skip

@@ -266,8 +266,19 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
             and count(self._stop)
             and (self.newest is None or count(self.newest))
             and isinstance(self._uniform, bool)
+            and (self.pull is None or count(self.pull.length, 1))
+            and (self.pull is None or self.pull.farthest in range(self.offset + 1))
             and all(validation.are_queries(q, like) for q in self._queries)
         )
+
+    @property
+    def _pulled(self) -> str | None:
+        """`pull` as a state holds it, which knows no pairs of numbers."""
+        return None if self.pull is None else f"{self.pull.length} {self.pull.farthest}"
+
+    @_pulled.setter
+    def _pulled(self, text: str | None) -> None:
+        self.pull = None if text is None else Pull(*map(int, text.split()))
 
     def _decision_state(self) -> tuple:
         """The end of a cache's state: how it is stored and evicts, and the queries that wait to vote."""

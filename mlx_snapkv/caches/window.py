@@ -313,8 +313,8 @@ class SnapKVCache(EvictingCache):
     @state.setter
     def state(self, v: tuple) -> None:
         own = self._take_decision_state(v)
-        missing = [None] * (len(_STATE) - len(own))  # earlier files know no rotations
-        self._take(_STATE, own + missing)
+        own += [None] * (len(_STATE) - len(own))  # earlier files know no rotations and no pull
+        self._take(_STATE, own)
         self.n_pin = self._pinned_positions.shape[-1]
         self._n = n_rows(self.keys)
         self._tail = None
@@ -344,5 +344,5 @@ class SnapKVCache(EvictingCache):
 
 _STATE = (
     "keys", "values", "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest",
-    "_newest", "_uniform", "_rotated",
+    "_newest", "_uniform", "_rotated", "_pulled",
 )  # fmt: skip

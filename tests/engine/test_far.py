@@ -214,3 +214,18 @@ def test_the_length_that_a_configuration_tells():
     model.args.rope_scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
     assert trained_length(model) == 131072
     assert trained_length(object()) is None
+
+
+@pytest.mark.parametrize("policy, memory", [(READ, "drop"), (THEN, "drop"), (THEN, "recall:file")])
+def test_a_saved_conversation_goes_on_as_it_was_pulled(short, policy, memory, tmp_path):
+    ways = {"policy": policy, "memory": memory}
+    conversation, _, _ = asked(*short, 1500, 2, **ways)
+    conversation.save(tmp_path / "chat.safetensors")
+    loaded = Conversation.load(tmp_path / "chat.safetensors", *short, max_tokens=12)
+    caches = zip(loaded.prompt_cache, conversation.prompt_cache)
+    assert all(mine.pull == theirs.pull for mine, theirs in caches)
+    last = [
+        [(r.token, r.logprobs) for r in c.send("And what is it?")][-1]
+        for c in (loaded, conversation)
+    ]
+    assert last[0][0] == last[1][0] and mx.array_equal(last[0][1], last[1][1])
