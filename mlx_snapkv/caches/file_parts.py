@@ -11,7 +11,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from ..entries.quantization import Quantization
+from ..entries.quantization import Quantization, Stored, n_rows, pack, unpack
+from ..entries.quantization import rows as rows_of
 from ..errors import SnapKVError
 from .entry_file import EntryFile, TemporaryFile
 from .row_bytes import RowBytes
@@ -69,14 +70,18 @@ class GrowingPart(FixedPart):
         self._n_written = 0
 
     def append(self, keys: mx.array, values: mx.array) -> None:
+        self.append_stored(*(pack(rows, self._quantization) for rows in (keys, values)))
+
+    def append_stored(self, keys: Stored, values: Stored) -> None:
+        """Add rows that are quantised already, if they are to be."""
         self.wait()
+        how = self._quantization
         if not self.files:
-            self.files = [
-                TemporaryFile(RowBytes.of(rows, self._quantization)) for rows in (keys, values)
-            ]
-        data = [file.layout.packed(rows) for file, rows in zip(self.files, (keys, values))]
+            ones = [unpack(rows_of(stored, 0, 1), how) for stored in (keys, values)]
+            self.files = [TemporaryFile(RowBytes.of(one, how)) for one in ones]
+        data = [file.layout.laid_out(stored) for file, stored in zip(self.files, (keys, values))]
         mx.eval(data)
-        self.n_entries += keys.shape[2]
+        self.n_entries += n_rows(keys)
         self._writing = _writer().submit(self._write, list(map(np.asarray, data)))
 
     def _write(self, data: list[np.ndarray]) -> None:

@@ -61,7 +61,12 @@ class FileStore(Chain[FixedPart]):
         return None
 
     def take(self, entries: Entries) -> bool:
-        self.append(*entries.plain())
+        if entries.quantization == self.quantization:
+            self._growing.append_stored(entries.stored_keys, entries.stored_values)
+        elif self.quantization is None:
+            self.append(*entries.plain())
+        else:
+            return False
         return True
 
     def truncate(self, n: int) -> None:

@@ -11,7 +11,7 @@ from ..entries.quantization import join, n_bytes, rows
 from .adapter import plain_cache
 from .recording import FullRecorder
 from .sources import Plain, Source
-from .stores import Store
+from .stores import Store, quantized_cache, stored_entries
 
 
 class OffloadedKVCache(FullRecorder, _BaseCache):
@@ -85,9 +85,13 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         return self.store.as_cache()
 
     def saved_form(self) -> Any:
-        if self.store.n_entries:
-            self.offload()
-        return self.store.as_cache() or super().saved_form()
+        if not self.store.n_entries:
+            return super().saved_form()
+        self.offload()
+        cache = self.store.as_cache()
+        if cache is None and self.store.quantization is not None:
+            return quantized_cache(stored_entries(self.store))
+        return cache or super().saved_form()
 
     def sources(self) -> list[Source]:
         parts: list[Source] = [self.store, Plain(self.fresh)]
@@ -101,16 +105,16 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         fresh = copy.copy(self.fresh) if self.fresh.offset else KVCache()
         self._before = self.store.n_entries, fresh
 
-    def rollback(self, n: int) -> None:
-        """Take back the newest `n` tokens, whether they are in the store or not."""
-        n_stored, fresh = self._before
-        if self.offset - n == n_stored + fresh.offset:
     def way_back(self) -> Any:
         return self._before
 
     def take_way_back(self, way: Any) -> None:
         self._before = way
 
+    def rollback(self, n: int) -> None:
+        """Take back the newest `n` tokens, whether they are in the store or not."""
+        n_stored, fresh = self._before
+        if self.offset - n == n_stored + fresh.offset:
             self.store.truncate(n_stored)
             self.fresh = copy.copy(fresh)
         else:

@@ -50,12 +50,8 @@ class RowBytes:
         """Bytes of a token's rows as they are given back."""
         return math.prod(self.heads) * self.row_as_read
 
-    def packed(self, rows: mx.array) -> mx.array:
-        """Rows `(B, n_kv_heads, n, head_dim)` as uint8 `(n, B, n_kv_heads, row)`."""
-        return self.laid_out(pack(rows, self.quantization))
-
     def laid_out(self, stored: Stored) -> mx.array:
-        """The same of rows that are stored so already."""
+        """Rows `(B, n_kv_heads, n, head_dim)`, quantised if they are to be, as uint8 `(n, B, n_kv_heads, row)`."""
         parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in arrays(stored)]
         return mx.concatenate(parts, axis=-1)
 

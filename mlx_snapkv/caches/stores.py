@@ -148,13 +148,9 @@ class QuantizedStore(_InMemory):
         _append(self._cache, keys, values)
 
     def take(self, entries: Entries) -> bool:
-        how = entries.quantization
-        if how is None:
+        if entries.quantization is None:
             return False
-        cache: Any = QuantizedKVCache(how.group_size, how.bits)
-        cache.keys, cache.values = entries.stored_keys, entries.stored_values
-        cache.offset = len(entries)
-        self.hold(cache)
+        self.hold(quantized_cache(entries))
         return True
 
     def entries(self) -> tuple[mx.array, mx.array]:
@@ -180,6 +176,15 @@ class QuantizedStore(_InMemory):
 
     def data(self, start: int, stop: int) -> list[np.ndarray]:
         return _data(self, rows((self._cache.keys, self._cache.values), start, stop))
+
+
+def quantized_cache(entries: Entries) -> QuantizedKVCache:
+    """mlx-lm's cache of entries that are quantised."""
+    how: Any = entries.quantization
+    cache: Any = QuantizedKVCache(how.group_size, how.bits)
+    cache.keys, cache.values = entries.stored_keys, entries.stored_values
+    cache.offset = len(entries)
+    return cache
 
 
 def stored_entries(store: Store) -> Entries:

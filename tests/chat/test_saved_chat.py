@@ -5,6 +5,7 @@ import random
 import sys
 
 import fork_helpers
+import mlx.core as mx
 import pytest
 from chat_helpers import SMALL, ask
 
@@ -19,8 +20,11 @@ WAYS = [
     (SMALL, "recall:8bit"),
     (SMALL, "recall:4bit"),
     (SMALL, "recall:file"),
+    (SMALL, "recall:file:8bit"),
+    (SMALL, "recall:file:4bit"),
     (SMALL.replace("min_ctx=0", "min_ctx=500"), "recall:4bit"),  # compressed later, or never
     (SMALL.replace("min_ctx=0", "min_ctx=500"), "recall:file"),
+    (SMALL.replace("min_ctx=0", "min_ctx=500"), "recall:file:4bit"),
     ("keydiff:budget=64,block=32", "drop"),
     ("h2o:budget=64,block=32", "drop"),
     ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop"),
@@ -47,6 +51,21 @@ def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, me
     for fact in facts[1:]:
         assert ask(loaded, fact.question) == ask(conversation, fact.question)
     assert loaded.messages == conversation.messages
+
+
+@pytest.mark.parametrize("memory", ["recall:8bit", "recall:file", "recall:file:8bit"])
+def test_entries_are_saved_bit_for_bit(memory, demo_llama, haystack, tmp_path):
+    """Quantised ones are not quantised once more."""
+    document, facts = haystack
+    path = tmp_path / "chat.safetensors"
+    conversation = Conversation(*demo_llama, policy=SMALL, memory=memory, max_tokens=12)
+    conversation.attach(document)
+    ask(conversation, facts[0].question)
+    conversation.save(path)
+    loaded = Conversation.load(path, *demo_llama, max_tokens=12)
+    for mine, theirs in zip(loaded.prompt_cache, conversation.prompt_cache):
+        for found, wanted in zip(mine.keys_and_values(), theirs.keys_and_values()):
+            assert mx.array_equal(found, wanted)
 
 
 IN_ANOTHER_PROCESS = """
