@@ -217,11 +217,7 @@ class BlockKVCache(EvictingCache):
             return None
         if not return_array:
             return "causal"
-        if not self._uniform:
-            raise SnapKVError(
-                "this model makes one mask for all layers, so they must keep equally many entries: "
-                "give budget as a number or a share"
-            )
+        self._require_uniform()
         n = min(self._n, self.quota.entries) if self._must_evict(N) else self._n
         return create_causal_mask(N, n)
 

@@ -172,6 +172,14 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
         """Whether all layers of the model hold equally many entries."""
         return self._uniform
 
+    def _require_uniform(self) -> None:
+        """Raises: SnapKVError: this cache's mask fits no other layer's."""
+        if not self._uniform:
+            raise SnapKVError(
+                "this model makes one mask for all layers, so they must keep equally many entries: "
+                "give budget as a number or a share"
+            )
+
     def tell_uniform(self, uniform: bool) -> None:
         """Say whether all layers hold equally many entries, when they come together from several files."""
         self._uniform = uniform

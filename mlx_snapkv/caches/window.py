@@ -212,6 +212,8 @@ class SnapKVCache(EvictingCache):
                 return None
             if not return_array:
                 return "causal"
+        if return_array:
+            self._require_uniform()
         return mx.array(ring.visible(p, m, w, N, oldest))
 
     @property

@@ -116,7 +116,8 @@ class Request:
         """Caches to read the prompt with."""
         caches = copies_but_entries(self.prompt_cache, self._layers)
         quotas = quotas_of(self._layers, self.policy.prefill_quotas, self.decision.n_prompt)
-        uniform = len(set(quotas)) == 1
+        held = {layer.entries_in(self.prompt_cache).n_entries for layer in self._layers}
+        uniform = len(set(quotas)) == len(held) == 1
         for layer, quota in zip(self._layers, quotas):
             layer.put(caches, self._prefill_cache(layer, quota, uniform))
         return caches

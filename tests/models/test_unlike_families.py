@@ -213,3 +213,16 @@ def test_lent_entries_need_a_cache_that_knows_its_readers():
         pytest.raises(SnapKVError, match="other layers read these entries, too"),
     ):
         model(TOKENS[None], cache=caches)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
+@pytest.mark.parametrize("more", ["budget=adaptive:30", "budget=pyramid:40"])
+@pytest.mark.parametrize("again", [False, True])
+def test_one_mask_for_unlike_layers_is_refused_in_a_sentence(name, more, again):
+    """The first answer takes none; a longer message after it does."""
+    model = make_model(name)
+    policy = f"{SNAPKV.replace('top_k=10,', '')},{more}"
+    cache, _ = prefill(model, TOKENS, policy)
+    assert len({layer.cache_in(cache).n_entries for layer in layers_of(model, cache)}) > 1
+    with pytest.raises(SnapKVError, match="must keep equally many entries"):
+        steps(model, TOKENS[:12], policy=policy if again else None, prompt_cache=cache)
