@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -34,9 +36,9 @@ def answers(
     """Each prompt's answer, as it ends, with the key that came with the prompt.
 
     They are decoded together if `batch_size` is above 1, there are no `options` (others of `stream_generate`, which
-    batches don't have) and mlx-lm can batch the model. A cache that a prompt goes on from is then left as it is; one
-    at a time it is brought back to where it was when the next answer is asked for. Head-wise methods answer
-    by mask, and alone.
+    batches don't have) and mlx-lm can batch the model. A cache that a prompt goes on from is then left as it is, and
+    where there are `options`; else it is brought back to where it was when the next answer is asked for. Head-wise
+    methods answer by mask, and alone.
     """
     generate: Any = stream_generate
     if isinstance(policy, HeadWise):
@@ -44,11 +46,14 @@ def answers(
     elif batch_size > 1 and not options and is_batchable(model):
         yield from in_batches(model, tokenizer, prompts, policy, batch_size)
         return
+    given = {"policy": policy, **options}
     for key, prompt in prompts:
-        before = None if prompt.cache is None else Rewind(prompt.cache)
-        given = {"policy": policy, **options}
-        yield key, _alone(generate, model, tokenizer, prompt, given)
-        if before is not None:
+        if prompt.cache is None or options:  # what recalls takes marks of its own
+            asked = replace(prompt, cache=copy.deepcopy(prompt.cache))
+            yield key, _alone(generate, model, tokenizer, asked, given)
+        else:
+            before = Rewind(prompt.cache)
+            yield key, _alone(generate, model, tokenizer, prompt, given)
             before.restore()
 
 

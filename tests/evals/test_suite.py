@@ -21,6 +21,10 @@ def ways():
         Way("snapkv", resolve_policy(policy=SNAPKV)),
         Way("unsure", resolve_policy(policy=SNAPKV), recalled),
         Way("book", resolve_policy(policy=BOOK), {"memory": "recall:file", "verify": "unsure"}),
+        # of which a question lets entries give way
+        Way(
+            "book, alone", resolve_policy(policy="keydiff:budget=96,block=8"), {"memory": "recall"}
+        ),
     ]
 
 
@@ -35,7 +39,7 @@ def asked(demo_tasks):
 
 def test_every_question_is_asked_of_every_way_in_both_settings(asked):
     *_, records = asked
-    assert len(records) == 2 * 4 * 2 * 3
+    assert len(records) == 2 * 5 * 2 * 3
     assert len({tuple(r[key] for key in KEYS) for r in records}) == len(records)
 
 
