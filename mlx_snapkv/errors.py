@@ -1,5 +1,6 @@
 """The package's errors: each message is one sentence that says what to change."""
 
+from pathlib import Path
 from typing import Any
 
 
@@ -17,6 +18,18 @@ class UnsupportedModelError(SnapKVError):
 
 class TrimError(SnapKVError):
     """A rewind past the tokens of the last update, whose evicted entries are gone."""
+
+
+class EntryFileError(SnapKVError):
+    """Entries in files can't be kept, or are not what was saved: no mistake of whoever asks.
+
+    Attributes:
+        path: the file, if it has a name.
+    """
+
+    def __init__(self, message: str, path: Path | None = None):
+        super().__init__(message)
+        self.path = path
 
 
 class Missing:

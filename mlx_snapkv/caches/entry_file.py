@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import SnapKVError
+from ..errors import EntryFileError, SnapKVError
 from ..paths import reason
 from .row_bytes import RowBytes
 
@@ -47,7 +47,7 @@ class EntryFile:
         try:
             return np.memmap(self._file, row, "r", shape=(n, *self.layout.heads))
         except (OSError, ValueError) as error:
-            raise SnapKVError(f"{self} can't be read: {error}") from error
+            raise EntryFileError(f"{self} can't be read: {error}") from error
 
     def _unpacked(self, rows: np.ndarray) -> mx.array:
         return self.layout.unpacked(self._bytes(rows))
@@ -84,6 +84,7 @@ class SavedFile(EntryFile):
     """A file with a name, that stays as it is: each piece's checksum is looked at when it is first read.
 
     Args:
+        path: its name.
         n_entries: what it holds.
         checksums: uint32, CRC-32 of each `piece` bytes; the last piece may be shorter.
 
@@ -99,7 +100,7 @@ class SavedFile(EntryFile):
         checksums: np.ndarray,
         piece: int,
     ):
-        self._path = path
+        self.path = path
         try:
             super().__init__(layout, path.open("rb", buffering=0))
         except OSError as error:
@@ -130,7 +131,7 @@ class SavedFile(EntryFile):
         self._require(np.arange(first // self._piece, last // self._piece + 1))
 
     def _require(self, pieces: np.ndarray) -> None:
-        """Raises: SnapKVError: one of these pieces is not what was saved."""
+        """Raises: EntryFileError: one of these pieces is not what was saved."""
         self._require_size()  # a map of what is no longer there would end the process
         pieces = pieces[self._is_new[pieces]]
         if not pieces.size:
@@ -145,20 +146,22 @@ class SavedFile(EntryFile):
         self._is_new[pieces[sound]] = False
         if not sound.all():
             start = pieces[~sound][0] * self._piece
-            raise SnapKVError(
+            raise EntryFileError(
                 f"{self} is damaged: a checksum does not fit from byte {start:,} on; put back the file that was "
-                "saved, or save the prompt again"
+                "saved, or save the prompt again",
+                self.path,
             )
 
     def _require_size(self) -> None:
         found = os.fstat(self._file.fileno()).st_size
         if found != self._size:
-            raise SnapKVError(
-                f"{self} is damaged: it should have {self._size:,} bytes and has {found:,}"
+            raise EntryFileError(
+                f"{self} is damaged: it should have {self._size:,} bytes and has {found:,}",
+                self.path,
             )
 
     def __str__(self) -> str:
-        return str(self._path)
+        return str(self.path)
 
 
 @cache

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..entries.quantization import Quantization, Stored, n_rows, pack, unpack
 from ..entries.quantization import rows as rows_of
-from ..errors import SnapKVError
+from ..errors import EntryFileError, SnapKVError
 from .entry_file import EntryFile, TemporaryFile
 from .row_bytes import RowBytes
 
@@ -92,7 +92,7 @@ class GrowingPart(FixedPart):
         """Until what was appended is written.
 
         Raises:
-            SnapKVError: it could not be; the files hold what was before.
+            EntryFileError: it could not be; the files hold what was before.
         """
         if self._writing is None:
             return
@@ -108,7 +108,7 @@ class GrowingPart(FixedPart):
             self._cut()
             if not isinstance(error, OSError):
                 raise
-            raise SnapKVError(
+            raise EntryFileError(
                 f"entries can't be kept in a file in {tempfile.gettempdir()}: {error.strerror or error}; "
                 "set TMPDIR or --store-dir to a folder with room, or use another memory"
             ) from error

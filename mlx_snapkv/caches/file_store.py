@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization
+from .entry_file import SavedFile
 from .file_parts import FixedPart, GrowingPart
 from .row_bytes import RowBytes
 from .sources import Chain, joined
@@ -88,6 +90,11 @@ class FileStore(Chain[FixedPart]):
     @property
     def layouts(self) -> list[RowBytes]:
         return [file.layout for file in self._sources[0].files]
+
+    def reads(self, path: Path) -> bool:
+        """Whether some of the entries are in the saved file of that name."""
+        files = (file for part in self._sources for file in part.files)
+        return any(isinstance(file, SavedFile) and file.path == path for file in files)
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from ..batch.generator import CompressedBatchGenerator
 from ..batch.openai_body import Body
 from ..batch.openai_request import Defaults, asked
 from ..engine.report import CompressionReport
+from ..errors import EntryFileError
 from ..planning.long_prompts import LongPrompts
 from .channel import Accepted, Channel, Finished, Read, Started
 from .counting import Counted
@@ -240,7 +242,8 @@ class Engine(ResponseGenerator):
         channel, answer = running.channel, running.answer
         if response.finish_reason == "error":
             del self._running[response.uid]
-            self._fail(channel, response.error)
+            if not self._asked_again(running, response.error):
+                self._fail(channel, response.error)
             return
         if running.top_logprobs is not None:
             channel.put(chosen(response, running.top_logprobs, self.loaded.tokenizer))
@@ -260,6 +263,19 @@ class Engine(ResponseGenerator):
         end = answer.finish_reason, answer.n_tokens, answer.n_reasoning, answer.stopped_by
         channel.put(Finished(*end, running.report))
         self._close()
+
+    def _asked_again(self, running: Running, error: Exception) -> bool:
+        """Whether a request that has failed waits again, since what was known of its prompt is damaged."""
+        if not isinstance(error, EntryFileError) or error.path is None:
+            return False
+        log.warning("a prefix is not used: %s", error)
+        self.prefixes.drop(error.path)
+        if running.answer.n_tokens:
+            return False
+        self._waiting.appendleft(
+            Waiting(**{f.name: getattr(running, f.name) for f in fields(Waiting)})
+        )
+        return True
 
     def _new_generator(self) -> CompressedBatchGenerator:
         tokenizer = self.loaded.tokenizer

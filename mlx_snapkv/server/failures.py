@@ -6,7 +6,7 @@ import logging
 import secrets
 
 from ..batch.memory import NeverFits
-from ..errors import SnapKVError
+from ..errors import EntryFileError, SnapKVError
 
 log = logging.getLogger("mlx_snapkv.server")
 
@@ -92,6 +92,10 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, NeverFits):
         return _too_long(str(error))
+    if isinstance(error, EntryFileError):
+        number = secrets.token_hex(4)
+        log.error("request %s failed: %s", number, error)
+        return internal(number)
     if isinstance(error, SnapKVError):
         return bad_request(str(error))
     number = secrets.token_hex(4)

@@ -99,6 +99,8 @@ class PrefixFiles:
         """A file's caches; None, and a line in the log, if they are of no use."""
         try:
             found = saved.load(known.path, self._model)
+            if found.tokens != known.tokens or found.notes.get("setting") != self._setting:
+                raise SnapKVError(f"{known.path} has become another prompt's")
             os.utime(known.path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
@@ -106,6 +108,13 @@ class PrefixFiles:
             return None
         self._known.append(self._known.pop(self._known.index(known)))
         return found.prompt_cache
+
+    def drop(self, path: Path) -> None:
+        """Use a damaged file of a book's entries no more."""
+        folder = path.parent
+        self._known = [
+            known for known in self._known if book.named_folder(known.path.resolve()) != folder
+        ]
 
     def write(self, tokens: list[int], caches: list) -> None:
         """Keep caches, unless others have all but a tail of theirs; a line in the log if there is no room."""

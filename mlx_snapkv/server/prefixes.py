@@ -6,12 +6,15 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
+from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes
 from ..engine.report import format_bytes
+from ..saved import book
 from .failures import log
 from .prefix_files import PrefixFiles
 from .tails import covers
@@ -113,6 +116,17 @@ class Prefixes(LRUPromptCache):
         self._lru.remove(MODEL, tokens)
         self._n_bytes -= entry.nbytes
         self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
+
+    def drop(self, path: Path) -> None:
+        """Use caches no more whose entries are in a damaged file, in memory or in files."""
+        for tokens in list(self._known()):
+            archives = book.archives(self._caches(tokens))
+            stores = (cache.store for cache in archives)
+            if any(isinstance(store, FileStore) and store.reads(path) for store in stores):
+                self._give_up(tokens)
+        self._count()
+        if self.files is not None:
+            self.files.drop(path)
 
     def _known(self) -> Iterator[list[int]]:
         """All tokens that caches have read, the oldest first."""

@@ -123,6 +123,45 @@ def test_damaged_foreign_and_other_settings_are_not_used(document, tmp_path):
         assert ask(url, document, 1) == 0
 
 
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_a_damaged_book_is_not_used_and_the_request_is_answered(document, tmp_path, kind):
+    """What is wrong with its entries is found out when they are first read, by a request that goes on from it."""
+    flags = ("--policy", BOOK, "--memory", "recall:file", "--prefix-dir", str(tmp_path))
+    text, facts = document
+    said = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
+    said += [{"role": "assistant", "content": facts[0].value}]
+    said += [{"role": "user", "content": facts[3].question}]
+    with served_process(*flags) as (url, process):
+        assert ask(url, document, 0) == 0
+    for path in tmp_path.glob(f"*.entries/*.{kind}"):
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    with served_process(*flags) as (url, process):
+        for _ in range(2):
+            body = {"messages": said, "max_tokens": 20}
+            found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+            assert found["choices"][0]["message"]["content"] == facts[3].value
+            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        process.terminate()
+        log = process.stderr.read()
+    assert log.count(f".{kind} is damaged") == 1 and "Traceback" not in log
+
+
+def test_files_that_change_places_under_a_server_are_not_used(document, demo_llama, tmp_path):
+    other = make_haystack(demo_llama[1], random.Random(9), 4, 1500)
+    with served_process(*FLAGS, "--prefix-dir", str(tmp_path)) as (url, _):
+        assert ask(url, document, 0) == 0
+        assert ask(url, other, 0) < 10
+    with served_process(*FLAGS, "--prefix-dir", str(tmp_path)) as (url, process):
+        one, two = tmp_path.iterdir()
+        one.rename(tmp_path / "aside")
+        two.rename(one)
+        (tmp_path / "aside").rename(two)
+        assert ask(url, document, 1) == 0
+        assert ask(url, other, 1) < 10
+        process.terminate()
+        assert process.stderr.read().count("has become another prompt's") == 2
+
+
 def test_the_oldest_give_way(tmp_path, demo_llama):
     flags = (*FLAGS, "--prefix-dir", str(tmp_path), "--prefix-dir-bytes", "8MB")
     with served_process(*flags) as (url, _):

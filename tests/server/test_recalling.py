@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+from disk_helpers import full_disk
 from mlx_lm.models.cache import LRUPromptCache
 from server_helpers import POLICY, load_named, serving
 
@@ -130,3 +131,16 @@ def test_prompts_in_files_leave_files_for_connections(monkeypatch):
         assert most / 2 < len(os.listdir("/dev/fd")) - before < most + 30
         again = served.post("/v1/completions", json=body).json()
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 300
+
+
+def test_a_full_disk_is_no_mistake_of_the_client(caplog):
+    """It gets a number, under which the log says why; when there is room again, it is answered."""
+    body = {"messages": [{"role": "user", "content": "The oak is quick. " * 200}], "max_tokens": 4}
+    with serving(memory="recall:file") as served:
+        with full_disk(100_000):
+            found = served.post("/v1/chat/completions", json=body)
+        assert found.status_code == 500
+        (told,) = [r for r in caplog.records if "can't be kept in a file" in r.getMessage()]
+        assert told.getMessage().split()[1] in found.json()["error"]["message"]
+        assert told.exc_info is None
+        assert served.post("/v1/chat/completions", json=body).status_code == 200
