@@ -26,13 +26,14 @@ from ..caches.layers import members
 from ..caches.row_bytes import RowBytes
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
-from . import header
+from . import checksum, header
 
 KEY = "book"
 Progress = Callable[[int, int], None]  # called with the bytes written and their total
 
 PIECE = 1 << 18  # bytes that share a checksum: a gather reads whole ones, but each only once
 _KINDS = ("keys", "values")
+_FOLDER = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
 _AT_A_TIME = 1 << 23  # bytes
 
 
@@ -91,6 +92,32 @@ def remove(target: Path) -> None:
     target.unlink(missing_ok=True)
     if folder is not None:
         _remove(folder)
+
+
+def remove_unfinished(folder: Path, before: float) -> None:
+    """Remove what savings of saved prompts that were killed have left in a folder, and nobody has written to since."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if not _is_unfinished(path) or _last_written(path) >= before:
+                continue
+            if path.is_dir():
+                _remove(path)
+            else:
+                path.unlink()
+
+
+def _is_unfinished(path: Path) -> bool:
+    if checksum.TEMPORARY.fullmatch(path.name):
+        return path.is_file()
+    own = _FOLDER.fullmatch(path.name)
+    if own is None or not path.is_dir():
+        return False
+    return named_folder(path.with_name(f"{own[1]}.safetensors")) != path
+
+
+def _last_written(path: Path) -> float:
+    files = _entry_files(path) if path.is_dir() else []
+    return max(each.stat().st_mtime for each in [path, *files])
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 KEY = "checksum"
 UNKNOWN = "0" * 8  # the digits while they are not known
+TEMPORARY = re.compile(r"\..+\.[0-9]+\.safetensors")  # the name of a file that is not whole yet
 _DIGITS = re.compile(rb'"0\.checksum": ?"([0-9a-f]{8})"')
 _PIECE = 1 << 20  # bytes: few enough to be still in the processor's cache when they are written
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from .failures import log
 from .tails import covers
 
 DIGITS = 32  # of a file's name
+UNFINISHED = (
+    3600  # seconds after which nobody is still writing what a server that was killed has left
+)
 
 
 @dataclass
@@ -69,11 +73,13 @@ class PrefixFiles:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
-            found = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+            named = (path for path in folder.glob("*.safetensors") if path.name[0] != ".")
+            found = sorted(named, key=lambda path: path.stat().st_mtime)
         except OSError as error:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in found:
             self._take(path)
+        book.remove_unfinished(folder, time.time() - UNFINISHED)
 
     def _take(self, path: Path) -> None:
         """Take note of a file, unless it is damaged or of another setting."""

@@ -162,6 +162,27 @@ def test_files_that_change_places_under_a_server_are_not_used(document, demo_lla
         assert process.stderr.read().count("has become another prompt's") == 2
 
 
+def test_what_a_killed_server_had_not_finished_goes_but_not_what_another_one_writes(tmp_path):
+    """Or it would stay for good, beside what --prefix-dir-bytes counts, and be told at every start."""
+    name = "0" * 32
+    left = [
+        tmp_path / f".{name}.4711.safetensors",
+        tmp_path / f"{name}-0123456789ab.entries/0.keys",
+    ]
+    others = [tmp_path / f".{name}.4712.safetensors", tmp_path / "mine-0123456789ab.entries/0.keys"]
+    others.append(tmp_path / "notes.entries/0.keys")
+    for path in (*left, *others):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"the beginning")
+    for path in (left[0], left[1], left[1].parent, others[2], others[2].parent):
+        os.utime(path, (1e9, 1e9))
+    with served_process(*FLAGS, "--prefix-dir", str(tmp_path)) as (_, process):
+        process.terminate()
+        assert "a prefix" not in process.stderr.read()
+    assert not any(path.exists() for path in (*left, left[1].parent))
+    assert all(path.exists() for path in others)
+
+
 def test_the_oldest_give_way(tmp_path, demo_llama):
     flags = (*FLAGS, "--prefix-dir", str(tmp_path), "--prefix-dir-bytes", "8MB")
     with served_process(*flags) as (url, _):
