@@ -15,7 +15,7 @@ from ..chat.conversation import Conversation
 from ..engine.recalling import VERIFY
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
-from ..paths import path_of
+from ..paths import path_of, put
 from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
 from ..saved import require_writable
@@ -197,7 +197,7 @@ def _export(session: Session, name: str) -> None:
             session.say("nothing was written")
             return
     try:
-        path.write_text(text, encoding="utf-8")
+        put(path, text)
     except (OSError, ValueError) as error:
         raise SnapKVError(f"/export {path}: {getattr(error, 'strerror', None) or error}") from error
     session.exported.add(str(path.absolute()))

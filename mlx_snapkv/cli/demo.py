@@ -16,7 +16,7 @@ from ..demo.documents import Fact
 from ..demo.questions import is_right, make_haystack, question_prompt
 from ..engine.report import format_bytes
 from ..errors import SnapKVError
-from ..paths import path_of, reason
+from ..paths import path_of, put, reason
 from . import flags
 from .loading import load_model
 from .options import MOST
@@ -100,7 +100,7 @@ def _save(document: str, name: str) -> None:
             raise SnapKVError(
                 f"--save-document {name}: there is such a file already, give another name"
             )
-        path.write_text(document, encoding="utf-8")
+        put(path, document)
     except OSError as error:
         raise SnapKVError(f"--save-document {name}: {reason(error)}") from error
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SnapKVError
-from ..paths import require_place
+from ..paths import put_result, require_place
 from . import flags
 from .generation import adapt_tokenizer
 from .loading import load_model
@@ -163,7 +163,7 @@ def _write(found: list[Inspection], model: str, tokenizer: Any, path: Path) -> N
     if path.suffix == ".png":
         write_picture(found, model, path)
     else:
-        path.write_text(page(found, model, special_tokens(tokenizer)), encoding="utf-8")
+        put_result(path, page(found, model, special_tokens(tokenizer)))
 
 
 def _as_json(model: str, found: list[Inspection]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
-from ..paths import path_of, reason, require_place
+from ..paths import path_of, put_result, reason, require_place
 from ..reporting import ownership, plots
 
 MOST = 10_000_000  # tokens of a prompt
@@ -83,14 +83,14 @@ class ResultFiles:
 def write_json(base: Path, result: Any) -> Path:
     """Write a result to `base`.json; that path."""
     path = with_suffix(base, ".json")
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    put_result(path, json.dumps(result, indent=1) + "\n")
     return path
 
 
 def write_result(base: Path, result: Any, page: str) -> list[Path]:
     """Write a result to `base`.json and its page to `base`.md; their paths."""
     path = with_suffix(base, ".md")
-    path.write_text(page, encoding="utf-8")
+    put_result(path, page)
     return [write_json(base, result), path]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
+from ..paths import naming, put_result
 
 if TYPE_CHECKING:
     from ..several.ranks import Ranks
@@ -48,7 +49,7 @@ class Results:
     def add(self, record: Record) -> None:
         self._records[self._key(record)] = record
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+            with naming(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
 
     def _key(self, record: Record) -> tuple:
@@ -68,7 +69,7 @@ class Results:
         data = path.read_bytes() if path.exists() else b""
         header = (json.dumps(setting) + "\n").encode()
         if header.startswith(data):  # nothing yet, or not even all of the first line
-            path.write_bytes(header)
+            put_result(path, header)
             return []
         whole = data[: data.rfind(b"\n") + 1]
         first, *lines = whole.splitlines() or [b""]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.report import format_bytes
+from ..paths import put_figure
 from ..reporting.ownership import PNG_METADATA
 from ..reporting.setting import title
 from ..reporting.table import Table, as_markdown, setting_text
@@ -219,4 +220,4 @@ def write_plot(result: dict[str, Any], page: Page, path: Path) -> None:
         axes.invert_yaxis()
     what = title("Scores, 95% interval of the difference to the full cache", result)
     figure.suptitle(what, fontsize=9)
-    figure.savefig(path, dpi=120, metadata=PNG_METADATA)
+    put_figure(path, figure, dpi=120, metadata=PNG_METADATA)

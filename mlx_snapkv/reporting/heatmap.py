@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from ..paths import put_figure
 from .ownership import PNG_METADATA
 from .setting import title
 
@@ -65,7 +66,7 @@ def _plot(records: list[dict[str, Any]], heading: str, path: Path) -> None:
     axes.set_ylabel("depth")
     axes.set_title(heading, fontsize=8, loc="left")
     figure.colorbar(image, label="right answers")
-    figure.savefig(path, dpi=120, metadata=PNG_METADATA)
+    put_figure(path, figure, dpi=120, metadata=PNG_METADATA)
 
 
 def readable_on(color: tuple[float, ...]) -> str:

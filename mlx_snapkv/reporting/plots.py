@@ -8,6 +8,7 @@ from typing import Any
 
 from ..engine.report import format_bytes
 from ..errors import SnapKVError
+from ..paths import put_figure
 from .ownership import PNG_METADATA
 from .setting import title
 
@@ -58,7 +59,7 @@ def write_plots(result: dict[str, Any], base: Path) -> list[Path]:
     paths = []
     for name, figure in figures(result).items():
         paths.append(base.with_name(f"{base.name}-{name}.png"))
-        figure.savefig(paths[-1], dpi=120, metadata=PNG_METADATA)
+        put_figure(paths[-1], figure, dpi=120, metadata=PNG_METADATA)
     return paths
 
 

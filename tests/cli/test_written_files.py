@@ -7,6 +7,7 @@ import sys
 
 import fork_helpers
 import pytest
+from disk_helpers import full_disk
 
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.demo import MODELS
@@ -136,3 +137,39 @@ def test_a_home_folder_that_is_not_there_is_told_by_every_command(call, told, co
     code, out, err = call(*command.format(name).split())
     assert (code, out) == (2, "")
     assert err == f"mlx-snapkv: {told.format(name)}: no such home folder\n"
+
+
+INSPECT = ["inspect", "--model", "demo", "-q", "--policy", "keydiff:budget=25%"]
+INSPECT += ["--prompt", "It was cold.", "-m", "2", "--output"]
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "written", "most"),
+    [
+        (INSPECT, "r.html", "r.html", 5000),
+        (INSPECT, "r.png", "r.png", 5000),
+        ([*NEEDLE, "--output"], "r", "r-full-cache.png", 5000),
+        ([*NEEDLE, "--output"], "r", "r.jsonl", 100),
+        (["demo", "--tokens", "1024", "--questions", "1", "--save-document"], "r", "r", 500),
+    ],
+)
+def test_a_full_disk_leaves_results_as_they_were(tmp_path, args, name, written, most):
+    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); "
+    program += "from mlx_snapkv.__main__ import main; main()"
+    command = [sys.executable, "-c", program, *args, str(tmp_path / name)]
+    for _ in range(2):  # nothing is in the way of the next
+        done = fork_helpers.run(command, capture_output=True, text=True)
+        told = done.stderr.splitlines()[-1]
+        assert done.returncode in (1, 2) and str(tmp_path / written) in told
+        assert told.endswith("File too large") and "Traceback" not in done.stderr
+        assert [path for path in tmp_path.iterdir() if path.suffix != ".jsonl"] == []
+
+
+def test_a_full_disk_leaves_the_page_of_before(call, tmp_path):
+    page = tmp_path / "r.html"
+    page.write_text('<meta name="generator" content="mlx-snapkv">')
+    with full_disk(5000):
+        code, _, err = call(*INSPECT, str(page))
+    assert code == 1 and err == f"mlx-snapkv: {page} can't be written: File too large\n"
+    assert page.read_text() == '<meta name="generator" content="mlx-snapkv">'
+    assert list(tmp_path.iterdir()) == [page]
