@@ -16,6 +16,7 @@ from ..paths import path_of
 Row = dict[str, Any]
 
 TEXT, NUMBER, TEXTS = "text", "a whole number", "a list of texts"
+SOME_TEXT, COUNT = "a text that is not empty", "a whole number above 0"
 
 
 def data_folder(name: str) -> Path:
@@ -75,8 +76,13 @@ def read_rows(
     read = {".jsonl": _lines, ".json": _list}.get(path.suffix)
     try:
         found = _parquet(path, only) if read is None else read(path)
+        number = 0
         for number, row in enumerate(found, start=1):
             yield _checked(row, fields, f"{path}: row {number}")
+        if not number:
+            raise SnapKVError(
+                f"{path} has no rows: get the file again, or take it out of the folder"
+            )
     except OSError as error:
         raise SnapKVError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -94,7 +100,7 @@ def texts_in(path: Path, field: str) -> list[str]:
 def read_json(path: Path) -> Any:
     """Raises: SnapKVError: it can't be read, or is no JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return _parsed(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SnapKVError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -117,15 +123,26 @@ def require(package: str, what: str) -> Any:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8", newline="\n") as file:
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield _parsed(line)
                 except ValueError:
                     raise SnapKVError(
                         f"{path}: line {number} is damaged: get the file again, or delete that line"
                     ) from None
+
+
+def _parsed(text: str) -> Any:
+    """Raises: ValueError: it is no JSON, or has halves of characters in it, which no tokenizer takes."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if "\\ud" in text.lower():
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
 
 
 def _list(path: Path) -> Iterator[Any]:
@@ -163,4 +180,6 @@ def _checked(row: Any, fields: Mapping[str, str], where: str) -> Row:
 def _is(value: Any, kind: str) -> bool:
     if kind == TEXTS:
         return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
-    return isinstance(value, {TEXT: str, NUMBER: int}[kind])
+    if kind in (TEXT, SOME_TEXT):
+        return isinstance(value, str) and bool(value or kind == TEXT)
+    return isinstance(value, int) and (kind == NUMBER or value > 0)

@@ -35,14 +35,14 @@ TASKS = (
     "qa_1",
     "qa_2",
 )
-PREPARED = {"input": rows.TEXT, "outputs": rows.TEXTS}
+PREPARED = {"input": rows.SOME_TEXT, "outputs": rows.TEXTS}
 PARQUET = {
     "context": rows.TEXT,
     "question": rows.TEXT,
     "answer_prefix": rows.TEXT,
     "answer": rows.TEXTS,
     "task": rows.TEXT,
-    "max_new_tokens": rows.NUMBER,
+    "max_new_tokens": rows.COUNT,
 }
 PAGE = Page(
     "RULER",

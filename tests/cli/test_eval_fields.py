@@ -124,6 +124,13 @@ def test_memory_and_verification(call, tmp_path, tokenizer):
     assert by_way(found, "later")[name] == 1.0
 
 
+def test_a_byte_order_mark_is_none_of_the_data(call, tmp_path, tokenizer):
+    for path in field_data.ruler(tmp_path, tokenizer).rglob("*.jsonl"):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    found = result(call, "ruler", "--data", str(tmp_path), "--chat-template")
+    assert by_way(found, "known")["full cache"] == 0.75
+
+
 def test_an_interrupt_says_how_to_go_on(tmp_path, tokenizer):
     rows = [field_data.prepared(tokenizer, seed) for seed in range(200)]
     field_data.write_lines(tmp_path / "vt.jsonl", rows)
@@ -150,7 +157,12 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, tokenizer):
             [],
             "that the model was trained to: give --data",
         ),
+        ("ruler", "4096/vt/validation.jsonl nested", [], "line 1 is damaged: get the file again"),
+        ("ruler", "4096/vt/validation.jsonl half", [], "line 1 is damaged: get the file again"),
+        ("ruler", "4096/vt/validation.jsonl empty", [], "'input' must be a text that is not empty"),
+        ("ruler", "4096/vt/validation.jsonl rowless", [], "vt/validation.jsonl has no rows"),
         ("ruler_parquet", "4096/test-00000-of-00001.parquet damaged", [], "it is no parquet file"),
+        ("ruler_parquet", "4096/test-00000-of-00001.parquet mute", [], "a whole number above 0"),
         ("ruler", "4096/copy/vt.jsonl new", [], "are vt of one length: give the folder of one"),
         ("ruler", "4096/vt/validation.jsonl flat", [], "its prompts are one line each"),
         (
@@ -187,6 +199,14 @@ def _spoil(path, what):
         path.unlink()
     elif what == "new":
         field_data.write_lines(path, [{"input": "a", "outputs": ["b"]}])
+    elif what == "nested":
+        path.write_text("[" * 100_000)
+    elif what == "rowless":
+        path.write_text("")
+    elif what == "mute":
+        columns = ("context", "question", "answer_prefix")
+        row = {**dict.fromkeys(columns, "a"), "answer": ["b"], "task": "vt", "max_new_tokens": 0}
+        field_data.write_parquet(path, [row])
     elif what == "damaged":
         path.write_bytes(path.read_bytes() + b"{1")
         if path.suffix == ".parquet":
@@ -195,6 +215,10 @@ def _spoil(path, what):
         row = json.loads(path.read_text())
         if what == "flat":
             row["input"] = " ".join(row["input"].split())
+        elif what == "half":
+            row["input"] += "\ud83e"
+        elif what == "empty":
+            row["input"] = ""
         elif what == "long":
             row["input"] = row["input"] * 50
         else:
