@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from .failures import log
 from .tails import covers
 
 DIGITS = 32  # of a file's name
+NAME = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 UNFINISHED = (
     3600  # seconds after which nobody is still writing what a server that was killed has left
 )
@@ -39,7 +42,6 @@ class Known:
 
     path: Path
     ids: np.ndarray
-    n_bytes: int
     whole: bool
 
     @property
@@ -58,7 +60,7 @@ class PrefixFiles:
 
     Args:
         folder: made, for its owner alone, if it is not there.
-        most_bytes: that the files may take.
+        most_bytes: that all files in it may take, those of other settings and servers too.
         model: whose caches they are.
         setting: what must be the same when they are used, besides the model: tokenizer, policy, memory.
 
@@ -89,7 +91,7 @@ class PrefixFiles:
             log.warning("a prefix is not used: %s", error)
             return
         if notes.get("setting") == self._setting:
-            self._known.append(Known(path, _ids(tokens), _n_bytes(path), notes["whole"]))
+            self._known.append(Known(path, _ids(tokens), notes["whole"]))
 
     def longest(self, tokens: list[int]) -> tuple[int, Known | None]:
         """How many of the tokens some file's caches have read, the most of all."""
@@ -137,20 +139,45 @@ class PrefixFiles:
             saved.save(path, self._model, caches, tokens, notes=notes)
             for file in book.files_of(path):
                 file.chmod(0o600)
-            n_bytes = _n_bytes(path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not kept: %s", error)
             return
         if whole:
             for twin in [k for k in self._known if k.whole and covers(ids, k.ids)]:
                 self._forget(twin)
-        self._known.append(Known(path, ids, n_bytes, whole))
-        while sum(k.n_bytes for k in self._known) > self._most_bytes and len(self._known) > 1:
-            self._forget(self._known[0])
+        self._known.append(Known(path, ids, whole))
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Give up the oldest, of whatever setting and server, but for the one that was just written."""
+        there = self._by_age()
+        taken = sum(n_bytes for _, n_bytes in there)
+        while taken > self._most_bytes and len(there) > 1:
+            path, n_bytes = there.pop(0)
+            taken -= n_bytes
+            self._known = [known for known in self._known if known.path != path]
+            _remove(path)
+
+    def _by_age(self) -> list[tuple[Path, int]]:
+        """The files that servers have written here, the oldest first, with what each takes."""
+        found = []
+        for path in self._folder.glob("*.safetensors"):
+            with contextlib.suppress(OSError):  # another server's, which has just given it up
+                if NAME.fullmatch(path.stem):
+                    found.append((path.stat().st_mtime_ns, path, _n_bytes(path)))
+        return [(path, n_bytes) for _, path, n_bytes in sorted(found)]
 
     def _forget(self, known: Known) -> None:
         self._known.remove(known)
-        book.remove(known.path)
+        _remove(known.path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a prefix; a line in the log if it can't be."""
+    try:
+        book.remove(path)
+    except OSError as error:
+        log.warning("a prefix is not removed: %s can't be: %s", path, error.strerror)
 
 
 def _ids(tokens: list[int]) -> np.ndarray:

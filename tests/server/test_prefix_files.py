@@ -190,3 +190,19 @@ def test_the_oldest_give_way(tmp_path, demo_llama):
             ask(url, make_haystack(demo_llama[1], random.Random(seed), 4, 1000), 0)
             assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 8_000_000
         assert 1 <= len(os.listdir(tmp_path)) < 4
+
+
+def test_the_oldest_give_way_of_other_settings_too(document, tmp_path):
+    """Or a folder would grow with every policy that was tried."""
+    flags = ("--prefix-dir", str(tmp_path), "--prefix-dir-bytes", "8MB")
+    somebodys = tmp_path / "notes.safetensors"
+    somebodys.write_bytes(b"x" * 4_000_000)
+    with served_process(*FLAGS, *flags) as (url, _):
+        ask(url, document, 0)
+    (first,) = set(tmp_path.iterdir()) - {somebodys}
+    other = ("--policy", POLICY.replace("25%", "30%"), "--memory", "recall")
+    with served_process(*other, *flags) as (url, process):
+        assert ask(url, document, 0) == 0
+        process.terminate()
+        assert "is not removed" not in process.stderr.read()
+    assert not first.exists() and len(os.listdir(tmp_path)) == 2 and somebodys.exists()
