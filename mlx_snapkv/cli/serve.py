@@ -180,7 +180,8 @@ def serve(
 
     n_kv_bytes = most_kv_bytes(max_kv_bytes)
     n_file_bytes = n_bytes("--prefix-dir-bytes", prefix_dir_bytes)
-    setting = {"policy": str(chosen), "memory": memory, "far": str(far), "kv_bits": str(kv_bits)}
+    bits = "None" if kv_bits is None else f"{kv_bits} in groups of {kv_group_size}"
+    setting = {"policy": str(chosen), "memory": memory, "far": str(far), "kv_bits": bits}
 
     def open_files(found: Loaded) -> PrefixFiles | None:
         if prefix_dir is None:

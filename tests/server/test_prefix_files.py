@@ -192,6 +192,23 @@ def test_the_oldest_give_way(tmp_path, demo_llama):
         assert 1 <= len(os.listdir(tmp_path)) < 4
 
 
+def test_entries_quantised_in_other_groups_are_not_used(document, tmp_path):
+    flags = ("--policy", POLICY, "--kv-bits", "8", "--prefix-dir", str(tmp_path))
+    text, facts = document
+    said = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
+    said += [{"role": "assistant", "content": facts[0].value}]
+    said += [{"role": "user", "content": facts[0].question}]
+    with served_process(*flags, "--kv-group-size", "32") as (url, _):
+        assert ask(url, document, 0) == 0
+    for size in ("64", "32"):
+        with served_process(*flags, "--kv-group-size", size) as (url, _):
+            body = {"messages": said, "max_tokens": 2}
+            found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+            cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (cached > 1400) == (size == "32")
+            said[-1]["content"] += " Once more."
+
+
 def test_the_oldest_give_way_of_other_settings_too(document, tmp_path):
     """Or a folder would grow with every policy that was tried."""
     flags = ("--prefix-dir", str(tmp_path), "--prefix-dir-bytes", "8MB")
