@@ -19,7 +19,8 @@ class Stages:
         decode_policy: who chooses when it has been read. Who votes then, and what decodes, is its matter.
 
     Raises:
-        SnapKVError: `prefill_policy` is not a block policy, or `decode_policy` needs all entries.
+        SnapKVError: `prefill_policy` is not a block policy, or has no room for what `decode_policy` always keeps, or
+            that one needs all entries.
     """
 
     prefill_policy: Policy
@@ -34,6 +35,8 @@ class Stages:
             raise SnapKVError(
                 f"{self.decode_policy.name} reads all of a prompt again, so no policy can come before it: give it alone"
             )
+        if all(isinstance(stage.budget, int) for stage in self.stages):
+            self.prefill_quotas(1, 1)  # the same for every prompt
 
     @property
     def stages(self) -> tuple[Policy, Policy]:
