@@ -45,7 +45,8 @@ class CompressedBatchGenerator(BatchGenerator):
             from, and those tokens; entries of `memory="drop"` are gone.
         reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
             fewer and fuller steps.
-        turns: caches that hold tokens already are compressed again, as those of a `Conversation` are.
+        turns: caches that hold tokens already are compressed again, as those of a `Conversation` are, unless the
+            policy reads a prompt again as a whole, such as kvzip.
         **kwargs: mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `sampler`, `completion_batch_size` and so on.
 
     Raises:

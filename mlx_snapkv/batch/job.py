@@ -37,7 +37,8 @@ class Plan:
         quantization: how entries kept are to be quantised, if at all.
         recall: what becomes of the others, and what answers do with them.
         on_report: receives the number of a request, and its report.
-        turns: caches that hold tokens already are compressed again, as those of a conversation are.
+        turns: caches that hold tokens already are compressed again, as those of a conversation are, unless the policy
+            reads a prompt again as a whole.
         on_recall: receives the number of a request, caches with all entries that it has read, and those tokens.
     """
 
@@ -53,7 +54,7 @@ class Plan:
         """Why a prompt is not going to be compressed; None if it is."""
         if self.policy is None:
             return NO_POLICY_REASON
-        if self.turns:
+        if self.turns and self.policy.stages[1].repeats is None:
             n_tokens = held_tokens(self.model, prompt_cache) + n_prompt
             goes_on = is_compressed(prompt_cache)
             return None if goes_on else gate(self.policy, n_tokens, None, max_tokens)

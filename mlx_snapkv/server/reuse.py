@@ -26,9 +26,11 @@ class Reuse:
         trims = can_trim_prompt_cache(make_prompt_cache(loaded.model))
         in_blocks = policy is not None and policy.reads_in_blocks
         recalls = generation.get("memory", "drop") != "drop"
+        # Of a prompt that is read again as a whole, nothing can be known before.
+        self._keeps_nothing = policy is not None and policy.stages[1].repeats is not None
         self._keeps_all = policy is None or (recalls and not in_blocks)
         # A part of what is kept can't be had: it is kept at several places.
-        self._keeps_parts = not in_blocks and not (self._keeps_all and trims)
+        self._keeps_parts = not (self._keeps_nothing or in_blocks or (self._keeps_all and trims))
         # Tokens that are read whatever is known of a prompt, so that as many vote as ever.
         self._n_last = 1
         if policy is not None and self._keeps_all and trims:
@@ -36,6 +38,8 @@ class Reuse:
 
     def fetch(self, prompt: list[int]) -> tuple[list | None, int]:
         """Caches that have read the beginning of a prompt, if there are such, and how many tokens that is."""
+        if self._keeps_nothing:
+            return None, 0
         return self._prefixes.fetch(prompt, self._n_last)
 
     def cuts(self, body: Body, prompt: list[int]) -> list[int]:
@@ -57,4 +61,6 @@ class Reuse:
 
     def answered(self, running: Running, tokens: list[int], caches: list) -> None:
         """Keep what a request has read and answered, also for when the server has ended."""
+        if self._keeps_nothing:
+            return
         self._prefixes.keep(*self.recalled(running, tokens, caches))

@@ -237,3 +237,17 @@ def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask
     assert run.answers[uid] == wanted
     assert run.reports[uid].entries == 60
     assert read[uid][0] is not caches and layer_caches(caches)[-1].offset == n
+
+
+def test_a_turn_of_what_is_read_again_as_a_whole_goes_on_as_alone():
+    model, policy = make_llama(), "kvzip:budget=60"
+    first, second = prompts_of(120, 12)
+    run = Run(model, policy, turns=True)
+    (uid,) = run.insert([first], 5)
+    run.finish()
+    caches = make_prompt_cache(model)
+    alone(model, first, 5, policy=policy, prompt_cache=caches)
+    (again,) = run.insert([second], 9, caches=[run.last[uid].prompt_cache])
+    run.finish()
+    assert run.answers[again] == alone(model, second, 9, policy=policy, prompt_cache=caches)
+    assert "only a fresh one" in run.reports[again].reason

@@ -91,6 +91,19 @@ def test_a_system_prompt_is_read_once(document, policy, memory):
             assert cached == 0 and anew == wanted and again["entries"] == about["entries"]
 
 
+def test_what_is_read_again_as_a_whole_is_read_anew(document):
+    """Of a prompt whose beginning was known, kvzip could repeat but the rest."""
+    text, facts = document
+    system = {"role": "system", "content": text}
+    with serving(policy="kvzip:budget=50%,min_ctx=256", memory="drop") as served:
+        for fact in facts[:2]:
+            question = {"role": "user", "content": fact.question}
+            answer, cached, about = ask(served, [system, question])
+            assert answer == fact.value and cached == 0
+            assert about["reason"] is None
+        assert served.metric('mlx_snapkv_kv_bytes{kind="prefixes"}') == 0
+
+
 def test_room_for_prefixes_counts_files(document):
     text, facts = document
     with serving(policy=POLICY, memory="recall:file") as served:
