@@ -50,10 +50,15 @@ class Decision:
         return max(1, self.last - self.at)
 
 
-def decide(policy: Policy | Stages, n_prompt: int) -> Decision:
-    """Who votes on a prompt, and where the compression falls."""
+def decide(policy: Policy | Stages, n_prompt: int, n_new: int | None = None) -> Decision:
+    """Who votes on a prompt, and where the compression falls.
+
+    Args:
+        n_new: those of its tokens that are still to be read; None is all. A single one votes in any case: else
+            nobody would.
+    """
     _, decode_policy = policy.stages
-    at = n_prompt if decode_policy.last_token else n_prompt - 1
+    at = n_prompt if decode_policy.last_token or n_new == 1 else n_prompt - 1
     first = max(0, at - decode_policy.obs_window)
     return Decision(n_prompt, at, first, at + decode_policy.n_lookahead)
 

@@ -92,12 +92,12 @@ class Request:
             )
 
     def _decided(self) -> Decision:
-        return decide(self.policy, self._held + self.n_new)
+        return decide(self.policy, self._held + self.n_new, self.n_new)
 
     @property
     def compresses_before_last_token(self) -> bool:
         """Whether it is compressed before mlx-lm feeds the prompt's last token; else when it has."""
-        return not self.decode_policy.last_token
+        return self.decision.at < self.decision.n_prompt
 
     @property
     def _observes(self) -> bool:

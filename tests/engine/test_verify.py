@@ -78,6 +78,20 @@ def test_a_prompt_cache_holds_the_whole_prompt_and_goes_on(wide, tokens, memory,
 
 
 @pytest.mark.parametrize("memory", RECALLING)
+@pytest.mark.parametrize("verify", [None, "unsure"])
+def test_a_question_of_a_single_token_votes_by_itself(wide, tokens, memory, verify):
+    """Also with last_token=false, which leaves nobody else to vote."""
+    answers = []
+    for last_token in ("false", "true"):
+        cache = make_prompt_cache(wide)
+        plain(wide, tokens[:-1], 0, prompt_cache=cache)
+        options = {"memory": memory, "verify": verify, "prompt_cache": cache}
+        policy = f"{POLICY},last_token={last_token}"
+        answers.append(steps(wide, tokens[-1:], policy=policy, **options))
+    assert_same(*answers)
+
+
+@pytest.mark.parametrize("memory", RECALLING)
 def test_a_compressed_prompt_cache_has_nothing_to_recall(wide, tokens, memory):
     cache, _ = prefill(wide, tokens, POLICY)
     with pytest.raises(SnapKVError, match="needs a prompt cache with all entries"):
