@@ -11,6 +11,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, members
+from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
 from ..engine.far import require_far
 from ..engine.recalling import VERIFY_BELOW, Recall, require_verifiable
@@ -83,7 +84,7 @@ class CompressedBatchGenerator(BatchGenerator):
             super().__init__(model, **kwargs)
             return
         require_no_conflict(kwargs)
-        caches = make_prompt_cache(model)
+        caches = make_caches(model, "drop" if chosen is None else memory, chosen)
         layers = attention_layers(model, caches)
         self._n_layers = layers[0].n_layers
         require_together(model)
