@@ -226,14 +226,9 @@ def test_two_stages_positions_are_those_of_the_prompt(tokens):
         assert mx.allclose(first.keys[0, head], whole[0, head][positions], atol=1e-5)
 
 
-def test_a_first_stage_keeps_what_the_second_always_wants(tokens):
+def test_a_first_stage_keeps_what_the_second_always_wants():
     with pytest.raises(SnapKVError, match=r"budget must be at least 18 .*what snapkv always keeps"):
         resolve_policy(policy=f"{spec('keydiff', budget=17)} then {spec('snapkv', 'once', 20)}")
-    share = (
-        f"{spec('keydiff', budget='5%')} then {spec('snapkv', 'once', 20)}"  # depends on the prompt
-    )
-    with pytest.raises(SnapKVError, match=r"what snapkv always keeps\), got 10 entries"):
-        prefill(make_llama(), tokens, share)
 
 
 def test_a_pyramid_keeps_more_in_low_layers(tiny_model, tokens, name):
