@@ -201,9 +201,9 @@ def test_without_a_policy_it_is_mlx_lms(tiny_model):
 
 
 def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):
-    run = Run(tiny_model, f"keydiff:budget=30,block=8 then {SNAPKV},budget=40")
     with pytest.raises(SnapKVError, match="budget must be at least 36"):
-        run.insert(prompts_of(300, 90), 5)
+        Run(tiny_model, f"keydiff:budget=30,block=8 then {SNAPKV},budget=40")
+    run = Run(tiny_model, f"{SNAPKV},budget=40")
     assert run.generator.next() == ([], [])
     for bad in ({"max_kv_size": 100}, {"kv_bits": 5}):
         with pytest.raises(SnapKVError):

@@ -176,7 +176,7 @@ def test_names(text):
         ("adakv of keydiff:budget=8", "chooses once"),
         ("adakv of snapkv:budget=adaptive:4096", "neither mass nor budget=adaptive"),
         ("adakv of h2o:schedule=once", "counts the attention of all queries"),
-        ("adakv of keydiff:budget=8 then snapkv", "needs one policy"),
+        ("adakv of keydiff:budget=800 then snapkv", "needs one policy"),
         ("adakv of nobody", "unknown policy 'nobody'"),
     ],
 )
