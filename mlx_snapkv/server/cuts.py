@@ -12,17 +12,18 @@ SHORTEST = 128  # tokens that are worth it
 TAIL = 11  # tokens in which a template may begin the model's thoughts, as mlx-lm's server has it
 
 
-def cuts(body: Body, tokenizer: Any, prompt: list[int], at_end: bool) -> list[int]:
+def cuts(body: Body, tokenizer: Any, prompt: list[int], at_end: bool, n_last: int) -> list[int]:
     """How many of a prompt's tokens are a beginning that others may have, in order.
 
     That is after the system messages; `at_end` also before the model's thoughts, of which templates leave nothing in
-    the next turn's prompt.
+    the next turn's prompt. It is so much earlier that any prompt that goes on from there has its `n_last` last tokens
+    to read.
     """
     if not isinstance(body, ChatBody):
         return []
-    found = {_system_end(body, tokenizer, prompt)}
+    found = {_system_end(body, tokenizer, prompt) - (n_last - 1)}
     if at_end:
-        found.add(_thoughts_start(tokenizer, prompt))
+        found.add(min(_thoughts_start(tokenizer, prompt), len(prompt) - n_last))
     return sorted(n for n in found if SHORTEST <= n < len(prompt))
 
 

@@ -33,7 +33,7 @@ class Reuse:
         self._keeps_parts = not (self._keeps_nothing or in_blocks or (self._keeps_all and trims))
         # Tokens that are read whatever is known of a prompt, so that as many vote as ever.
         self._n_last = 1
-        if policy is not None and self._keeps_all and trims:
+        if policy is not None and self._keeps_all:
             self._n_last = max(1, policy.stages[1].obs_window)
 
     def fetch(self, prompt: list[int]) -> tuple[list | None, int]:
@@ -44,7 +44,9 @@ class Reuse:
 
     def cuts(self, body: Body, prompt: list[int]) -> list[int]:
         """After how many of a prompt's tokens its caches are to be kept, in order."""
-        return cuts(body, self._tokenizer, prompt, self._keeps_all) if self._keeps_parts else []
+        if not self._keeps_parts:
+            return []
+        return cuts(body, self._tokenizer, prompt, self._keeps_all, self._n_last)
 
     def read(self, running: Running, n: int, tokens: list[int], caches: list) -> None:
         """Keep what caches have read after `n` of a prompt's tokens, one of its cuts."""

@@ -79,7 +79,8 @@ def test_a_system_prompt_is_read_once(document, policy, memory):
         said = [{"role": "user", "content": facts[2].question}]
         said += [{"role": "assistant", "content": found[2][0]}]
         _, cached, _ = ask(served, [system, *said, last])
-        assert cached > max(known)
+        # As many as vote are read again, which are more than a turn's tokens here.
+        assert cached >= max(known) + (memory == "drop")
     with serving(load_named("demo-qwen3-next"), policy=policy, memory=memory) as served:
         for fact, (wanted, _, about) in zip(facts[1:3], found[1:]):
             given = [
@@ -89,6 +90,29 @@ def test_a_system_prompt_is_read_once(document, policy, memory):
             served.engine.prefixes.trim_to(n_sequences=0)
             anew, cached, again = ask(served, given)
             assert cached == 0 and anew == wanted and again["entries"] == about["entries"]
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_as_many_vote_of_a_known_prompt_as_of_a_new_one(document, memory):
+    """Also where caches can't be cut, of the same prompt once more, and of a short question about what is known."""
+    text, facts = document
+    system = {"role": "system", "content": text}
+    prompts = [[system, {"role": "user", "content": said}] for said in (facts[0].question, "Why?")]
+    prompts.append(prompts[0])
+
+    def told(served, messages):
+        body = {"messages": messages, "max_tokens": 16, "logprobs": True}
+        found = served.post("/v1/chat/completions", json=body).json()
+        cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached, [token["logprob"] for token in found["choices"][0]["logprobs"]["content"]]
+
+    with serving(load_named("demo-qwen3-next"), policy=POLICY, memory=memory) as served:
+        known = [told(served, prompt) for prompt in prompts]
+        assert known[0][0] == 0 and min(cached for cached, _ in known[1:]) > 700
+        for prompt, (_, wanted) in zip(prompts, known):
+            served.engine.prefixes.trim_to(n_sequences=0)
+            cached, anew = told(served, prompt)
+            assert cached == 0 and anew == pytest.approx(wanted, abs=1e-3)
 
 
 def test_what_is_read_again_as_a_whole_is_read_anew(document):
