@@ -242,7 +242,7 @@ class Engine(ResponseGenerator):
         channel, answer = running.channel, running.answer
         if response.finish_reason == "error":
             del self._running[response.uid]
-            if not self._asked_again(running, response.error):
+            if not (self._is_damage(response.error) and self._ask_again(running)):
                 self._fail(channel, response.error)
             return
         if running.top_logprobs is not None:
@@ -264,17 +264,20 @@ class Engine(ResponseGenerator):
         channel.put(Finished(*end, running.report))
         self._close()
 
-    def _asked_again(self, running: Running, error: Exception) -> bool:
-        """Whether a request that has failed waits again, since what was known of its prompt is damaged."""
+    def _is_damage(self, error: Exception) -> bool:
+        """Whether what was known of a prompt is damaged; it then isn't used again."""
         if not isinstance(error, EntryFileError) or error.path is None:
             return False
         log.warning("a prefix is not used: %s", error)
         self.prefixes.drop(error.path)
+        return True
+
+    def _ask_again(self, running: Running) -> bool:
+        """Let a request wait again, unless some of its answer has been told; whether it does."""
         if running.answer.n_tokens:
             return False
-        self._waiting.appendleft(
-            Waiting(**{f.name: getattr(running, f.name) for f in fields(Waiting)})
-        )
+        again = Waiting(**{f.name: getattr(running, f.name) for f in fields(Waiting)})
+        self._waiting.appendleft(again)
         return True
 
     def _new_generator(self) -> CompressedBatchGenerator:

@@ -27,7 +27,7 @@ from .tails import covers
 DIGITS = 32  # of a file's name
 NAME = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 UNFINISHED = (
-    3600  # seconds after which nobody is still writing what a server that was killed has left
+    3600  # seconds: what nobody has written to for so long was left by a server that was killed
 )
 
 

@@ -13,7 +13,7 @@ from ..several.part import require_alike
 from ..several.ranks import Ranks
 from .engine import Engine
 from .failures import ApiError, log
-from .requests import Waiting
+from .requests import Running, Waiting
 
 LOOK = 0.1  # seconds between two looks for the other ranks, while nothing is to do
 
@@ -170,6 +170,9 @@ class SharedEngine(Engine):
             log.warning("what is known of a prompt is not used: %s", sentence(error))
             found = None, 0
         return found if len(set(self._ranks.gather(found[1]))) == 1 else (None, 0)
+
+    def _ask_again(self, running: Running) -> bool:
+        return False  # on other ranks it may not have failed so
 
     def _is_gone(self, waiting: Waiting) -> bool:
         return waiting.number in self._gone
