@@ -87,8 +87,7 @@ def page(result: dict[str, Any]) -> str:
         written_by(result),
         "",
         f"{result['model']}: a prompt of {result['prompt']:,} tokens compressed to {result['budget']:,} entries "
-        f"(`n_window=512`), then {result['tokens']:,} tokens, {result['turn']} of each answer in turn."
-        f"{' ' + result['note'] if 'note' in result else ''}",
+        f"(`n_window=512`), then {result['tokens']:,} tokens, {result['turn']} of each answer in turn.",
         "",
         "| on_full | ms a token | of slide | second half, of slide | entries attended to |",
         "| --- | ---: | ---: | ---: | ---: |",
