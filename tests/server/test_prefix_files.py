@@ -20,13 +20,30 @@ def document(demo_llama):
     return make_haystack(demo_llama[1], random.Random(8), 4, 1500)
 
 
-def ask(url, document, number, **fields):
-    text, facts = document
-    messages = [{"role": "user", "content": f"{text}\n\n{facts[number].question}"}]
-    body = {"messages": messages, "max_tokens": 20, **fields}
+def answered(url, messages, max_tokens=20):
+    """An answer, and how many tokens of its prompt were known."""
+    body = {"messages": messages, "max_tokens": max_tokens}
     found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-    assert found["choices"][0]["message"]["content"] == facts[number].value
-    return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"]["content"], cached
+
+
+def asked(document, number):
+    text, facts = document
+    return [{"role": "user", "content": f"{text}\n\n{facts[number].question}"}]
+
+
+def follow_up(document, number):
+    """The first question with its answer, and then another."""
+    _, facts = document
+    said = {"role": "assistant", "content": facts[0].value}
+    return [*asked(document, 0), said, {"role": "user", "content": facts[number].question}]
+
+
+def ask(url, document, number):
+    answer, cached = answered(url, asked(document, number))
+    assert answer == document[1][number].value
+    return cached
 
 
 @pytest.mark.parametrize(
@@ -53,17 +70,12 @@ def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, 
 def test_a_conversation_of_a_killed_server_goes_on_from_compressed_entries(document, tmp_path):
     """Without a memory: exactly from where it was, and nothing else does."""
     flags = ("--policy", POLICY, "--prefix-dir", str(tmp_path))
-    text, facts = document
-    said = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
-    said += [{"role": "assistant", "content": facts[0].value}]
-    said += [{"role": "user", "content": facts[1].question}]
+    said = follow_up(document, 1)
     with served_process(*flags) as (url, process):
         assert ask(url, document, 0) == 0
         process.kill()
     with served_process(*flags) as (url, process):
-        body = {"messages": said, "max_tokens": 5}
-        found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 1400
+        assert answered(url, said, 5)[1] > 1400
         assert ask(url, document, 2) == 0
 
 
@@ -79,20 +91,15 @@ def test_a_model_that_takes_nothing_back_goes_on_from_its_files(document, tmp_pa
 def test_a_book_of_a_killed_server_goes_on(document, tmp_path):
     """Read within a budget, all of it on the disk: what was said before is known, and a later question finds all."""
     flags = ("--policy", BOOK, "--memory", "recall:file", "--prefix-dir", str(tmp_path))
-    text, facts = document
-    said = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
-    said += [{"role": "assistant", "content": facts[0].value}]
-    said += [{"role": "user", "content": facts[3].question}]
+    said = follow_up(document, 3)
     with served_process(*flags) as (url, process):
         assert ask(url, document, 0) == 0
         process.kill()
     (folder,) = tmp_path.glob("*.entries")
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     with served_process(*flags) as (url, process):
-        body = {"messages": said, "max_tokens": 20}
-        found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > 1400
-        assert found["choices"][0]["message"]["content"] == facts[3].value
+        answer, cached = answered(url, said)
+        assert answer == document[1][3].value and cached > 1400
     with served_process(*flags, "--prefix-dir-bytes", "3MB") as (url, process):
         ask(url, document, 1)
         (folder,) = tmp_path.glob("*.entries")  # the others have given way
@@ -127,20 +134,14 @@ def test_damaged_foreign_and_other_settings_are_not_used(document, tmp_path):
 def test_a_damaged_book_is_not_used_and_the_request_is_answered(document, tmp_path, kind):
     """What is wrong with its entries is found out when they are first read, by a request that goes on from it."""
     flags = ("--policy", BOOK, "--memory", "recall:file", "--prefix-dir", str(tmp_path))
-    text, facts = document
-    said = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
-    said += [{"role": "assistant", "content": facts[0].value}]
-    said += [{"role": "user", "content": facts[3].question}]
+    said = follow_up(document, 3)
     with served_process(*flags) as (url, process):
         assert ask(url, document, 0) == 0
     for path in tmp_path.glob(f"*.entries/*.{kind}"):
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     with served_process(*flags) as (url, process):
         for _ in range(2):
-            body = {"messages": said, "max_tokens": 20}
-            found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-            assert found["choices"][0]["message"]["content"] == facts[3].value
-            assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert answered(url, said) == (document[1][3].value, 0)
         process.terminate()
         log = process.stderr.read()
     assert log.count(f".{kind} is damaged") == 1 and "Traceback" not in log
@@ -194,17 +195,12 @@ def test_the_oldest_give_way(tmp_path, demo_llama):
 
 def test_entries_quantised_in_other_groups_are_not_used(document, tmp_path):
     flags = ("--policy", POLICY, "--kv-bits", "8", "--prefix-dir", str(tmp_path))
-    text, facts = document
-    said = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
-    said += [{"role": "assistant", "content": facts[0].value}]
-    said += [{"role": "user", "content": facts[0].question}]
+    said = follow_up(document, 0)
     with served_process(*flags, "--kv-group-size", "32") as (url, _):
         assert ask(url, document, 0) == 0
     for size in ("64", "32"):
         with served_process(*flags, "--kv-group-size", size) as (url, _):
-            body = {"messages": said, "max_tokens": 2}
-            found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-            cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+            _, cached = answered(url, said, 2)
             assert (cached > 1400) == (size == "32")
             said[-1]["content"] += " Once more."
 
