@@ -92,12 +92,11 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, NeverFits):
         return _too_long(str(error))
-    if isinstance(error, EntryFileError):
-        number = secrets.token_hex(4)
-        log.error("request %s failed: %s", number, error)
-        return internal(number)
-    if isinstance(error, SnapKVError):
-        return bad_request(str(error))
     number = secrets.token_hex(4)
-    log.error("request %s failed", number, exc_info=error)
+    if isinstance(error, EntryFileError):
+        log.error("request %s failed: %s", number, error)
+    elif isinstance(error, SnapKVError):
+        return bad_request(str(error))
+    else:
+        log.error("request %s failed", number, exc_info=error)
     return internal(number)
