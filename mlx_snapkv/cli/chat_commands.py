@@ -15,11 +15,12 @@ from ..chat.conversation import Conversation
 from ..engine.recalling import VERIFY
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
-from ..paths import path_of, put
+from ..paths import path_of
 from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
 from ..saved import require_writable
 from ..several.ranks import here
+from ..whole_files import put
 from . import sampling
 from .chat_markdown import as_markdown
 from .chat_session import Session

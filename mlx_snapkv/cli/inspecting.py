@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import SnapKVError
-from ..paths import put_result, require_place
+from ..paths import require_place
+from ..whole_files import put_result
 from . import flags
 from .generation import adapt_tokenizer
 from .loading import load_model

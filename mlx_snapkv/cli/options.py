@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
-from ..paths import path_of, put_result, reason, require_place
+from ..paths import path_of, reason, require_place
 from ..reporting import ownership, plots
+from ..whole_files import put_result
 
 MOST = 10_000_000  # tokens of a prompt
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

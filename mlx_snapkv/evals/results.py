@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
-from ..paths import naming, put_result
+from ..whole_files import naming, put_result
 
 if TYPE_CHECKING:
     from ..several.ranks import Ranks

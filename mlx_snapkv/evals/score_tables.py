@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..engine.report import format_bytes
-from ..paths import put_figure
 from ..reporting.ownership import PNG_METADATA
 from ..reporting.setting import title
 from ..reporting.table import Table, as_markdown, setting_text
+from ..whole_files import put_figure
 from .asking import BY_MASK, FULL, SETTINGS
 from .paired import Difference, difference
 

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ..paths import put_figure
+from ..whole_files import put_figure
 from .ownership import PNG_METADATA
 from .setting import title
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.report import format_bytes
 from ..errors import SnapKVError
-from ..paths import put_figure
+from ..whole_files import put_figure
 from .ownership import PNG_METADATA
 from .setting import title
 
