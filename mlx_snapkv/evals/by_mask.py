@@ -140,7 +140,7 @@ def prefill(model, tokenizer, tokens: list[int], heads: HeadWise) -> tuple[list,
         following = read(request.loop_model, mx.array(tokens), request.caches, options)
         n_ahead = request.decision.last - len(tokens)
         if n_ahead > 0:
-            look_ahead(model, request.caches, following, n_ahead)
+            look_ahead(model, request.caches, mx.argmax(following, axis=-1), n_ahead)
         return cache, request.compress()
 
 
