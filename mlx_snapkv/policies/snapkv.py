@@ -188,8 +188,9 @@ class SnapKV(Policy):
         if self.heads == "shared":
             votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
         elif self.pool == "forward":
-            n = len(entries.voters.places)
-            n_recent = min(n, POOLED_QUERIES + self.n_lookahead)
+            places = entries.voters.places
+            n, n_ahead = len(places), max(0, places.stop - len(entries))
+            n_recent = min(n, POOLED_QUERIES + n_ahead)
             recent = entries.latest_votes(n_recent) / n_recent
             votes = entries.votes / n
         else:
