@@ -91,7 +91,7 @@ _overheard = threading.local()
 
 
 @contextlib.contextmanager
-def overheard_by(hear: Callable[["Recorder", mx.array], None]) -> Iterator[None]:
+def overheard_by(hear: Callable[[Recorder, mx.array], None]) -> Iterator[None]:
     """Let `hear` know of all that recording caches are asked in this thread, for the block.
 
     Args:

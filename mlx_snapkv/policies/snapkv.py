@@ -17,7 +17,7 @@ from .critical import two_stages
 ON_FULL = ("grow", "slide", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
 POOLS = ("forward", "avg", "max")
-POOLED_QUERIES = 32  # the last queries of the prompt, whose votes "forward" pools (the paper's L_obs)
+POOLED_QUERIES = 32  # the prompt's last queries, whose votes "forward" pools (the paper's L_obs)
 DEFAULT_LOOKAHEAD = 16  # answer tokens, where the prompt's last token votes
 
 

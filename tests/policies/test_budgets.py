@@ -42,7 +42,7 @@ def test_a_bad_budget_is_one_sentence(budget):
 
 
 def test_a_share_without_room_is_refused_when_the_prompt_is_known():
-    policy = SnapKV(budget="25%", min_ctx=0)
+    policy = SnapKV(budget="25%")
     with pytest.raises(SnapKVError, match=r"at least 640 .*, got 500 entries"):
         policy.quotas(2000, 4)
     assert policy.quotas(4000, 4)[0].entries == 1000

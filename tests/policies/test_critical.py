@@ -16,7 +16,7 @@ from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.policies import critical
 
 T, SINK, WINDOW, BUDGET = 90, 3, 8, 40
-OPTIONS = {"n_sink": SINK, "n_window": WINDOW, "obs_window": 6, "min_ctx": 0, "lookahead": 0}
+OPTIONS = {"n_sink": SINK, "n_window": WINDOW, "obs_window": 6, "lookahead": 0}
 POLICY = SnapKV(budget=BUDGET, critical=True, pool_kernel=3, **OPTIONS)
 
 

@@ -109,11 +109,9 @@ def test_a_misspelt_option_lists_the_known_ones():
 
 
 def test_strings_dicts_and_objects_name_the_same_policy():
-    policy = SnapKV(
-        top_k=64, min_ctx=0, pool="max", last_token=False, lookahead=0, prefill_chunk=256
-    )
+    policy = SnapKV(top_k=64, pool="max", last_token=False, lookahead=0, prefill_chunk=256)
     assert resolve_policy(snapkv=policy) is policy
-    text = "top_k=64, min_ctx=0,pool=max,last_token=false,lookahead=0,prefill_chunk=256"
+    text = "top_k=64, pool=max,last_token=false,lookahead=0,prefill_chunk=256"
     assert resolve_policy(snapkv=text) == policy
     assert resolve_policy(policy=f"snapkv:{text}") == policy
     assert resolve_policy(policy=str(policy)) == policy
