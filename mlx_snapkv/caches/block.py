@@ -125,8 +125,9 @@ class BlockKVCache(EvictingCache):
         if self._n <= self.quota.entries:
             return
         assert self.policy is not None
-        entries = self.held(self.policy.obs_window)
-        entries.budget = self.quota.entries
+        # Of older queries, entries after their own may be gone.
+        entries = self.held(min(self.policy.obs_window, max(1, self.quota.n_window)))
+        entries.budget, entries.n_window = self.quota.entries, self.quota.n_window
         kept = entries.taken(self.quota.select(self.policy.score(entries)))
         # A buffer that is referred to elsewhere would be copied.
         entries.release()
