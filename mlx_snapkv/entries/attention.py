@@ -74,18 +74,14 @@ def _votes(keys: mx.array | KeyBlocks, observed: Queries, counts: list[int]) -> 
     """Votes of the last queries, as many as each of the `counts`: `(len(counts), B, n_kv_heads, T)`."""
     queries, group = _grouped(keys, observed)
     B, H, T, D = keys.shape
-    n = len(observed.places)
+    latest = _latest(observed, queries, counts)
     held = 4 * B * H * T * (queries.shape[2] + (D if keys.dtype != mx.float32 else 0))
     if isinstance(keys, KeyBlocks) or held > HELD_BYTES:
-
-        def summed(logs: mx.array) -> mx.array:
-            weights = mx.power(2, logs)
-            return mx.stack([_last(weights, n, count).sum(axis=2) for count in counts])
-
-        return _sums_in_blocks(keys, observed, queries, summed) / group
-    weights, share = _weights(keys, observed, queries)
-    votes = [_last(share, n, count)[..., None, :] @ _last(weights, n, count) for count in counts]
-    return mx.stack(votes).squeeze(3) / group
+        votes = _sums_in_blocks(keys, observed, queries, lambda logs: latest @ mx.power(2, logs))
+    else:
+        weights, share = _weights(keys, observed, queries)
+        votes = (share[..., None, :] * latest) @ weights
+    return mx.moveaxis(votes, 2, 0) / group
 
 
 def above_average(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
@@ -309,11 +305,11 @@ def _logits(
     return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)
 
 
-def _last(x: mx.array, n: int, count: int) -> mx.array:
-    """Of `(B, n_kv_heads, group * n, ...)`, by query, those of the last `count` queries of every head."""
-    if count == n:
-        return x
-    return mx.unflatten(x, 2, (-1, n))[:, :, :, n - count :].flatten(2, 3)
+def _latest(observed: Queries, queries: mx.array, counts: list[int]) -> mx.array:
+    """Which of the queries `(B, n_kv_heads, group * n, head_dim)` are the last: 0 or 1, `(len(counts), group * n)`."""
+    n = len(observed.places)
+    late = mx.arange(n) >= n - mx.array(counts)[:, None]
+    return mx.tile(late.astype(mx.float32), (1, queries.shape[2] // n))
 
 
 def _own_places(observed: Queries, queries: mx.array) -> mx.array:
