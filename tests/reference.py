@@ -27,12 +27,30 @@ def _told(queries, keys, query_positions, scale, count):
     return out
 
 
+def forward_scores(queries, keys, query_positions, scale, n_recent, ends, kernel):
+    """SnapKV's scores with pool="forward", `(B, n_kv_heads, T)`, an entry at a time.
+
+    Args:
+        n_recent: the last queries, whose votes are pooled; ends: entries of sink and window, which are not.
+    """
+    n = queries.shape[2]
+    n_recent, (n_sink, n_window) = min(n, n_recent), ends
+    out = votes(queries, keys, query_positions, scale) / n
+    late = queries[:, :, n - n_recent :]
+    recent = votes(late, keys, query_positions[n - n_recent :], scale) / n_recent
+    for t in range(n_sink, out.shape[2] - n_window):
+        before = [recent[..., i] for i in range(max(n_sink, t - kernel + 1), t + 1)]
+        out[..., t] = np.maximum(out[..., t], sum(before) / kernel)
+    return out
+
+
 def pool(row, kind, kernel):
-    """Average (zero-padded, full divisor) or maximum of each position's neighbourhood."""
+    """Average (zero-padded, full divisor) or maximum of each position's neighbourhood; forward is those before it."""
     half = kernel // 2
+    first, last = (kernel - 1, 0) if kind == "forward" else (half, half)
     out = np.zeros(len(row))
     for t in range(len(row)):
-        near = [row[j] for j in range(t - half, t + half + 1) if 0 <= j < len(row)]
+        near = [row[j] for j in range(t - first, t + last + 1) if 0 <= j < len(row)]
         out[t] = max(near) if kind == "max" else sum(near) / kernel
     return out
 

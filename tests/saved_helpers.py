@@ -10,12 +10,12 @@ from mlx_snapkv import prefill, saved
 from mlx_snapkv.policies import POLICIES
 
 OPTIONS = {
-    "snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=2",
+    "snapkv": "n_sink=2,n_window=16,obs_window=8,lookahead=2",
     "lagkv": "n_sink=2,lag_size=8",
     "scissorhands": "obs_window=8",
 }
 KEYDIFF = "keydiff:budget=40,block=16"
-SNAPKV = "snapkv:min_ctx=0,n_sink=2,n_window=16,obs_window=8,budget=40"
+SNAPKV = "snapkv:n_sink=2,n_window=16,obs_window=8,budget=40"
 
 
 def spec(name, schedule):
@@ -43,7 +43,7 @@ def question(n=9, seed=5):
 
 SPECS = [spec(name, schedule) for name, cls in POLICIES.items() for schedule in cls.schedules]
 SPECS += [
-    f"{KEYDIFF} then snapkv:min_ctx=0,budget=24,n_sink=2,n_window=8,obs_window=8",
+    f"{KEYDIFF} then snapkv:budget=24,n_sink=2,n_window=8,obs_window=8",
     f"{spec('h2o', 'block')} then tova:budget=30,block=8",
     "h2o:budget=pyramid:40,block=16",
     "keydiff:budget=pyramid:40,schedule=once,n_window=8",

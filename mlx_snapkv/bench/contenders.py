@@ -62,7 +62,7 @@ def snapkv_for(context: int) -> SnapKV:
     """The default policy with 1/16 of the entries, of which at most a quarter each are sink and window."""
     entries = context // SHARE
     n_sink, n_window = min(128, entries // 4), max(32, min(512, entries // 4))
-    return SnapKV(top_k=entries - n_sink - n_window, n_sink=n_sink, n_window=n_window, min_ctx=0)
+    return SnapKV(top_k=entries - n_sink - n_window, n_sink=n_sink, n_window=n_window)
 
 
 def contenders(model, context: int, policy: Policy) -> list[Contender]:

@@ -17,6 +17,9 @@ from . import validation
 from .evicting import EvictingCache
 
 
+STEP = 16  # rows that a cache without a budget grows by at least
+
+
 class BlockKVCache(EvictingCache):
     """A KV cache that never holds more than `quota.entries + block` entries per KV head, however many tokens it is fed.
 
@@ -125,8 +128,9 @@ class BlockKVCache(EvictingCache):
         if self._n <= self.quota.entries:
             return
         assert self.policy is not None
-        entries = self.held(self.policy.obs_window)
-        entries.budget = self.quota.entries
+        # Of older queries, entries after their own may be gone.
+        entries = self.held(min(self.policy.obs_window, max(1, self.quota.n_window)))
+        entries.budget, entries.n_window = self.quota.entries, self.quota.n_window
         kept = entries.taken(self.quota.select(self.policy.score(entries)))
         # A buffer that is referred to elsewhere would be copied.
         entries.release()
@@ -198,7 +202,8 @@ class BlockKVCache(EvictingCache):
         """Put stored rows at `[start, _n)`, in buffers that have room for them."""
         have = 0 if self.keys is None else n_rows(self.keys)
         if self.keys is None or self._n > have:
-            most = self.capacity if self.quota.entries < UNLIMITED else self._n + self.block
+            most = self._n + min(self.block, max(STEP, self._n // 8))
+            most = self.capacity if self.quota.entries < UNLIMITED else most
             first = min(most, self._expected or most)
             more = max(self._n, most if have else first) - have
             held = (self.keys, self.values) if have else rows((keys, values), 0, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..entries.attention import KeyBlocks, above_average, attention_votes
+from ..entries.attention import KeyBlocks
 from ..entries.entries import Entries
 from ..entries.queries import Queries
 from .pull import Pull
@@ -119,10 +119,6 @@ class _Recalled(Entries):
     def waits(self) -> bool:
         return self._everything.waits
 
-    @cached_property
-    def votes(self) -> mx.array:
-        return attention_votes(self._everything.blocks(), self.voters)
-
-    @cached_property
-    def above_average(self) -> mx.array:
-        return above_average(self._everything.blocks(), self.voters)
+    @property
+    def _voted_keys(self) -> KeyBlocks:
+        return self._everything.blocks()

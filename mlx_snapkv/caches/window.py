@@ -248,7 +248,7 @@ class SnapKVCache(EvictingCache):
         order = mx.argsort(held.positions, axis=-1)
         entries = held.taken(order)
         entries.observed = self._observed(self.newest or 0)
-        entries.budget = self.n_keep - self.block
+        entries.budget, entries.n_window = self.n_keep - self.block, self.n_window
         scores = self.policy.score(entries)
         reserved = self._reserved
         if reserved is not None:

@@ -87,7 +87,7 @@ def batch(
     \b
       mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --policy keydiff:budget=25%,min_ctx=1024
       cat requests.jsonl | mlx-snapkv batch - -o answers.jsonl --model demo \\
-          --snapkv top_k=1024,min_ctx=0 --concurrency 16 --max-kv-bytes 4GB
+          --snapkv top_k=1024 --concurrency 16 --max-kv-bytes 4GB
     """
     from ..batch.answers_file import AnswersFile, NoAnswers
     from ..batch.memory import Memory

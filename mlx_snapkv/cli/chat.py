@@ -56,7 +56,7 @@ def chat(
 
     \b
       mlx-snapkv chat --model demo
-      mlx-snapkv chat --model MODEL --snapkv top_k=4096,min_ctx=0 --memory recall
+      mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
       mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
     """
     from ..chat.conversation import Conversation

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 # About what the measurements had; SnapKV's own defaults are for prompts of more than 49,152 tokens. A question about
 # several facts is longer.
-_ENDS = "n_sink=4,n_window=32,min_ctx=0"
-_LONGER_ENDS = "n_sink=4,n_window=48,min_ctx=0"
+_ENDS = "n_sink=4,n_window=32"
+_LONGER_ENDS = "n_sink=4,n_window=48"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ CHOICES = (
         "long answers",
         "`on_full=keydiff`, the default: the answer's own entries compete with the prompt's; the shape is fixed.",
         "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION "
-        "--snapkv budget=25%,n_sink=4,n_window=128,min_ctx=0 --max-tokens 4096",
+        "--snapkv budget=25%,n_sink=4,n_window=128 --max-tokens 4096",
         ("long-answers.md#demo-1024-tokens-budget256-n_sink4-n_window128-min_ctx0",),
     ),
     Choice(

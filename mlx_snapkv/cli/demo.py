@@ -64,8 +64,8 @@ def demo(
     prompts = [question_prompt(tokenizer, document, fact.question) for fact in facts]
     budget = len(prompts[0]) // SHARE
     top_k = budget - N_SINK - N_WINDOW
-    snapkv = SnapKV(top_k=top_k, n_sink=N_SINK, n_window=N_WINDOW, min_ctx=0)
-    window = SnapKV(top_k=0, n_sink=N_SINK, n_window=budget - N_SINK, min_ctx=0, last_token=False)
+    snapkv = SnapKV(top_k=top_k, n_sink=N_SINK, n_window=N_WINDOW)
+    window = SnapKV(top_k=0, n_sink=N_SINK, n_window=budget - N_SINK, last_token=False)
     ways = {"full cache": None, "sink + window": window, "SnapKV": snapkv}
     console.print(
         f"A document of about {len(prompts[0]):,} tokens hides {len(facts)} facts. Each question below is asked on "
@@ -83,7 +83,7 @@ def demo(
     console.print(
         f"{'Try your own' if save_document is None else 'Ask again'}: {_command()} generate --model {model} "
         f"--prompt-file {file} --prompt {question} "
-        f"--snapkv top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},min_ctx=0",
+        f"--snapkv top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW}",
         soft_wrap=True,
         markup=False,
     )

@@ -127,7 +127,7 @@ QuantizedKVStart = Annotated[
     ),
 ]
 Snapkv = Annotated[
-    str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024,min_ctx=0".')
+    str | None, typer.Option(help='SnapKV with these options, such as "top_k=1024".')
 ]
 Policy = Annotated[
     str | None,

@@ -81,9 +81,9 @@ def generate(
       mlx-snapkv generate --model demo \\
           --prompt "The access code of the opal oak is 481516. What is the access code of the opal oak?"
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
-          --snapkv top_k=1024,min_ctx=0
+          --snapkv top_k=1024
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
-          --snapkv top_k=1024,min_ctx=0 --memory recall --verify unsure
+          --snapkv top_k=1024 --memory recall --verify unsure
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
@@ -270,7 +270,7 @@ def kept_text(
     if report.policy == NO_POLICY:
         rotating = f"mlx-lm's rotating cache of {max_kv_size} entries"
         cache = "full cache" if max_kv_size is None else rotating
-        return f"{cache} (no policy; add --snapkv top_k=N,min_ctx=0 to compress)"
+        return f"{cache} (no policy; add --snapkv top_k=N to compress)"
     if not report.compressed:
         return f"full cache: {report.reason}"
     beside = "" if memory == "drop" or report.book is not None else f", {_beside(report, memory)}"

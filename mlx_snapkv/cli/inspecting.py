@@ -66,7 +66,7 @@ def inspect(
 
     \b
       mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \\
-          --snapkv budget=6%,n_sink=4,n_window=32,min_ctx=0 -o kept.html
+          --snapkv budget=6%,n_sink=4,n_window=32 -o kept.html
       mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --policy keydiff:budget=25% --policy streaming_llm:budget=25% -o kept.png
     """

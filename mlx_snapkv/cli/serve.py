@@ -115,7 +115,7 @@ def serve(
     """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
 
     \b
-      mlx-snapkv serve --model demo --snapkv top_k=1024,min_ctx=0 --memory recall
+      mlx-snapkv serve --model demo --snapkv top_k=1024 --memory recall
       curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     require_server("serve")

@@ -25,7 +25,7 @@ from ..caches.sources import First
 from ..entries.queries import Queries
 from ..policies.budgets import Quota
 from .choosing import Choice, Scored, choose_all, score, tell_kept
-from .decision import Decision
+from .decision import Decision, decide
 from .recalling import RecallingRequest
 from .report import Book, CompressionReport, Verified
 from .wrapper import Answered
@@ -53,7 +53,7 @@ class BookRequest(RecallingRequest):
         self.loop_model.answering = self._read
 
     def _decided(self) -> Decision:
-        decision = super()._decided()
+        decision = decide(self.policy, self._held + self.n_new, self.n_new, all_held=True)
         return dataclasses.replace(decision, last=decision.at)
 
     @property

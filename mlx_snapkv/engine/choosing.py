@@ -60,7 +60,7 @@ class Scored:
 
 def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     """A policy's scores of a layer's entries, of which `quota` are to stay; nothing is computed yet."""
-    entries.budget = quota.entries
+    entries.budget, entries.n_window = quota.entries, quota.n_window
     scores = policy.score(entries)
     votes = entries.received if policy.accumulates_attention else None
     if policy.obs_window and not policy.accumulates_attention:
@@ -107,11 +107,11 @@ def choose(scored: Scored, policy: Policy, quota: Quota) -> Choice:
     return Choice(kept, of_kept, voted, quota, kept_share)
 
 
-def among(entries: Entries, places: mx.array) -> Entries:
-    """The entries chosen, with the same voters, whose own entries are the newest of them."""
+def among(entries: Entries, places: mx.array, n_window: int) -> Entries:
+    """The entries chosen, the newest `n_window` among them, and those tokens' queries to vote."""
     chosen = entries.taken(places)
     if entries.observed is not None:
-        asked, dropped = entries.observed.places, len(entries) - len(chosen)
-        now = range(asked.start - dropped, asked.stop - dropped)
-        chosen.observed = dataclasses.replace(entries.observed, places=now)
+        voters, dropped = entries.observed.latest(max(1, n_window)), len(entries) - len(chosen)
+        now = range(voters.places.start - dropped, voters.places.stop - dropped)
+        chosen.observed = dataclasses.replace(voters, places=now)
     return chosen

@@ -141,7 +141,10 @@ class Compression:
 
     def _choices(self) -> list[Choice]:
         """What is to be kept, layer by layer."""
-        by_stage = [quotas_of(self.layers, stage.quotas, self.n_tokens) for stage in self._stages]
+        wanted = [stage.quotas for stage in self._stages]
+        if len(wanted) > 1:
+            wanted[0] = self.policy.prefill_quotas
+        by_stage = [quotas_of(self.layers, quotas, self.n_tokens) for quotas in wanted]
         scored = (self._scored(layer, quotas) for layer, *quotas in zip(self.layers, *by_stage))
         return choose_all(scored, self._stages[-1], by_stage[-1], self.layers[0].part)
 
@@ -151,7 +154,7 @@ class Compression:
         places = None
         for stage, quota in zip(self._stages[:-1], quotas):
             places = choose(score(entries, stage, quota), stage, quota).kept
-            entries = among(entries, places)
+            entries = among(entries, places, quota.n_window)
         found = score(entries, self._stages[-1], quotas[-1])
         found.places = places
         entries.release()

@@ -50,16 +50,23 @@ class Decision:
         return max(1, self.last - self.at)
 
 
-def decide(policy: Policy | Stages, n_prompt: int, n_new: int | None = None) -> Decision:
+def decide(
+    policy: Policy | Stages, n_prompt: int, n_new: int | None = None, all_held: bool = False
+) -> Decision:
     """Who votes on a prompt, and where the compression falls.
 
     Args:
         n_new: those of its tokens that are still to be read; None is all. A single one votes in any case: else
             nobody would.
+        all_held: every entry can still be voted for. Where entries are evicted while the prompt is read, the queries
+            of the recent window vote alone: what came after an older one's own entry may be gone.
     """
     _, decode_policy = policy.stages
     at = n_prompt if decode_policy.last_token or n_new == 1 else n_prompt - 1
-    first = max(0, at - decode_policy.obs_window)
+    n_voters = decode_policy.obs_window
+    if policy.reads_in_blocks and not all_held:
+        n_voters = min(n_voters, max(1, policy.prefill_quotas(n_prompt, 1)[0].n_window))
+    first = max(0, at - n_voters)
     return Decision(n_prompt, at, first, at + decode_policy.n_lookahead)
 
 

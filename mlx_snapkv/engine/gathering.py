@@ -88,7 +88,9 @@ class Gathering:
                 continue  # the very first token has none to ask
             place = held.voters.start
             asked = dataclasses.replace(held.voters, places=range(place, place + 1))
-            scores = each.scored(each.voter.score(everything.voted_by(asked)))
+            entries = everything.voted_by(asked)
+            entries.n_window = each.quota.n_window
+            scores = each.scored(each.voter.score(entries))
             small.offset = len(everything)
             small.hold(everything.gather(each.quota.select(scores), small.offset))
             nan.append(each.layer.heads.max(mx.any(mx.isnan(scores)).astype(mx.int32)))

@@ -80,7 +80,7 @@ class Request:
             self.loop_model.answering = self._repetition.read
         self.caches = self._prefill_caches()
         self.compress_seconds = 0.0
-        self._started = 0.0
+        self._started: float | None = None
         self._prefill_seconds: float | None = None
 
     def _require_own_logits(self) -> None:
@@ -184,7 +184,7 @@ class Request:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes for the block: for all chunks up to the last voter, or for some."""
-        if not self._started:
+        if self._started is None:
             self._require_unchanged()
             self._started = time.perf_counter()
         with recording(self._observed if self._observes else []):
@@ -210,7 +210,7 @@ class Request:
 
     def prompt_is_read(self) -> None:
         """Stop the prefill's clock, if it was started; the first call counts."""
-        if self._prefill_seconds is None and self._started:
+        if self._prefill_seconds is None and self._started is not None:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:

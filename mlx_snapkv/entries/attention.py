@@ -59,13 +59,29 @@ def attention_votes(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     Args:
         keys: `(B, n_kv_heads, T, head_dim)`.
     """
+    return _votes(keys, observed, [len(observed.places)])[0]
+
+
+def latest_votes(
+    keys: mx.array | KeyBlocks, observed: Queries, n: int
+) -> tuple[mx.array, mx.array]:
+    """`attention_votes` of all queries, and of the last `n` alone, in one pass over the keys."""
+    every, latest = _votes(keys, observed, [len(observed.places), n])
+    return every, latest
+
+
+def _votes(keys: mx.array | KeyBlocks, observed: Queries, counts: list[int]) -> mx.array:
+    """Votes of the last queries, as many as each of the `counts`: `(len(counts), B, n_kv_heads, T)`."""
     queries, group = _grouped(keys, observed)
     B, H, T, D = keys.shape
+    latest = _latest(observed, queries, counts)
     held = 4 * B * H * T * (queries.shape[2] + (D if keys.dtype != mx.float32 else 0))
     if isinstance(keys, KeyBlocks) or held > HELD_BYTES:
-        return _votes_in_blocks(keys, observed, queries, lambda weight: mx.power(2, weight)) / group
-    weights, share = _weights(keys, observed, queries)
-    return (share[..., None, :] @ weights).squeeze(2) / group
+        votes = _sums_in_blocks(keys, observed, queries, lambda logs: latest @ mx.power(2, logs))
+    else:
+        weights, share = _weights(keys, observed, queries)
+        votes = (share[..., None, :] * latest) @ weights
+    return mx.moveaxis(votes, 2, 0) / group
 
 
 def above_average(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
@@ -79,7 +95,8 @@ def above_average(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     queries, group = _grouped(keys, observed)
     seen = mx.minimum(_own_places(observed, queries) + 1, keys.shape[2])
     least = -mx.log2(seen.astype(mx.float32))[:, None]
-    return _votes_in_blocks(keys, observed, queries, lambda weight: weight >= least) / group
+    counts = _sums_in_blocks(keys, observed, queries, lambda logs: (logs >= least).sum(axis=2))
+    return counts / group
 
 
 def most_attention(
@@ -156,18 +173,18 @@ def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.a
     return weights, mx.power(2, top - total)
 
 
-def _votes_in_blocks(
+def _sums_in_blocks(
     keys: mx.array | KeyBlocks,
     observed: Queries,
     queries: mx.array,
-    worth: Callable[[mx.array], mx.array],
+    summed: Callable[[mx.array], mx.array],
 ) -> mx.array:
-    """A sum over queries: the softmax's denominators, then the votes.
+    """Sums over queries, `(..., T)`: the softmax's denominators, then the votes.
 
     The keys are read for each of both, unless the queries are so few that all of their logits can be kept.
 
     Args:
-        worth: what a query's vote is, by the logarithms, base 2, of its weights `(B, n_kv_heads, group * n, block)`.
+        summed: makes sums `(..., block)` of the logarithms, base 2, of weights `(B, n_kv_heads, group * n, block)`.
     """
     waits = isinstance(keys, KeyBlocks) and keys.waits
     block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
@@ -196,7 +213,7 @@ def _votes_in_blocks(
     for i, (span, *_) in enumerate(groups):
         after = votes[-1:] or [total]
         logits = kept[i] if keeps else _logits(keys, observed, queries, span, after=after)
-        votes.append(worth(logits - total[..., None]).sum(axis=2))
+        votes.append(summed(logits - total[..., None]))
         if waits:
             mx.eval(votes[-1])
     return mx.concatenate(votes, axis=-1)
@@ -286,6 +303,13 @@ def _logits(
         return logits
     own = _own_places(observed, queries)
     return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)
+
+
+def _latest(observed: Queries, queries: mx.array, counts: list[int]) -> mx.array:
+    """Which of the queries `(B, n_kv_heads, group * n, head_dim)` are the last: 0 or 1, `(len(counts), group * n)`."""
+    n = len(observed.places)
+    late = mx.arange(n) >= n - mx.array(counts)[:, None]
+    return mx.tile(late.astype(mx.float32), (1, queries.shape[2] // n))
 
 
 def _own_places(observed: Queries, queries: mx.array) -> mx.array:

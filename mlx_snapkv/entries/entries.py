@@ -11,7 +11,13 @@ import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
 from ..several.heads import ALL_HERE, Heads
-from .attention import above_average, attention_votes, attention_weights
+from .attention import (
+    KeyBlocks,
+    above_average,
+    attention_votes,
+    attention_weights,
+    latest_votes,
+)
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, rows, unpack
 from .queries import Queries
 
@@ -50,6 +56,7 @@ class Entries:
         statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries, and more (see `Statistics`), if the
             policy has a `query_statistics`; else asking for one is a SnapKVError.
         budget: how many of them are to stay per KV head; None if nobody told.
+        n_window: how many of the newest stay in any case; None if nobody told.
     """
 
     stored_keys: Stored
@@ -63,6 +70,7 @@ class Entries:
     layer: Any = None
     statistics: Any = None
     budget: int | None = None
+    n_window: int | None = None
 
     def __post_init__(self):
         if self.layer is None:
@@ -191,20 +199,20 @@ class Entries:
 
         It is not made from `attention`, and needs far less memory.
         """
-        return attention_votes(self.keys, self.voters)
+        return attention_votes(self._voted_keys, self.voters)
 
     def latest_votes(self, n: int) -> mx.array:
-        """`votes` of the last `n` observed queries alone.
-
-        Those of the earlier queries are then computed apart, and `votes` is the sum, so that no query votes twice.
-        """
-        every, n_earlier = self.voters, len(self.voters.places) - n
-        if n_earlier <= 0:
+        """`votes` of the last `n` observed queries alone; those of all are made along with them."""
+        if n >= len(self.voters.places):
             return self.votes
-        latest, earlier = every.part(n_earlier, None), every.part(0, n_earlier)
-        votes = attention_votes(self.keys, latest)
-        vars(self).setdefault("votes", attention_votes(self.keys, earlier) + votes)
-        return votes
+        votes, latest = latest_votes(self._voted_keys, self.voters, n)
+        vars(self).setdefault("votes", votes)
+        return latest
+
+    @property
+    def _voted_keys(self) -> mx.array | KeyBlocks:
+        """The keys that queries vote for."""
+        return self.keys
 
     @cached_property
     def above_average(self) -> mx.array:
@@ -212,7 +220,7 @@ class Entries:
 
         Averaged over a GQA group.
         """
-        return above_average(self.keys, self.voters)
+        return above_average(self._voted_keys, self.voters)
 
     def taken(self, chosen: mx.array) -> Entries:
         """The chosen entries, uint32 `(B, n_kv_heads, n)`; without queries."""

@@ -55,16 +55,16 @@ class Queries:
     pages: Pages | None = None
     cap: float | None = None
 
-    def part(self, first: int, stop: int | None) -> Queries:
-        """The queries `[first, stop)`, counted from the first observed."""
-        pages = self.pages
+    def latest(self, n: int) -> Queries:
+        """The last `n` of them, or all."""
+        first, pages = max(0, len(self.places) - n), self.pages
         if pages is not None:
             asked = pages.asked
-            pages = replace(pages, asked=lambda page: asked(page)[:, :, first:stop])
+            pages = replace(pages, asked=lambda page: asked(page)[:, :, first:])
         return replace(
             self,
-            heads=self.heads[:, :, first:stop],
-            places=self.places[first:stop],
+            heads=self.heads[:, :, first:],
+            places=self.places[first:],
             start=None if self.start is None else self.start + first,
             pages=pages,
         )
@@ -91,7 +91,7 @@ _overheard = threading.local()
 
 
 @contextlib.contextmanager
-def overheard_by(hear: Callable[["Recorder", mx.array], None]) -> Iterator[None]:
+def overheard_by(hear: Callable[[Recorder, mx.array], None]) -> Iterator[None]:
     """Let `hear` know of all that recording caches are asked in this thread, for the block.
 
     Args:

@@ -250,15 +250,21 @@ class Policy(ABC):
 
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in self.options()}
+        told = (name for name in self.options() if name != self._implied)
+        values = {name: getattr(self, name) for name in told}
         changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name]]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
+
+    @property
+    def _implied(self) -> str | None:
+        """The option whose value follows from the others'."""
+        return None
 
     def _require_room(self, budget: int) -> None:
         window = self.window(budget)
         why = f"n_sink={self.n_sink} and n_window={window} entries are always kept"
         require_room(self.name, budget, max(1, self.n_sink + window), why)
-        if self.schedule == "once":
+        if self.schedule == "once" and not self.grows:
             allowed = "at least 1 entry with schedule=once, where it slides"
             self._require("n_window", window >= 1, allowed)
 

@@ -17,7 +17,7 @@ from .critical import two_stages
 ON_FULL = ("grow", "slide", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
 POOLS = ("forward", "avg", "max")
-POOLED_QUERIES = 32  # the last queries of the prompt, whose votes "forward" pools (the paper's L_obs)
+POOLED_QUERIES = 32  # the prompt's last queries, whose votes "forward" pools (the paper's L_obs)
 DEFAULT_LOOKAHEAD = 32  # answer tokens, where the prompt's last token votes
 
 
@@ -97,12 +97,12 @@ class SnapKV(Policy):
         self._require("n_window", is_amount(self.n_window, least=1), allowed)
         if self.lookahead is not None:
             self._require_count("lookahead", most=256)
+        self._require("pool", self.pool in POOLS, "forward, avg or max")
         self._require_count("pool_kernel", least=1, most=255)
         odd = self.pool == "forward" or self.pool_kernel % 2 == 1
         self._require("pool_kernel", odd, f"odd with pool={self.pool}")
         if self.prefill_chunk is not None:
             self._require_count("prefill_chunk", least=1)
-        self._require("pool", self.pool in POOLS, "forward, avg or max")
         self._require("heads", self.heads in ("per_head", "shared"), "per_head or shared")
         self._require("critical", isinstance(self.critical, bool), "true or false")
         if self.critical:
@@ -123,17 +123,26 @@ class SnapKV(Policy):
     def _settle_budget(self) -> None:
         """`budget` and `top_k` say the same, unless `budget` depends on the prompt."""
         if self.budget is None:
-            fixed = self.n_sink + self.top_k
-            share = amount(self.n_window, 10**6) / 10**6 if isinstance(self.n_window, str) else 0
-            self._require("n_window", share < 1, "less than all of the budget")
-            budget = int(fixed / (1 - share)) if share else fixed + int(self.n_window)
-            while budget - self.window(budget) < fixed:
-                budget += 1
-            object.__setattr__(self, "budget", budget)
+            fewest = self._fewest()
+            self._require("n_window", fewest is not None, "less than all of the budget")
+            object.__setattr__(self, "budget", fewest)
         elif isinstance(self.budget, int):
             object.__setattr__(
                 self, "top_k", max(0, self.budget - self.n_sink - self.window(self.budget))
             )
+
+    def _fewest(self) -> int | None:
+        """The smallest budget of which `top_k` entries are voted; None if the window is all of it."""
+        fixed = self.n_sink + self.top_k
+        if not isinstance(self.n_window, str):
+            return fixed + self.n_window
+        share = amount(self.n_window, 10**9) / 10**9
+        if share == 1:
+            return None
+        budget = int((fixed - 1) / (1 - share))
+        while budget - self.window(budget) < fixed:
+            budget += 1
+        return budget
 
     def _require_mass(self) -> None:
         if self.mass is None:
@@ -148,11 +157,15 @@ class SnapKV(Policy):
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         quotas = super().quotas(n_prompt, n_layers)
-        if self.mass is not None and self.max_budget is not None:
+        if self.mass is None:
+            return quotas
+        if self.max_budget is not None:
             most = amount(self.max_budget, n_prompt)
             self._require_room(most)
             quotas = [Quota(most, self.n_sink, self.window(most))] * n_layers
-        return quotas
+        # A budget that the prompt does not fill is no reason to keep more of it for certain.
+        n_window = min(quotas[0].n_window, max(1, self.window(n_prompt)))
+        return [Quota(quota.entries, self.n_sink, n_window) for quota in quotas]
 
     @property
     def n_lookahead(self) -> int:
@@ -170,14 +183,13 @@ class SnapKV(Policy):
     def fits(self, n_prompt: int) -> bool:
         if self.mass is None:
             return super().fits(n_prompt)
-        return n_prompt <= self.n_sink + self.window(mean_entries(self.budget, n_prompt))
+        return n_prompt <= self.n_sink + self.quotas(n_prompt, 1)[0].n_window
 
-    def __str__(self) -> str:
-        text = super().__str__()
-        if isinstance(self.budget, int):  # top_k says it
-            text = text.replace(f"budget={self.budget},", "")
-            text = text.replace(f",budget={self.budget}", "").replace(f":budget={self.budget}", "")
-        return text
+    @property
+    def _implied(self) -> str | None:
+        if not isinstance(self.budget, int):
+            return None
+        return "budget" if self.budget == self._fewest() else "top_k"
 
     def score(self, entries: Entries) -> mx.array:
         """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window.
@@ -196,7 +208,8 @@ class SnapKV(Policy):
         else:
             votes = entries.votes
         budget = entries.budget or mean_entries(self.budget, len(entries))
-        end = votes.shape[-1] - self.window(budget)
+        n_window = self.window(budget) if entries.n_window is None else entries.n_window
+        end = votes.shape[-1] - n_window
         if end <= self.n_sink:
             return votes
         middle = votes[..., self.n_sink : end]
@@ -204,7 +217,7 @@ class SnapKV(Policy):
         pooled = pool_votes(of, self.pool, self.pool_kernel)
         middle = mx.maximum(middle, pooled) if self.pool == "forward" else pooled
         if self.critical:
-            n_certain = budget // 2 - self.n_sink - self.window(budget)
+            n_certain = budget // 2 - self.n_sink - n_window
             n_heads, n_voters = entries.queries.shape[1:3]
             mean = middle if self.pool == "forward" else middle / n_voters
             middle = two_stages(mean, entries, self.n_sink, n_certain, n_heads)

@@ -7,7 +7,7 @@ from request_helpers import assert_unpatched
 from tiny_models import make_llama
 
 POLICIES = [
-    "snapkv:n_sink=4,n_window=32,min_ctx=0,budget=56",
+    "snapkv:n_sink=4,n_window=32,budget=56",
     "snapkv:n_sink=4,n_window=32,min_ctx=9999",
     "h2o:budget=48,block=16",
 ]

@@ -7,7 +7,7 @@ from model_configs import make_model
 from mlx_snapkv import SnapKVError, models
 from mlx_snapkv.batch.batchable import ALONE
 
-POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,min_ctx=0,lookahead=0"
+POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
 
 
 @pytest.mark.parametrize("name", models.SUPPORTED)

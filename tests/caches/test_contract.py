@@ -39,9 +39,7 @@ HOW = Quantization(8, 32)
 START = 20  # tokens that every cache has been fed
 PINNED = [0, 1, 5, 9, 11]
 N_WINDOW = 8
-RESELECT = SnapKV(
-    top_k=3, n_sink=2, n_window=8, obs_window=1, on_full="reselect", pool_kernel=1, min_ctx=0
-)
+RESELECT = SnapKV(top_k=3, n_sink=2, n_window=8, obs_window=1, on_full="reselect", pool_kernel=1)
 
 
 def rows(start, n):

@@ -106,7 +106,7 @@ def test_a_model_reads_the_same_from_a_file(tiny_model, tokens):
 
 
 N_LAYERS, N_ROWS = 12, 6000
-SMALL = resolve_policy(policy="snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0")
+SMALL = resolve_policy(policy="snapkv:budget=64,n_sink=4,n_window=32")
 
 
 @pytest.mark.parametrize("store", STORES)

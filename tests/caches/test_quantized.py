@@ -18,7 +18,7 @@ from mlx_snapkv import (
 from mlx_snapkv.demo.questions import is_right
 from mlx_snapkv.entries.quantization import Quantization
 
-POLICY = "snapkv:budget=128,n_sink=4,n_window=32,min_ctx=0"
+POLICY = "snapkv:budget=128,n_sink=4,n_window=32"
 D = 64
 
 

@@ -12,7 +12,7 @@ from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.demo.questions import is_right, make_haystack
 
 # 1/32 of 4,096 tokens are resident, and the answer is decoded from as many.
-BOOK = "keydiff:budget=128,block=256 then snapkv:top_k=92,n_sink=4,n_window=32,min_ctx=0"
+BOOK = "keydiff:budget=128,block=256 then snapkv:top_k=92,n_sink=4,n_window=32"
 
 
 def a_book(model, tokenizer, n_tokens, n_facts, **options):

@@ -103,7 +103,7 @@ def test_a_turn_votes_over_the_rows_held_and_its_own(demo_llama, haystack):
     model, tokenizer = demo_llama
     document, facts = haystack
     answers = []
-    for policy in (None, "snapkv:budget=95%,n_sink=4,n_window=32,min_ctx=0"):
+    for policy in (None, "snapkv:budget=95%,n_sink=4,n_window=32"):
         conversation = Conversation(model, tokenizer, policy=policy, max_tokens=16)
         conversation.attach(document)
         answers.append([ask(conversation, fact.question) for fact in facts])

@@ -154,7 +154,7 @@ def test_mistakes_are_told_in_one_sentence(call, book, cache, tmp_path):
     nowhere = str(tmp_path / "no" / "book.safetensors")
     for file, options, message in [
         (full, ["--policy", "snapkv"], "holds no queries for snapkv to vote with"),
-        (full, ["--snapkv", "min_ctx=0"], "keydiff, streaming_llm, key_norm, lagkv, random"),
+        (full, ["--policy", "snapkv"], "keydiff, streaming_llm, key_norm, lagkv, random"),
         (full, ["--policy", "keydiff then snapkv"], "one policy, not by two stages"),
         (small, ["--policy", "keydiff"], "already compressed, by keydiff:budget=50%"),
         (

@@ -11,7 +11,7 @@ from model_folders import demo_with
 from mlx_snapkv.demo.questions import make_haystack
 
 LENGTH = 512
-THEN = "keydiff:budget=96,block=128,n_sink=4 then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0"
+THEN = "keydiff:budget=96,block=128,n_sink=4 then snapkv:top_k=60,n_sink=4,n_window=32"
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_left_beyond_is_told_of(folder, call):
     said = f"more than the {LENGTH} that this model was trained to read: answers may be wrong"
     helps = "; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
     asked = ["generate", *model, *book, "--prompt", fact.question, "-m", "1"]
-    snapkv = ["--snapkv", "top_k=60,n_sink=4,n_window=32,min_ctx=0"]
+    snapkv = ["--snapkv", "top_k=60,n_sink=4,n_window=32"]
     for ways in ([], snapkv):
         code, _, err = call(*asked, *ways)
         assert code == 0 and f"{said}{helps}" in err

@@ -87,7 +87,7 @@ def test_flags_that_change_the_answer(call, demo_llama):
         (["--extra-eos-token", "99999"], "has no such token"),
         (["--min-tokens-to-keep", "99999"], "--min-tokens-to-keep must be below"),
         (["--ignore-chat-template", "--prefill-response", "x"], "--prefill-response needs a chat"),
-        (["--snapkv", "top_k=0,n_sink=0,min_ctx=0,n_window=8,obs_window=4", "--kv-bits", "8",
+        (["--snapkv", "top_k=0,n_sink=0,n_window=8,obs_window=4", "--kv-bits", "8",
           "--quantized-kv-start", "0"], "--quantized-kv-start is for the full cache"),
         (["--xtc-threshold", "0.9"], "Invalid value for '--xtc-threshold'"),
     ],

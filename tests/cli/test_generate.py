@@ -35,7 +35,7 @@ def test_the_answer_goes_to_stdout_and_the_figures_to_stderr(command):
     assert (code, out) == (0, "482913\n")
     *_, closing = err.strip().splitlines()
     assert re.fullmatch(
-        r"\d+ prompt tokens, full cache \(no policy; add --snapkv top_k=N,min_ctx=0 to compress\) \| "
+        r"\d+ prompt tokens, full cache \(no policy; add --snapkv top_k=N to compress\) \| "
         r"prompt [\d.]+ tokens/s, generation [\d.]+ tokens/s, peak memory [\d.]+ GB",
         closing,
     )
@@ -52,7 +52,7 @@ def test_compression_is_reported(call, tmp_path):
     file.write_text(("It was cold at the market. " * 40) + LEAD)
     code, out, err = call(
         "generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt-file", str(file),
-        "--snapkv", "top_k=16,n_sink=4,n_window=32,min_ctx=0",
+        "--snapkv", "top_k=16,n_sink=4,n_window=32",
     )  # fmt: skip
     assert code == 0 and out.strip() == "482913"
     closing = err.strip().splitlines()[-1]
@@ -75,9 +75,7 @@ def test_quiet_prints_the_answer_alone(call):
 
 
 def test_json_holds_answer_figures_and_report(call):
-    code, out, _ = call(
-        *PLAIN, "--json", "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,min_ctx=0"
-    )
+    code, out, _ = call(*PLAIN, "--json", "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8")
     result = json.loads(out)
     assert code == 0
     assert result["model"] == "demo"
@@ -279,7 +277,7 @@ def test_a_conflict_with_mlx_lms_cache_options(call, without_own_caches, tmp_pat
         "--prompt-file",
         str(file),
         "--snapkv",
-        "top_k=4,n_sink=0,n_window=32,min_ctx=0",
+        "top_k=4,n_sink=0,n_window=32",
     ]
     code, out, err = call(*args, "--max-kv-size", "64", "--model", without_own_caches)
     assert (code, out) == (2, "") and err.count("\n") == 1 and "or the policy" in err
@@ -299,7 +297,7 @@ def test_help_version_and_no_command(call):
 
 
 def test_the_share_of_drafted_tokens_is_told(call):
-    args = [*PLAIN, "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=1,min_ctx=0"]
+    args = [*PLAIN, "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=1"]
     drafted = [*args, "--draft-model", "demo", "--num-draft-tokens", "2"]
     code, out, err = call(*drafted)
     assert (code, out) == call(*args)[:2]
@@ -337,7 +335,7 @@ def test_a_draft_model_of_another_vocabulary(call, tmp_path):
     assert "a draft model needs the model's own tokenizer" in err
 
 
-RECALLED = ["--snapkv", "top_k=20,n_sink=4,n_window=24,obs_window=16,min_ctx=0,lookahead=0"]
+RECALLED = ["--snapkv", "top_k=20,n_sink=4,n_window=24,obs_window=16,lookahead=0"]
 
 
 @pytest.fixture(scope="module")

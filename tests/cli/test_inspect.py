@@ -6,7 +6,7 @@ import pytest
 
 from mlx_snapkv.reporting.ownership import is_ours
 
-SNAPKV = "budget=6%,n_sink=4,n_window=32,min_ctx=0"
+SNAPKV = "budget=6%,n_sink=4,n_window=32"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt, token_counter
 from mlx_snapkv.demo.tasks import TASKS, make_task
 
-SIZE = {"n_sink": 4, "n_window": 32, "min_ctx": 0}
+SIZE = {"n_sink": 4, "n_window": 32}
 
 
 def test_together_they_stay_below_8_mb():
@@ -92,7 +92,7 @@ def test_the_tasks_model_does_its_tasks(demo_tasks, task):
 
 def test_votes_before_the_answer_lose_what_the_second_link_needs(demo_tasks):
     """With a sixteenth of the entries one fact is found, a chain is not."""
-    policy = {"policy": "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0,lookahead=0"}
+    policy = {"policy": "snapkv:budget=64,n_sink=4,n_window=32,lookahead=0"}
     assert done(*demo_tasks, "single", 1024, **policy) == 4
     assert done(*demo_tasks, "three-links", 1024, **policy) == 0
     assert done(*demo_tasks, "three-links", 1024) == 4
@@ -100,7 +100,7 @@ def test_votes_before_the_answer_lose_what_the_second_link_needs(demo_tasks):
 
 def test_an_answer_that_asks_all_entries_has_its_second_link(demo_tasks):
     """The same sixteenth, beside which every entry is at hand: "all" gives the full cache's answers."""
-    policy = "snapkv:budget=64,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
+    policy = "snapkv:budget=64,n_sink=4,n_window=32,lookahead=0"
     for verify, least in (("unsure", 3), ("all", 4)):
         ways = {"policy": policy, "memory": "recall", "verify": verify}
         assert done(*demo_tasks, "three-links", 1024, **ways) >= least
@@ -129,7 +129,7 @@ def test_a_second_turn_of_150_tokens_equals_its_tokens_one_by_one(
     model, tokenizer = demo_model
     prompt, _ = ask(tokenizer, 900, seed=6)
     sizes = {"budget": n_window + 80, "n_sink": 4, "n_window": n_window}
-    policy = SnapKV(**sizes, min_ctx=0, on_full=on_full)
+    policy = SnapKV(**sizes, on_full=on_full)
     caches = [prefill(model, prompt, policy)[0] for _ in range(2)]
     turn = mx.array(prompt[200:350])[None]
     at_once = model(turn, cache=caches[0])[0]

@@ -15,7 +15,7 @@ from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
 SMALL = {
-    "snapkv": "min_ctx=0,n_sink=2,n_window=16,obs_window=8,lookahead=0",
+    "snapkv": "n_sink=2,n_window=16,obs_window=8,lookahead=0",
     "streaming_llm": "n_sink=2",
     "lagkv": "n_sink=2,lag_size=8",
     "scissorhands": "obs_window=8",
@@ -259,7 +259,7 @@ def test_a_share_of_the_prompt(tokens):
 
 def test_mass_chooses_rows_by_layer_and_reports_them(tokens):
     model = make_llama()
-    policy = "snapkv:min_ctx=0,n_sink=2,n_window=16,obs_window=8,mass={},max_budget=100%"
+    policy = "snapkv:n_sink=2,n_window=16,obs_window=8,mass={},max_budget=100%"
     rows = []
     for mass in (0.5, 0.9, 0.99):
         _, report = prefill(model, tokens, policy.format(mass))

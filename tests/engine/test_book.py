@@ -19,7 +19,7 @@ from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.recalling import Recall
 from mlx_snapkv.policies import resolve_policy
 
-SNAPKV = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,min_ctx=0"
+SNAPKV = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5"
 BOOK = f"keydiff:budget=48,block=32 then {SNAPKV}"
 ROOMY = f"keydiff:budget=400,block=32 then {SNAPKV}"  # nothing is evicted
 MEMORIES = [
@@ -171,7 +171,7 @@ def test_a_prompt_cache_goes_on(wide, tokens, memory):
 def test_what_has_given_way_is_recalled_by_a_roomier_policy_too(wide, tokens, memory):
     reports, cache = [], make_prompt_cache(wide)
     steps(wide, tokens[:150], 3, policy=BOOK, memory=memory, prompt_cache=cache)
-    roomy = "keydiff:budget=400,block=32 then snapkv:top_k=300,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+    roomy = "keydiff:budget=400,block=32 then snapkv:top_k=300,n_sink=4,n_window=16,obs_window=8"
     keywords = {"policy": roomy, "memory": memory, "prompt_cache": cache}
     steps(wide, tokens[150:], 3, on_report=reports.append, **keywords)
     assert reports[0].entries == 200
@@ -194,7 +194,7 @@ def test_all_is_the_answer_from_all_entries(tokens):
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
 def test_unsure_at_every_token_with_room_for_all_is_the_full_answer(wide, tokens, memory):
     wanted = plain(wide, tokens, 30)
-    snapkv = "snapkv:top_k=300,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+    snapkv = "snapkv:top_k=300,n_sink=4,n_window=16,obs_window=8"
     keywords = {"memory": memory, "verify": "unsure", "verify_below": 1.0}
     policy = f"keydiff:budget=400,block=32 then {snapkv}".replace("top_k=300", "top_k=179")
     found = steps(wide, tokens, 30, policy=policy, **keywords)
@@ -244,7 +244,7 @@ def test_interrupted_reading_leaves_the_prompt_cache_as_it_was(wide, tokens):
 def test_stream_generate_tells_the_turn(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, fact = ask(tokenizer, 1024, seed=3)
-    policy = "keydiff:budget=128,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0"
+    policy = "keydiff:budget=128,block=128 then snapkv:top_k=60,n_sink=4,n_window=32"
     reports = []
     keywords = {"policy": policy, "memory": "recall:file", "on_report": reports.append}
     text = "".join(

@@ -9,7 +9,7 @@ from mlx_snapkv.engine.generate import stream_generate
 from mlx_snapkv.engine.reading import read_book
 from mlx_snapkv.policies import resolve_policy
 
-POLICY = "keydiff:budget=96,block=64 then snapkv:top_k=92,n_sink=4,n_window=32,min_ctx=0"
+POLICY = "keydiff:budget=96,block=64 then snapkv:top_k=92,n_sink=4,n_window=32"
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file", "recall:file:8bit"])
@@ -55,7 +55,7 @@ def test_what_is_read_later_adds_to_what_is_stored(demo_llama, ask):
     [
         (None, "recall", 900),
         (POLICY, "drop", 900),
-        ("snapkv:top_k=64,min_ctx=0", "recall:file", 900),  # reads in full
+        ("snapkv:top_k=64", "recall:file", 900),  # reads in full
         (POLICY, "recall", 90),  # fits the budget
         (POLICY, "recall", 0),
     ],

@@ -12,7 +12,7 @@ from mlx_snapkv.engine import checked
 from mlx_snapkv.engine.prefill import mlx_generate, read
 from mlx_snapkv.entries import few_queries
 
-POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,min_ctx=0,lookahead=0"
+POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 ALL = {"policy": POLICY, "memory": "recall", "verify": "all"}
 
 

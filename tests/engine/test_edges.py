@@ -25,14 +25,14 @@ from mlx_snapkv.engine.decision import decide
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import resolve_policy
 
-SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3,min_ctx=0"
+SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3"
 SNAPKV = f"snapkv:budget=6,{SMALL}"
-RESELECT = "snapkv:budget=6,n_sink=0,n_window=4,obs_window=2,min_ctx=0,on_full=reselect"
+RESELECT = "snapkv:budget=6,n_sink=0,n_window=4,obs_window=2,on_full=reselect"
 SHORT = [
     RESELECT,
     SNAPKV,
-    "snapkv:budget=4,n_sink=0,n_window=4,obs_window=4,min_ctx=0",
-    "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32,min_ctx=0",
+    "snapkv:budget=4,n_sink=0,n_window=4,obs_window=4",
+    "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32",
     f"{SNAPKV},last_token=false",
     f"{SNAPKV},lookahead=0",
     f"{SNAPKV},lookahead=9",
@@ -42,9 +42,9 @@ SHORT = [
     f"snapkv:mass=0.01,max_budget=8,{SMALL}",
     f"snapkv:budget=pyramid:8,{SMALL}",
     f"snapkv:budget=adaptive:8,{SMALL}",
-    "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,min_ctx=0",
+    "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4",
     f"{SNAPKV},schedule=block,block=3",
-    "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,min_ctx=0,schedule=block,block=1",
+    "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,schedule=block,block=1",
     "tova:budget=4,n_window=1,block=2",
     "tova:budget=4,n_window=1,schedule=once",
     "h2o:budget=4,n_window=1,block=1",

@@ -19,7 +19,7 @@ from mlx_snapkv.policies import resolve_policy
 
 LENGTH = 512
 READ = "keydiff:budget=96,block=128,n_sink=4,n_window=32"
-THEN = f"{READ} then snapkv:top_k=60,n_sink=4,n_window=32,min_ctx=0"
+THEN = f"{READ} then snapkv:top_k=60,n_sink=4,n_window=32"
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_every_way_in_pulls(short):
 
 
 REFUSED = {
-    "snapkv:top_k=60,min_ctx=0": "a policy that evicts while a prompt is read",
+    "snapkv:top_k=60": "a policy that evicts while a prompt is read",
     None: "there is none",
 }
 

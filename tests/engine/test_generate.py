@@ -26,8 +26,8 @@ def counting_patches(monkeypatch):
 @pytest.mark.parametrize(
     "keywords",
     [{}, {"snapkv": None, "policy": None}, {"snapkv": False}, {"snapkv": {}}, {"policy": "snapkv:min_ctx=201"},
-     {"snapkv": "min_ctx=0,top_k=163,n_sink=5,n_window=32"},
-     {"snapkv": "min_ctx=0,top_k=162,n_sink=5,n_window=32,last_token=false"}],
+     {"snapkv": "top_k=163,n_sink=5,n_window=32"},
+     {"snapkv": "top_k=162,n_sink=5,n_window=32,last_token=false"}],
     ids=["nothing", "none", "false", "below min_ctx", "one below min_ctx", "fits the budget",
          "fits without its last token"],
 )  # fmt: skip
@@ -38,7 +38,7 @@ def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, counting_pa
 
 def test_the_reason_names_the_rows_there_would_be(tokens):
     reports = []
-    policy = "min_ctx=0,top_k=162,n_sink=5,n_window=32,last_token=false"
+    policy = "top_k=162,n_sink=5,n_window=32,last_token=false"
     steps(make_llama(), tokens, snapkv=policy, on_report=reports.append)
     assert "the prompt's 199 entries fit the budget of 199" in reports[0].reason
 
@@ -110,8 +110,8 @@ def test_keeping_everything_but_one_row_barely_matters_and_all_rows_not_at_all(
 ):
     """`top_k >= T` is the full cache; one row less goes through the whole machinery."""
     full = plain(tiny_model, tokens)
-    assert_same(steps(tiny_model, tokens, snapkv=votes | {"min_ctx": 0, "top_k": 200}), full)
-    parts = {"min_ctx": 0, "n_sink": 4, "n_window": 100, "top_k": 95}
+    assert_same(steps(tiny_model, tokens, snapkv=votes | {"top_k": 200}), full)
+    parts = {"n_sink": 4, "n_window": 100, "top_k": 95}
     nearly = steps(tiny_model, tokens, snapkv=votes | parts)
     assert mx.allclose(nearly[1][1], full[1][1], atol=0.2)
 

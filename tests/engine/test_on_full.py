@@ -20,7 +20,7 @@ from mlx_snapkv import (
 )
 from scripts.measure_long_answers import SIZE, question, recalls
 
-SMALL = {"budget": 56, "n_sink": 4, "n_window": 32, "obs_window": 8, "min_ctx": 0, "lookahead": 0}
+SMALL = {"budget": 56, "n_sink": 4, "n_window": 32, "obs_window": 8, "lookahead": 0}
 
 
 def kept(cache):

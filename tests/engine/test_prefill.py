@@ -8,7 +8,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, prefill
 from mlx_snapkv.engine.prefill import mlx_generate
 
-POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0)
+POLICY = SnapKV(top_k=20, n_sink=4, n_window=32)
 
 
 def plain_decode(model, prompt, cache):
@@ -33,7 +33,7 @@ def test_all_tokens_are_read_and_the_cache_is_cut(tiny_model, tokens):
 @pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 31, 32, 33, 2048])
 def test_chunks_do_not_change_what_is_kept(tiny_model, tokens, chunk, lookahead):
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0, lookahead=lookahead)
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=lookahead)
     whole, _ = prefill(tiny_model, tokens, policy)
     cut, _ = prefill(tiny_model, tokens, policy, prefill_step_size=chunk)
     for a, b in zip(whole, cut):
@@ -45,7 +45,7 @@ def test_chunks_do_not_change_what_is_kept(tiny_model, tokens, chunk, lookahead)
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64, 167, 168, 198, 199, 500])
 def test_the_policys_chunk_wins_and_the_window_has_one_of_its_own(tokens, chunk):
     done = []
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0, prefill_chunk=chunk)
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, prefill_chunk=chunk)
     prefill(
         make_llama(),
         tokens,
@@ -68,9 +68,7 @@ def test_lookahead_leaves_no_trace_but_its_votes(make, tokens):
     plain = make_prompt_cache(model)
     for _ in mlx_generate.generate_step(tokens, model, max_tokens=0, prompt_cache=plain):
         pass
-    cache, _ = prefill(
-        model, tokens, SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=0, lookahead=5)
-    )
+    cache, _ = prefill(model, tokens, SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=5))
     for a, b in zip(plain, cache):
         if isinstance(b, SnapKVCache):
             assert b.offset == 200
@@ -96,7 +94,7 @@ def test_keeping_the_last_token_for_mlx_lm(tiny_model, tokens):
             "the prompt's 200 tokens are below min_ctx=201; set min_ctx=0 to force compression",
         ),
         (
-            SnapKV(min_ctx=0),
+            SnapKV(),
             "the prompt's 200 entries fit the budget of 4736 (n_sink + top_k + n_window); lower it to compress",
         ),
     ],
@@ -150,7 +148,7 @@ def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message
 
 
 def test_a_policy_may_be_a_string(tokens):
-    _, report = prefill(make_llama(), tokens, "snapkv:top_k=20,n_sink=4,n_window=32,min_ctx=0")
+    _, report = prefill(make_llama(), tokens, "snapkv:top_k=20,n_sink=4,n_window=32")
     assert report.entries == 56
 
 

@@ -15,14 +15,14 @@ from mlx_snapkv.caches.layers import members
 from mlx_snapkv.engine.split_calls import SplitCalls, one_by_one
 from mlx_snapkv.policies import H2O, TOVA, KeyDiff, StreamingLLM
 
-ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16, "min_ctx": 0}
-VOTED = {"top_k": 20, "n_sink": 4, "obs_window": 8, "min_ctx": 0}
+ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16}
+VOTED = {"top_k": 20, "n_sink": 4, "obs_window": 8}
 POLICIES = [
     *(SnapKV(**VOTED, n_window=64, on_full=way) for way in ("slide", "keydiff", "reselect")),
     SnapKV(**VOTED, n_window=400),
-    SnapKV(budget=24, n_sink=4, n_window=10, block=16, min_ctx=0, schedule="block", obs_window=8),
+    SnapKV(budget=24, n_sink=4, n_window=10, block=16, schedule="block", obs_window=8),
     *(kind(**ROWS) for kind in (KeyDiff, H2O, TOVA)),
-    StreamingLLM(budget=24, block=16, min_ctx=0),
+    StreamingLLM(budget=24, block=16),
     KeyDiff(**ROWS | {"budget": "pyramid:40"}),
 ]
 TURN = mx.array(np.random.default_rng(1).integers(1, 64, 150))

@@ -23,11 +23,9 @@ from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
 RECALLING = ["recall", "recall:8bit", "recall:4bit", "recall:file"]
-POLICY = SnapKV(
-    top_k=20, n_sink=4, n_window=16, obs_window=8, min_ctx=0, lookahead=0, pool_kernel=5
-)
+POLICY = SnapKV(top_k=20, n_sink=4, n_window=16, obs_window=8, lookahead=0, pool_kernel=5)
 # So few that not all digits are always kept.
-TINY = SnapKV(top_k=16, n_sink=4, n_window=28, obs_window=24, min_ctx=0, lookahead=0)
+TINY = SnapKV(top_k=16, n_sink=4, n_window=28, obs_window=24, lookahead=0)
 
 
 def newest_queries(layers, caches):
@@ -116,7 +114,7 @@ def test_finds_it_with_linear_layers_too(demo_qwen, ask):
     [
         "keydiff:budget=48,n_window=16,schedule=once",
         "tova:budget=64,n_sink=4,n_window=16,schedule=once",
-        "snapkv:top_k=16,n_sink=4,n_window=28,obs_window=24,min_ctx=0,heads=shared",
+        "snapkv:top_k=16,n_sink=4,n_window=28,obs_window=24,heads=shared",
     ],
 )
 def test_every_policy_can_be_asked_again(demo_llama, ask, policy):
@@ -130,7 +128,7 @@ def test_every_policy_can_be_asked_again(demo_llama, ask, policy):
 def votes_of(model, tokens, below):
     """Votes and tokens of an answer of 30 tokens, in which no gathering falls due."""
     reports = []
-    policy = SnapKV(top_k=20, n_sink=4, n_window=100, min_ctx=0, lookahead=0)
+    policy = SnapKV(top_k=20, n_sink=4, n_window=100, lookahead=0)
     keywords = {"memory": "recall", "verify": "unsure", "verify_below": below}
     steps(model, tokens, 30, policy=policy, on_report=reports.append, **keywords)
     return reports[0].verified.votes, reports[0].verified.tokens

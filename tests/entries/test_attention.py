@@ -6,9 +6,9 @@ import pytest
 import reference
 
 from mlx_snapkv.entries import attention as votes
-from mlx_snapkv.entries.attention import attention_votes, shared_logits
+from mlx_snapkv.entries.attention import KeyBlocks, attention_votes, shared_logits
 from mlx_snapkv.entries.entries import Entries
-from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.entries.queries import Pages, Queries
 
 
 def make_entries(B=1, n_heads=4, H=2, T=37, n=5, D=8, seed=0, dtype=mx.float32):
@@ -65,6 +65,53 @@ def test_blocks_do_not_change_the_votes(monkeypatch):
     assert np.allclose(shared_logits(*asked), whole_shared, atol=1e-6)
 
 
+def asked_otherwise(page):
+    """Queries as an entry of this page is to see them."""
+    rng = np.random.default_rng(page)
+    return mx.array(rng.normal(size=(1, 4, 20, 8)).astype(np.float32))
+
+
+WAYS = {
+    "plain": {},
+    "sinks": {"sinks": mx.array([0.5, -1.0, 2.0, -mx.inf])},
+    "capped": {"cap": 0.7},
+    "pages": {"pages": Pages(64, 192, asked_otherwise)},
+    "past the last entry": {"places": range(290, 310)},
+}
+
+
+@pytest.mark.parametrize("kind", ["held", "blocks", "read", "read, and kept"])
+@pytest.mark.parametrize("way", WAYS)
+def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monkeypatch):
+    """And those of all are what they are without them, in one pass."""
+    entries = make_entries(T=300, n=20)
+    entries.observed = dataclasses.replace(entries.observed, **WAYS[way])
+    every, late = entries.observed, slice(13, 20)
+    pages = every.pages
+    if pages is not None:
+        pages = Pages(64, 192, lambda page: asked_otherwise(page)[:, :, late])
+    alone = dataclasses.replace(
+        every, heads=every.heads[:, :, late], places=every.places[late], pages=pages
+    )
+    whole = [attention_votes(entries.keys, observed) for observed in (every, alone)]
+    mx.eval(whole)
+    monkeypatch.setattr(votes, "HELD_BYTES", 1 << 30 if kind == "held" else 0)
+    monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
+    if kind.startswith("read"):
+        monkeypatch.setattr(votes, "READ_BYTES", 1)
+        monkeypatch.setattr(votes, "KEPT_BYTES", 1 << 30 if "kept" in kind else 0)
+        keys = entries.keys
+        blocks = KeyBlocks(keys.shape, keys.dtype, lambda a, b: keys[:, :, a:b], waits=True)
+        monkeypatch.setattr(Entries, "_voted_keys", blocks)
+    latest = entries.latest_votes(7)
+    assert np.allclose(latest, whole[1], atol=1e-6)
+    assert "votes" in vars(entries) and np.allclose(entries.votes, whole[0], atol=1e-6)
+    assert mx.array_equal(entries.latest_votes(20), entries.votes)
+    assert mx.array_equal(entries.latest_votes(99), entries.votes)
+    assert np.allclose(Entries(None, None, every.latest(7)).queries, alone.heads)
+    assert every.latest(7).places == alone.places and every.latest(99).places == every.places
+
+
 @pytest.mark.parametrize("held", [0, 1 << 30])
 def test_sinks_take_their_share_of_the_softmax(monkeypatch, held):
     monkeypatch.setattr(votes, "HELD_BYTES", held)
@@ -83,8 +130,9 @@ def test_sinks_take_their_share_of_the_softmax(monkeypatch, held):
     assert np.allclose(entries.votes, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("latest", [None, 5])
 @pytest.mark.parametrize("T", [25_000, 131_072])
-def test_working_memory_is_bounded(T):
+def test_working_memory_is_bounded(T, latest):
     """32 query heads, half-precision rows: 64 MB at most, whatever the prompt's length."""
     keys = mx.random.normal((1, 8, T, 64)).astype(mx.float16)
     queries = mx.random.normal((1, 32, 12, 64)).astype(mx.float16)
@@ -92,7 +140,7 @@ def test_working_memory_is_bounded(T):
     mx.eval(keys, queries)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    mx.eval(entries.votes)
+    mx.eval(entries.votes if latest is None else (entries.latest_votes(latest), entries.votes))
     assert mx.get_peak_memory() - before <= 64 << 20
 
 

@@ -2,10 +2,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError
+from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.budgets import Quota, layer_entries, shared_out, smallest_for_share
 
 
@@ -42,10 +43,10 @@ def test_a_bad_budget_is_one_sentence(budget):
 
 
 def test_a_share_without_room_is_refused_when_the_prompt_is_known():
-    policy = SnapKV(budget="25%", min_ctx=0)
-    with pytest.raises(SnapKVError, match=r"at least 640 .*, got 500 entries"):
-        policy.quotas(2000, 4)
-    assert policy.quotas(4000, 4)[0].entries == 1000
+    policy = SnapKV(budget="25%")
+    with pytest.raises(SnapKVError, match=r"at least 5 .*, got 4 entries"):
+        policy.quotas(16, 4)
+    assert policy.quotas(4000, 4)[0] == Quota(1000, 4, 250)
     with pytest.raises(SnapKVError, match=r"at least 1 .*, got 0 entries"):
         KeyDiff(budget="25%").quotas(3, 4)
 
@@ -55,10 +56,62 @@ def test_every_layer_keeps_an_entry():
 
 
 def test_snapkvs_budget_and_top_k_say_the_same():
-    assert SnapKV(budget=1024) == SnapKV(top_k=1024 - 640)
-    assert str(SnapKV(budget=1024)) == "snapkv:top_k=384"
-    assert SnapKV(top_k=100).budget == 740
+    assert SnapKV(budget=1023) == SnapKV(top_k=1023 - 4 - 255)
+    assert str(SnapKV(budget=1023)) == "snapkv:top_k=764"
+    assert SnapKV(top_k=100).budget == 138  # 4 + 100 + 34
+    assert SnapKV(top_k=100, n_sink=2, n_window=30).budget == 132
     assert str(SnapKV(budget="25%")) == "snapkv:budget=25%"
+    # Of 1,024 entries 764 are voted, too, but 1,023 are enough for that.
+    assert str(SnapKV(budget=1024)) == "snapkv:budget=1024"
+
+
+shares = st.integers(1, 99).map("{}%".format)
+
+
+@given(st.integers(1, 5000), st.integers(0, 200), shares)
+def test_a_budget_is_the_smallest_of_which_top_k_are_voted(top_k, n_sink, share):
+    policy = SnapKV(top_k=top_k, n_sink=n_sink, n_window=share)
+    for budget, enough in ((policy.budget, True), (policy.budget - 1, False)):
+        assert (budget - n_sink - int(share[:-1]) * budget // 100 >= top_k) == enough
+    assert policy.top_k == top_k
+
+
+@given(st.integers(1, 5000), st.integers(0, 200), shares)
+def test_a_policy_is_what_it_is_called(budget, n_sink, share):
+    assume(budget >= max(1, n_sink + int(share[:-1]) * budget // 100))
+    policy = SnapKV(budget=budget, n_sink=n_sink, n_window=share)
+    assert policy.budget == budget
+    assert resolve_policy(policy=str(policy)) == policy
+
+
+def test_a_window_that_is_all_of_the_budget_leaves_no_room_for_votes():
+    with pytest.raises(SnapKVError, match="n_window must be less than all of the budget, got"):
+        SnapKV(n_window="100%")
+    policy = SnapKV(budget=100, n_sink=0, n_window="100%")
+    assert policy.top_k == 0 and resolve_policy(policy=str(policy)) == policy
+
+
+@pytest.mark.parametrize("n_window, n", [("25%", 250), (64, 64)])
+def test_a_window_is_a_share_of_the_mean_budget(n_window, n):
+    for shape in ("", "pyramid:", "adaptive:"):
+        quotas = SnapKV(budget=f"{shape}25%", n_window=n_window).quotas(4000, 5)
+        assert {quota.n_window for quota in quotas} == {n}
+
+
+def test_a_growing_answer_needs_no_window():
+    assert SnapKV(budget=3, n_sink=0).quotas(100, 1) == [Quota(3, 0, 0)]
+    with pytest.raises(SnapKVError, match="n_window must be at least 1 entry with schedule=once"):
+        SnapKV(budget=3, n_sink=0, on_full="slide")
+
+
+def test_mass_keeps_a_window_for_certain_that_the_prompt_has_room_for():
+    """A share is that of the budget, or of a prompt that does not fill it."""
+    assert SnapKV(mass=0.9).quotas(2000, 1) == [Quota(5466, 4, 500)]
+    assert SnapKV(mass=0.9).quotas(10**5, 1) == [Quota(5466, 4, 1366)]
+    assert SnapKV(mass=0.9, max_budget="100%").quotas(2000, 1) == [Quota(2000, 4, 500)]
+    assert SnapKV(mass=0.9, n_window=64).quotas(2000, 1)[0].n_window == 64
+    assert not SnapKV(mass=0.9).fits(2000)
+    assert SnapKV(mass=0.9, n_window=64).fits(68)
 
 
 @given(st.floats(0.01, 1), st.integers(0, 5), st.integers(1, 6), st.integers(0, 1000))

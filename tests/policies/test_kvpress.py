@@ -36,7 +36,7 @@ def policy_of(case):
     if policy in ("snapkv", "critical"):  # kvpress keeps no sink, and all recent entries observe
         window, kernel = options
         size = {"budget": kept, "n_sink": 0, "n_window": window, "obs_window": window}
-        more = {"min_ctx": 0, "lookahead": 0, "critical": policy == "critical"}
+        more = {"pool": "avg", "lookahead": 0, "critical": policy == "critical"}
         return SnapKV(pool_kernel=kernel, **size, **more)
     size = {"budget": kept, "block": len(TOKENS)}
     if policy == "lagkv":

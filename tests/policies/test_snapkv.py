@@ -22,9 +22,14 @@ def test_max_pooling_by_hand():
     assert pooled.tolist() == [3, 3, 6, 6, 6]
 
 
+def test_forward_pooling_by_hand():
+    pooled = pool_votes(mx.array([3.0, 0, 0, 6, 0]), "forward", 2)
+    assert pooled.tolist() == [1.5, 1.5, 0, 3, 3]
+
+
 @given(
     st.lists(st.floats(0, 10, width=32), min_size=1, max_size=30),
-    st.sampled_from(["avg", "max"]),
+    st.sampled_from(["avg", "max", "forward"]),
     st.sampled_from([1, 3, 5, 13]),
 )
 def test_pooling_equals_the_reference(row, kind, kernel):
@@ -56,6 +61,62 @@ def test_votes_of_rows_kept_anyway_do_not_leak_into_the_middle(pool):
         assert np.allclose(scores[0, head, -8:], raw[0, head, -8:], atol=1e-5)
 
 
+def test_an_entry_has_the_higher_of_its_own_votes_and_those_pooled_forward():
+    """By hand: of 64 queries the first 16 all ask for entry 2, the next 16 for entry 4, the last 32 for entry 7."""
+    keys = mx.zeros((1, 1, 12, 3))
+    for i, entry in enumerate((2, 4, 7)):
+        keys[:, :, entry, i] = 50
+    queries = mx.array(np.repeat(np.eye(3, dtype=np.float32), [16, 16, 32], axis=0))[None, None]
+    entries = Entries(keys, keys, Queries(queries, range(12, 76), 1.0))
+    options = {"n_sink": 1, "n_window": 1, "obs_window": 64, "pool_kernel": 3}
+    scores = SnapKV(lookahead=0, **options).score(entries)[0, 0, 1:-1]
+    third = 1 / 3  # of the last 32 queries' votes: earlier ones aren't pooled
+    assert np.allclose(scores, [0, 0.25, 0, 0.25, 0, 0, 0.5, third, third, 0])
+    # Answer tokens vote after the prompt's last 32: all but 8 of 56 and all of entry 2's.
+    scores = SnapKV(lookahead=8, **options).score(entries)[0, 0, 1:-1]
+    a, b = 8 / 40 / 3, 32 / 40 / 3
+    assert np.allclose(scores, [0, 0.25, 0, 0.25, a, a, 0.5, b, b, 0])
+
+
+@given(
+    n_voters=st.integers(1, 45),
+    lookahead=st.integers(0, 9),
+    kernel=st.integers(1, 20),
+    n_sink=st.integers(0, 6),
+    n_window=st.integers(1, 30),
+    beyond=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_forward_scores_equal_the_reference(
+    n_voters, lookahead, kernel, n_sink, n_window, beyond, seed
+):
+    rng = np.random.default_rng(seed)
+    T = 50
+    keys = mx.array(2 * rng.normal(size=(1, 2, T, 8)).astype(np.float32))
+    queries = mx.array(2 * rng.normal(size=(1, 4, n_voters, 8)).astype(np.float32))
+    stop = T + beyond
+    observed = Queries(queries, range(stop - n_voters, stop), 8**-0.5)
+    ends = {"n_sink": n_sink, "n_window": n_window}
+    policy = SnapKV(pool_kernel=kernel, obs_window=n_voters, lookahead=lookahead, **ends)
+    scores = policy.score(Entries(keys, keys, observed))
+    expected = reference.forward_scores(
+        queries, keys, observed.places, observed.scale, 32 + lookahead, (n_sink, n_window), kernel
+    )
+    assert np.allclose(scores, expected, atol=1e-6)
+
+
+def test_what_is_kept_anyway_is_the_windows_share_of_the_budget():
+    """Told nothing, a policy takes its own budget's; a layer of a pyramid is told the mean's."""
+    entries = make_entries(T=200)
+    plain = reference.votes(entries.queries, entries.keys, entries.observed.places, 8**-0.5)
+    policy = SnapKV(budget="30%", pool="avg", pool_kernel=3)
+    for budget, told, n_window in ((None, None, 15), (100, None, 25), (100, 40, 40)):
+        entries.budget, entries.n_window = budget, told
+        scores = np.asarray(policy.score(entries))
+        raw = np.isclose(scores, plain, atol=1e-7).all(axis=(0, 1))
+        assert raw[-n_window:].all() and not raw[-n_window - 3 : -n_window].any()
+
+
 def test_shared_gives_all_heads_one_score():
     scores = SnapKV(heads="shared", n_window=32, n_sink=4).score(make_entries())
     assert mx.array_equal(scores[:, 0], scores[:, 1])
@@ -64,11 +125,12 @@ def test_shared_gives_all_heads_one_score():
     )
 
 
-def test_the_seeds_defaults():
+def test_the_defaults():
     policy = SnapKV()
-    assert (policy.top_k, policy.n_sink, policy.n_window, policy.obs_window) == (4096, 128, 512, 32)
-    assert (policy.min_ctx, policy.prefill_chunk) == (49152, None)
-    assert policy.budget == 4096 + 128 + 512
+    assert (policy.top_k, policy.n_sink, policy.n_window) == (4096, 4, "25%")
+    assert (policy.obs_window, policy.pool, policy.pool_kernel) == (128, "forward", 16)
+    assert (policy.min_ctx, policy.prefill_chunk, policy.on_full) == (0, None, "grow")
+    assert policy.budget == 4096 + 4 + 1366
 
 
 @pytest.mark.parametrize(
@@ -78,12 +140,16 @@ def test_the_seeds_defaults():
         ({"top_k": "abc"}, "top_k must be a whole number of at least 0, got 'abc'"),
         ({"top_k": 1.5}, "top_k must be a whole number of at least 0, got 1.5"),
         ({"top_k": True}, "top_k must be a whole number of at least 0, got True"),
-        ({"n_window": 16}, "n_window must be at least obs_window=32, got 16"),
+        (
+            {"n_window": 0},
+            'n_window must be a whole number of entries of at least 1 or a share such as "25%", got 0',
+        ),
         ({"obs_window": 0}, "obs_window must be a whole number of at least 1, got 0"),
-        ({"pool_kernel": 4}, "pool_kernel must be odd, got 4"),
+        ({"pool": "avg", "pool_kernel": 4}, "pool_kernel must be odd with pool=avg, got 4"),
+        ({"pool": "max"}, "pool_kernel must be odd with pool=max, got 16"),
         ({"pool_kernel": 257}, "pool_kernel must be a whole number of 1 to 255, got 257"),
         ({"top_k": 10**12}, "top_k must be a whole number of 0 to 2147483647, got 1000000000000"),
-        ({"pool": "mean"}, "pool must be avg or max, got 'mean'"),
+        ({"pool": "mean"}, "pool must be forward, avg or max, got 'mean'"),
         ({"heads": "all"}, "heads must be per_head or shared, got 'all'"),
         ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
         ({"lookahead": -1}, "lookahead must be a whole number of 0 to 256, got -1"),
@@ -109,11 +175,9 @@ def test_a_misspelt_option_lists_the_known_ones():
 
 
 def test_strings_dicts_and_objects_name_the_same_policy():
-    policy = SnapKV(
-        top_k=64, min_ctx=0, pool="max", last_token=False, lookahead=0, prefill_chunk=256
-    )
+    policy = SnapKV(top_k=64, pool_kernel=7, last_token=False, lookahead=0, prefill_chunk=256)
     assert resolve_policy(snapkv=policy) is policy
-    text = "top_k=64, min_ctx=0,pool=max,last_token=false,lookahead=0,prefill_chunk=256"
+    text = "top_k=64, pool_kernel=7,last_token=false,lookahead=0,prefill_chunk=256"
     assert resolve_policy(snapkv=text) == policy
     assert resolve_policy(policy=f"snapkv:{text}") == policy
     assert resolve_policy(policy=str(policy)) == policy
@@ -146,12 +210,12 @@ def test_requests_that_name_no_policy(keywords, message):
 @pytest.mark.parametrize(
     "text, n",
     [
-        ("snapkv", 4),
+        ("snapkv", 32),
         ("snapkv:lookahead=0", 0),
         ("snapkv:lookahead=7", 7),
         ("snapkv:last_token=false", 0),
         ("keydiff", 0),
-        ("keydiff then snapkv", 4),
+        ("keydiff then snapkv", 32),
     ],
 )
 def test_one_lookahead_for_every_way_in(text, n):

@@ -10,12 +10,12 @@ from mlx_snapkv import SnapKVError
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
 OWN = {
-    "snapkv": "min_ctx=0,n_sink=2,obs_window=8,lookahead=0,",
+    "snapkv": "n_sink=2,obs_window=8,lookahead=0,",
     "lagkv": "lag_size=8,",
     "scissorhands": "obs_window=8,",
 }
 NAMES = [*POLICIES, "snapkv:critical"]
-SNAPKV = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,min_ctx=0,lookahead=0"
+SNAPKV = "snapkv:top_k=8,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 KEYDIFF = "keydiff:budget=60,block=16"
 # A policy's text, {} for its budget and schedule, and what else is asked for.
 WAYS = {

@@ -19,7 +19,7 @@ from mlx_snapkv.saved import book
 
 BOOK = (
     "keydiff:budget=48,block=32 then "
-    "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5,min_ctx=0"
+    "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,pool_kernel=5"
 )
 
 
@@ -92,7 +92,7 @@ def test_what_the_memory_of_another_kind_gets_is_told(path, tokens):
             asked(model, saved.load(path, model).prompt_cache, memory)
     with pytest.raises(SnapKVError, match="a book is asked by a policy that reads in blocks"):
         cache = saved.load(path, model).prompt_cache
-        once = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+        once = "snapkv:budget=40,n_sink=4,n_window=16,obs_window=8"
         steps(model, question(), prompt_cache=cache, policy=once, memory="recall")
 
 
