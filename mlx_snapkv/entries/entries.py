@@ -50,6 +50,8 @@ class Entries:
         statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries, and more (see `Statistics`), if the
             policy has a `query_statistics`; else asking for one is a SnapKVError.
         budget: how many of them are to stay per KV head; None if nobody told.
+        shared_votes: by their number, the votes of the first entries, of others whose voters are the same; None if
+            nobody shares them.
     """
 
     stored_keys: Stored
@@ -63,6 +65,7 @@ class Entries:
     layer: Any = None
     statistics: Any = None
     budget: int | None = None
+    shared_votes: dict[int, mx.array] | None = None
 
     def __post_init__(self):
         if self.layer is None:
@@ -191,7 +194,12 @@ class Entries:
 
         It is not made from `attention`, and needs far less memory.
         """
-        return attention_votes(self.keys, self.voters)
+        shared, n = self.shared_votes, len(self)
+        if shared is None:
+            return attention_votes(self.keys, self.voters)
+        if n not in shared:
+            shared[n] = attention_votes(self.keys, self.voters)
+        return shared[n]
 
     def latest_votes(self, n: int) -> mx.array:
         """`votes` of the last `n` observed queries alone.
@@ -220,13 +228,18 @@ class Entries:
             lambda x: mx.take_along_axis(x, chosen, axis=-1),
             lambda x: mx.take_along_axis(x, chosen[..., None], axis=2),
             observed=None,
+            shared_votes=None,
         )
 
     def between(self, start: int, stop: int) -> Entries:
         """The entries from `start` on, before `stop`; queries keep their places."""
         if (start, stop) == (0, len(self)):
             return self
-        return self._of(lambda x: mx.contiguous(x[:, :, start:stop]), lambda x: x[:, :, start:stop])
+        return self._of(
+            lambda x: mx.contiguous(x[:, :, start:stop]),
+            lambda x: x[:, :, start:stop],
+            shared_votes=None if start else self.shared_votes,
+        )
 
     def _of(
         self,
