@@ -25,7 +25,7 @@ class FullRecorder(Everything, Recorder, LayerCache):
     """
 
     repeated: Any = None
-    _shared_votes: dict[int, mx.array] | None = None
+    _shared_votes: dict[tuple[int, int, int], mx.array] | None = None
 
     def observe(
         self, first: int, last: int, capacity: int, statistics_from: int | None = None

@@ -50,8 +50,8 @@ class Entries:
         statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries, and more (see `Statistics`), if the
             policy has a `query_statistics`; else asking for one is a SnapKVError.
         budget: how many of them are to stay per KV head; None if nobody told.
-        shared_votes: by their number, the votes of the first entries, of others whose voters are the same; None if
-            nobody shares them.
+        shared_votes: votes that others have counted of the same queries, by the number of entries, the first of them,
+            and by the places of those queries; None if nobody shares them.
     """
 
     stored_keys: Stored
@@ -65,7 +65,7 @@ class Entries:
     layer: Any = None
     statistics: Any = None
     budget: int | None = None
-    shared_votes: dict[int, mx.array] | None = None
+    shared_votes: dict[tuple[int, int, int], mx.array] | None = None
 
     def __post_init__(self):
         if self.layer is None:
@@ -194,12 +194,7 @@ class Entries:
 
         It is not made from `attention`, and needs far less memory.
         """
-        shared, n = self.shared_votes, len(self)
-        if shared is None:
-            return attention_votes(self.keys, self.voters)
-        if n not in shared:
-            shared[n] = attention_votes(self.keys, self.voters)
-        return shared[n]
+        return self._votes_of(self.voters)
 
     def latest_votes(self, n: int) -> mx.array:
         """`votes` of the last `n` observed queries alone.
@@ -209,10 +204,18 @@ class Entries:
         every, n_earlier = self.voters, len(self.voters.places) - n
         if n_earlier <= 0:
             return self.votes
-        latest, earlier = every.part(n_earlier, None), every.part(0, n_earlier)
-        votes = attention_votes(self.keys, latest)
-        vars(self).setdefault("votes", attention_votes(self.keys, earlier) + votes)
+        votes = self._votes_of(every.part(n_earlier, None))
+        vars(self).setdefault("votes", self._votes_of(every.part(0, n_earlier)) + votes)
         return votes
+
+    def _votes_of(self, queries: Queries) -> mx.array:
+        shared, places = self.shared_votes, queries.places
+        if shared is None:
+            return attention_votes(self.keys, queries)
+        key = len(self), places.start, places.stop
+        if key not in shared:
+            shared[key] = attention_votes(self.keys, queries)
+        return shared[key]
 
     @cached_property
     def above_average(self) -> mx.array:
