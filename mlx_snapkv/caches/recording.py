@@ -25,6 +25,7 @@ class FullRecorder(Everything, Recorder, LayerCache):
     """
 
     repeated: Any = None
+    _shared_votes: dict[tuple[int, int, int], mx.array] | None = None
 
     def observe(
         self, first: int, last: int, capacity: int, statistics_from: int | None = None
@@ -50,6 +51,7 @@ class FullRecorder(Everything, Recorder, LayerCache):
     def _with_queries(self, entries: Entries) -> Entries:
         """The entries, with the queries recorded to vote for them."""
         known = {"statistics": self.statistics, "given_repeated": self.repeated}
+        known["shared_votes"] = self._shared_votes
         entries = dataclasses.replace(entries, layer=self.layer, **known)
         if self.n_queries:
             entries.observed = self.voters(self.queries, self.query_positions, entries.keys.shape)
@@ -75,7 +77,9 @@ class RecordingKVCache(FullRecorder, KVCache):
         self.step = max(KVCache.step, capacity - self.offset)
 
     def filled(self, cache: KVCache, n: int) -> "RecordingKVCache":
-        """The first `n` entries of another cache, with the queries recorded here; the arrays are shared."""
+        """The first `n` entries of another cache, with the queries recorded here; arrays and votes are shared."""
+        if self._shared_votes is None:
+            self._shared_votes = {}
         filled = copy.copy(self)
         filled.keys, filled.values, filled.offset = cache.keys, cache.values, n
         return filled

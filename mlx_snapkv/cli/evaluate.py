@@ -22,6 +22,7 @@ from ..evals.results import Results
 from ..reporting import heatmap
 from . import asking, flags
 from .command import Command
+from .eval_fidelity import fidelity
 from .eval_fields import longbench, ruler, scbench
 from .eval_suite import suite
 from .loading import load_model
@@ -38,6 +39,7 @@ POOLING = [*(f"{POOLED},pool_kernel={width}" for width in (1, 5, 7)), POOLED]
 app = typer.Typer(help="Ask for facts in long prompts, with the full cache and with policies.")
 
 
+app.command("fidelity", cls=Command)(fidelity)
 app.command("suite", cls=Command)(suite)
 app.command("ruler", cls=Command)(ruler)
 app.command("longbench", cls=Command)(longbench)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def n_bytes(option: str, text: str, least: int = 1) -> int:
 
 
 class ResultFiles:
-    """The files of a result: NAME and an ending each.
+    """The files of a result: NAME and an ending each, in a folder that is made if it is not there.
 
     Args:
         name: what the user gave for `--output`.
@@ -56,12 +56,17 @@ class ResultFiles:
         SnapKVError: one can't be written, or is there and not by this package.
     """
 
-    def __init__(self, name: str, endings: Iterable[str]):
-        plots.require_matplotlib()
+    def __init__(self, name: str, endings: Sequence[str]):
+        if any(ending.endswith(".png") for ending in endings):
+            plots.require_matplotlib()
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
         self.base = path_of(name, "--output")
+        folder = self.base.parent
         try:
+            if folder.exists() and not folder.is_dir():
+                raise SnapKVError(f"--output {name}: {folder} is a file, and no folder")
+            folder.mkdir(parents=True, exist_ok=True)
             paths = [with_suffix(self.base, ending) for ending in endings]
             self._replaced = [path for path in paths if require_place(path)]
             foreign = [path for path in self._replaced if not ownership.is_ours(path)]

@@ -167,6 +167,34 @@ class StepBars:
             self.console.print(f"{told}, {more}" if more else told, soft_wrap=True)
 
 
+class DocumentBar(StepBars):
+    """A bar of an evaluation's documents; after the first one it says how long the others will take."""
+
+    def __init__(self, n_documents: int, line_every: float):
+        super().__init__(line_every)
+        self._left, self._said = n_documents, False
+
+    def __enter__(self):
+        super().__enter__()
+        self.start("documents", self._left)
+        self._before = time.monotonic()
+        return self
+
+    def done(self, asked: bool) -> None:
+        """A document is done; if nothing was `asked`, its answers were there already."""
+        self._left -= 1
+        took, self._before = time.monotonic() - self._before, time.monotonic()
+        if not asked:
+            self._progress.advance(self._task)
+            return
+        self.advance()
+        if not self._said:
+            self._said = True
+            if (seconds := took * self._left) > self._line_every:
+                left = f"{seconds / 60:,.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+                self.console.print(f"The first took {took:.0f} s: about {left} for the others.")
+
+
 class BatchBar(StepBars):
     """A bar of a file's lines, with the tokens read and answered a second: give `update` to a `Run`."""
 

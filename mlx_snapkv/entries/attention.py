@@ -6,7 +6,7 @@ allocates some operations ahead of the one that it computes, so the blocks are s
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -59,19 +59,14 @@ def attention_votes(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     Args:
         keys: `(B, n_kv_heads, T, head_dim)`.
     """
-    return _votes(keys, observed, [len(observed.places)])[0]
+    return latest_votes(keys, observed, [len(observed.places)])[0]
 
 
-def latest_votes(
-    keys: mx.array | KeyBlocks, observed: Queries, n: int
-) -> tuple[mx.array, mx.array]:
-    """`attention_votes` of all queries, and of the last `n` alone, in one pass over the keys."""
-    every, latest = _votes(keys, observed, [len(observed.places), n])
-    return every, latest
+def latest_votes(keys: mx.array | KeyBlocks, observed: Queries, counts: Sequence[int]) -> mx.array:
+    """`attention_votes` of the last queries, as many as each of the `counts`: `(len(counts), B, n_kv_heads, T)`.
 
-
-def _votes(keys: mx.array | KeyBlocks, observed: Queries, counts: list[int]) -> mx.array:
-    """Votes of the last queries, as many as each of the `counts`: `(len(counts), B, n_kv_heads, T)`."""
+    One pass over the keys makes all.
+    """
     queries, group = _grouped(keys, observed)
     B, H, T, D = keys.shape
     latest = _latest(observed, queries, counts)
@@ -305,10 +300,10 @@ def _logits(
     return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)
 
 
-def _latest(observed: Queries, queries: mx.array, counts: list[int]) -> mx.array:
+def _latest(observed: Queries, queries: mx.array, counts: Sequence[int]) -> mx.array:
     """Which of the queries `(B, n_kv_heads, group * n, head_dim)` are the last: 0 or 1, `(len(counts), group * n)`."""
     n = len(observed.places)
-    late = mx.arange(n) >= n - mx.array(counts)[:, None]
+    late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
     return mx.tile(late.astype(mx.float32), (1, queries.shape[2] // n))
 
 

@@ -14,7 +14,6 @@ from ..several.heads import ALL_HERE, Heads
 from .attention import (
     KeyBlocks,
     above_average,
-    attention_votes,
     attention_weights,
     latest_votes,
 )
@@ -57,6 +56,8 @@ class Entries:
             policy has a `query_statistics`; else asking for one is a SnapKVError.
         budget: how many of them are to stay per KV head; None if nobody told.
         n_window: how many of the newest stay in any case; None if nobody told.
+        shared_votes: votes that others have counted of the same queries, by the number of entries, the first of them,
+            the places of those queries and how many of the latest are counted apart; None if nobody shares them.
     """
 
     stored_keys: Stored
@@ -71,6 +72,7 @@ class Entries:
     statistics: Any = None
     budget: int | None = None
     n_window: int | None = None
+    shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __post_init__(self):
         if self.layer is None:
@@ -199,15 +201,22 @@ class Entries:
 
         It is not made from `attention`, and needs far less memory.
         """
-        return attention_votes(self._voted_keys, self.voters)
+        return self._votes_of_last(len(self.voters.places))[0]
 
-    def latest_votes(self, n: int) -> mx.array:
-        """`votes` of the last `n` observed queries alone; those of all are made along with them."""
-        if n >= len(self.voters.places):
-            return self.votes
-        votes, latest = latest_votes(self._voted_keys, self.voters, n)
+    def latest_votes(self, *counts: int) -> list[mx.array]:
+        """`votes` of the last queries alone, as many as each of the `counts`; those of all are made along with them."""
+        votes, *latest = self._votes_of_last(len(self.voters.places), *counts)
         vars(self).setdefault("votes", votes)
         return latest
+
+    def _votes_of_last(self, *counts: int) -> mx.array:
+        shared, places = self.shared_votes, self.voters.places
+        if shared is None:
+            return latest_votes(self._voted_keys, self.voters, counts)
+        key = len(self), places.start, places.stop, *counts
+        if key not in shared:
+            shared[key] = latest_votes(self._voted_keys, self.voters, counts)
+        return shared[key]
 
     @property
     def _voted_keys(self) -> mx.array | KeyBlocks:
@@ -228,13 +237,18 @@ class Entries:
             lambda x: mx.take_along_axis(x, chosen, axis=-1),
             lambda x: mx.take_along_axis(x, chosen[..., None], axis=2),
             observed=None,
+            shared_votes=None,
         )
 
     def between(self, start: int, stop: int) -> Entries:
         """The entries from `start` on, before `stop`; queries keep their places."""
         if (start, stop) == (0, len(self)):
             return self
-        return self._of(lambda x: mx.contiguous(x[:, :, start:stop]), lambda x: x[:, :, start:stop])
+        return self._of(
+            lambda x: mx.contiguous(x[:, :, start:stop]),
+            lambda x: x[:, :, start:stop],
+            shared_votes=None if start else self.shared_votes,
+        )
 
     def _of(
         self,

@@ -196,7 +196,7 @@ class Reading:
         for i, layer in enumerate(self._layers):
             shared = layer.cache_in(self._caches).growing_cache()
             # The answer is no matter of the tails.
-            shared.recorders = [own[i] for own in self._recorders.values()]
+            shared.recorders = _at(self._recorders, i)
         self.following = logprobs[0]
         self._keep_others(len(self.tokens))
         self._add(self.following)
@@ -249,18 +249,16 @@ def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
 
 
 def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:
-    """What is to be recorded of a prompt of so many tokens, for the policies that compress it."""
-    requests = {
-        policy: _request(model, n_prompt, policy)
-        for policy in policies
-        if gate(policy, n_prompt, None) is None
-    }
-    return {
-        policy: [
-            layer.cache_in(request.caches) for layer in attention_layers(model, request.caches)
-        ]
-        for policy, request in requests.items()
-    }
+    """What is to be recorded of a prompt of so many tokens for the policies that compress it, each thing once."""
+    recorders: Recorders = {}
+    by_wish: dict[tuple, list[RecordingKVCache]] = {}
+    for policy in policies:
+        if gate(policy, n_prompt, None) is None:
+            caches = _request(model, n_prompt, policy).caches
+            own = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
+            wish = own[0].first, own[0].last, own[0].statistics_from
+            recorders[policy] = by_wish.setdefault(wish, own)
+    return recorders
 
 
 def _share(
@@ -268,9 +266,13 @@ def _share(
 ) -> None:
     """Let recorders hear the queries of a prompt cache, which is going to hold so many tokens."""
     for i, layer in enumerate(layers):
-        recorders = [by_layer[i] for some in heard for by_layer in some.values()]
-        shared = SharedKVCache(recorders, n_tokens + MORE, layer)
+        shared = SharedKVCache([r for some in heard for r in _at(some, i)], n_tokens + MORE, layer)
         before = layer.cache_in(prompt_cache)
         if not before.empty():
             shared.go_on_from(before, n_tokens + MORE)
         layer.put(prompt_cache, shared)
+
+
+def _at(recorders: Recorders, i: int) -> list[RecordingKVCache]:
+    """Those of the `i`th layer, each once."""
+    return list({id(by_layer[i]): by_layer[i] for by_layer in recorders.values()}.values())

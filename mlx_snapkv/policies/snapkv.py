@@ -17,7 +17,7 @@ from .critical import two_stages
 ON_FULL = ("grow", "slide", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
 POOLS = ("forward", "avg", "max")
-POOLED_QUERIES = 32  # the prompt's last queries, whose votes "forward" pools (the paper's L_obs)
+LATEST = (32, 64)  # queries, which "forward" compares with those before them
 DEFAULT_LOOKAHEAD = 32  # answer tokens, where the prompt's last token votes
 
 
@@ -38,9 +38,10 @@ class SnapKV(Policy):
         pool_kernel: width of the pooling over the votes; 1 is none (section 4.1). It should be about as wide as the
             values to be found.
         pool: "avg" and "max" pool over the neighbours on both sides, as the paper does; the width is then odd.
-            "forward" takes the higher of two scores, so that both plain text and exact values survive: an entry's own
-            mean vote, and the mean vote, by the last 32 queries, of the entry and the `pool_kernel - 1` entries before
-            it. A model that looks a value up attends to the words before the value, and reads on from there.
+            "forward" takes the highest of an entry's own mean vote, which plain text needs, and of two contrasts, which
+            exact values need: how much more the prompt's last 32 or 64 queries vote than those before them, averaged
+            over the entry and the `pool_kernel - 1` before it. A model that looks a value up attends to the words before
+            the value and reads on from there; what all queries attend to, such as line breaks, has no contrast.
         heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared"
             keeps one set for all heads, by the highest logit over heads and queries.
         critical: choose the second half of the budget by the votes times the size of what the attention's output
@@ -196,32 +197,50 @@ class SnapKV(Policy):
 
         With pool="forward" they are mean votes, else sums over the queries.
         """
-        recent = None
         if self.heads == "shared":
             votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
+            to_pool = [votes]
         elif self.pool == "forward":
-            places = entries.voters.places
-            n, n_ahead = len(places), max(0, places.stop - len(entries))
-            n_recent = min(n, POOLED_QUERIES + n_ahead)
-            recent = entries.latest_votes(n_recent) / n_recent
-            votes = entries.votes / n
+            votes, to_pool = mean_and_contrasts(entries)
         else:
             votes = entries.votes
+            to_pool = [votes]
         budget = entries.budget or mean_entries(self.budget, len(entries))
         n_window = self.window(budget) if entries.n_window is None else entries.n_window
         end = votes.shape[-1] - n_window
         if end <= self.n_sink:
             return votes
-        middle = votes[..., self.n_sink : end]
-        of = middle if recent is None else recent[..., self.n_sink : end]
-        pooled = pool_votes(of, self.pool, self.pool_kernel)
-        middle = mx.maximum(middle, pooled) if self.pool == "forward" else pooled
+        pooled = [
+            pool_votes(each[..., self.n_sink : end], self.pool, self.pool_kernel)
+            for each in to_pool
+        ]
+        own = [votes[..., self.n_sink : end]] if self.pool == "forward" else []
+        middle = reduce(mx.maximum, own + pooled)
         if self.critical:
             n_certain = budget // 2 - self.n_sink - n_window
             n_heads, n_voters = entries.queries.shape[1:3]
             mean = middle if self.pool == "forward" else middle / n_voters
             middle = two_stages(mean, entries, self.n_sink, n_certain, n_heads)
         return mx.concatenate([votes[..., : self.n_sink], middle, votes[..., end:]], axis=-1)
+
+
+def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
+    """Mean votes of all observed queries, and how much more the last ones vote than those before them.
+
+    `(B, n_kv_heads, T)` float32 each. There is a contrast for the prompt's last 32 queries and one for its last 64, the
+    answer's tokens that look ahead besides; of so few queries that none come before, it is the mean itself.
+    """
+    places = entries.voters.places
+    n, n_ahead = len(places), max(0, places.stop - len(entries))
+    counts = [count + n_ahead for count in LATEST if count + n_ahead < n]
+    if not counts:
+        return entries.votes / n, [entries.votes / n]
+    latest, every = entries.latest_votes(*counts), entries.votes
+    contrasts = [
+        mx.maximum(votes / count - (every - votes) / (n - count), 0)
+        for votes, count in zip(latest, counts)
+    ]
+    return every / n, contrasts
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:

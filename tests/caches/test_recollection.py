@@ -64,7 +64,7 @@ def test_votes_over_all(kind, kept, monkeypatch):
     queries = mx.random.normal((B, 2 * H, 3, D))
     places = range(T + SAID - 2, T + SAID + 1)
     entries = found.voted_by(Queries(queries, places, 0.125))
-    latest, every = entries.latest_votes(2), entries.votes
+    (latest,), every = entries.latest_votes(2), entries.votes
     assert "keys" not in vars(entries)  # they are never all in memory
     for votes, n in ((every, 3), (latest, 2)):
         wanted = reference.votes(queries[:, :, -n:], keys, places[-n:], 0.125)

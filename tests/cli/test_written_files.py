@@ -110,11 +110,16 @@ def test_a_disk_that_is_full_is_told_with_the_reason(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_command_makes_folders(call, tmp_path):
+def test_a_folder_for_results_is_made_before_the_model_is_loaded_or_refused(call, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("my notes")
     for command in (NEEDLE, ["bench"]):
-        code, out, err = call(*command, "--output", str(tmp_path / "new" / "r"))
-        assert (code, out, err.count("\n")) == (2, "", 1) and "there is no folder" in err
-    assert list(tmp_path.iterdir()) == []
+        for place in (file / "r", file / "deep" / "r"):
+            code, out, err = call(*command, "--output", str(place))
+            assert (code, out, err.count("\n")) == (2, "", 1) and f"--output {place}: " in err
+    assert list(tmp_path.iterdir()) == [file] and file.read_text() == "my notes"
+    code, _, _ = call(*NEEDLE, "--output", str(tmp_path / "new" / "deep" / "r"))
+    assert code == 0 and (tmp_path / "new" / "deep" / "r.json").is_file()
     for name in ("", f"{tmp_path}/"):
         code, out, err = call(*NEEDLE, "--output", name)
         assert (code, out, err.count("\n")) == (2, "", 1) and "names a folder" in err

@@ -1,0 +1,55 @@
+"""Figures that are computed beside what comes next."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from ..several.part import part_of
+from .results import Record
+
+STREAMS = 2  # of a CPU: each computes on a core of its own
+WAITING = 32  # records under way there, each of which holds a compressed cache
+
+
+class Beside:
+    """Records that hold arrays, which a CPU computes while the next text is read.
+
+    On a GPU, which has enough to do with one at a time, and where several machines have to compute in the same order,
+    the next record waits for the one before.
+
+    Args:
+        add: receives every record when its arrays are numbers, in order.
+    """
+
+    def __init__(self, model: Any, add: Callable[[Record], None]):
+        self._add, self._waiting = add, deque[Callable[[], None]]()
+        alone = mx.default_device().type == mx.cpu and part_of(model).ranks.size == 1
+        streams = [mx.new_stream(mx.cpu) for _ in range(STREAMS)] if alone else [None]
+        self._streams, self._most = itertools.cycle(streams), WAITING if alone else 0
+
+    def next_stream(self) -> Any:
+        """Where the arrays of the next record are to be computed."""
+        return next(self._streams) or mx.default_stream(mx.default_device())
+
+    def add(self, record: Record) -> None:
+        mx.async_eval([x for x in record.values() if isinstance(x, mx.array)])
+        self.then(lambda: self._add(_numbers(record)))
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call this when the records so far are done."""
+        self._waiting.append(call)
+        while len(self._waiting) > self._most:
+            self._waiting.popleft()()
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._waiting.popleft()()
+
+
+def _numbers(record: Record) -> Record:
+    return {name: x.item() if isinstance(x, mx.array) else x for name, x in record.items()}

@@ -1,0 +1,120 @@
+"""The tables and the page of an evaluation of fidelity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..engine.report import format_bytes
+from ..reporting.table import Table, as_markdown, setting_text
+from .fidelity import FULL, KNOWN, LATER, SETTINGS, TEXT
+from .paired import Difference, difference
+from .results import Record
+
+TITLE = "Fidelity to the full cache"
+HEADINGS = {
+    TEXT: "The text goes on",
+    KNOWN: "The full cache's answer, question known",
+    LATER: "The full cache's answer, question later",
+}
+REMARK = (
+    "The same tokens for all. KL: how far the model's predictions with the compressed cache are from those with the "
+    "full cache, in nats a token; 0 is not at all. Against the first: how much more that is than the first policy's. "
+    "Same token: share of the tokens where the likeliest one is the same. Loss: the full cache's mean negative "
+    "log-probability of the text's own tokens, in nats, and how much a policy's is higher. All are means over the "
+    "pieces; 95% intervals are paired, and bootstrapped over texts. Entries: kept per KV head, the mean over layers. "
+    "KV memory: when the prompt is compressed."
+)
+ABOUT = {
+    TEXT: "The prompt is a piece of a text, and the tokens after it are judged; no policy looks ahead.",
+    KNOWN: "A question comes after the piece, in the prompt that is compressed. Judged: tokens that the small cache is "
+    "asked for; those before, which all entries have chosen, count with a KL of 0.",
+    LATER: "The piece is compressed first, and then question and answer come.",
+}
+
+
+def summarise(records: list[Record]) -> list[dict[str, Any]]:
+    """One JSON object a setting and method, in that order."""
+    found = []
+    for setting in SETTINGS:
+        of_setting = [r for r in records if r["setting"] == setting]
+        methods = dict.fromkeys(r["method"] for r in of_setting)
+        own = {name: [r for r in of_setting if r["method"] == name] for name in methods}
+        first = next((name for name in methods if name != FULL), FULL)
+        found += [_summary(own[name], own[FULL], own[first]) for name in methods]
+    return found
+
+
+def _summary(own: list[Record], full: list[Record], first: list[Record]) -> dict[str, Any]:
+    """A method's figures; records of the full cache and of the first policy are of the same pieces, in order."""
+    texts = [r["document"] for r in own]
+
+    def apart(key: str, others: list[Record]) -> dict[str, Any]:
+        return vars(difference([r[key] for r in own], [r[key] for r in others], texts))
+
+    n, has_loss = len(own), own[0]["setting"] == TEXT
+    return {
+        "method": own[0]["method"],
+        "setting": own[0]["setting"],
+        "pieces": n,
+        "texts": len(set(texts)),
+        "tokens": sum(r["tokens"] for r in own),
+        "judged": sum(r["judged"] for r in own),
+        "kl": apart("kl", full),
+        "kl_against_first": apart("kl", first),
+        "same": sum(r["same"] for r in own) / n,
+        "loss": sum(r["loss"] for r in own) / n if has_loss else None,
+        "loss_against_full": apart("loss", full) if has_loss else None,
+        "entries": max((r["entries"] for r in own if r["entries"]), default=None),
+        "kv_bytes": max((r["kv_bytes"] for r in own if r["kv_bytes"]), default=None),
+    }
+
+
+def tables(summary: list[dict[str, Any]]) -> list[Table]:
+    """One a setting."""
+    return [
+        _table([s for s in summary if s["setting"] == setting], setting)
+        for setting in dict.fromkeys(s["setting"] for s in summary)
+    ]
+
+
+def _table(summary: list[dict[str, Any]], setting: str) -> Table:
+    one = summary[0]
+    counts = f"{one['pieces']} pieces of {one['texts']} texts, {one['tokens']:,} tokens."
+    more = {TEXT: ["loss"], KNOWN: ["judged"], LATER: []}[setting]
+    columns = ["method", "KL", "against the first", "same token", *more, "entries", "KV memory"]
+    table = Table(HEADINGS[setting], f"{counts} {ABOUT[setting]}", columns)
+    policies = [s["method"] for s in summary if s["method"] != FULL]
+    for s in summary:
+        is_full = s["method"] == FULL
+        is_first = s["method"] in policies[:1]
+        kl, others = Difference(**s["kl"]), Difference(**s["kl_against_first"])
+        table.add(
+            s["method"],
+            "0" if is_full else _with_interval(kl, "", s["texts"]),
+            "" if is_full or is_first else _with_interval(others, "+", s["texts"]),
+            f"{s['same']:.1%}",
+            *([_loss(s)] if setting == TEXT else [f"{s['judged']:,}"] if setting == KNOWN else []),
+            "" if s["entries"] is None else f"{s['entries']:,}",
+            "" if s["kv_bytes"] is None else format_bytes(s["kv_bytes"]),
+        )
+    return table
+
+
+def _with_interval(found: Difference, sign: str, n_texts: int) -> str:
+    """A mean and its interval; of a single text there is none."""
+    form = f"{sign}.3f"
+    mean, low, high = (format(x, form) for x in (found.mean, found.low, found.high))
+    return mean if n_texts < 2 else f"{mean} ({low} to {high})"
+
+
+def _loss(s: dict[str, Any]) -> str:
+    """The full cache's, and by how much a policy's is higher."""
+    return f"{s['loss']:.3f}" if s["method"] == FULL else f"{s['loss_against_full']['mean']:+.3f}"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A page: setting, remark and tables."""
+    parts = [f"# {TITLE}", setting_text(result), REMARK]
+    for table in tables(result["summary"]):
+        parts += [f"## {table.title}", table.remark, as_markdown(table)]
+    return "\n\n".join(parts) + "\n"

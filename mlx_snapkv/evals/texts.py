@@ -1,0 +1,146 @@
+"""Pieces of a user's own texts: tokens to be read, and the ones that follow them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SnapKVError
+from ..paths import path_of, reason
+
+OPTION = "--text"
+Named = list[list[str | None]]  # names with their texts; None is a file that is no text
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text.
+
+    Attributes:
+        document: the text's name.
+        number: which of its pieces, from 1.
+        tokens: ids to be read, without special ones.
+        following: the ids after them.
+    """
+
+    document: str
+    number: int
+    tokens: list[int]
+    following: list[int]
+
+
+def read_texts(paths: Sequence[str]) -> Named:
+    """Files, and all files below folders but hidden and empty ones, in order; each by its name, or that in its folder.
+
+    Raises:
+        SnapKVError: a path can't be read, or a file that was given is no UTF-8 text.
+    """
+    named: Named = []
+    for given in dict.fromkeys(paths):
+        path = path_of(given, OPTION)
+        if path.is_dir():
+            files = [(str(file.relative_to(path)), file) for file in _files_below(path)]
+            named += [[name, text] for name, file in files if (text := _read(file)) != ""]
+        elif (text := _read(path)) is None:
+            raise SnapKVError(f"{OPTION} {given} is not UTF-8 text: convert it to text first")
+        else:
+            named.append([given, text])
+    return named
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for file in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if not hidden and file.is_file():
+            yield file
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file, without white space around it; None if it is no text."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+    except (OSError, ValueError) as error:
+        raise SnapKVError(f"{OPTION} {path}: {reason(error)}") from error
+    return None if "\0" in text else text.strip()
+
+
+class Texts:
+    """A user's texts.
+
+    Args:
+        paths: what was given.
+        named: what `read_texts` found there.
+
+    Attributes:
+        digest: what tells these texts from others.
+
+    Raises:
+        SnapKVError: there is no text.
+    """
+
+    def __init__(self, paths: Sequence[str], named: Named):
+        self._where = f"{OPTION} {' '.join(paths)}"
+        self._texts = {str(name): text for name, text in named if text is not None}
+        self._n_unread = len(named) - len(self._texts)
+        self._n_short = 0
+        if not any(self._texts.values()):
+            raise SnapKVError(f"{self._where}: there is no UTF-8 text")
+        hashed = hashlib.sha256("\0".join(f"{n}\0{x}" for n, x in self._texts.items()).encode())
+        self.digest = f"sha256 {hashed.hexdigest()[:16]}"
+
+    def require_length(self, n_tokens: int) -> None:
+        """Raises: SnapKVError: no text has so many tokens, each of which is a byte at least."""
+        longest = max(len(text.encode()) for text in self._texts.values())
+        if longest < n_tokens:
+            raise self._too_short(n_tokens)
+
+    def pieces(self, tokenizer: Any, length: int, n_following: int, most: int) -> list[Piece]:
+        """At most `most` pieces without a token in common: the first of every text, then the second of every one, ...
+
+        Raises:
+            SnapKVError: no text is long enough.
+        """
+        texts = self._texts.items()
+        waiting = deque(_cut(name, text, tokenizer, length, n_following) for name, text in texts)
+        found: list[Piece] = []
+        n_looked_at = 0
+        while waiting and len(found) < most:
+            pieces = waiting.popleft()
+            n_looked_at += 1
+            if (piece := next(pieces, None)) is not None:
+                found.append(piece)
+                waiting.append(pieces)
+        if not found:
+            raise self._too_short(length + n_following)
+        n_texts = len({piece.document for piece in found})
+        self._n_short = min(n_looked_at, len(self._texts)) - n_texts
+        return found
+
+    @property
+    def left_out(self) -> str | None:
+        """A sentence on the files that gave no piece; None if each that was looked at did."""
+        unread = f"{self._n_unread} not UTF-8 text" if self._n_unread else ""
+        short = f"{self._n_short} shorter than a piece" if self._n_short else ""
+        told = ", ".join(filter(None, (unread, short)))
+        return f"Files left out: {told}." if told else None
+
+    def _too_short(self, n_tokens: int) -> SnapKVError:
+        return SnapKVError(
+            f"{self._where}: no text has the {n_tokens:,} tokens of a piece and what is judged after it: give longer "
+            "texts, or a lower --length"
+        )
+
+
+def _cut(name: str, text: str, tokenizer: Any, length: int, n_following: int) -> Iterator[Piece]:
+    """A text's pieces, one after the other; it is put in tokens when the first is asked for."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    step = length + n_following
+    for number, start in enumerate(range(0, len(ids) - step + 1, step), start=1):
+        end = start + length
+        yield Piece(name, number, ids[start:end], ids[end : start + step])

@@ -1,0 +1,323 @@
+"""Fidelity against an independent computation in float64, from mlx-lm's own logits and our own loops."""
+
+import random
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import assert_unpatched, plain
+
+from mlx_snapkv import generate_step, prefill
+from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.divergence import Reference, log_softmax, loss
+from mlx_snapkv.evals.fidelity import (
+    FULL,
+    KEYS,
+    KNOWN,
+    LATER,
+    SETTINGS,
+    TEXT,
+    Comparison,
+    require_compression,
+    require_room,
+    run,
+    without_answer,
+)
+from mlx_snapkv.evals.fidelity_tables import markdown, summarise, tables
+from mlx_snapkv.evals.frame import frame_of
+from mlx_snapkv.evals.results import Results
+from mlx_snapkv.evals.texts import Piece
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
+from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.reporting.setting import setting as measured
+
+N = 24
+SNAPKV = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+POLICIES = [
+    SNAPKV,
+    f"{SNAPKV},lookahead=0,on_full=grow",
+    f"{SNAPKV},last_token=false",
+    "snapkv:budget=adaptive:25%,n_sink=4,n_window=16,obs_window=8,min_ctx=0",
+    "streaming_llm:budget=25%,schedule=once",
+    "keydiff:budget=25%,n_sink=4,block=32",
+    f"tova:budget=60%,block=32 then {SNAPKV}",
+]
+QUESTIONS = ["Who was there?", "What is the text about?"]
+
+
+def methods_of(policies):
+    chosen = (resolve_policy(policy=text) for text in policies)
+    return {FULL: None} | {str(policy): policy for policy in chosen}
+
+
+METHODS = methods_of(POLICIES)
+
+
+@pytest.fixture(scope="module")
+def pieces(demo_llama):
+    """Two pieces of one text and one of another."""
+    tokenizer, found = demo_llama[1], []
+    for name, n in (("a", 2), ("b", 1)):
+        text, _ = make_haystack(tokenizer, random.Random(name), 3, 420)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        step = 150 + N + 1
+        for number in range(1, n + 1):
+            own = ids[(number - 1) * step : number * step]
+            found.append(Piece(name, number, own[:150], own[150:]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def compare(demo_llama, pieces):
+    """compare(methods, settings, ...) -> records, of a run that knows nothing yet."""
+
+    def get(methods, settings=SETTINGS, results=None, of=pieces, **more):
+        comparison = Comparison(of, methods, settings, QUESTIONS, N)
+        results = Results({}, keys=KEYS) if results is None else results
+        return run(*demo_llama, comparison, results, **more)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def records(compare):
+    return compare(METHODS)
+
+
+def record_of(records, name, setting, piece):
+    wanted = name, setting, piece.document, piece.number
+    (found,) = [r for r in records if tuple(r[key] for key in KEYS) == wanted]
+    return found
+
+
+def softmax64(logits):
+    """Log-probabilities in float64."""
+    logits = np.array(logits.astype(mx.float32), np.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def full_logprobs(model, prompt, known):
+    """After the prompt and all known tokens but the last, from a single call of mlx-lm's model."""
+    logits = model(mx.array([*prompt, *known[:-1]])[None], cache=make_prompt_cache(model))[0]
+    return softmax64(logits[len(prompt) - 1 :])
+
+
+def fed_one_by_one(model, cache, tokens):
+    with recording(attention_classes(model)):
+        return softmax64(mx.concatenate([model(mx.array([[t]]), cache=cache)[0] for t in tokens]))
+
+
+def expected(model, tokenizer, piece, question, setting, policy):
+    """By token: log-probabilities of the full cache, and of the policy."""
+    frame = frame_of(tokenizer, None if setting == TEXT else question)
+    document = [*frame.before, *piece.tokens]
+    if setting == TEXT:
+        cache, _ = prefill(model, document, without_answer(policy))
+        full = full_logprobs(model, document, piece.following)[1:]
+        return full, fed_one_by_one(model, cache, piece.following[:-1])
+    prompt = [*document, *frame.after]
+    answer = [token for token, _ in plain(model, mx.array(prompt), N)]
+    stops = [i for i, token in enumerate(answer) if token in tokenizer.eos_token_ids]
+    answer = answer[: stops[0] + 1] if stops else answer
+    full = full_logprobs(model, prompt, answer)
+    if setting == LATER:
+        cache, _ = prefill(model, document, without_answer(policy))
+        rest = [*frame.after, *answer[:-1]]
+        return full, fed_one_by_one(model, cache, rest)[-len(answer) :]
+    told = iter(answer)
+    steps = generate_step(
+        mx.array(prompt),
+        model,
+        policy=policy,
+        max_tokens=len(answer),
+        sampler=lambda logprobs: mx.array([next(told, 0)]),
+    )
+    return full, softmax64(mx.stack([logprobs for _, logprobs in steps]))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != FULL])
+def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name):
+    for piece, question in zip(pieces[:2], QUESTIONS):
+        record = record_of(records, name, setting, piece)
+        full, ours = expected(*demo_llama, piece, question, setting, METHODS[name])
+        assert record["tokens"] == len(full) == len(ours)
+        kl = (np.exp(full) * (full - ours)).sum(axis=-1)
+        assert record["kl"] == pytest.approx(kl.mean(), abs=2e-5, rel=1e-3)
+        assert record["same"] == pytest.approx((full.argmax(-1) == ours.argmax(-1)).mean())
+        assert record["question"] == (None if setting == TEXT else question)
+        assert record["reason"] is None and record["entries"] < 150
+        if setting == TEXT:
+            came = -ours[np.arange(N), piece.following[1:]].mean()
+            assert record["loss"] == pytest.approx(came, rel=1e-4)
+    assert_unpatched()
+
+
+def test_tokens_that_all_entries_choose_are_counted_but_not_judged(records, pieces):
+    """Lookahead's, and one more; none of a policy that compresses before the prompt's last token, or reads alone."""
+    for piece in pieces:
+        ahead, none, before, *_ = (record_of(records, n, KNOWN, piece) for n in [*METHODS][1:])
+        n = ahead["tokens"]
+        assert [r["judged"] for r in (ahead, none, before)] == [max(0, n - 5), max(0, n - 2), n]
+        alone = record_of(records, [*METHODS][6], KNOWN, piece)
+        assert alone["judged"] == n
+        later = record_of(records, [*METHODS][1], LATER, piece)
+        assert later["judged"] == later["tokens"] == n
+
+
+def test_full_is_full(records, pieces, demo_llama):
+    for piece in pieces:
+        record = record_of(records, FULL, TEXT, piece)
+        prompt = [*frame_of(demo_llama[1], None).start, *piece.tokens]
+        assert (record["kl"], record["same"], record["entries"]) == (0, 1, len(prompt))
+        full = full_logprobs(demo_llama[0], prompt, piece.following)[1:]
+        came = -full[np.arange(N), piece.following[1:]].mean()
+        assert record["loss"] == pytest.approx(came, rel=1e-5)
+
+
+def test_a_budget_for_everything_is_no_distance(compare, pieces):
+    policy = "snapkv:budget=149,n_sink=4,n_window=16,obs_window=8,min_ctx=0,on_full=grow"
+    roomy = methods_of(["streaming_llm:budget=1000,schedule=once", policy.replace("149", "1000")])
+    for record in compare(roomy, of=pieces[:1]):
+        assert abs(record["kl"]) < 1e-6 and record["same"] == 1
+    # One entry less than the piece has is a small step.
+    _, close = compare(methods_of([policy]), [TEXT], of=pieces[:1])
+    assert 0 < abs(close["kl"]) < 0.01
+
+
+@pytest.mark.parametrize("name", [*METHODS][1:])
+def test_alone_and_together_are_equal(compare, pieces, records, name):
+    alone = compare({FULL: None, name: METHODS[name]}, of=pieces[:2])
+    together = [r for r in records if r["method"] in (FULL, name) and r["document"] == "a"]
+    assert alone == together
+
+
+def test_what_was_interrupted_goes_on(compare, pieces, tmp_path, records):
+    methods = dict(list(METHODS.items())[:3])
+    wanted = [r for r in records if r["method"] in methods]
+    measured_now = []
+
+    def stop_at_two(new):
+        measured_now.append(new)
+        if len(measured_now) == 2:
+            raise KeyboardInterrupt
+
+    def again(on_piece):
+        results = Results({"task": "fidelity"}, tmp_path / "r.jsonl", KEYS)
+        return compare(methods, results=results, on_piece=on_piece)
+
+    with pytest.raises(KeyboardInterrupt):
+        again(stop_at_two)
+    assert again(measured_now.append) == wanted
+    assert measured_now == [True, True, False, False, True]
+    measured_now.clear()
+    assert again(measured_now.append) == wanted
+    assert measured_now == [False] * 3
+
+
+def test_the_summary_is_paired_by_piece(records):
+    summary = summarise(records)
+    assert [(s["setting"], s["method"]) for s in summary] == [
+        (setting, name) for setting in SETTINGS for name in METHODS
+    ]
+    own = [r for r in records if (r["setting"], r["method"]) == (TEXT, [*METHODS][2])]
+    first = [r for r in records if (r["setting"], r["method"]) == (TEXT, [*METHODS][1])]
+    found = summary[2]
+    assert (found["pieces"], found["texts"], found["tokens"]) == (3, 2, 3 * N)
+    assert found["kl"]["mean"] == pytest.approx(np.mean([r["kl"] for r in own]))
+    apart = np.mean([a["kl"] - b["kl"] for a, b in zip(own, first)])
+    assert found["kl_against_first"]["mean"] == pytest.approx(apart)
+    assert found["kl"]["low"] <= found["kl"]["mean"] <= found["kl"]["high"]
+    assert summary[0]["loss"] + found["loss_against_full"]["mean"] == pytest.approx(found["loss"])
+
+
+def test_the_page_has_a_table_a_setting(records):
+    summary = summarise(records)
+    text, known, later = tables(summary)
+    assert text.columns[1:] == [
+        "KL", "against the first", "same token", "loss", "entries", "KV memory",
+    ]  # fmt: skip
+    assert known.columns[4] == "judged" and "later" in later.title
+    assert [row[0] for row in later.rows] == [*METHODS]
+    result = {"summary": summary, "command": "c", "model": "m", **measured()}
+    page = markdown(result)
+    assert page.count("| full cache | 0 |") == 3 and "3 pieces of 2 texts, 72 tokens" in page
+    (alone,) = tables(summarise([r for r in records if r["document"] == "b"]))[:1]
+    assert "to" not in alone.rows[1][1]  # one text has no interval
+
+
+@pytest.mark.parametrize(
+    "policy, words",
+    [
+        (
+            "snapkv",
+            "snapkv would compress nothing here: the prompt's 1400 tokens are below min_ctx",
+        ),
+        ("keydiff:budget=1400", "would compress nothing here: the prompt's 1400 entries fit"),
+    ],
+)
+def test_a_policy_that_does_nothing_is_told(policy, words):
+    with pytest.raises(SnapKVError, match=words):
+        require_compression(methods_of([policy]), 1400)
+
+
+def test_a_layer_without_room_is_told(demo_llama):
+    methods = methods_of(["keydiff:budget=9 then snapkv:budget=5%,n_sink=4,n_window=32,min_ctx=0"])
+    with pytest.raises(SnapKVError, match="budget must be at least"):
+        require_room(demo_llama[0], methods, 1400)
+
+
+def test_tokens_that_cannot_come_count_for_nothing():
+    logits = mx.array([[0.0, 1.0, -mx.inf], [2.0, 0.0, -mx.inf]])
+    reference = Reference(log_softmax(logits))
+    assert mx.array_equal(reference.divergence(log_softmax(logits)), mx.zeros(2))
+    other = log_softmax(mx.array([[3.0, 1.0, -mx.inf]]))
+    p, q = (
+        np.exp([2.0, 0.0]) / np.exp([2.0, 0.0]).sum(),
+        np.exp([3.0, 1.0]) / np.exp([3.0, 1.0]).sum(),
+    )
+    assert reference.divergence(other).item() == pytest.approx((p * np.log(p / q)).sum(), abs=1e-6)
+    assert reference.differs(other).tolist() == [False]
+    assert loss(other, [1]).item() == pytest.approx(-np.log(q[1]), rel=1e-6)
+
+
+def test_what_stands_around_a_text(demo_llama):
+    tokenizer = demo_llama[1]
+    frame = frame_of(tokenizer, "Who?")
+    text = tokenizer.encode("It was cold.", add_special_tokens=False)
+    messages = [{"role": "user", "content": "It was cold.\n\nWho?"}]
+    whole = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, enable_thinking=False
+    )
+    assert tokenizer.decode([*frame.before, *text, *frame.after]) == tokenizer.decode(whole)
+    assert frame_of(tokenizer, None).after == []
+
+
+class Bare:
+    """A tokenizer without a template, which begins every text with a token of its own."""
+
+    has_chat_template = False
+
+    def encode(self, text, add_special_tokens=True):
+        return [1] * add_special_tokens + [ord(c) for c in text]
+
+
+def test_without_a_template_the_question_stands_alone():
+    frame = frame_of(Bare(), "W?")
+    assert (frame.start, frame.before, frame.after) == ([1], [1], [10, 10, 87, 63, 10])
+
+
+class Broken(Bare):
+    has_chat_template = True
+
+    def apply_chat_template(self, *args, **kwargs):
+        return "always the same"
+
+
+def test_a_template_that_drops_the_message_is_told():
+    with pytest.raises(SnapKVError, match="the chat template failed"):
+        frame_of(Broken(), "W?")
