@@ -45,6 +45,9 @@ def stderr_console(quiet: bool = False) -> Console:
     return Console(stderr=True, highlight=False, theme=PALETTE, quiet=quiet)
 
 
+LINE_EVERY = 30.0  # seconds
+
+
 class _TokenSpeed(ProgressColumn):
     def render(self, task) -> Text:
         seconds = task.finished_time or task.elapsed
@@ -165,6 +168,31 @@ class StepBars:
             done = f"{task.completed:.0f}/{task.total:.0f}"
             told = f"{task.description} {done}, {task.elapsed or 0:.0f} s"
             self.console.print(f"{told}, {more}" if more else told, soft_wrap=True)
+
+
+class DocumentBar(StepBars):
+    """A bar of an evaluation's documents; after the first one it says how long the others will take."""
+
+    def __init__(self, n_documents: int):
+        super().__init__(LINE_EVERY)
+        self._n_documents, self._said = n_documents, False
+
+    def __enter__(self):
+        super().__enter__()
+        self.start("documents", self._n_documents)
+        self._before = time.monotonic()
+        return self
+
+    def done(self, asked: bool) -> None:
+        """A document is done; nothing was asked if its answers were there already."""
+        self.advance()
+        took, self._before = time.monotonic() - self._before, time.monotonic()
+        task = self._progress.tasks[-1]
+        if asked and not self._said:
+            self._said = True
+            if (seconds := took * (task.total - task.completed)) > LINE_EVERY:
+                left = f"{seconds / 60:,.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+                self.console.print(f"The first took {took:.0f} s: about {left} for the others.")
 
 
 class BatchBar(StepBars):

@@ -1,0 +1,245 @@
+"""Data whose rows have the columns that kvpress' data sets share: RULER, LongBench, InfiniteBench, LooGLE, ZeroSCROLLS.
+
+context, question  texts; rows of one context are questions about one document
+answer             a text or several (`answers` in LongBench)
+max_new_tokens     of the answer
+answer_prefix      what the answer begins with; may be left out
+task               by default the file's name, or its folder's if it is a split's (`test-00000-of-00001`)
+length             a number by which tables tell rows apart; by default a folder's name (`4096/test.parquet`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..engine.generate import encode_prompt
+from ..errors import SnapKVError
+from ..models.length import trained_length
+from ..paths import path_of
+from .document import Document, Place, Question
+from .score_tables import Page
+from .scores import metric_of
+
+Row = dict[str, Any]
+
+MOST_LENGTHS = 8  # more of them tell sizes of texts, which tables don't tell apart
+SPLIT = re.compile(r"(train|test|validation|data)\b")
+PAGE = Page(
+    "Questions of a data set",
+    "Scores are 0 to 100: for RULER's tasks its own, the share of the references that stand in the output, for qa "
+    "whether one does; F1 of words for LongBench's, InfiniteBench's and LooGLE's English questions, the letter chosen "
+    "where there are choices. All other tasks are scored as RULER's, which is not their own score.",
+    points=100,
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows about one context.
+
+    Attributes:
+        document: its number among those of its task and length.
+    """
+
+    task: str
+    length: int | None
+    document: int
+    rows: list[Row]
+
+    @property
+    def context(self) -> str:
+        return self.rows[0]["context"]
+
+
+def read_columns(
+    name: str, tasks: Sequence[str] | None = None, most: int | None = None
+) -> tuple[list[Rows], str]:
+    """The documents of a file, or of all parquet and JSON-lines files in a folder and below.
+
+    Args:
+        tasks: which of them; None is all.
+        most: documents of each task and length, from the first on.
+
+    Returns:
+        Them by task and length, and what tells this copy of the data from others.
+
+    Raises:
+        SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
+    """
+    place = path_of(name, "--data")
+    paths = [place] if place.is_file() else sorted(place.rglob("*.jsonl"))
+    paths += [] if place.is_file() else sorted(place.rglob("*.parquet"))
+    if not paths:
+        raise SnapKVError(
+            f"--data {name}: no such file, and no folder with .parquet or .jsonl files"
+        )
+    rows = [row for path in paths for row in _rows(path)]
+    found = list(dict.fromkeys(row["task"] for row in rows))
+    for task in tasks or []:
+        if task not in found:
+            raise SnapKVError(f"--task must be of {', '.join(found)}, got {task!r}")
+    if len({row["length"] for row in rows}) > MOST_LENGTHS:
+        rows = [row | {"length": None} for row in rows]
+    groups: dict[tuple, dict[str, list[Row]]] = {}
+    for row in rows:
+        if row["task"] in (tasks or found):
+            documents = groups.setdefault((row["length"] or 0, row["task"]), {})
+            documents.setdefault(row["context"], []).append(row)
+    documents = [
+        Rows(task, length or None, number, own)
+        for (length, task), contexts in sorted(groups.items(), key=lambda item: item[0][0])
+        for number, own in list(enumerate(contexts.values()))[:most]
+    ]
+    sizes = json.dumps([(path.name, path.stat().st_size) for path in paths])
+    return documents, "sha256 " + hashlib.sha256(sizes.encode()).hexdigest()[:16]
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """A file's rows, with every column checked or filled in."""
+    folder = next((int(p.name) for p in path.resolve().parents[:3] if p.name.isdecimal()), None)
+    task = path.parent.name if SPLIT.match(path.stem) else path.stem
+    number = 0
+    try:
+        for number, row in enumerate(
+            _parquet(path) if path.suffix == ".parquet" else _lines(path), 1
+        ):
+            if not isinstance(row, dict):
+                raise SnapKVError(f"{path}: row {number} is no JSON object of columns")
+            filled = {"task": task, "length": folder} | {
+                k: v for k, v in row.items() if v is not None
+            }
+            yield _checked(filled, f"{path}: row {number}")
+    except OSError as error:
+        raise SnapKVError(f"{path}: {error.strerror or error}") from error
+    if not number:
+        raise SnapKVError(f"{path} has no rows: get the file again, or take it out of the folder")
+
+
+def _checked(row: Row, where: str) -> Row:
+    """A row's columns, `answer` as a list; SnapKVError if one is missing or of another type."""
+    answer = row.get("answer", row.get("answers"))
+    row = {"answer_prefix": "", **row, "answer": [answer] if isinstance(answer, str) else answer}
+    wanted = {
+        "context": ("a text that is not empty", lambda x: isinstance(x, str) and x),
+        "question": ("a text", lambda x: isinstance(x, str)),
+        "answer": ("a text or a list of texts, none empty", _are_texts),
+        "answer_prefix": ("a text", lambda x: isinstance(x, str)),
+        "max_new_tokens": ("a whole number above 0", lambda x: type(x) is int and x > 0),
+        "task": ("a text", lambda x: isinstance(x, str)),
+        "length": ("a whole number", lambda x: x is None or type(x) is int),
+    }
+    for name, (what, holds) in wanted.items():
+        if row.get(name) is None and name != "length":
+            raise SnapKVError(
+                f"{where} has no {name!r}: every row needs context, question, answer and max_new_tokens"
+            )
+        if not holds(row[name]):
+            raise SnapKVError(f"{where}: {name!r} must be {what}, got {str(row[name])[:40]!r}")
+    return {name: row[name] for name in wanted}
+
+
+def _are_texts(answer: Any) -> bool:
+    return (
+        isinstance(answer, list) and bool(answer) and all(isinstance(x, str) and x for x in answer)
+    )
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line.decode("utf-8-sig"))
+                    json.dumps(row, ensure_ascii=False).encode()  # no halves of characters
+                except (ValueError, RecursionError):
+                    raise SnapKVError(
+                        f"{path}: line {number} is no JSON in UTF-8: mend or delete it"
+                    ) from None
+                yield row
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        arrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise SnapKVError(
+            f"{path}: parquet needs pyarrow, which is not installed: pip install 'mlx-snapkv[data]'"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=64):
+                yield from batch.to_pylist()
+    except (arrow.ArrowException, ValueError) as error:
+        raise SnapKVError(f"{path} is damaged: it is no parquet file, so get it again") from error
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Such data as documents with questions, put as kvpress puts them.
+
+    Document and question are tokenized apart, in the user's turn of the chat template; what the answer begins with
+    stands behind where it starts. Without a template a line break ends the question.
+
+    Attributes:
+        data: what tells this copy of it from others.
+        template: whether to use the tokenizer's chat template, if it has one.
+    """
+
+    tokenizer: Any
+    documents: Sequence[Rows]
+    data: str
+    template: bool = True
+    lengths: tuple[int, ...] = ()
+
+    def setting(self) -> dict[str, Any]:
+        return {"task": "data", "data": self.data, "chat_template": self.template}
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __iter__(self) -> Iterator[tuple[Place, Document]]:
+        for rows in self.documents:
+            place = {"task": rows.task, "length": rows.length, "document": rows.document}
+            yield place, self._document(rows)
+
+    def _document(self, rows: Rows) -> Document:
+        before, between = self._around(rows.context)
+        questions = []
+        for row in rows.rows:
+            text = row["question"] + between + row["answer_prefix"]
+            prompt = before + self.tokenizer.encode(text, add_special_tokens=False)
+            score = partial(metric_of(rows.task), row["answer"])
+            questions.append(Question(prompt, row["answer"], score, row["max_new_tokens"]))
+        return Document(questions, len(before))
+
+    def _around(self, context: str) -> tuple[list[int], str]:
+        """The tokens up to the context's end, and the text between question and answer."""
+        if not (self.template and self.tokenizer.has_chat_template):
+            return encode_prompt(self.tokenizer, context).tolist(), "\n"  # type: ignore[return-value]
+        end = "\n" + "#" * (len(context) + 1)
+        messages = [{"role": "user", "content": context + end}]
+        made = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, enable_thinking=False, tokenize=False
+        )
+        before, after = made.split(end)
+        return self.tokenizer.encode(before, add_special_tokens=False), after
+
+    def require_room(self, model: Any) -> None:
+        """Raises: SnapKVError: the longest document is longer than the model was trained to."""
+        most = trained_length(model)
+        longest = self._document(max(self.documents, key=lambda rows: len(rows.context)))
+        taken = max(len(q.prompt) + q.max_tokens for q in longest.questions)
+        if most is not None and taken > most:
+            raise SnapKVError(
+                f"--data has a prompt of {taken} tokens with its answer, and the model was trained to {most}: give "
+                "shorter documents, or another model"
+            )
