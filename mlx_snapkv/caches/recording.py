@@ -1,13 +1,16 @@
 """A plain KV cache that keeps the queries of its own tokens."""
 
+import copy
 import dataclasses
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..entries.entries import Entries
-from ..entries.queries import Recorder
+from ..entries.queries import Read, Recorder
 from .adapter import FullCache, plain_cache
 from .contract import LayerCache
 from .everything import Everything
@@ -71,6 +74,12 @@ class RecordingKVCache(FullRecorder, KVCache):
     def _expect(self, capacity: int) -> None:
         self.step = max(KVCache.step, capacity - self.offset)
 
+    def filled(self, cache: KVCache, n: int) -> "RecordingKVCache":
+        """The first `n` entries of another cache, with the queries recorded here; the arrays are shared."""
+        filled = copy.copy(self)
+        filled.keys, filled.values, filled.offset = cache.keys, cache.values, n
+        return filled
+
     def sources(self) -> list[Source]:
         return [Plain(self)]
 
@@ -95,3 +104,33 @@ class RecordingKVCache(FullRecorder, KVCache):
     def state(self):
         # mlx-lm's prefill loop evaluates the state, and with it the queries.
         return self.keys, self.values, self.offset, self._queries, self._sums
+
+
+class SharedKVCache(RecordingKVCache):
+    """A `KVCache` whose queries several recorders hear, each taking those that it wants.
+
+    Args:
+        recorders: caches of the same layer, which are never fed themselves; see `RecordingKVCache.filled`.
+        capacity, layer: as of `RecordingKVCache`.
+    """
+
+    def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any = None):
+        super().__init__(0, 0, capacity, layer)
+        self.recorders = recorders
+
+    def go_on_from(self, cache: KVCache, capacity: int) -> None:
+        """Hold the entries of another cache, whose arrays are shared until they are written."""
+        self.keys, self.values, self.offset = cache.keys, cache.values, cache.offset
+        self._expect(capacity)
+
+    def _take_queries(
+        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
+    ) -> None:
+        for recorder in self.recorders:
+            recorder.offset = self.offset
+            recorder._take_queries(queries, scale, sinks, read)
+
+    @property  # type: ignore[misc]  # nothing sets the state of a request under way
+    def state(self):
+        heard = [(recorder._queries, recorder._sums) for recorder in self.recorders]
+        return self.keys, self.values, self.offset, heard

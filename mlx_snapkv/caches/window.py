@@ -216,6 +216,18 @@ class SnapKVCache(EvictingCache):
             self._require_uniform()
         return mx.array(ring.visible(p, m, w, N, oldest))
 
+    def hide(self, queries: mx.array, keys: Any, mask: Any) -> Any:
+        """What the attention of the newest queries `(B, n_heads, L, head_dim)` is to be masked by, instead of `mask`.
+
+        That one, of `make_mask`, is for all layers; where they hold different numbers of entries, it lets the tokens of
+        an update see what earlier ones of it take the place of. A patched attention class asks here.
+        """
+        L = queries.shape[2]
+        m = self._n - self.n_pin - L
+        if self._uniform or m + L <= self.n_window:
+            return mask
+        return mx.array(ring.visible(self.n_pin, m, self.n_window, L, self._oldest))
+
     @property
     def room(self) -> float:
         """Tokens that fit in before the next choice."""

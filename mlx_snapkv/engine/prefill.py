@@ -93,18 +93,18 @@ def prefill(
         request.prompt_is_read()
         n = request.decision.last - tokens.size
         if n > 0:
-            look_ahead(model, request.caches, following, n)
+            look_ahead(model, request.caches, mx.argmax(following, axis=-1), n)
         report = request.compress()
     return cache, report
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
-    """Feed `tokens` in chunks by mlx-lm's loop; the greedy token that follows them, `(1,)`."""
+    """Feed `tokens` in chunks by mlx-lm's loop; the log-probabilities `(1, vocab_size)` of the token after them."""
     following = []
 
     def sampler(logprobs: mx.array) -> mx.array:
-        following.append(mx.argmax(logprobs, axis=-1))
-        return following[-1]
+        following.append(logprobs)
+        return mx.argmax(logprobs, axis=-1)
 
     for _ in mlx_generate.generate_step(
         tokens, model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options

@@ -209,8 +209,8 @@ class Request:
         """The answer has ended: leave the caller's caches as whoever goes on from them wants them."""
 
     def prompt_is_read(self) -> None:
-        """Stop the prefill's clock; the first call counts."""
-        if self._prefill_seconds is None:
+        """Stop the prefill's clock, if it was started; the first call counts."""
+        if self._prefill_seconds is None and self._started:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:

@@ -76,6 +76,12 @@ class AttentionFamily:
     again: int = 0
     plain_only: Callable[[list[Any]], str | None] | None = None
 
+    @property
+    def asks_to_hide(self) -> bool:
+        """Whether every reader of a cache asks its `hide` what to mask, while the class is patched."""
+        own = not (self.latent or self.again)
+        return own and self.attends == "scaled_dot_product_attention"
+
     def attention_class(self) -> type:
         return getattr(importlib.import_module(f"mlx_lm.models.{self.module}"), self.class_name)
 

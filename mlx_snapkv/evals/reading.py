@@ -1,0 +1,276 @@
+"""A prompt that is read once, for any number of policies.
+
+reading = read_once(model, document, policies, tails=[question])
+cache, report = reading.compressed(policy)          # the document, as prefill compresses it
+logits = judged(model, cache, question)             # what the small cache says to known tokens, in one pass
+
+prompt = reading.followed_by(question)              # document and question; only the question is read
+answer = prompt.answer(64, stops)                   # the full cache's own
+cache, report = prompt.answering(policy)            # as generate_step has it once it has compressed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..caches.adapter import plain_cache
+from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries
+from ..caches.recording import RecordingKVCache, SharedKVCache
+from ..engine.decision import LARGEST_CHUNK, ProgressCallback, decide, gate
+from ..engine.making import make_request
+from ..engine.prefill import prefill, read
+from ..engine.recalling import Recall
+from ..engine.report import CompressionReport
+from ..engine.request import Request
+from ..engine.split_calls import one_by_one
+from ..errors import SnapKVError
+from ..models import attention_classes
+from ..models.patch import recording
+from ..policies import Policy, Stages
+
+AnyPolicy = Policy | Stages
+Recorders = dict[
+    AnyPolicy, list[RecordingKVCache]
+]  # of a prompt: one for each full-attention layer
+MORE = 256  # tokens that there is room for behind a prompt
+
+
+def shares_reading(policy: AnyPolicy) -> bool:
+    """Whether a policy chooses from full caches, by queries that are recorded while others' are.
+
+    Block policies evict while they read, h2o counts the attention of every query, kvzip reads a second time: these
+    read for themselves.
+    """
+    _, chooses = policy.stages
+    counts = chooses.accumulates_attention or chooses.repeats is not None
+    return not (policy.reads_in_blocks or counts)
+
+
+def read_once(
+    model: Any,
+    tokens: Sequence[int],
+    policies: Iterable[AnyPolicy | None] = (),
+    tails: Iterable[Sequence[int]] = (),
+    progress: ProgressCallback | None = None,
+) -> Reading:
+    """Read a prompt on full caches, and record the queries that each policy needs.
+
+    Args:
+        model: an mlx-lm model.
+        tokens: token ids of the prompt.
+        policies: all that will be asked for. None, which keeps everything, and policies that read for themselves may
+            be among them.
+        tails: token ids that may follow it, which `Reading.followed_by` reads.
+        progress: as mlx-lm's `prompt_progress_callback`.
+
+    Raises:
+        SnapKVError: the model is not supported, or a budget has no room for what is always kept.
+    """
+    sharing = [p for p in dict.fromkeys(policies) if p is not None and shares_reading(p)]
+    own = _recorders(model, len(tokens), sharing)
+    after = {tuple(tail): _recorders(model, len(tokens) + len(tail), sharing) for tail in tails}
+    caches = make_prompt_cache(model)
+    layers = attention_layers(model, caches)
+    _share(caches, layers, [own, *after.values()], len(tokens))
+    reading = Reading(model, list(tokens), layers, caches, own, after)
+    reading._read(tokens, progress)
+    return reading
+
+
+@dataclass
+class Reading:
+    """A prompt on full caches, with the queries recorded that each policy needs; made by `read_once`.
+
+    What a policy keeps is what `prefill` and `generate_step` keep, whoever else asks. Entries that it drops are gone:
+    there is no `memory="recall"` here.
+
+    Attributes:
+        model: an mlx-lm model.
+        tokens: token ids of the prompt.
+        following: log-probabilities `(vocab_size,)` of the token after it.
+    """
+
+    model: Any
+    tokens: list[int]
+    _layers: list[AttentionLayer]
+    _caches: list
+    _recorders: Recorders
+    _tails: dict[tuple[int, ...], Recorders] = field(default_factory=dict)
+    following: mx.array = field(init=False)
+
+    def __post_init__(self):
+        self._answer: list[int] = []  # greedy: all tokens that were fed, and the next one
+        # By the number of tokens fed: copies of all caches then, but of those of the full-attention layers.
+        self._others: dict[int, list] = {}
+        # After so many tokens of the answer policies compress.
+        self._n_ahead = {decide(policy, len(self.tokens)).n_ahead for policy in self._recorders}
+
+    def full(self) -> list:
+        """A prompt cache with all entries; its arrays are shared until they are written."""
+        caches = self._others_at(len(self.tokens))
+        for layer in self._layers:
+            keys, values = layer.cache_in(self._caches).keys_and_values()
+            n = len(self.tokens)
+            layer.put(caches, plain_cache(keys[:, :, :n], values[:, :, :n]))
+        return caches
+
+    def answer(self, n: int, stops: Collection[int] = ()) -> list[int]:
+        """The full cache's own greedy answer: at most `n` tokens, up to the first that is one of `stops`."""
+        for i in range(n):
+            self._feed_answer(i)
+            if self._answer[i] in stops:
+                return self._answer[: i + 1]
+        return self._answer[:n]
+
+    def compressed(self, policy: AnyPolicy) -> tuple[list, CompressionReport]:
+        """What `prefill` keeps of the prompt, and its report; the answer's first tokens vote if the policy looks ahead.
+
+        Raises:
+            SnapKVError: the prompt was not read for this policy, or its scores are NaN.
+        """
+        return self._compressed(policy, answering=False)
+
+    def answering(self, policy: AnyPolicy) -> tuple[list, CompressionReport]:
+        """The same while the full cache's answer is given: what `generate_step` decodes from once it has compressed.
+
+        The cache has been fed the answer's first tokens, as many as the policy looks ahead and at least one; those and
+        the next one were chosen by all entries. Without `last_token` the prompt's last token is still to come.
+
+        Raises:
+            SnapKVError: as `compressed`; or the policy reads for itself, and generates from its own caches.
+        """
+        if not shares_reading(policy):
+            raise SnapKVError(f"{policy} reads a prompt for itself: answer with generate_step")
+        return self._compressed(policy, answering=True)
+
+    def followed_by(self, tail: Sequence[int]) -> Reading:
+        """The prompt with one of its `tails` behind it, read on a copy."""
+        caches, recorders = self.full(), self._tails[tuple(tail)]
+        tokens = [*self.tokens, *tail]
+        _share(caches, self._layers, [recorders], len(tokens))
+        reading = Reading(self.model, tokens, self._layers, caches, recorders)
+        reading._read(tail)
+        return reading
+
+    def _compressed(self, policy: AnyPolicy, answering: bool) -> tuple[list, CompressionReport]:
+        n_prompt = len(self.tokens)
+        reason = gate(policy, n_prompt, None)
+        if reason is not None:
+            return self.full(), CompressionReport(str(policy), n_prompt, reason)
+        if not shares_reading(policy):
+            return prefill(self.model, self.tokens, policy)
+        if policy not in self._recorders:
+            raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
+        request = _request(self.model, n_prompt, policy)
+        decision, n = request.decision, n_prompt
+        if answering:
+            before = request.compresses_before_last_token
+            n = n_prompt - 1 if before else decision.at + decision.n_ahead
+        self._feed_answer(max(n, decision.last) - n_prompt)
+        caches = self._others_at(n)
+        for layer, recorder in zip(self._layers, self._recorders[policy]):
+            layer.put(caches, recorder.filled(layer.cache_in(self._caches), n))
+        request.caches = caches
+        report = request.compress()
+        return request.prompt_cache, report
+
+    def _read(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
+        """Feed the prompt's last tokens."""
+
+        def told(done: int, total: int) -> None:
+            if done == total - 1:  # where policies without `last_token` compress
+                self._keep_others(len(self.tokens) - 1)
+            if progress is not None:
+                progress(done, total)
+
+        # Not in a policy's own chunks: what is read must not depend on who asks.
+        size = LARGEST_CHUNK[mx.default_device().type]
+        options = {"prefill_step_size": size, "prompt_progress_callback": told}
+        with recording(attention_classes(self.model)):
+            logprobs = read(self.model, mx.array(list(tokens)), self._caches, options)
+        for i, layer in enumerate(self._layers):
+            shared = layer.cache_in(self._caches).growing_cache()
+            # The answer is no matter of the tails.
+            shared.recorders = [own[i] for own in self._recorders.values()]
+        self.following = logprobs[0]
+        self._keep_others(len(self.tokens))
+        self._add(self.following)
+
+    def _feed_answer(self, n: int) -> None:
+        """Feed the answer's first `n` tokens, whatever they are, unless that was done."""
+        while (fed := len(self._answer) - 1) < n:
+            token = mx.array([[self._answer[fed]]])
+            with recording(attention_classes(self.model)):
+                logits = self.model(token, cache=self._caches)[0, -1]
+            mx.eval(logits, [c.state for c in self._caches])
+            self._add(logits)
+            if fed + 1 in self._n_ahead:
+                self._keep_others(len(self.tokens) + fed + 1)
+
+    def _add(self, logits: mx.array) -> None:
+        self._answer.append(int(mx.argmax(logits).item()))  # type: ignore[arg-type]
+
+    def _keep_others(self, n: int) -> None:
+        self._others[n] = copies_but_entries(self._caches, self._layers)
+
+    def _others_at(self, n: int) -> list:
+        return copies_but_entries(self._others[n], self._layers)
+
+
+def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
+    """Logits `(n, vocab_size)` after each of `n` tokens that are known, as if they came one by one.
+
+    That is one call of the model, or one between two evictions, and one for each token where layers hold different
+    numbers of entries and have to share a mask. The prompt cache holds the tokens then.
+    """
+    given = mx.array(list(tokens))[None]
+    at_once = given.shape[1] if _masks_each_layer(model, prompt_cache) else 1
+    pieces = mx.split(given, range(at_once, given.shape[1], at_once), axis=1)
+    going_on = one_by_one(model, prompt_cache)
+    with recording(attention_classes(model)):
+        logits = [going_on(piece, cache=prompt_cache)[0] for piece in pieces]
+    return mx.concatenate(logits) if len(logits) > 1 else logits[0]
+
+
+def _masks_each_layer(model: Any, prompt_cache: list) -> bool:
+    """Whether each layer's tokens see what they should: one mask does for all, or each cache gives its own."""
+    layers = attention_layers(model, prompt_cache)
+    alike = all(getattr(layer.cache_in(prompt_cache), "uniform", True) for layer in layers)
+    return alike or all(layer.family.asks_to_hide and not layer.borrowers for layer in layers)
+
+
+def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
+    return make_request(model, policy, n_prompt, make_prompt_cache(model), None, Recall())
+
+
+def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:
+    """What is to be recorded of a prompt of so many tokens, for the policies that compress it."""
+    requests = {
+        policy: _request(model, n_prompt, policy)
+        for policy in policies
+        if gate(policy, n_prompt, None) is None
+    }
+    return {
+        policy: [
+            layer.cache_in(request.caches) for layer in attention_layers(model, request.caches)
+        ]
+        for policy, request in requests.items()
+    }
+
+
+def _share(
+    prompt_cache: list, layers: list[AttentionLayer], heard: list[Recorders], n_tokens: int
+) -> None:
+    """Let recorders hear the queries of a prompt cache, which is going to hold so many tokens."""
+    for i, layer in enumerate(layers):
+        recorders = [by_layer[i] for some in heard for by_layer in some.values()]
+        shared = SharedKVCache(recorders, n_tokens + MORE, layer)
+        before = layer.cache_in(prompt_cache)
+        if not before.empty():
+            shared.go_on_from(before, n_tokens + MORE)
+        layer.put(prompt_cache, shared)

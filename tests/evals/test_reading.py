@@ -1,0 +1,219 @@
+"""What one reading gives many policies, against what each of them gets from a reading of its own."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from model_configs import make_model
+from request_helpers import assert_unpatched, plain
+from tiny_models import make_llama
+
+from mlx_snapkv import generate_step, prefill
+from mlx_snapkv.caches.layers import attention_layers, layer_caches
+from mlx_snapkv.engine.decision import gate
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.reading import judged, read_once, shares_reading
+from mlx_snapkv.policies import resolve_policy
+
+SNAPKV = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8,min_ctx=0"
+PYRAMID = SNAPKV.replace("budget=56", "budget=pyramid:56")
+SHARING = [
+    SNAPKV,
+    f"{SNAPKV},lookahead=0",
+    f"{SNAPKV},lookahead=20,on_full=grow",
+    f"{SNAPKV},last_token=false",
+    f"{SNAPKV},mass=0.9",
+    f"{SNAPKV},on_full=reselect",
+    f"{SNAPKV},critical=true",
+    f"{PYRAMID},on_full=slide",
+    SNAPKV.replace("budget=56", "budget=adaptive:56"),
+    "keydiff:budget=48,n_sink=2,schedule=once",
+    "streaming_llm:budget=48,schedule=once",
+    "expected_attention:budget=48,schedule=once",
+    "expected_attention:budget=48,n_sink=16,schedule=once",
+]
+ALONE = [
+    "kvzip:budget=48,n_sink=2",
+    "h2o:budget=48,n_sink=2,schedule=once",
+    "keydiff:budget=48,n_sink=2,block=16",
+    f"h2o:budget=80,block=16 then {SNAPKV}",
+]
+TAIL = [7, 3, 60, 22, 1]  # fewer than vote: some of the document vote, too
+
+
+def policy_of(text):
+    return resolve_policy(policy=text)
+
+
+POLICIES = [policy_of(text) for text in SHARING + ALONE]
+
+
+def entries_of(model, prompt_cache):
+    """By layer, positions, keys and values held."""
+    caches = [layer.entries_in(prompt_cache) for layer in attention_layers(model, prompt_cache)]
+    held = [(cache.offset, cache.held()) for cache in caches]
+    return [(n, *map(np.array, (e.positions, e.keys, e.values))) for n, e in held]
+
+
+def assert_same_entries(model, cache, other, atol=1e-5):
+    for (n, positions, *kept), (m, others, *theirs) in zip(
+        entries_of(model, cache), entries_of(model, other), strict=True
+    ):
+        assert n == m and np.array_equal(positions, others)
+        assert all(np.allclose(a, b, atol=atol, rtol=atol) for a, b in zip(kept, theirs))
+
+
+@pytest.fixture(scope="module")
+def read():
+    """read(model, tokens) -> for all policies: the document's reading, and that of document and tail."""
+    made = {}
+
+    def get(model, tokens):
+        if type(model) not in made:
+            reading = read_once(model, tokens.tolist(), [None, *POLICIES], [TAIL])
+            made[type(model)] = reading, reading.followed_by(TAIL)
+        return made[type(model)]
+
+    return get
+
+
+@pytest.mark.parametrize("policy", SHARING + ALONE)
+@pytest.mark.parametrize("followed", [False, True])
+def test_what_is_kept_is_what_prefill_keeps(tiny_model, tokens, read, policy, followed):
+    reading = read(tiny_model, tokens)[followed]
+    cache, report = reading.compressed(policy_of(policy))
+    own, wanted = prefill(tiny_model, reading.tokens, policy)
+    assert_same_entries(tiny_model, cache, own)
+    assert report.to_dict() | NOT_TIMED == wanted.to_dict() | NOT_TIMED
+    assert_unpatched()
+
+
+NOT_TIMED = {"prefill_seconds": None, "selection_seconds": None, "attention_share": None}
+
+
+@pytest.mark.parametrize("policy", SHARING)
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("way", ["compressed", "answering"])
+def test_alone_and_together_are_equal_to_the_bit(tiny_model, tokens, read, policy, followed, way):
+    chosen = policy_of(policy)
+    alone = read_once(tiny_model, tokens.tolist(), [chosen], [TAIL])
+    alone = alone.followed_by(TAIL) if followed else alone
+    together = read(tiny_model, tokens)[followed]
+    (cache, _), (other, _) = (getattr(r, way)(chosen) for r in (alone, together))
+    assert_same_entries(tiny_model, cache, other, atol=0)
+    assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, other, TAIL))
+    assert mx.array_equal(alone.following, together.following)
+    assert alone.answer(6) == together.answer(6)
+
+
+def assert_goes_on_as_generate_step(model, reading, policy, n=26):
+    """The answer, and how sure of it the compressed cache is, from the first token that it serves."""
+    steps = generate_step(mx.array(reading.tokens), model, policy=policy, max_tokens=n)
+    answer, logprobs = zip(*steps)
+    cache, _ = reading.answering(policy)
+    fed = attention_layers(model, cache)[0].entries_in(cache).offset
+    of_full = fed - len(reading.tokens) + 1
+    assert of_full == (max(1, policy.n_lookahead) + 1 if policy.last_token else 0)
+    assert list(answer[:of_full]) == reading.answer(of_full)
+    logits = judged(model, cache, [*reading.tokens, *answer][fed:-1])
+    found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert mx.allclose(found, mx.stack(logprobs[of_full:]), atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", SHARING)
+@pytest.mark.parametrize("followed", [False, True])
+def test_an_answer_goes_on_as_that_of_generate_step(tiny_model, tokens, read, policy, followed):
+    reading = read(tiny_model, tokens)[followed]
+    assert_goes_on_as_generate_step(tiny_model, reading, policy_of(policy))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma3_text", "gemma3n", "gemma2", "deepseek_v3", "falcon_h1", "gpt_oss", "plamo"],
+)
+def test_every_kind_of_layer(tokens, model_type):
+    """Sliding windows, entries that other layers read, capped logits, latents, linear states, sinks, tiled heads."""
+    model = make_model(model_type)
+    policies = [policy_of(f"{SNAPKV},{x}") for x in ("lookahead=9", "last_token=false")]
+    reading = read_once(model, tokens.tolist(), policies, [TAIL]).followed_by(TAIL)
+    for policy in policies:
+        cache, _ = reading.compressed(policy)
+        assert_same_entries(model, cache, prefill(model, reading.tokens, policy)[0], atol=1e-4)
+        assert_goes_on_as_generate_step(model, reading, policy, 14)
+
+
+def test_the_full_cache_and_its_answer_are_mlx_lms_own(tiny_model, tokens, read):
+    reading = read(tiny_model, tokens)[0]
+    expected = plain(tiny_model, tokens, 12)
+    answer = [token for token, _ in expected]
+    assert reading.answer(12) == answer
+    assert reading.answer(12, stops=answer[4:5]) == answer[: answer.index(answer[4]) + 1]
+    assert mx.allclose(reading.following, expected[0][1], atol=1e-5)
+    first, second = reading.full(), reading.full()
+    logits = judged(tiny_model, first, answer)[:-1]
+    found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert mx.allclose(found, mx.stack([row for _, row in expected[1:]]), atol=1e-4)
+    # What was fed to one of them is not in the other.
+    assert mx.allclose(judged(tiny_model, second, answer)[:-1], logits, atol=1e-6)
+    assert all(c.offset in (0, tokens.size) for c in layer_caches(reading.full()))
+
+
+JUDGED = [
+    *(f"{SNAPKV},on_full={way}" for way in ("slide", "grow", "keydiff")),
+    f"{SNAPKV},on_full=reselect",
+    f"{PYRAMID},on_full=slide",
+    f"{PYRAMID},on_full=keydiff",
+    f"{PYRAMID},on_full=grow",
+    "streaming_llm:budget=pyramid:48,schedule=once",
+    "keydiff:budget=pyramid:48,n_sink=2,block=16",
+    *ALONE,
+]
+
+
+@pytest.mark.parametrize("policy", JUDGED)
+@pytest.mark.parametrize("bits", [None, 8])
+def test_one_pass_is_as_one_by_one(tokens, policy, bits):
+    """More tokens than any window has; also where layers hold different numbers of entries."""
+    model = make_llama(hidden_size=128, num_hidden_layers=3)
+    known = [*TAIL, *tokens.tolist()[:140]]
+    policy = policy_of(policy)
+    cache, _ = prefill(model, tokens, policy, kv_bits=bits, kv_group_size=32)
+    other = copy.deepcopy(cache)
+    together = judged(model, cache, known)
+    alone = mx.concatenate([judged(model, other, [token]) for token in known])
+    close = (
+        1e-4 if bits is None else 1e-2
+    )  # a rounded entry is off by a step, where sums differ in their last bit
+    assert mx.allclose(together, alone, atol=close)
+    # What was still pending behind a window goes into it.
+    assert mx.allclose(*(judged(model, c, [5]) for c in (cache, other)), atol=close)
+    assert_same_entries(model, cache, other, atol=10 * close)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "deepseek_v3", "plamo2", "gemma3n"])
+def test_one_pass_where_layers_share_a_mask(tokens, model_type):
+    """Or read each other's entries: different numbers in each then take a pass for every token."""
+    model = make_model(model_type)
+    cache, _ = prefill(model, tokens, policy_of(f"{PYRAMID},on_full=slide"))
+    other = copy.deepcopy(cache)
+    known = tokens.tolist()[:50]
+    alone = mx.concatenate([judged(model, other, [token]) for token in known])
+    assert mx.allclose(judged(model, cache, known), alone, atol=1e-4)
+
+
+def test_policies_that_compress_nothing_say_why(tiny_model, tokens):
+    policy = policy_of("streaming_llm:budget=1000,schedule=once")
+    reading = read_once(tiny_model, tokens.tolist(), [policy])
+    cache, report = reading.compressed(policy)
+    assert report.reason == gate(policy, tokens.size, None)
+    assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, reading.full(), TAIL))
+
+
+def test_what_was_not_asked_for_is_refused(tiny_model, tokens):
+    reading = read_once(tiny_model, tokens.tolist(), [policy_of(SNAPKV)])
+    with pytest.raises(SnapKVError, match="was not read for snapkv"):
+        reading.compressed(policy_of(f"{SNAPKV},lookahead=0"))
+    with pytest.raises(SnapKVError, match="reads a prompt for itself"):
+        reading.answering(policy_of(ALONE[0]))
+    assert not any(shares_reading(policy_of(text)) for text in ALONE)
