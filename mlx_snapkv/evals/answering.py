@@ -42,13 +42,13 @@ class Method:
     """
 
     name: str
-    policy: Policy | Stages | HeadWise | None = None
+    policy: Policy | Stages | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def scores(self) -> Policy | Stages | None:
         """The policy that scores entries."""
-        return self.policy.policy if isinstance(self.policy, HeadWise) else self.policy
+        return self.policy.scores if isinstance(self.policy, HeadWise) else self.policy
 
     @property
     def shares_reading(self) -> bool:

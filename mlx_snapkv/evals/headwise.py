@@ -6,9 +6,9 @@ for each KV head hides what the method drops: that measures accuracy, and neithe
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 from unicodedata import category
 
@@ -18,12 +18,13 @@ from mlx_lm.models.cache import KVCache
 from ..caches.layers import attention_layers, kv_bytes, quotas_of
 from ..caches.recording import RecordingKVCache
 from ..engine.choosing import score
+from ..engine.decision import gate
 from ..engine.report import CompressionReport
 from ..entries.attention import attention_weights
 from ..entries.entries import Entries
 from ..entries.selection import nan_scores, top_positions
 from ..errors import SnapKVError, UnknownOptionError, UnsupportedModelError
-from ..policies import Policy, resolve_policy
+from ..policies import Policy, SnapKV, resolve_policy
 from ..policies.budgets import Quota
 from .reading import Reading, shares_reading
 
@@ -34,61 +35,71 @@ OF = " of "
 QUERIES = 128  # whose attention is computed at a time
 
 
-class HeadWise(ABC):
-    """A method with head-wise budgets; its fields are numbers from 0 to 1, but for `policy`, whose queries vote."""
+@dataclass(frozen=True, kw_only=True)
+class HeadWise(Policy, registered=False):
+    """A method whose options are shares, from 0 to 1, of a budget that its heads don't get in equal parts."""
 
-    name: ClassVar[str]
-    policy: Policy
+    obs_window: ClassVar[int] = 2**30
+    schedules: ClassVar[tuple[str, ...]] = ("once",)
+
+    n_window: int | str = 1
+    schedule: str = "once"
+
+    @classmethod
+    def options(cls) -> list[str]:
+        return [f.name for f in fields(cls) if f.type == "float"]
+
+    def __post_init__(self):
+        for name in self.options():
+            value = getattr(self, name)
+            self._require(name, not isinstance(value, str) and 0 <= value <= 1, "0 to 1")
+
+    def fits(self, n_prompt: int) -> bool:
+        return False
+
+    def score(self, entries: Entries) -> mx.array:
+        return entries.votes
+
+    @property
+    def scores(self) -> Policy:
+        """The policy that scores the entries, and whose queries vote."""
+        return self
 
     @abstractmethod
     def visible(self, entries: Entries, quota: Quota, kinds: Kinds) -> mx.array:
         """What each head of a layer keeps, bool `(B, n_kv_heads, T)`; `quota` is what equal budgets would leave it."""
 
-    @classmethod
-    def options(cls) -> dict[str, Any]:
-        """The numbers, with their defaults."""
-        return {f.name: f.default for f in fields(cls) if f.name != "policy"}  # type: ignore[arg-type]
 
-    def __post_init__(self):
-        for name in self.options():
-            if not 0 <= (value := getattr(self, name)) <= 1:
-                raise SnapKVError(f"{self.name} option {name} must be 0 to 1, got {value}")
-
-    def __str__(self) -> str:
-        given = {name: getattr(self, name) for name in self.options()}
-        changed = [f"{name}={x:g}" for name, x in given.items() if x != self.options()[name]]
-        return ":".join(filter(None, (self.name, ",".join(changed))))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdaKV(HeadWise):
     """The layer's budget goes to the best entries of all its heads (Feng et al. 2024, arXiv:2407.11550, section 3).
 
     Attributes:
-        policy: scores the entries, once the prompt is read; its first and most recent ones are always kept.
-        safeguard: share of its equal budget that each head gets in any case, rounded down (algorithm 1's alpha); what
-            is always kept counts. With 1 all heads get the same.
+        policy: scores the entries; the first and most recent ones are always kept.
+        safeguard: of its equal budget what each head gets in any case, rounded down (algorithm 1's alpha).
     """
 
     name: ClassVar[str] = "adakv"
 
-    policy: Policy
+    policy: Policy = field(default_factory=SnapKV)
     safeguard: float = 0.2
 
     def __post_init__(self):
         super().__post_init__()
-        policy = self.policy
-        if not shares_reading(policy) or policy.counts_by_scores:
+        if not shares_reading(self.policy) or self.policy.counts_by_scores:
             raise SnapKVError(
-                f"adakv needs one policy that chooses from full caches, by a number of entries, got {policy}: give "
-                "snapkv, or another with schedule=once, and neither mass nor budget=adaptive"
+                f"adakv needs one policy that chooses from full caches, by a number of entries, got {self.policy}: "
+                "give snapkv, or another with schedule=once, without mass and budget=adaptive"
             )
+
+    @property
+    def scores(self) -> Policy:
+        return self.policy
 
     def __str__(self) -> str:
         return f"{super().__str__()}{OF}{self.policy}"
 
     def visible(self, entries: Entries, quota: Quota, kinds: Kinds) -> mx.array:
-        """As kvpress does it: what is always kept leads, then each head's `int(safeguard * n)` best, then the rest."""
         scores = score(entries, self.policy, quota).scores.astype(mx.float32)
         if mx.any(mx.isnan(scores)).item():
             raise nan_scores()
@@ -96,7 +107,10 @@ class AdaKV(HeadWise):
 
 
 def best_of_all_heads(scores: mx.array, quota: Quota, safeguard: float) -> mx.array:
-    """As many of `(B, n_kv_heads, T)` scores as equal budgets would keep, the best of all heads, bool of that shape."""
+    """As many of `(B, n_kv_heads, T)` scores as equal budgets would keep, the best of all heads, bool of that shape.
+
+    As kvpress does it: what is always kept leads, then each head's own part, then the best of the rest.
+    """
     B, H, T = scores.shape
     n = min(quota.entries, T)
     places = mx.arange(T)
@@ -108,49 +122,20 @@ def best_of_all_heads(scores: mx.array, quota: Quota, safeguard: float) -> mx.ar
 
 def _best(scores: mx.array, n: int) -> mx.array:
     """Which are the `n` best along the last axis, bool of the same shape."""
-    marked = mx.zeros(scores.shape, mx.bool_)
-    return (
-        mx.put_along_axis(marked, top_positions(scores, n), mx.array(True), axis=-1)
-        if n
-        else marked
-    )
+    none = mx.zeros(scores.shape, mx.bool_)
+    return mx.put_along_axis(none, top_positions(scores, n), mx.array(True), -1) if n else none
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Everyone(Policy, registered=False):
-    """All of the prompt's queries vote."""
-
-    name: ClassVar[str] = "fastgen"
-    obs_window: ClassVar[int] = 2**30
-    schedules: ClassVar[tuple[str, ...]] = ("once",)
-
-    n_window: int | str = 1
-    schedule: str = "once"
-
-    def fits(self, n_prompt: int) -> bool:
-        return False
-
-    def score(self, entries: Entries) -> mx.array:
-        return entries.votes
-
-
-@dataclass(frozen=True)
 class FastGen(HeadWise):
     """Each head gets the least that shows it most of its attention (Ge et al. 2023, arXiv:2310.01801, section 4).
 
-    Special tokens; and punctuation; and the entries that received most attention; and the most recent ones; or all. The
-    first of these in which the prompt's queries find at least `recovery` of their attention, in the mean. To a query
-    the recent entries are those before it; of a KV head's query heads the mean counts.
-
-    Attributes:
-        recovery: the share of the attention that is enough (the paper's T).
-        frequent, local: shares of the prompt that are kept as those that received most attention, and as recent ones.
-
-    Differs from the paper in that nothing is evicted while the answer is decoded.
+    Special tokens; and punctuation; and the share `frequent` that received most attention; and the share `local` that
+    is most recent, to a query those before it; or all. The first of these in which the prompt's queries find at least
+    `recovery` (the paper's T) of their attention, in the mean. Unlike the paper's, it evicts nothing while decoding.
     """
 
     name: ClassVar[str] = "fastgen"
-    policy: ClassVar[Policy] = _Everyone()
 
     recovery: float = 0.95
     frequent: float = 0.3
@@ -174,10 +159,9 @@ class FastGen(HeadWise):
 
 
 def _seen(entries: Entries, columns: mx.array, n_local: int) -> mx.array:
-    """The attention that goes to `columns`, bool `(B, n_kv_heads, T)`, or to each query's own `n_local` most recent.
+    """The attention `(B, n_kv_heads)` to `columns`, bool `(B, n_kv_heads, T)`, or to the `n_local` before a query.
 
-    Returns:
-        `(B, n_kv_heads)` float32, summed over the queries, the mean of a group.
+    It is summed over the queries, and the mean of a group's query heads.
     """
     observed, (B, H, T) = entries.voters, columns.shape
     total = mx.zeros((B, H))
@@ -200,65 +184,34 @@ def kinds_of(tokenizer, tokens: Sequence[int]) -> Kinds:
 
 
 def headwise(text: str) -> HeadWise:
-    """A method by its command-line string: "adakv of snapkv:budget=6%,min_ctx=0", "fastgen:recovery=0.9".
-
-    Raises:
-        SnapKVError: it can't be read.
-    """
+    """The method of such a string: "adakv of snapkv:budget=6%,min_ctx=0", "fastgen:recovery=0.9"."""
     how, of, policy = text.partition(OF)
     name, _, options = how.strip().partition(":")
-    if name == AdaKV.name and of:
-        return AdaKV(resolve_policy(policy=policy.strip()), **_numbers(AdaKV, options))  # type: ignore[arg-type]
-    if name == FastGen.name and not of:
-        return FastGen(**_numbers(FastGen, options))
+    if (name, of) == (FastGen.name, ""):
+        return FastGen.from_string(options)  # type: ignore[return-value]
+    if (name, of) == (AdaKV.name, OF):
+        method: Any = AdaKV.from_string(options)
+        return replace(method, policy=resolve_policy(policy=policy.strip()))
     raise UnknownOptionError(
         f'by mask are measured "adakv of POLICY" and "fastgen", got {text!r}: other policies are given with --policy'
     )
 
 
-def _numbers(method: type[HeadWise], text: str) -> dict[str, float]:
-    """The numbers of `"key=value,key=value"`."""
-    found = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, value = (x.strip() for x in part.partition("="))
-        if name not in method.options():
-            known = ", ".join(method.options())
-            raise UnknownOptionError(f"unknown {method.name} option {name!r}; known: {known}")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise SnapKVError(
-                f"{method.name} option {name} must be a number, got {value!r}"
-            ) from None
-    return found
-
-
 class MaskedKVCache(RecordingKVCache):
-    """A recording cache that hides some entries from the attention.
+    """A recording cache that hides entries from the attention, whose class is patched while the answer is decoded."""
 
-    Attributes:
-        visible: bool `(B, n_kv_heads, n)`, of the first `n` entries; later ones are seen.
-    """
-
-    observes = True  # so that its layer's class is patched while the answer is decoded
-    visible: mx.array
+    observes = True
+    visible: mx.array  # bool `(B, n_kv_heads, n)`, of the first `n` entries; later ones are seen
 
     def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> mx.array:
-        """What the attention of queries `(B, n_heads, L, D)` to keys `(B, n_kv_heads, T, D)` is to be masked by.
-
-        Args:
-            mask: what it would be: None, "causal" or an array.
-
-        Raises:
-            UnsupportedModelError: the keys are not those of its own heads.
-        """
+        """The mask of queries `(B, n_heads, L, D)` on keys `(B, n_kv_heads, T, D)`, given None, "causal" or an array."""
         B, H, T = keys.shape[:3]
         n_heads, L = queries.shape[1:3]
         if self.visible.shape[1] != H:
             raise UnsupportedModelError("this model's heads can't be masked: it repeats their keys")
         later = mx.ones((B, H, T - self.visible.shape[2]), mx.bool_)
-        seen = mx.concatenate([self.visible, later], axis=-1)
-        seen = mx.repeat(seen, n_heads // H, axis=1)[:, :, None]
+        seen = mx.concatenate([self.visible, later], axis=-1)[:, :, None]
+        seen = mx.repeat(seen, n_heads // H, axis=1)
         if isinstance(mask, str):
             mask = mx.arange(T - L, T)[:, None] >= mx.arange(T)
         if mask is None or mask.dtype == mx.bool_:
@@ -269,26 +222,17 @@ class MaskedKVCache(RecordingKVCache):
 def masked(
     reading: Reading, heads: HeadWise, kinds: Kinds, answering: bool
 ) -> tuple[list, CompressionReport]:
-    """A prompt cache that holds everything and shows what `heads` keeps, as `Reading.answering` or `compressed`.
-
-    Returns:
-        It and its report, whose entries are the mean over heads and layers.
-
-    Raises:
-        SnapKVError: nothing would be hidden, or the model's heads can't be masked.
-    """
-    policy, n_prompt = heads.policy, len(reading.tokens)
-    if n_prompt < policy.min_ctx or policy.fits(n_prompt):
-        raise SnapKVError(
-            f"{heads} would hide nothing of {n_prompt} tokens: give it a lower budget and min_ctx=0"
-        )
+    """As `Reading.answering`, or `compressed`: a cache of all entries that shows what `heads` keeps; in the mean so many."""
+    policy, n_prompt = heads.scores, len(reading.tokens)
+    if (reason := gate(policy, n_prompt, None)) is not None:
+        raise SnapKVError(f"{heads} would hide nothing of {n_prompt} tokens: {reason}")
     request = reading.request(policy, answering)
     caches, at = request.caches, request.decision.at
     layers = attention_layers(reading.model, caches)
     shares = []
     for layer, quota in zip(layers, quotas_of(layers, policy.quotas, n_prompt)):
         family, held = layer.family, layer.cache_in(caches)
-        if family.attends != "scaled_dot_product_attention" or family.tiled or family.latent:
+        if family.tiled or not family.asks_to_hide:
             raise UnsupportedModelError(
                 f"the heads of {family.module!r} models can't be masked one by one: leave --by-mask out"
             )

@@ -101,7 +101,7 @@ def _place(record: dict[str, Any]) -> tuple:
 
 
 def tables(summary: Summary, page: Page) -> list[Table]:
-    """For each length and setting the figures of every method, and its scores by task; then the lengths side by side."""
+    """For each length and setting all methods' figures, and their scores by task; then the lengths side by side."""
     made = []
     lengths = list(dict.fromkeys(s["length"] for s in summary))
     for length in sorted(lengths, key=lambda n: n or 0):

@@ -73,7 +73,10 @@ def test_a_column_of_lengths(tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"context": None}, "row 2 has no 'context': every row needs context, question, answer and"),
+        (
+            {"context": None},
+            "row 2 has no 'context': every row needs context, question, answer and",
+        ),
         ({"max_new_tokens": None}, "row 2 has no 'max_new_tokens'"),
         ({"answer": None}, "row 2 has no 'answer'"),
         ({"context": ""}, "row 2: 'context' must be a text that is not empty, got ''"),

@@ -2,7 +2,14 @@
 
 import pytest
 
-from mlx_snapkv.evals.scores import choice, f1, first_line_f1, metric_of, string_match_all, string_match_part
+from mlx_snapkv.evals.scores import (
+    choice,
+    f1,
+    first_line_f1,
+    metric_of,
+    string_match_all,
+    string_match_part,
+)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ TASKS = {
 def questions(tokenizer, make, lengths=(2048,), **fields):
     """Depths and questions of a task's documents."""
     return [
-        (place["depth"], document.questions[0]) for place, document in make(tokenizer, lengths, **fields)
+        (place["depth"], document.questions[0])
+        for place, document in make(tokenizer, lengths, **fields)
     ]
 
 
