@@ -23,14 +23,15 @@ from results_page import ROOT, about, mlx_versions, write
 
 from mlx_snapkv import __version__
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.evals.asking import FULL, KEYS, Way, run
+from mlx_snapkv.evals.answering import FULL, Method
+from mlx_snapkv.evals.asking import run
 from mlx_snapkv.evals.results import Record, Results
 from mlx_snapkv.evals.score_tables import summarise
 from mlx_snapkv.evals.suite import PAGE, Suite
 
 
 class Made(list):
-    """A suite's papers, made once for all ways."""
+    """A suite's documents, made once for all methods."""
 
     def __init__(self, suite: Suite):
         super().__init__(suite)
@@ -42,33 +43,33 @@ def measure(part: str, folder: Path, until: float) -> Iterator[dict[str, Any]]:
     wanted = PARTS[part]
     name, setting, listed = wanted.model, wanted.setting, wanted.lines
     model, tokenizer = load_model(name)
-    suite = wanted.papers(tokenizer)
+    suite = wanted.documents_of(tokenizer)
     asked = Made(suite)
     fixed = {**suite.setting(), "model": name, "mlx-snapkv": __version__}
-    results = Results(fixed, folder / f"{name}-{setting}.jsonl", KEYS)
-    cells = [(FULL, 1, Way(FULL))]
-    cells += [(line.name, share, line.way(share)) for share, line in by_share(listed)]
+    results = Results(fixed, folder / f"{name}-{setting}.jsonl")
+    cells = [(FULL, 1, Method(FULL))]
+    cells += [(line.name, share, line.method(share)) for share, line in by_share(listed)]
     records: dict[str, list[Record]] = {}
-    for line, share, way in cells:
-        if line == FULL or time.time() < until or complete(asked, way, setting, results):
-            records[way.name] = run(model, asked, [way], [setting], results)
+    for line, share, method in cells:
+        if line == FULL or time.time() < until or complete(asked, method, setting, results):
+            records[method.name] = run(model, asked, [method], [setting], results)
             print(f"{part}: {line}, 1/{share}", flush=True)
     base = listed[0]
-    for line, share, way in cells:
-        if own := records.get(way.name):
+    for line, share, method in cells:
+        if own := records.get(method.name):
             row = {"part": part, "model": name, "line": line, "share": share, "base": base.name}
             row |= compared(own, records[FULL])
-            del row["first_seconds"], row["selection_seconds"]  # no timing on a busy machine
+            row["way"] = row.pop("method")
             if share in base.shares and line != base.name:
-                reference = records.get(base.way(share).name)
+                reference = records.get(base.method(share).name)
                 row["to_base"] = reference and compared(own, reference)["difference"]
             yield row
 
 
 def compared(own: list[Record], reference: list[Record]) -> dict[str, Any]:
     """What tables tell of these answers, with their difference to the others."""
-    others = [record | {"way": FULL} for record in reference if own is not reference]
-    return next(s for s in summarise([*others, *own], PAGE) if s["way"] == own[0]["way"])
+    others = [record | {"method": FULL} for record in reference if own is not reference]
+    return next(s for s in summarise([*others, *own], PAGE) if s["method"] == own[0]["method"])
 
 
 def read_json(out: Path) -> dict[str, Any]:
@@ -80,11 +81,11 @@ def by_share(listed: Sequence[Line]) -> list[tuple[int, Line]]:
     return [(share, line) for line in listed for share in line.shares]
 
 
-def complete(asked: Made, way: Way, setting: str, results: Results) -> bool:
-    """Whether all questions have been answered in this way."""
-    for place, paper in asked:
-        here = {"way": way.name, "setting": setting, **place}
-        for i in range(len(paper.questions)):
+def complete(asked: Made, method: Method, setting: str, results: Results) -> bool:
+    """Whether all questions have been answered by this method."""
+    for place, document in asked:
+        here = {"method": method.name, "setting": setting, **place}
+        for i in range(len(document.questions)):
             if results.get(here | {"question": i}) is None:
                 return False
     return True

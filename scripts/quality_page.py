@@ -14,7 +14,7 @@ from quality_words import HOW, INTRO, LEFT_OUT, SECTIONS
 from results_page import ROOT, table, written_by
 
 from mlx_snapkv.engine.report import format_bytes
-from mlx_snapkv.evals.asking import FULL
+from mlx_snapkv.evals.answering import FULL
 from mlx_snapkv.evals.paired import Difference
 
 Rows = list[dict[str, Any]]

@@ -10,10 +10,10 @@ from typing import Any
 
 from quality_ways import Line, keydiff_kernels, lines, longer, masks, needles, snapkv_options
 
-from mlx_snapkv.chat.common_prefix import common_prefix
 from mlx_snapkv.demo.documents import make_document, make_facts
 from mlx_snapkv.demo.questions import question_prompt, token_counter
-from mlx_snapkv.evals.asking import KNOWN, LATER, Paper, Question
+from mlx_snapkv.evals.answering import KNOWN, LATER
+from mlx_snapkv.evals.document import Document, Question, n_shared
 from mlx_snapkv.evals.suite import MAX_TOKENS, QUESTION_TOKENS, Suite
 
 SEED, LENGTH = 7_000_000, 2048
@@ -39,10 +39,10 @@ class Part:
     documents: int = 5
     questions: int = 4
 
-    def papers(self, tokenizer) -> Suite:
-        papers = SixDigits if self.tasks == (SIX_DIGITS,) else Suite
+    def documents_of(self, tokenizer) -> Suite:
+        made = SixDigits if self.tasks == (SIX_DIGITS,) else Suite
         size = self.documents, self.questions
-        return papers(tokenizer, self.tasks, [self.length], *size, SEED)
+        return made(tokenizer, self.tasks, [self.length], *size, SEED)
 
 
 PARTS = {
@@ -64,8 +64,8 @@ class SixDigits(Suite):
     def setting(self) -> dict[str, Any]:
         return {"task": SIX_DIGITS, "seed": self.seed}
 
-    def paper(self, task: str, length: int, document: int) -> Paper:
-        rng = random.Random(f"{self.seed} {task} {length} {document}")
+    def document(self, task: str, length: int, number: int) -> Document:
+        rng = random.Random(f"{self.seed} {task} {length} {number}")
         facts = make_facts(rng, self.n_questions, attributes=["access code"])
         count = token_counter(self.tokenizer)
         text = make_document(rng, facts, length - QUESTION_TOKENS, count)
@@ -74,7 +74,7 @@ class SixDigits(Suite):
             Question(prompt, fact.value, partial(_equal, fact.value), MAX_TOKENS)
             for prompt, fact in zip(prompts, facts)
         ]
-        return Paper(asked, common_prefix(prompts))
+        return Document(asked, n_shared(*prompts))
 
 
 def _equal(value: str, answer: str) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quality_ways import controls
 
-from mlx_snapkv.evals.asking import FULL, KNOWN, LATER
+from mlx_snapkv.evals.answering import FULL, KNOWN, LATER
 from mlx_snapkv.reporting.ownership import PNG_METADATA
 
 COLORS = ("#dd4b45", "#0b2a6b", "#5a9bd4", "#e39b3b", "#3d8b5f", "#8a5fb0", "#7a5c44")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from mlx_snapkv.evals.asking import KNOWN, Way
+from mlx_snapkv.evals.answering import KNOWN, Method
 from mlx_snapkv.evals.headwise import headwise
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
@@ -42,11 +42,11 @@ class Line:
     by_mask: bool = False
     window: int | None = None
 
-    def way(self, share: int) -> Way:
+    def method(self, share: int) -> Method:
         window = self.window or (WINDOW if share <= 16 else SMALL_WINDOW)
         text = self.policy.format(share=100 / share, wide=min(50, 400 / share), window=window)
         resolved = headwise(text) if self.by_mask else resolve_policy(policy=text)
-        return Way(f"{self.name}, 1/{share}", resolved, self.options)
+        return Method(f"{self.name}, 1/{share}", resolved, self.options)
 
 
 UNSURE = {"memory": "recall", "verify": "unsure"}

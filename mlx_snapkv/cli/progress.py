@@ -175,22 +175,25 @@ class DocumentBar(StepBars):
 
     def __init__(self, n_documents: int):
         super().__init__(LINE_EVERY)
-        self._n_documents, self._said = n_documents, False
+        self._left, self._said = n_documents, False
 
     def __enter__(self):
         super().__enter__()
-        self.start("documents", self._n_documents)
+        self.start("documents", self._left)
         self._before = time.monotonic()
         return self
 
     def done(self, asked: bool) -> None:
-        """A document is done; nothing was asked if its answers were there already."""
-        self.advance()
+        """A document is done; if nothing was `asked`, its answers were there already."""
+        self._left -= 1
         took, self._before = time.monotonic() - self._before, time.monotonic()
-        task = self._progress.tasks[-1]
-        if asked and not self._said:
+        if not asked:
+            self._progress.advance(self._task)
+            return
+        self.advance()
+        if not self._said:
             self._said = True
-            if (seconds := took * (task.total - task.completed)) > LINE_EVERY:
+            if (seconds := took * self._left) > LINE_EVERY:
                 left = f"{seconds / 60:,.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
                 self.console.print(f"The first took {took:.0f} s: about {left} for the others.")
 

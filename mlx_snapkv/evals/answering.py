@@ -123,8 +123,9 @@ class Asked:
     def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
         """The document's cache, and the report of its compression; None if that comes with the question."""
         tokens = self._document.questions[0].prompt[: self._document.n_shared]
-        policy, memory = method.policy, method.options.get("memory", "drop")
-        if method.policy is None:
+        policy: Any = method.policy
+        memory = method.options.get("memory", "drop")
+        if policy is None:
             return self._reading.full(), CompressionReport(NO_POLICY, len(tokens), NO_POLICY_REASON)
         if method.shares_reading:
             return self._chosen(self._reading, method, answering=False)
@@ -141,7 +142,8 @@ class Asked:
         if isinstance(method.policy, HeadWise):
             kinds = kinds_of(self._tokenizer, reading.tokens)
             return masked(reading, method.policy, kinds, answering)
-        return reading.answering(method.policy) if answering else reading.compressed(method.policy)
+        policy: Any = method.policy
+        return reading.answering(policy) if answering else reading.compressed(policy)
 
     @cached_property
     def _reading(self) -> Reading:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,19 @@ from .scores import metric_of
 Row = dict[str, Any]
 
 MOST_LENGTHS = 8  # more of them tell sizes of texts, which tables don't tell apart
+# What rows have: how it is said, and whether a value is that.
+COLUMNS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "context": ("a text that is not empty", lambda x: isinstance(x, str) and bool(x)),
+    "question": ("a text", lambda x: isinstance(x, str)),
+    "answer": (
+        "a text or a list of texts, none empty",
+        lambda x: isinstance(x, list) and bool(x) and all(isinstance(y, str) and y for y in x),
+    ),
+    "answer_prefix": ("a text", lambda x: isinstance(x, str)),
+    "max_new_tokens": ("a whole number above 0", lambda x: type(x) is int and x > 0),
+    "task": ("a text", lambda x: isinstance(x, str)),
+    "length": ("a whole number", lambda x: x is None or type(x) is int),
+}
 SPLIT = re.compile(r"(train|test|validation|data)\b")
 PAGE = Page(
     "Questions of a data set",
@@ -41,42 +56,27 @@ PAGE = Page(
 )
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows about one context.
-
-    Attributes:
-        document: its number among those of its task and length.
-    """
-
-    task: str
-    length: int | None
-    document: int
-    rows: list[Row]
-
-    @property
-    def context(self) -> str:
-        return self.rows[0]["context"]
-
-
 def read_columns(
     name: str, tasks: Sequence[str] | None = None, most: int | None = None
-) -> tuple[list[Rows], str]:
-    """The documents of a file, or of all parquet and JSON-lines files in a folder and below.
+) -> tuple[list[list[Row]], str]:
+    """The rows of a file, or of all parquet and JSON-lines files in a folder and below, a list a document.
 
     Args:
         tasks: which of them; None is all.
         most: documents of each task and length, from the first on.
 
     Returns:
-        Them by task and length, and what tells this copy of the data from others.
+        Them by length and task, and what tells this copy of the data from others.
 
     Raises:
         SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
     """
     place = path_of(name, "--data")
-    paths = [place] if place.is_file() else sorted(place.rglob("*.jsonl"))
-    paths += [] if place.is_file() else sorted(place.rglob("*.parquet"))
+    paths = [place]
+    if not place.is_file():
+        paths = sorted(
+            path for ending in ("jsonl", "parquet") for path in place.rglob(f"*.{ending}")
+        )
     if not paths:
         raise SnapKVError(
             f"--data {name}: no such file, and no folder with .parquet or .jsonl files"
@@ -93,30 +93,26 @@ def read_columns(
         if row["task"] in (tasks or found):
             documents = groups.setdefault((row["length"] or 0, row["task"]), {})
             documents.setdefault(row["context"], []).append(row)
-    documents = [
-        Rows(task, length or None, number, own)
-        for (length, task), contexts in sorted(groups.items(), key=lambda item: item[0][0])
-        for number, own in list(enumerate(contexts.values()))[:most]
+    chosen = [
+        own for _, documents in sorted(groups.items()) for own in [*documents.values()][:most]
     ]
     sizes = json.dumps([(path.name, path.stat().st_size) for path in paths])
-    return documents, "sha256 " + hashlib.sha256(sizes.encode()).hexdigest()[:16]
+    return chosen, "sha256 " + hashlib.sha256(sizes.encode()).hexdigest()[:16]
 
 
 def _rows(path: Path) -> Iterator[Row]:
     """A file's rows, with every column checked or filled in."""
     folder = next((int(p.name) for p in path.resolve().parents[:3] if p.name.isdecimal()), None)
     task = path.parent.name if SPLIT.match(path.stem) else path.stem
-    number = 0
+    defaults, number = {"task": task, "length": folder, "answer_prefix": ""}, 0
     try:
         for number, row in enumerate(
             _parquet(path) if path.suffix == ".parquet" else _lines(path), 1
         ):
             if not isinstance(row, dict):
                 raise SnapKVError(f"{path}: row {number} is no JSON object of columns")
-            filled = {"task": task, "length": folder} | {
-                k: v for k, v in row.items() if v is not None
-            }
-            yield _checked(filled, f"{path}: row {number}")
+            given = {name: value for name, value in row.items() if value is not None}
+            yield _checked(defaults | given, f"{path}: row {number}")
     except OSError as error:
         raise SnapKVError(f"{path}: {error.strerror or error}") from error
     if not number:
@@ -126,30 +122,17 @@ def _rows(path: Path) -> Iterator[Row]:
 def _checked(row: Row, where: str) -> Row:
     """A row's columns, `answer` as a list; SnapKVError if one is missing or of another type."""
     answer = row.get("answer", row.get("answers"))
-    row = {"answer_prefix": "", **row, "answer": [answer] if isinstance(answer, str) else answer}
-    wanted = {
-        "context": ("a text that is not empty", lambda x: isinstance(x, str) and x),
-        "question": ("a text", lambda x: isinstance(x, str)),
-        "answer": ("a text or a list of texts, none empty", _are_texts),
-        "answer_prefix": ("a text", lambda x: isinstance(x, str)),
-        "max_new_tokens": ("a whole number above 0", lambda x: type(x) is int and x > 0),
-        "task": ("a text", lambda x: isinstance(x, str)),
-        "length": ("a whole number", lambda x: x is None or type(x) is int),
-    }
-    for name, (what, holds) in wanted.items():
-        if row.get(name) is None and name != "length":
+    row = row | (
+        {} if answer is None else {"answer": [answer] if isinstance(answer, str) else answer}
+    )
+    for name, (what, holds) in COLUMNS.items():
+        if name not in row:
             raise SnapKVError(
                 f"{where} has no {name!r}: every row needs context, question, answer and max_new_tokens"
             )
         if not holds(row[name]):
             raise SnapKVError(f"{where}: {name!r} must be {what}, got {str(row[name])[:40]!r}")
-    return {name: row[name] for name in wanted}
-
-
-def _are_texts(answer: Any) -> bool:
-    return (
-        isinstance(answer, list) and bool(answer) and all(isinstance(x, str) and x for x in answer)
-    )
+    return {name: row[name] for name in COLUMNS}
 
 
 def _lines(path: Path) -> Iterator[Any]:
@@ -195,7 +178,7 @@ class Columns:
     """
 
     tokenizer: Any
-    documents: Sequence[Rows]
+    documents: Sequence[list[Row]]
     data: str
     template: bool = True
     lengths: tuple[int, ...] = ()
@@ -207,17 +190,19 @@ class Columns:
         return len(self.documents)
 
     def __iter__(self) -> Iterator[tuple[Place, Document]]:
+        numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
         for rows in self.documents:
-            place = {"task": rows.task, "length": rows.length, "document": rows.document}
+            task, length = rows[0]["task"], rows[0]["length"]
+            place = {"task": task, "length": length, "document": next(numbers[task, length])}
             yield place, self._document(rows)
 
-    def _document(self, rows: Rows) -> Document:
-        before, between = self._around(rows.context)
+    def _document(self, rows: list[Row]) -> Document:
+        before, between = self._around(rows[0]["context"])
         questions = []
-        for row in rows.rows:
+        for row in rows:
             text = row["question"] + between + row["answer_prefix"]
             prompt = before + self.tokenizer.encode(text, add_special_tokens=False)
-            score = partial(metric_of(rows.task), row["answer"])
+            score = partial(metric_of(row["task"]), row["answer"])
             questions.append(Question(prompt, row["answer"], score, row["max_new_tokens"]))
         return Document(questions, len(before))
 
@@ -236,7 +221,7 @@ class Columns:
     def require_room(self, model: Any) -> None:
         """Raises: SnapKVError: the longest document is longer than the model was trained to."""
         most = trained_length(model)
-        longest = self._document(max(self.documents, key=lambda rows: len(rows.context)))
+        longest = self._document(max(self.documents, key=lambda rows: len(rows[0]["context"])))
         taken = max(len(q.prompt) + q.max_tokens for q in longest.questions)
         if most is not None and taken > most:
             raise SnapKVError(

@@ -204,7 +204,7 @@ class MaskedKVCache(RecordingKVCache):
     visible: mx.array  # bool `(B, n_kv_heads, n)`, of the first `n` entries; later ones are seen
 
     def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> mx.array:
-        """The mask of queries `(B, n_heads, L, D)` on keys `(B, n_kv_heads, T, D)`, given None, "causal" or an array."""
+        """The mask of queries `(B, n_heads, L, D)` on keys `(B, n_kv_heads, T, D)`, given one of any of MLX's kinds."""
         B, H, T = keys.shape[:3]
         n_heads, L = queries.shape[1:3]
         if self.visible.shape[1] != H:
@@ -222,7 +222,7 @@ class MaskedKVCache(RecordingKVCache):
 def masked(
     reading: Reading, heads: HeadWise, kinds: Kinds, answering: bool
 ) -> tuple[list, CompressionReport]:
-    """As `Reading.answering`, or `compressed`: a cache of all entries that shows what `heads` keeps; in the mean so many."""
+    """As `Reading.answering` or `compressed`: a cache of all entries that shows what `heads` keeps, and its report."""
     policy, n_prompt = heads.scores, len(reading.tokens)
     if (reason := gate(policy, n_prompt, None)) is not None:
         raise SnapKVError(f"{heads} would hide nothing of {n_prompt} tokens: {reason}")
@@ -239,7 +239,7 @@ def masked(
         cache = MaskedKVCache(0, 0, KVCache.step, layer)
         cache.keys, cache.values, cache.offset = held.keys, held.values, held.offset
         cache.visible = heads.visible(held.held().between(0, at), quota, kinds)
-        shares.append(cache.visible.mean().item())
+        shares.append(float(cache.visible.mean()))
         layer.put(caches, cache)
     report = CompressionReport(str(heads), n_prompt)
     report.entries_kept = [round(at * sum(shares) / len(shares))]

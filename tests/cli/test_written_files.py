@@ -129,7 +129,7 @@ def test_no_command_makes_folders(call, tmp_path):
         ("--save-document {}", "demo --save-document {}"),
         ("{}", "cache-prompt --model demo --prompt x -o {}"),
         ("--prefix-dir {}", "serve --model demo --memory recall --policy keydiff --prefix-dir {}"),
-        ("--data {}", "eval ruler --model demo --data {}"),
+        ("--data {}", "eval data --model demo --data {}"),
     ],
 )
 def test_a_home_folder_that_is_not_there_is_told_by_every_command(call, told, command):

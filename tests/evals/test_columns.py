@@ -19,6 +19,11 @@ ROW = {
 }
 
 
+def places(documents):
+    """Task, length and context of each document."""
+    return [(rows[0]["task"], rows[0]["length"], rows[0]["context"]) for rows in documents]
+
+
 def write(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
@@ -33,12 +38,9 @@ def test_rows_of_one_context_are_one_document(tmp_path, name):
     other = ROW | {"question": "What is blue?", "answer": ["sky"]}
     data = write(tmp_path / name, [ROW, ROW | {"context": "Nothing."}, other])
     documents, _ = read_columns(data)
-    assert [(d.task, d.length, d.document) for d in documents] == [
-        ("niah_single_1", None, 0),
-        ("niah_single_1", None, 1),
-    ]
-    assert [row["question"] for row in documents[0].rows] == [ROW["question"], "What is blue?"]
-    assert documents[0].rows[0] == ROW | {"length": None}
+    assert [rows[0]["context"] for rows in documents] == [ROW["context"], "Nothing."]
+    assert [row["question"] for row in documents[0]] == [ROW["question"], "What is blue?"]
+    assert documents[0][0] == ROW | {"length": None}
 
 
 def test_a_folder_of_files(tmp_path):
@@ -49,25 +51,26 @@ def test_a_folder_of_files(tmp_path):
     write(tmp_path / "2048" / "vt.jsonl", [bare | {"answer": "4711"}])
     write(tmp_path / "passkey" / "test.jsonl", [{**bare, "answers": ["1"], "answer": None}])
     documents, copy = read_columns(str(tmp_path), most=2)
-    assert [(d.task, d.length, d.document) for d in documents] == [
-        ("passkey", None, 0),
-        ("vt", 2048, 0),
-        ("niah_single_1", 4096, 0),
-        ("niah_single_1", 4096, 1),
+    assert places(documents) == [
+        ("passkey", None, ROW["context"]),
+        ("vt", 2048, ROW["context"]),
+        ("niah_single_1", 4096, "Text 0."),
+        ("niah_single_1", 4096, "Text 1."),
     ]
-    assert documents[0].rows[0]["answer"] == ["1"] and documents[1].rows[0]["answer"] == ["4711"]
-    assert documents[1].rows[0]["answer_prefix"] == ""
+    assert documents[0][0]["answer"] == ["1"] and documents[1][0]["answer"] == ["4711"]
+    assert documents[1][0]["answer_prefix"] == ""
     chosen, again = read_columns(str(tmp_path), ["vt"])
-    assert [d.task for d in chosen] == ["vt"] and again == copy
+    assert [task for task, *_ in places(chosen)] == ["vt"] and again == copy
 
 
 def test_a_column_of_lengths(tmp_path):
     """A few tell rows apart; many are sizes of texts."""
     few = [ROW | {"length": n} for n in (4096, 2048)]
-    assert [d.length for d in read_columns(write(tmp_path / "a.jsonl", few))[0]] == [2048, 4096]
+    documents, _ = read_columns(write(tmp_path / "a.jsonl", few))
+    assert [length for _, length, _ in places(documents)] == [2048, 4096]
     many = [ROW | {"length": n, "context": f"Text {n}."} for n in range(1, 20)]
     documents, _ = read_columns(write(tmp_path / "b.jsonl", many))
-    assert {d.length for d in documents} == {None} and len(documents) == 19
+    assert {length for _, length, _ in places(documents)} == {None} and len(documents) == 19
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_a_row_that_will_not_do_is_named(tmp_path, change, words):
     data = write(tmp_path / "d.jsonl", [ROW, ROW | change])
     with pytest.raises(SnapKVError) as error:
         read_columns(data)
-    assert f"{data}: {words}" in str(error.value) or words in str(error.value)
+    assert f"{data}: row 2" in str(error.value) and words in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +130,8 @@ def test_what_is_not_there(tmp_path):
 
 def test_a_byte_order_mark_is_none_of_the_data(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(ROW).encode())
-    ((document,), _) = read_columns(str(tmp_path))
-    assert document.context == ROW["context"]
+    (((row,),), _) = read_columns(str(tmp_path))
+    assert row["context"] == ROW["context"]
 
 
 def prompt(tokenizer, tmp_path, template=True):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_snapkv.evals.asking import FULL, KNOWN, LATER
-from mlx_snapkv.evals.headwise import HeadWise
+from mlx_snapkv.evals.answering import FULL, KNOWN, LATER
 from mlx_snapkv.policies import POLICIES
 from scripts import measure_quality, quality_page, quality_parts, quality_plot, quality_ways
 
@@ -17,11 +16,11 @@ N_SHORTEST, N_LAYERS = 1900, 4  # tokens of the shortest prompts
 
 def ways(part):
     listed = quality_parts.PARTS[part].lines
-    return [(share, line.way(share)) for share, line in measure_quality.by_share(listed)]
+    return [(share, line.method(share)) for share, line in measure_quality.by_share(listed)]
 
 
 def test_every_policy_is_measured():
-    asked = {way.policy.stages[0].name for part in (KNOWN, LATER) for _, way in ways(part)}
+    asked = {way.scores.stages[0].name for part in (KNOWN, LATER) for _, way in ways(part)}
     assert asked == set(POLICIES)
 
 
@@ -30,7 +29,7 @@ def test_every_way_has_its_budget_and_room(part):
     for share, way in ways(part):
         if share == 1:  # FastGen's heads choose
             continue
-        policy = way.policy.policy if isinstance(way.policy, HeadWise) else way.policy
+        policy = way.scores
         prefill_policy, decode_policy = policy.stages
         prefill_policy.prefill_quotas(N_SHORTEST, N_LAYERS)
         quotas = decode_policy.quotas(2048, N_LAYERS)
@@ -41,12 +40,15 @@ def test_every_way_has_its_budget_and_room(part):
 
 def test_needles_are_six_digits(demo_llama):
     _, tokenizer = demo_llama
-    (place, paper), *others = quality_parts.SixDigits(tokenizer, ["six digits"], [768], 2, 3)
-    assert len(others) == 1 and len(paper.questions) == 3
+    (place, document), *others = quality_parts.SixDigits(tokenizer, ["six digits"], [768], 2, 3)
+    assert len(others) == 1 and len(document.questions) == 3
     assert place == {"task": "six digits", "length": 768, "document": 0}
-    for question in paper.questions:
+    for question in document.questions:
         assert 600 < len(question.prompt) <= 768
-        assert question.prompt[: paper.n_shared] == paper.questions[0].prompt[: paper.n_shared]
+        assert (
+            question.prompt[: document.n_shared]
+            == document.questions[0].prompt[: document.n_shared]
+        )
         assert question.expected.isdigit() and len(question.expected) == 6
         assert question.score(f" {question.expected}\n") == 1
         assert question.score(question.expected + "0") == 0
@@ -71,7 +73,7 @@ def test_only_what_is_asked_in_full_is_shown(demo_tasks, tmp_path, monkeypatch):
     assert [row["line"] for row in rows] == [FULL] + ["keydiff"] * 3
     file = tmp_path / "demo-tasks-later.jsonl"
     lines = file.read_text().splitlines()
-    one = json.loads(lines[-1]) | {"way": broken.way(4).name}
+    one = json.loads(lines[-1]) | {"method": broken.method(4).name}
     file.write_text("\n".join([*lines, json.dumps(one)]) + "\n")
     monkeypatch.setitem(measure_quality.PARTS, "later", asked([whole, broken]))
     again = list(measure_quality.measure("later", tmp_path, 0))
