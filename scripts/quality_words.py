@@ -8,7 +8,7 @@ INTRO = """\
 **No real checkpoint was measured.** Below is what two embedded models of one or two million parameters answer, which
 do nothing but look facts up in synthetic documents of {length:,} tokens. It tells policies apart; it does not say what
 a summary or an argument would be worth, nor that the order stays the same on a large model. Measure yours with
-`mlx-snapkv eval suite`, `ruler`, `longbench` or `scbench`: [measuring.md](measuring.md).
+`mlx-snapkv eval suite` or `eval data`: [measuring.md](measuring.md).
 
 ## Which policy for what
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..evals.answering import Method
     from ..evals.score_tables import Page
 
+LINE_EVERY = 30.0  # seconds
+
 Policies = Annotated[
     list[str] | None,
     typer.Option(
@@ -174,7 +176,7 @@ def _ask(
     from .progress import DocumentBar
 
     try:
-        with DocumentBar(len(dataset)) as bar:
+        with DocumentBar(len(dataset), LINE_EVERY) as bar:
             return run(model, dataset, methods, settings, results, bar.done)
     except KeyboardInterrupt:
         if answers is not None:

@@ -45,9 +45,6 @@ def stderr_console(quiet: bool = False) -> Console:
     return Console(stderr=True, highlight=False, theme=PALETTE, quiet=quiet)
 
 
-LINE_EVERY = 30.0  # seconds
-
-
 class _TokenSpeed(ProgressColumn):
     def render(self, task) -> Text:
         seconds = task.finished_time or task.elapsed
@@ -173,8 +170,8 @@ class StepBars:
 class DocumentBar(StepBars):
     """A bar of an evaluation's documents; after the first one it says how long the others will take."""
 
-    def __init__(self, n_documents: int):
-        super().__init__(LINE_EVERY)
+    def __init__(self, n_documents: int, line_every: float):
+        super().__init__(line_every)
         self._left, self._said = n_documents, False
 
     def __enter__(self):
@@ -193,7 +190,7 @@ class DocumentBar(StepBars):
         self.advance()
         if not self._said:
             self._said = True
-            if (seconds := took * self._left) > LINE_EVERY:
+            if (seconds := took * self._left) > self._line_every:
                 left = f"{seconds / 60:,.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
                 self.console.print(f"The first took {took:.0f} s: about {left} for the others.")
 

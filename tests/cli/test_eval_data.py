@@ -117,7 +117,7 @@ def test_it_says_how_long_it_will_take(capsys, monkeypatch):
     """After the first document that is asked about, and once; those answered before don't count."""
     now = 0.0
     monkeypatch.setattr("mlx_snapkv.cli.progress.time.monotonic", lambda: now)
-    with DocumentBar(12) as bar:
+    with DocumentBar(12, 30.0) as bar:
         bar.done(asked=False)
         for seconds in (60, 20):
             now += seconds
