@@ -26,8 +26,7 @@ Policies = Annotated[
     typer.Option(
         "--policy",
         metavar="POLICY",
-        help="As for generate, such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several. "
-        "--memory and --verify are added to each.",
+        help="As for generate, such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several.",
     ),
 ]
 ByMask = Annotated[

@@ -71,7 +71,7 @@ class HeadWise(Policy, registered=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaKV(HeadWise):
+class AdaKV(HeadWise, registered=False):
     """The layer's budget goes to the best entries of all its heads (Feng et al. 2024, arXiv:2407.11550, section 3).
 
     Attributes:
@@ -127,7 +127,7 @@ def _best(scores: mx.array, n: int) -> mx.array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FastGen(HeadWise):
+class FastGen(HeadWise, registered=False):
     """Each head gets the least that shows it most of its attention (Ge et al. 2023, arXiv:2310.01801, section 4).
 
     Special tokens; and punctuation; and the share `frequent` that received most attention; and the share `local` that

@@ -15,7 +15,7 @@ from mlx_snapkv.evals.headwise import (
     best_of_all_heads,
     headwise,
 )
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.policies import POLICIES, resolve_policy
 from mlx_snapkv.policies.budgets import Quota
 
 
@@ -200,3 +200,7 @@ def test_none_of_them_answers(text):
 
 def test_adakv_is_no_policy_of_its_own():
     assert AdaKV(policy=resolve_policy(policy="snapkv:min_ctx=0")).policy.name == "snapkv"
+
+
+def test_they_are_not_among_the_policies():
+    assert not {"adakv", "fastgen"} & set(POLICIES)
