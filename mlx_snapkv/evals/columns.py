@@ -1,11 +1,7 @@
-"""Data whose rows have the columns that kvpress' data sets share: RULER, LongBench, InfiniteBench, LooGLE, ZeroSCROLLS.
+"""Data whose rows have the columns that kvpress' data sets share: RULER, LongBench, InfiniteBench, LooGLE.
 
-context, question  texts; rows of one context are questions about one document
-answer             a text or several (`answers` in LongBench)
-max_new_tokens     of the answer
-answer_prefix      what the answer begins with; may be left out
-task               by default the file's name, or its folder's if it is a split's (`test-00000-of-00001`)
-length             a number by which tables tell rows apart; by default a folder's name (`4096/test.parquet`)
+A task that no column tells is the file's name, or its folder's if the file is a split (`test-00000-of-00001`); a length
+that none tells is a folder's name (`4096/test.parquet`). Rows of one context are questions about one document.
 """
 
 from __future__ import annotations
@@ -16,11 +12,13 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError
@@ -30,22 +28,7 @@ from .document import Document, Place, Question
 from .score_tables import Page
 from .scores import metric_of
 
-Row = dict[str, Any]
-
-MOST_LENGTHS = 8  # more of them tell sizes of texts, which tables don't tell apart
-# What rows have: how it is said, and whether a value is that.
-COLUMNS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "context": ("a text that is not empty", lambda x: isinstance(x, str) and bool(x)),
-    "question": ("a text", lambda x: isinstance(x, str)),
-    "answer": (
-        "a text or a list of texts, none empty",
-        lambda x: isinstance(x, list) and bool(x) and all(isinstance(y, str) and y for y in x),
-    ),
-    "answer_prefix": ("a text", lambda x: isinstance(x, str)),
-    "max_new_tokens": ("a whole number above 0", lambda x: type(x) is int and x > 0),
-    "task": ("a text", lambda x: isinstance(x, str)),
-    "length": ("a whole number", lambda x: x is None or type(x) is int),
-}
+MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't tell apart
 SPLIT = re.compile(r"(train|test|validation|data)\b")
 PAGE = Page(
     "Questions of a data set",
@@ -54,6 +37,24 @@ PAGE = Page(
     "where there are choices. All other tasks are scored as RULER's, which is not their own score.",
     points=100,
 )
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Row(BaseModel, strict=True, frozen=True):
+    """A question about a context; `answer_prefix` is what the answer begins with, `length` what tables call it."""
+
+    context: Text
+    question: str
+    answer: Annotated[
+        list[Text],
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        Field(min_length=1, validation_alias=AliasChoices("answer", "answers")),
+    ]
+    max_new_tokens: PositiveInt
+    answer_prefix: str = ""
+    task: str
+    length: int | None
 
 
 def read_columns(
@@ -72,30 +73,24 @@ def read_columns(
         SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
     """
     place = path_of(name, "--data")
-    paths = [place]
-    if not place.is_file():
-        paths = sorted(
-            path for ending in ("jsonl", "parquet") for path in place.rglob(f"*.{ending}")
-        )
+    paths = [place] if place.is_file() else sorted(place.rglob("*.jsonl"))
+    paths += [] if place.is_file() else sorted(place.rglob("*.parquet"))
     if not paths:
         raise SnapKVError(
             f"--data {name}: no such file, and no folder with .parquet or .jsonl files"
         )
     rows = [row for path in paths for row in _rows(path)]
-    found = list(dict.fromkeys(row["task"] for row in rows))
+    found = list(dict.fromkeys(row.task for row in rows))
     for task in tasks or []:
         if task not in found:
             raise SnapKVError(f"--task must be of {', '.join(found)}, got {task!r}")
-    if len({row["length"] for row in rows}) > MOST_LENGTHS:
-        rows = [row | {"length": None} for row in rows]
-    groups: dict[tuple, dict[str, list[Row]]] = {}
+    if len({row.length for row in rows}) > MOST_LENGTHS:
+        rows = [row.model_copy(update={"length": None}) for row in rows]
+    groups: dict[tuple, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        if row["task"] in (tasks or found):
-            documents = groups.setdefault((row["length"] or 0, row["task"]), {})
-            documents.setdefault(row["context"], []).append(row)
-    chosen = [
-        own for _, documents in sorted(groups.items()) for own in [*documents.values()][:most]
-    ]
+        if row.task in (tasks or found):
+            groups[row.length or 0, row.task][row.context].append(row)
+    chosen = [own for _, texts in sorted(groups.items()) for own in [*texts.values()][:most]]
     sizes = json.dumps([(path.name, path.stat().st_size) for path in paths])
     return chosen, "sha256 " + hashlib.sha256(sizes.encode()).hexdigest()[:16]
 
@@ -104,55 +99,42 @@ def _rows(path: Path) -> Iterator[Row]:
     """A file's rows, with every column checked or filled in."""
     folder = next((int(p.name) for p in path.resolve().parents[:3] if p.name.isdecimal()), None)
     task = path.parent.name if SPLIT.match(path.stem) else path.stem
-    defaults, number = {"task": task, "length": folder, "answer_prefix": ""}, 0
+    number = 0
     try:
-        for number, row in enumerate(
-            _parquet(path) if path.suffix == ".parquet" else _lines(path), 1
-        ):
-            if not isinstance(row, dict):
-                raise SnapKVError(f"{path}: row {number} is no JSON object of columns")
-            given = {name: value for name, value in row.items() if value is not None}
-            yield _checked(defaults | given, f"{path}: row {number}")
+        for given in _parquet(path) if path.suffix == ".parquet" else _lines(path):
+            number += 1
+            told = {name: value for name, value in given.items() if value is not None}
+            yield Row.model_validate({"task": task, "length": folder} | told)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        column = ".".join(map(str, problem["loc"]))
+        raise SnapKVError(
+            f"{path}: row {number}: {column}: {problem['msg']}; every row needs context, question, answer and "
+            "max_new_tokens"
+        ) from None
     except OSError as error:
         raise SnapKVError(f"{path}: {error.strerror or error}") from error
     if not number:
         raise SnapKVError(f"{path} has no rows: get the file again, or take it out of the folder")
 
 
-def _checked(row: Row, where: str) -> Row:
-    """A row's columns, `answer` as a list; SnapKVError if one is missing or of another type."""
-    answer = row.get("answer", row.get("answers"))
-    row = row | (
-        {} if answer is None else {"answer": [answer] if isinstance(answer, str) else answer}
-    )
-    for name, (what, holds) in COLUMNS.items():
-        if name not in row:
-            raise SnapKVError(
-                f"{where} has no {name!r}: every row needs context, question, answer and max_new_tokens"
-            )
-        if not holds(row[name]):
-            raise SnapKVError(f"{where}: {name!r} must be {what}, got {str(row[name])[:40]!r}")
-    return {name: row[name] for name in COLUMNS}
-
-
-def _lines(path: Path) -> Iterator[Any]:
+def _lines(path: Path) -> Iterator[dict]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    row = json.loads(line.decode("utf-8-sig"))
+                    row = dict(json.loads(line.decode("utf-8-sig")))
                     json.dumps(row, ensure_ascii=False).encode()  # no halves of characters
-                except (ValueError, RecursionError):
+                except (ValueError, TypeError, RecursionError):
                     raise SnapKVError(
-                        f"{path}: line {number} is no JSON in UTF-8: mend or delete it"
+                        f"{path}: line {number} is no JSON object in UTF-8: mend or delete it"
                     ) from None
                 yield row
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[dict]:
     try:
-        arrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
+        arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         raise SnapKVError(
             f"{path}: parquet needs pyarrow, which is not installed: pip install 'mlx-snapkv[data]'"
@@ -161,7 +143,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=64):
                 yield from batch.to_pylist()
-    except (arrow.ArrowException, ValueError) as error:
+    except arrow.ArrowException as error:
         raise SnapKVError(f"{path} is damaged: it is no parquet file, so get it again") from error
 
 
@@ -192,18 +174,18 @@ class Columns:
     def __iter__(self) -> Iterator[tuple[Place, Document]]:
         numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
         for rows in self.documents:
-            task, length = rows[0]["task"], rows[0]["length"]
+            task, length = rows[0].task, rows[0].length
             place = {"task": task, "length": length, "document": next(numbers[task, length])}
             yield place, self._document(rows)
 
     def _document(self, rows: list[Row]) -> Document:
-        before, between = self._around(rows[0]["context"])
+        before, between = self._around(rows[0].context)
         questions = []
         for row in rows:
-            text = row["question"] + between + row["answer_prefix"]
+            text = row.question + between + row.answer_prefix
             prompt = before + self.tokenizer.encode(text, add_special_tokens=False)
-            score = partial(metric_of(row["task"]), row["answer"])
-            questions.append(Question(prompt, row["answer"], score, row["max_new_tokens"]))
+            score = partial(metric_of(row.task), row.answer)
+            questions.append(Question(prompt, row.answer, score, row.max_new_tokens))
         return Document(questions, len(before))
 
     def _around(self, context: str) -> tuple[list[int], str]:
@@ -211,9 +193,11 @@ class Columns:
         if not (self.template and self.tokenizer.has_chat_template):
             return encode_prompt(self.tokenizer, context).tolist(), "\n"  # type: ignore[return-value]
         end = "\n" + "#" * (len(context) + 1)
-        messages = [{"role": "user", "content": context + end}]
         made = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, enable_thinking=False, tokenize=False
+            [{"role": "user", "content": context + end}],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            tokenize=False,
         )
         before, after = made.split(end)
         return self.tokenizer.encode(before, add_special_tokens=False), after
@@ -221,7 +205,7 @@ class Columns:
     def require_room(self, model: Any) -> None:
         """Raises: SnapKVError: the longest document is longer than the model was trained to."""
         most = trained_length(model)
-        longest = self._document(max(self.documents, key=lambda rows: len(rows[0]["context"])))
+        longest = self._document(max(self.documents, key=lambda rows: len(rows[0].context)))
         taken = max(len(q.prompt) + q.max_tokens for q in longest.questions)
         if most is not None and taken > most:
             raise SnapKVError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from ..demo.questions import contains, question_prompt, token_counter
+from ..demo.questions import contains, question_prompt
 from ..errors import SnapKVError
 from .document import Document, Place, Question, n_shared
 from .score_tables import Page
@@ -20,7 +20,6 @@ MAX_TOKENS = 24  # of an answer
 PAGE = Page(
     "Retrieval", "Shares of right answers: an answer is right if the exact value stands in it."
 )
-SPARE = 1.25  # pieces counted one by one may take more tokens than when they are joined
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Hidden:
     """What is hidden in a document, and asked for.
 
     Attributes:
-        parts: depths, 0 to 1 of the document's tokens, and the text that goes there, between two pieces.
-        filler: pieces that end in white space.
+        parts: depths, 0 to 1 of the document's pieces, and the text that goes there, between two of them.
+        filler: pieces without end, each with white space behind it.
         value: what a right answer has.
     """
 
@@ -83,8 +82,7 @@ class Haystack(ABC):
         def prompt_of(text: str, question: str = hidden.question) -> list[int]:
             return question_prompt(self.tokenizer, hidden.introduction + text, question)
 
-        count = token_counter(self.tokenizer)
-        text = fill(length, hidden.parts, hidden.filler, count, lambda t: len(prompt_of(t)))
+        text = fill(length, hidden.parts, hidden.filler, lambda t: len(prompt_of(t)))
         prompt = prompt_of(text)
         asked = Question(prompt, hidden.value, partial(_has, hidden.value), MAX_TOKENS)
         return Document([asked], n_shared(prompt, prompt_of(text, "Why?")))
@@ -98,7 +96,6 @@ def fill(
     length: int,
     hidden: Sequence[tuple[float, str]],
     filler: Iterator[str],
-    count_tokens: Callable[[str], int],
     n_prompt: Callable[[str], int],
 ) -> str:
     """The longest document with `hidden` in it whose prompt has at most `length` tokens.
@@ -110,37 +107,20 @@ def fill(
     Raises:
         SnapKVError: not even one piece of filler has room.
     """
-    pieces: list[str] = []
-    sizes: list[int] = []
-    total = 0
-    while total < SPARE * length:
-        pieces.append(next(filler))
-        sizes.append(max(1, count_tokens(pieces[-1])))
-        total += sizes[-1]
-
-    def document(n: int) -> str:
-        return hide(pieces[:n], sizes[:n], hidden)
-
-    least = n_prompt(document(1))
+    pieces = [next(filler)]
+    least = n_prompt(hide(pieces, hidden))
     if least > length:
         raise SnapKVError(f"--length must be at least {least} for this question, got {length}")
+    while n_prompt(hide(pieces, hidden)) <= length:
+        pieces += itertools.islice(filler, len(pieces))
     numbers = range(1, len(pieces) + 1)
-    return document(bisect.bisect_right(numbers, length, key=lambda n: n_prompt(document(n))))
+    n = bisect.bisect_right(numbers, length, key=lambda n: n_prompt(hide(pieces[:n], hidden)))
+    return hide(pieces[:n], hidden)
 
 
-def hide(pieces: Sequence[str], sizes: Sequence[int], hidden: Sequence[tuple[float, str]]) -> str:
-    """The pieces with each hidden text at the bound nearest to its depth; `sizes` are the pieces' tokens."""
-    bounds = [0, *itertools.accumulate(sizes)]
-    at: dict[int, list[str]] = {}
-    for depth, text in hidden:
-        at.setdefault(_nearest(bounds, depth * bounds[-1]), []).append(text)
-    parts = itertools.chain.from_iterable(
-        [*at.get(i, []), *pieces[i : i + 1]] for i in range(len(bounds))
-    )
+def hide(pieces: Sequence[str], hidden: Sequence[tuple[float, str]]) -> str:
+    """The pieces with each hidden text at its depth among them; two of the same depth in the order given."""
+    parts = list(pieces)
+    for depth, text in reversed(sorted(hidden, key=lambda part: part[0])):
+        parts.insert(round(depth * len(pieces)), text)
     return "".join(parts).strip()
-
-
-def _nearest(bounds: Sequence[int], place: float) -> int:
-    """The index of the bound nearest to `place`, of ascending bounds that enclose it."""
-    i = bisect.bisect_left(bounds, place)
-    return i - 1 if i and place - bounds[i - 1] < bounds[i] - place else i

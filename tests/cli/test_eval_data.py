@@ -27,10 +27,10 @@ def data(tmp_path, demo_llama):
     """A folder as RULER's are in kvpress' data set: one length, two tasks, in one parquet file."""
     found = rows(demo_llama[1], "niah_single_1") + rows(demo_llama[1], "qa_1", 1, wrong=True)
     found += rows(demo_llama[1], "vt", 2, wrong=True)
-    path = tmp_path / "512" / "test-00000-of-00001.parquet"
-    path.parent.mkdir()
+    path = tmp_path / "data" / "512" / "test-00000-of-00001.parquet"
+    path.parent.mkdir(parents=True)
     parquet.write_table(pyarrow.Table.from_pylist(found), path)
-    return str(tmp_path)
+    return str(tmp_path / "data")
 
 
 def test_tables_records_and_going_on(call, data, tmp_path):
@@ -51,7 +51,7 @@ def test_tables_records_and_going_on(call, data, tmp_path):
         full = found["full cache", setting]
         assert full["by_task"] == {"niah_single_1": 1.0, "qa_1": 1.0, "vt": 0.5}
         assert full["length"] == 512 and full["asked"] == 6
-        assert found[RANDOM, setting]["score"] == 0 < found[KEYDIFF, setting]["score"]
+        assert found[RANDOM, setting]["score"] < found[KEYDIFF, setting]["score"]
     page = base.with_suffix(".md").read_text()
     assert "# Questions of a data set" in page and "## Question later, 512 tokens, by task" in page
     assert base.with_suffix(".png").stat().st_size > 5000
@@ -79,8 +79,8 @@ def test_what_to_ask(call, data):
 @pytest.mark.parametrize(
     "change, args, words",
     [
-        ({"context": None}, [], "row 1 has no 'context'"),
-        ({"max_new_tokens": "8"}, [], "row 1: 'max_new_tokens' must be a whole number above 0"),
+        ({"context": None}, [], "row 1: context: Field required"),
+        ({"max_new_tokens": "8"}, [], "row 1: max_new_tokens: Input should be a valid integer"),
         ("", [], "d.jsonl has no rows"),
         ("{", [], "line 1 is no JSON"),
         ({}, ["--task", "cwe"], "--task must be of vt, got 'cwe'"),

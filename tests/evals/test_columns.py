@@ -21,7 +21,7 @@ ROW = {
 
 def places(documents):
     """Task, length and context of each document."""
-    return [(rows[0]["task"], rows[0]["length"], rows[0]["context"]) for rows in documents]
+    return [(rows[0].task, rows[0].length, rows[0].context) for rows in documents]
 
 
 def write(path, rows):
@@ -38,9 +38,9 @@ def test_rows_of_one_context_are_one_document(tmp_path, name):
     other = ROW | {"question": "What is blue?", "answer": ["sky"]}
     data = write(tmp_path / name, [ROW, ROW | {"context": "Nothing."}, other])
     documents, _ = read_columns(data)
-    assert [rows[0]["context"] for rows in documents] == [ROW["context"], "Nothing."]
-    assert [row["question"] for row in documents[0]] == [ROW["question"], "What is blue?"]
-    assert documents[0][0] == ROW | {"length": None}
+    assert [rows[0].context for rows in documents] == [ROW["context"], "Nothing."]
+    assert [row.question for row in documents[0]] == [ROW["question"], "What is blue?"]
+    assert documents[0][0].model_dump() == ROW | {"length": None}
 
 
 def test_a_folder_of_files(tmp_path):
@@ -57,8 +57,8 @@ def test_a_folder_of_files(tmp_path):
         ("niah_single_1", 4096, "Text 0."),
         ("niah_single_1", 4096, "Text 1."),
     ]
-    assert documents[0][0]["answer"] == ["1"] and documents[1][0]["answer"] == ["4711"]
-    assert documents[1][0]["answer_prefix"] == ""
+    assert documents[0][0].answer == ["1"] and documents[1][0].answer == ["4711"]
+    assert documents[1][0].answer_prefix == ""
     chosen, again = read_columns(str(tmp_path), ["vt"])
     assert [task for task, *_ in places(chosen)] == ["vt"] and again == copy
 
@@ -76,39 +76,36 @@ def test_a_column_of_lengths(tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (
-            {"context": None},
-            "row 2 has no 'context': every row needs context, question, answer and",
-        ),
-        ({"max_new_tokens": None}, "row 2 has no 'max_new_tokens'"),
-        ({"answer": None}, "row 2 has no 'answer'"),
-        ({"context": ""}, "row 2: 'context' must be a text that is not empty, got ''"),
-        ({"question": 3}, "row 2: 'question' must be a text, got '3'"),
-        ({"answer": []}, "row 2: 'answer' must be a text or a list of texts"),
-        ({"answer": ["a", ""]}, "row 2: 'answer' must be a text or a list of texts, none empty"),
-        ({"answer": [1]}, "row 2: 'answer' must be"),
-        ({"max_new_tokens": 0}, "row 2: 'max_new_tokens' must be a whole number above 0, got '0'"),
-        ({"max_new_tokens": True}, "'max_new_tokens' must be a whole number"),
-        ({"length": "4k"}, "row 2: 'length' must be a whole number, got '4k'"),
-        ({"answer_prefix": 1}, "row 2: 'answer_prefix' must be a text"),
+        ({"context": None}, "context: Field required; every row needs context, question, answer"),
+        ({"max_new_tokens": None}, "max_new_tokens: Field required"),
+        ({"answer": None}, "answer: Field required"),
+        ({"context": ""}, "context: String should have at least 1 character"),
+        ({"question": 3}, "question: Input should be a valid string"),
+        ({"answer": []}, "answer: Value should have at least 1 item"),
+        ({"answer": ["a", ""]}, "answer.1: String should have at least 1 character"),
+        ({"answer": [1]}, "answer.0: Input should be a valid string"),
+        ({"max_new_tokens": 0}, "max_new_tokens: Input should be greater than 0"),
+        ({"max_new_tokens": True}, "max_new_tokens: Input should be a valid integer"),
+        ({"length": "4k"}, "length: Input should be a valid integer"),
+        ({"answer_prefix": 1}, "answer_prefix: Input should be a valid string"),
     ],
 )
 def test_a_row_that_will_not_do_is_named(tmp_path, change, words):
     data = write(tmp_path / "d.jsonl", [ROW, ROW | change])
     with pytest.raises(SnapKVError) as error:
         read_columns(data)
-    assert f"{data}: row 2" in str(error.value) and words in str(error.value)
+    assert f"{data}: row 2: {words}" in str(error.value)
 
 
 @pytest.mark.parametrize(
     "name, content, words",
     [
         ("d.jsonl", b"", "d.jsonl has no rows"),
-        ("d.jsonl", b"\n{1\n", "line 2 is no JSON"),
-        ("d.jsonl", b'{"context": "\\ud83e"}\n', "line 1 is no JSON in UTF-8"),
-        ("d.jsonl", b"\xff\n", "line 1 is no JSON in UTF-8"),
+        ("d.jsonl", b"\n{1\n", "line 2 is no JSON object in UTF-8"),
+        ("d.jsonl", b'{"context": "\\ud83e"}\n', "line 1 is no JSON object in UTF-8"),
+        ("d.jsonl", b"\xff\n", "line 1 is no JSON object in UTF-8"),
         ("d.jsonl", b"[" * 100_000, "line 1 is no JSON"),
-        ("d.jsonl", b"[1]\n", "row 1 is no JSON object"),
+        ("d.jsonl", b"[1]\n", "line 1 is no JSON object"),
         ("d.parquet", b"no table", "d.parquet is damaged: it is no parquet file"),
         ("d.txt", b"a", "no such file, and no folder with .parquet or .jsonl files"),
     ],
@@ -131,7 +128,7 @@ def test_what_is_not_there(tmp_path):
 def test_a_byte_order_mark_is_none_of_the_data(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(ROW).encode())
     (((row,),), _) = read_columns(str(tmp_path))
-    assert row["context"] == ROW["context"]
+    assert row.context == ROW["context"]
 
 
 def prompt(tokenizer, tmp_path, template=True):

@@ -14,8 +14,7 @@ def words(text):
 
 def filled(length, hidden, filler):
     prompt_of = lambda text: words(f"{text} so what ?")  # noqa: E731
-    text = fill(length, hidden, filler, lambda t: len(words(t)), lambda t: len(prompt_of(t)))
-    return prompt_of(text)
+    return prompt_of(fill(length, hidden, filler, lambda text: len(prompt_of(text))))
 
 
 def test_the_grid_goes_from_start_to_end(demo_llama):
@@ -27,10 +26,9 @@ def test_the_grid_goes_from_start_to_end(demo_llama):
     assert [p["depth"] for p, _ in Needle(demo_llama[1], [256], n_depths=1)] == [0.5]
 
 
-def test_hidden_text_goes_to_the_bound_nearest_to_its_depth():
-    pieces, sizes = ["a ", "b b b ", "c ", "d "], [1, 3, 1, 1]
+def test_hidden_text_goes_to_its_depth():
     hidden = [(1.0, "z "), (0.0, "x "), (0.6, "y "), (0.0, "w ")]
-    assert hide(pieces, sizes, hidden) == "x w a b b b y c d z"
+    assert hide(["a ", "b ", "c ", "d "], hidden) == "x w a b y c d z"
 
 
 @pytest.mark.parametrize("length", [100, 101, 150, 999])
