@@ -121,6 +121,6 @@ def fill(
 def hide(pieces: Sequence[str], hidden: Sequence[tuple[float, str]]) -> str:
     """The pieces with each hidden text at its depth among them; two of the same depth in the order given."""
     parts = list(pieces)
-    for depth, text in reversed(sorted(hidden, key=lambda part: part[0])):
-        parts.insert(round(depth * len(pieces)), text)
+    for i, (depth, text) in enumerate(sorted(hidden, key=lambda part: part[0])):
+        parts.insert(round(depth * len(pieces)) + i, text)
     return "".join(parts).strip()
