@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-.PHONY: help demo test lint docs bench eval mlx-lm-tests soak agents clean
+.PHONY: help demo test lint docs bench eval mlx-lm-tests soak agents real-models clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 14
@@ -20,6 +20,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+$(VENV)/.installed-real: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[real]'
 	touch $@
 
 demo: $(VENV)/.installed ## hide facts in a long document and ask for them, with and without compression
@@ -55,6 +59,9 @@ soak: $(VENV)/.installed-dev ## a server under good, bad, slow and leaving clien
 
 agents: $(VENV)/.installed-dev ## Claude Code, Codex and opencode against the server; writes docs/agents* (needs npm; ten minutes)
 	$(RUN) scripts/try_agents.py
+
+real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
+	$(RUN) scripts/make_real_models.py
 
 eval: $(VENV)/.installed ## are facts still found? every policy, the question known or later; writes docs/quality, kv-bits, answers, book (three hours)
 	$(RUN) scripts/measure_quality.py

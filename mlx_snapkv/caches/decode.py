@@ -35,11 +35,11 @@ def decode_cache(
     """
     how = kept.quantization
     if gathers or not policy.keeps_shape:
-        most = Quota(UNLIMITED, 0, 0) if gathers or policy.on_full == "grow" else quota
+        most = Quota(UNLIMITED, 0, 0) if gathers or policy.grows else quota
         block = BlockKVCache(
             policy,
             most,
-            policy.answer_block,
+            policy.answer_block(quota.n_window),
             layer=layer,
             newest=1 if gathers else None,
             uniform=uniform,
@@ -60,7 +60,7 @@ def decode_cache(
         uniform=uniform,
         quantization=how,
         policy=None if slides else KeyDiff() if policy.on_full == "keydiff" else policy,
-        block=1 if slides else policy.answer_block,
+        block=1 if slides else policy.answer_block(quota.n_window),
         n_sink=quota.n_sink,
         reserved=None if slides else _reserved(scores[..., :n_pin], policy, quota.n_sink),
         layer=layer,

@@ -87,7 +87,7 @@ class SnapKVCache(EvictingCache):
             )
         if offset < rows:
             raise SnapKVError(f"offset must be at least the {rows} entries kept, got {offset}")
-        super().__init__(newest=policy.obs_window if policy else 0)
+        super().__init__(newest=min(policy.obs_window, max(1, n_window // 2)) if policy else 0)
         self.keys, self.values = keys, values
         self.quantization = quantization
         self.policy, self.block, self.n_sink, self.layer = policy, block, n_sink, layer
@@ -247,7 +247,7 @@ class SnapKVCache(EvictingCache):
         held = self._rows()
         order = mx.argsort(held.positions, axis=-1)
         entries = held.taken(order)
-        entries.observed = self._observed(self.policy.obs_window)
+        entries.observed = self._observed(self.newest or 0)
         entries.budget = self.n_keep - self.block
         scores = self.policy.score(entries)
         reserved = self._reserved

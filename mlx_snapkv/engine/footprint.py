@@ -90,8 +90,9 @@ class Footprint:
             n = len(sizes)
             return Need(0, (n_prompt,) * n, (whole,) * n, sizes, False, rest)
         _, last = policy.stages
-        chosen = [min(n_prompt, q.entries) for q in quotas_of(self._layers, last.quotas, n_prompt)]
-        grown = [_grown(n, last, max_tokens) for n in chosen]
+        quotas = quotas_of(self._layers, last.quotas, n_prompt)
+        chosen = [min(n_prompt, quota.entries) for quota in quotas]
+        grown = [_grown(n, last, max_tokens, q.n_window) for n, q in zip(chosen, quotas)]
         reading = total_bytes(self._row_bytes, self._read(policy, n_prompt))
         reading += total_bytes(self._kept_bytes, chosen) - total_bytes(self._kept_bytes, grown)
         sizes = (*self._kept_bytes, *self._plain_bytes)
@@ -117,9 +118,9 @@ def _others(caches: list, compressed: list) -> list[Any]:
     return [cache for cache in members(caches) if id(cache) not in found]
 
 
-def _grown(n: int, policy: Policy, max_tokens: int) -> int:
+def _grown(n: int, policy: Policy, max_tokens: int, n_window: int) -> int:
     """Rows for `n` entries and the answer's, as far as those stay."""
     if policy.keeps_shape:
         return n
-    more = max_tokens if policy.on_full == "grow" else min(max_tokens, policy.answer_block)
+    more = max_tokens if policy.grows else min(max_tokens, policy.answer_block(n_window))
     return (n + more) * 3 // 2  # they are made half as many again

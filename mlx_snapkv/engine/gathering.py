@@ -64,7 +64,7 @@ class Gathering:
             quota = Quota(n, quota.n_sink, quota.n_window)
             self._layers.append(_Layer(layer, everything, quota, _voter(policy, quota)))
         gathered = max(each.quota.entries for each in self._layers)
-        self._most: int = max(*counts, gathered) + policy.answer_block
+        self._most: int = max(*counts, gathered) + policy.answer_block(quotas[0].n_window)
 
     def is_due(self, caches: list) -> bool:
         """Whether a small cache holds `policy.answer_block` tokens more than what was gathered."""

@@ -198,9 +198,10 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
             f"{decode_policy.name} with {way} lets every answer token vote, which rejected drafts can't take back: "
             "use schedule=once with another on_full, or drop draft_model"
         )
-    if num_draft >= decode_policy.answer_block:
+    block = decode_policy.answer_block(quotas[0].n_window)
+    if num_draft >= block:
         raise SnapKVError(
-            f"num_draft_tokens must be below the {decode_policy.answer_block} tokens that the policy takes in "
+            f"num_draft_tokens must be below the {block} tokens that the policy takes in "
             f"between two evictions, got {num_draft}"
         )
 

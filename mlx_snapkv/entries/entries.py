@@ -193,6 +193,19 @@ class Entries:
         """
         return attention_votes(self.keys, self.voters)
 
+    def latest_votes(self, n: int) -> mx.array:
+        """`votes` of the last `n` observed queries alone.
+
+        Those of the earlier queries are then computed apart, and `votes` is the sum, so that no query votes twice.
+        """
+        every, n_earlier = self.voters, len(self.voters.places) - n
+        if n_earlier <= 0:
+            return self.votes
+        latest, earlier = every.part(n_earlier, None), every.part(0, n_earlier)
+        votes = attention_votes(self.keys, latest)
+        vars(self).setdefault("votes", attention_votes(self.keys, earlier) + votes)
+        return votes
+
     @cached_property
     def above_average(self) -> mx.array:
         """`(B, n_kv_heads, T)` float32: how many observed queries give an entry at least 1/t, of t that they see.

@@ -1,10 +1,12 @@
 """The queries that vote: what a policy is shown of them, and caches that keep those of their own tokens."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -52,6 +54,20 @@ class Queries:
     start: int | None = None
     pages: Pages | None = None
     cap: float | None = None
+
+    def part(self, first: int, stop: int | None) -> Queries:
+        """The queries `[first, stop)`, counted from the first observed."""
+        pages = self.pages
+        if pages is not None:
+            asked = pages.asked
+            pages = replace(pages, asked=lambda page: asked(page)[:, :, first:stop])
+        return replace(
+            self,
+            heads=self.heads[:, :, first:stop],
+            places=self.places[first:stop],
+            start=None if self.start is None else self.start + first,
+            pages=pages,
+        )
 
 
 @dataclass(frozen=True)

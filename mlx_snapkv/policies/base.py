@@ -157,16 +157,20 @@ class Policy(ABC):
     @property
     def keeps_shape(self) -> bool:
         """Whether the answer is decoded with as many entries from its first token to its last."""
-        return self.schedule == "once" and self.on_full != "grow"
+        return self.schedule == "once" and not self.grows
+
+    @property
+    def grows(self) -> bool:
+        """Whether all of the answer's entries stay, beside the budget."""
+        return self.schedule == "once" and self.on_full == "grow"
 
     @property
     def observes_answer(self) -> bool:
         """Whether the policy asks for the queries of the answer, after the compression."""
         return (self.schedule == "block" and self.observes) or self.on_full == "reselect"
 
-    @property
-    def answer_block(self) -> int:
-        """Tokens of the answer that are taken in between two evictions."""
+    def answer_block(self, n_window: int) -> int:
+        """Tokens of the answer that are taken in between two evictions, where the recent window has so many entries."""
         return self.block
 
     @property

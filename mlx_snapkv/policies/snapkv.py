@@ -4,6 +4,7 @@ Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024 
 """
 
 from dataclasses import dataclass
+from functools import reduce
 
 import mlx.core as mx
 
@@ -13,9 +14,11 @@ from .base import Policy
 from .budgets import Quota, amount, is_amount, mean_entries
 from .critical import two_stages
 
-ON_FULL = ("slide", "grow", "reselect", "keydiff")
+ON_FULL = ("grow", "slide", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
-DEFAULT_LOOKAHEAD = 4  # answer tokens, where the prompt's last token votes
+POOLS = ("forward", "avg", "max")
+POOLED_QUERIES = 32  # the last queries of the prompt, whose votes "forward" pools (the paper's L_obs)
+DEFAULT_LOOKAHEAD = 16  # answer tokens, where the prompt's last token votes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,37 +28,41 @@ class SnapKV(Policy):
     Attributes:
         top_k: voted entries kept per KV head.
         n_sink: first entries, always kept.
-        n_window: most recent entries, always kept. The older half gives way to the answer's first tokens: let it
-            be half as long again as a question.
+        n_window: most recent entries, always kept: a number, or a share of the budget ("25%").
         budget: all entries, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
-            layers ("pyramid:2048"). By default `n_sink + top_k + n_window`.
+            layers ("pyramid:2048"). By default the fewest of which `top_k` are voted.
         mass: keep, in each layer, the fewest entries that receive this share (0 to 1) of the votes, instead of
             `top_k`; needs schedule="once".
         max_budget: entries a layer keeps at most for that; by default `budget`.
         obs_window: prompt queries that vote (the paper's L_obs).
-        pool_kernel: odd width of the pooling over the votes; 1 is none (section 4.1). Entries near a voted
-            one are kept with it, so it should be about as wide as the values to be found.
-        pool: "avg" or "max".
+        pool_kernel: width of the pooling over the votes; 1 is none (section 4.1). It should be about as wide as the
+            values to be found.
+        pool: "avg" and "max" pool over the neighbours on both sides, as the paper does; the width is then odd.
+            "forward" takes the higher of two scores, so that both plain text and exact values survive: an entry's own
+            mean vote, and the mean vote, by the last 32 queries, of the entry and the `pool_kernel - 1` entries before
+            it. A model that looks a value up attends to the words before the value, and reads on from there.
         heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared"
             keeps one set for all heads, by the highest logit over heads and queries.
         critical: choose the second half of the budget by the votes times the size of what the attention's output
             projection makes of an entry's value (CriticalKV: Feng et al. 2025, arXiv:2502.03805).
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before.
-        lookahead: answer tokens decoded on all entries, whose queries vote too, before the compression. None is 4, or
+        lookahead: answer tokens decoded on all entries, whose queries vote too, before the compression. None is 16, or
             none with last_token=False.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
-        on_full: what becomes of the answer's own entries when they fill the recent window. Within the budget, "slide"
-            drops the oldest one; every `n_window // 2` tokens, "keydiff" compares all entries held, the prompt's too,
-            and drops next those with the least distinct keys, and "reselect" those that the last `obs_window`
-            queries attend to least. "grow" keeps all of them, as in the paper (docs/long-answers.md).
+        on_full: what becomes of the answer's own entries. "grow", as in the paper, keeps all of them beside the
+            budget. The others stay within the budget, at a fixed shape, and cost more of the answer (docs/quality.md):
+            when the recent window is full, "slide" drops the oldest entry; every `n_window // 2` tokens, "keydiff"
+            compares all entries held, the prompt's too, and drops those with the least distinct keys, and "reselect"
+            those that the last `obs_window` queries attend to least.
         reserve: how many of the voted entries, those with most votes, on_full="keydiff" never drops: a number or a
             share. The more it is, the less stays of what the answer said (docs/long-answers.md).
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
-    Differs from the paper in what is always kept (its observation window; here a sink and a longer recent
-    window), and pooling sees the middle only, so that votes for entries kept anyway don't leak out of them.
+    Differs from the paper in what is always kept (its observation window; here a sink and a recent window), in
+    pool="forward", and in that pooling sees the middle only, so that votes for entries kept anyway don't leak out.
+    The paper's own choice: pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
     """
 
     name = "snapkv"
@@ -64,21 +71,21 @@ class SnapKV(Policy):
     pools_votes = True
 
     top_k: int = 4096
-    n_sink: int = 128
-    n_window: int = 512  # type: ignore[assignment]  # never a share: the observation window is in it
+    n_sink: int = 4
+    n_window: int | str = "25%"
     budget: int | str = None  # type: ignore[assignment]  # a value once the policy is made
     mass: float | None = None  # type: ignore[misc]
     max_budget: int | str | None = None
-    obs_window: int = 32  # type: ignore[misc]
-    pool_kernel: int = 21
-    min_ctx: int = 49152
+    obs_window: int = 128  # type: ignore[misc]
+    pool_kernel: int = 16
+    min_ctx: int = 0
     prefill_chunk: int | None = None  # type: ignore[misc]
-    pool: str = "avg"
+    pool: str = "forward"
     heads: str = "per_head"
     critical: bool = False
     last_token: bool = True  # type: ignore[misc]
     lookahead: int | None = None  # type: ignore[misc]
-    on_full: str = "keydiff"  # type: ignore[misc]
+    on_full: str = "grow"  # type: ignore[misc]
     reserve: int | str = "10%"
     schedule: str = "once"
 
@@ -86,17 +93,16 @@ class SnapKV(Policy):
         for name in ("top_k", "n_sink", "min_ctx"):
             self._require_count(name)
         self._require_count("obs_window", least=1)
-        self._require_count("n_window", least=1)
-        self._require(
-            "n_window", self.n_window >= self.obs_window, f"at least obs_window={self.obs_window}"
-        )
+        allowed = 'a whole number of entries of at least 1 or a share such as "25%"'
+        self._require("n_window", is_amount(self.n_window, least=1), allowed)
         if self.lookahead is not None:
             self._require_count("lookahead", most=256)
         self._require_count("pool_kernel", least=1, most=255)
-        self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
+        odd = self.pool == "forward" or self.pool_kernel % 2 == 1
+        self._require("pool_kernel", odd, f"odd with pool={self.pool}")
         if self.prefill_chunk is not None:
             self._require_count("prefill_chunk", least=1)
-        self._require("pool", self.pool in ("avg", "max"), "avg or max")
+        self._require("pool", self.pool in POOLS, "forward, avg or max")
         self._require("heads", self.heads in ("per_head", "shared"), "per_head or shared")
         self._require("critical", isinstance(self.critical, bool), "true or false")
         if self.critical:
@@ -108,22 +114,26 @@ class SnapKV(Policy):
         )
         self._require("on_full", self.on_full in ON_FULL, ", ".join(ON_FULL))
         self._require("reserve", is_amount(self.reserve), 'a whole number or a share such as "10%"')
-        if self.on_full != "keydiff":
+        if self.on_full in ("slide", "reselect"):
             self._require("schedule", self.schedule == "once", f"once with on_full={self.on_full}")
-        if self.on_full == "reselect":
-            least = 2 * self.obs_window
-            self._require("n_window", self.n_window >= least, f"at least {least} for reselect")
         self._settle_budget()
         self._require_mass()
         super().__post_init__()
 
     def _settle_budget(self) -> None:
         """`budget` and `top_k` say the same, unless `budget` depends on the prompt."""
-        always = self.n_sink + self.n_window
         if self.budget is None:
-            object.__setattr__(self, "budget", always + self.top_k)
-        elif isinstance(self.budget, int) and self.budget >= always:
-            object.__setattr__(self, "top_k", self.budget - always)
+            fixed = self.n_sink + self.top_k
+            share = amount(self.n_window, 10**6) / 10**6 if isinstance(self.n_window, str) else 0
+            self._require("n_window", share < 1, "less than all of the budget")
+            budget = int(fixed / (1 - share)) if share else fixed + int(self.n_window)
+            while budget - self.window(budget) < fixed:
+                budget += 1
+            object.__setattr__(self, "budget", budget)
+        elif isinstance(self.budget, int):
+            object.__setattr__(
+                self, "top_k", max(0, self.budget - self.n_sink - self.window(self.budget))
+            )
 
     def _require_mass(self) -> None:
         if self.mass is None:
@@ -141,7 +151,7 @@ class SnapKV(Policy):
         if self.mass is not None and self.max_budget is not None:
             most = amount(self.max_budget, n_prompt)
             self._require_room(most)
-            quotas = [Quota(most, self.n_sink, self.n_window)] * n_layers
+            quotas = [Quota(most, self.n_sink, self.window(most))] * n_layers
         return quotas
 
     @property
@@ -150,10 +160,9 @@ class SnapKV(Policy):
             return DEFAULT_LOOKAHEAD if self.last_token else 0
         return self.lookahead
 
-    @property
-    def answer_block(self) -> int:
+    def answer_block(self, n_window: int) -> int:
         chooses = self.schedule == "once" and self.on_full in CHOOSING
-        return max(1, self.n_window // 2) if chooses else self.block
+        return max(1, n_window // 2) if chooses else self.block
 
     def reserved(self, n_voted: int) -> int:
         return min(n_voted, amount(self.reserve, n_voted)) if self.on_full == "keydiff" else 0
@@ -161,7 +170,7 @@ class SnapKV(Policy):
     def fits(self, n_prompt: int) -> bool:
         if self.mass is None:
             return super().fits(n_prompt)
-        return n_prompt <= self.n_sink + self.n_window
+        return n_prompt <= self.n_sink + self.window(mean_entries(self.budget, n_prompt))
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -171,41 +180,49 @@ class SnapKV(Policy):
         return text
 
     def score(self, entries: Entries) -> mx.array:
-        """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window."""
+        """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window.
+
+        With pool="forward" they are mean votes, else sums over the queries.
+        """
+        recent = None
         if self.heads == "shared":
             votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
+        elif self.pool == "forward":
+            n = len(entries.voters.places)
+            n_recent = min(n, POOLED_QUERIES + self.n_lookahead)
+            recent = entries.latest_votes(n_recent) / n_recent
+            votes = entries.votes / n
         else:
             votes = entries.votes
-        end = votes.shape[-1] - self.n_window
+        budget = entries.budget or mean_entries(self.budget, len(entries))
+        end = votes.shape[-1] - self.window(budget)
         if end <= self.n_sink:
             return votes
-        middle = pool_votes(votes[..., self.n_sink : end], self.pool, self.pool_kernel)
+        middle = votes[..., self.n_sink : end]
+        of = middle if recent is None else recent[..., self.n_sink : end]
+        pooled = pool_votes(of, self.pool, self.pool_kernel)
+        middle = mx.maximum(middle, pooled) if self.pool == "forward" else pooled
         if self.critical:
-            middle = self._critical(middle, entries)
+            n_certain = budget // 2 - self.n_sink - self.window(budget)
+            n_heads, n_voters = entries.queries.shape[1:3]
+            mean = middle if self.pool == "forward" else middle / n_voters
+            middle = two_stages(mean, entries, self.n_sink, n_certain, n_heads)
         return mx.concatenate([votes[..., : self.n_sink], middle, votes[..., end:]], axis=-1)
-
-    def _critical(self, votes: mx.array, entries: Entries) -> mx.array:
-        """CriticalKV's scores of the middle's pooled votes; sink and window count for the first half of the budget."""
-        budget = entries.budget or mean_entries(self.budget, len(entries))
-        n_certain = budget // 2 - self.n_sink - self.n_window
-        n_heads, n_voters = entries.queries.shape[1:3]
-        return two_stages(votes / n_voters, entries, self.n_sink, n_certain, n_heads)
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
-    """Pool `(..., T)` votes over `kernel` neighbours, stride 1, same length.
+    """Pool `(..., T)` votes over `kernel` entries, stride 1, same length.
 
-    "avg" pads with zeros and divides by the full kernel, "max" ignores what lies outside.
+    "avg" and "max" are centred, "forward" is the mean of an entry and those before it. Means divide by the full
+    kernel and take what lies outside as zeros; "max" ignores it.
     """
     if kernel == 1:
         return votes
     T, half = votes.shape[-1], kernel // 2
-    widths = [(0, 0)] * (votes.ndim - 1) + [(half, half)]
-    padded = mx.pad(votes, widths, constant_values=0.0 if pool == "avg" else -mx.inf)
+    beside = (kernel - 1, 0) if pool == "forward" else (half, half)
+    widths = [(0, 0)] * (votes.ndim - 1) + [beside]
+    padded = mx.pad(votes, widths, constant_values=-mx.inf if pool == "max" else 0.0)
     shifted = [padded[..., i : i + T] for i in range(kernel)]
-    if pool == "avg":
-        return sum(shifted[1:], shifted[0]) / kernel
-    pooled = shifted[0]
-    for other in shifted[1:]:
-        pooled = mx.maximum(pooled, other)
-    return pooled
+    if pool == "max":
+        return reduce(mx.maximum, shifted)
+    return sum(shifted[1:], shifted[0]) / kernel

@@ -1,0 +1,265 @@
+"""A GGUF checkpoint as a folder that mlx-lm loads: float32 weights, configuration, tokenizer, chat template.
+
+It knows LLaMA with a byte-level BPE (SmolLM2's) and Gemma 3 with SentencePiece's BPE. llama.cpp's converter has changed
+names, the order of rows and some weights; `weights` changes them back.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+Metadata = dict[str, Any]
+
+# The modules of mlx-lm by llama.cpp's names, for every family and for one.
+MODULES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+MODULES_OF = {
+    "llama": {"ffn_norm": "post_attention_layernorm"},
+    "gemma3": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+# What a configuration says of a family. The last two of Gemma's are constants in llama.cpp, so its files lack them.
+CONFIG_OF: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10_000.0,
+    },
+}
+# A piece's kinds in `token_type`.
+NORMAL, SPECIAL, USER_DEFINED = 1, 3, 4
+SPACE = "\u2581"  # SentencePiece's
+
+
+def write_folder(checkpoint: Path, folder: Path) -> None:
+    """Write a checkpoint into an existing folder. Raises: ValueError: the model is of another family."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(checkpoint)
+    metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
+    if (family := metadata["general.architecture"]) not in MODULES_OF:
+        raise ValueError(f"{family} is not a known family: {', '.join(MODULES_OF)}")
+    arrays = {name: mx.array(array) for name, array in weights(reader, metadata).items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    _write(folder / "config.json", config(metadata))
+    _write(folder / "tokenizer_config.json", tokenizer_config(metadata))
+    _write(folder / "special_tokens_map.json", special_tokens(metadata))
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# Weights
+
+
+def weights(reader: GGUFReader, metadata: Metadata) -> dict[str, np.ndarray]:
+    """Every tensor in float32, as mlx-lm names and expects it."""
+    from gguf import dequantize
+
+    family = metadata["general.architecture"]
+    found = {}
+    for tensor in reader.tensors:
+        *_, part, kind = tensor.name.split(".")
+        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if family == "llama" and part in ("attn_q", "attn_k"):
+            heads = "head_count" if part == "attn_q" else "head_count_kv"
+            array = halves_apart(array, metadata[f"llama.attention.{heads}"])
+        if family == "gemma3" and part.endswith("norm"):
+            array = array - 1  # llama.cpp multiplies by the weight, Gemma by 1 + weight
+        found[f"{module_name(tensor.name, family)}.{kind}"] = array
+    return found
+
+
+def module_name(name: str, family: str) -> str:
+    """mlx-lm's module of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj."""
+    *block, part, _ = name.split(".")
+    module = (MODULES | MODULES_OF[family])[part]
+    return f"model.layers.{block[1]}.{module}" if block else f"model.{module}"
+
+
+def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
+    """Undo llama.cpp's order of a head's rows.
+
+    The rotation of mlx-lm's LLaMA pairs row i with row i + D/2, llama.cpp's row 2i with row 2i + 1.
+
+    Args:
+        weight: (n_heads * D, width).
+    """
+    pairs = weight.reshape(n_heads, -1, 2, weight.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+# The configuration
+
+
+def config(metadata: Metadata) -> dict[str, Any]:
+    """config.json."""
+    family = metadata["general.architecture"]
+
+    def of_model(name: str) -> Any:
+        return metadata[f"{family}.{name}"]
+
+    hidden, heads = of_model("embedding_length"), of_model("attention.head_count")
+    head_dim = metadata.get(f"{family}.attention.key_length", hidden // heads)
+    values = {
+        **CONFIG_OF[family],
+        "hidden_size": hidden,
+        "num_hidden_layers": of_model("block_count"),
+        "intermediate_size": of_model("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": of_model("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "rms_norm_eps": of_model("attention.layer_norm_rms_epsilon"),
+        "rope_theta": of_model("rope.freq_base"),
+        "max_position_embeddings": of_model("context_length"),
+        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
+    }
+    if family == "gemma3":
+        values["sliding_window"] = of_model("attention.sliding_window")
+        values["query_pre_attn_scalar"] = head_dim
+    return values
+
+
+# The tokenizer
+
+
+def tokenizer(metadata: Metadata) -> Tokenizer:
+    """tokenizer.json: the tokens of a text as llama.cpp finds them."""
+    byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
+    made = byte_level_bpe(metadata) if byte_level else sentencepiece_bpe(metadata)
+    kinds = list(zip(pieces(metadata), metadata["tokenizer.ggml.token_type"]))
+    made.add_special_tokens(
+        [AddedToken(piece, normalized=False) for piece, kind in kinds if kind == SPECIAL]
+    )
+    made.add_tokens(
+        [AddedToken(piece, normalized=True) for piece, kind in kinds if kind == USER_DEFINED]
+    )
+    return made
+
+
+def pieces(metadata: Metadata) -> list[str]:
+    """The vocabulary. llama.cpp writes SentencePiece's user-defined runs of spaces as spaces, all others as U+2581."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if metadata["tokenizer.ggml.model"] == "gpt2":
+        return tokens
+    return [token.replace(" ", SPACE) for token in tokens]
+
+
+def byte_level_bpe(metadata: Metadata) -> Tokenizer:
+    """SmolLM2's: every digit alone, then words as GPT-2 splits them, then the merges."""
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    made = Tokenizer(models.BPE(_numbered(pieces(metadata)), merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def sentencepiece_bpe(metadata: Metadata) -> Tokenizer:
+    """Gemma's: spaces as U+2581, merges anywhere in a text, unknown characters as bytes, <bos> in front."""
+    vocabulary = pieces(metadata)
+    merges = merges_of(
+        vocabulary, metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
+    )
+    unknown = special_tokens(metadata)["unk_token"]
+    made = Tokenizer(
+        models.BPE(
+            _numbered(vocabulary), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    )
+    made.normalizer = normalizers.Replace(" ", SPACE)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    first = special_tokens(metadata)["bos_token"]
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A",
+        pair=f"{first} $A {first} $B",
+        special_tokens=[(first, metadata["tokenizer.ggml.bos_token_id"])],
+    )
+    return made
+
+
+def merges_of(
+    vocabulary: list[str], scores: list[float], kinds: list[int]
+) -> list[tuple[str, str]]:
+    """The merges of SentencePiece's BPE: every two pieces that make a third, the best third first."""
+    known = _numbered(vocabulary)
+    found = [
+        (-score, known[piece[:cut]], known[piece[cut:]])
+        for piece, score, kind in zip(vocabulary, scores, kinds)
+        if kind == NORMAL
+        for cut in range(1, len(piece))
+        if piece[:cut] in known and piece[cut:] in known
+    ]
+    return [(vocabulary[left], vocabulary[right]) for _, left, right in sorted(found)]
+
+
+def _numbered(vocabulary: list[str]) -> dict[str, int]:
+    return {piece: number for number, piece in enumerate(vocabulary)}
+
+
+def special_tokens(metadata: Metadata) -> dict[str, str]:
+    """special_tokens_map.json."""
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    vocabulary = metadata["tokenizer.ggml.tokens"]
+    return {
+        f"{ours}_token": vocabulary[metadata[f"tokenizer.ggml.{theirs}_token_id"]]
+        for ours, theirs in names.items()
+    }
+
+
+def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    """tokenizer_config.json, with the chat template if the model has one."""
+    template = metadata.get("tokenizer.chat_template")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": metadata[f"{metadata['general.architecture']}.context_length"],
+        "clean_up_tokenization_spaces": False,
+        **special_tokens(metadata),
+        **({"chat_template": template} if template else {}),
+    }

@@ -1,0 +1,35 @@
+"""Small real language models, for tests that skip where `make real-models` has not been run."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+from mlx_lm import load
+
+FOLDER = Path(os.environ.get("MLX_SNAPKV_REAL_MODELS") or Path(__file__).parents[1] / "real-models")
+MODELS = ("smollm2-135m-instruct", "gemma-3-270m")
+
+
+def real_folder(name: str) -> Path:
+    """A model's folder, or "essays"; the test skips if it is not there."""
+    if not (FOLDER / name).is_dir():
+        pytest.skip(f"{FOLDER / name} is not there: run `make real-models`")
+    return FOLDER / name
+
+
+def real_model(name: str):
+    """A model and its tokenizer; the test skips if the model's folder is not there."""
+    return _load(real_folder(name))
+
+
+def essay(name: str) -> str:
+    """The text of an essay; the test skips if the essays are not there."""
+    return (real_folder("essays") / f"{name}.txt").read_text(encoding="utf-8")
+
+
+@functools.cache
+def _load(folder: Path):
+    return load(str(folder))

