@@ -25,7 +25,7 @@ from mlx_snapkv.policies import resolve_policy
 SEED, NEEDLES, DEPTHS = 10_000_000, 4, 5
 GROUP_SIZE = 64
 BITS = (None, 8, 4)
-SNAPKV = "snapkv:budget=6.25%,n_sink=4,n_window=32,obs_window=32,min_ctx=0,lookahead=0"
+SNAPKV = "snapkv:budget=6.25%,n_sink=4,n_window=32,obs_window=32,lookahead=0"
 KEYDIFF = "keydiff:budget=12.5%,block=256"
 POLICIES = [SNAPKV, KEYDIFF, f"{KEYDIFF} then {SNAPKV}"]
 

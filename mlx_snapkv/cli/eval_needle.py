@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..evals.haystack import Haystack
 
 LEAST = 256  # tokens of a prompt
-POOLED = "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
-POOLING = [*(f"{POOLED},pool_kernel={width}" for width in (1, 5, 7)), POOLED]
+POOLED = "snapkv:budget=12.5%,n_window=32,obs_window=32,lookahead=0"
+POOLING = [*(f"{POOLED},pool=avg,pool_kernel={width}" for width in (1, 7, 21)), POOLED]
 
 Depths = Annotated[
     int, typer.Option(min=1, max=101, help="Depths to hide at, evenly from start to end.")
@@ -49,7 +49,7 @@ def needle(
 ) -> None:
     """Hide a fact at every depth of prompts of every length, and ask for it at the end.
 
-    mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0"
+    mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
     """
     from ..evals.needle import Needle
     from ..several.ranks import here
@@ -77,9 +77,9 @@ def lines(
 ) -> None:
     """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
 
-    Without --policy, SnapKV with 1/8 of the entries, without pooling and pooled over 5, 7 and its default. These use
-    lookahead=0, since with its default of 4 the full cache would answer most of a number. The embedded models,
-    which don't know LongEval's words, get lines of their own.
+    Without --policy, SnapKV with 1/8 of the entries: without pooling, pooled over 7 and 21 as in the paper, and its
+    default. These use lookahead=0: with its default the full cache would answer the whole number. The embedded
+    models, which don't know LongEval's words, get lines of their own.
     """
     from ..evals.lines import FACTS, LONGEVAL, Lines
 

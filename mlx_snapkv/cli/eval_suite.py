@@ -37,7 +37,7 @@ def suite(
 ) -> None:
     """Ask harder questions: look-alikes, several facts, values overwritten, chains; the full cache's answers beside.
 
-    mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,n_sink=4,n_window=48,min_ctx=0
+    mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
     from ..evals.suite import PAGE, Suite
 

@@ -184,7 +184,7 @@ def kinds_of(tokenizer, tokens: Sequence[int]) -> Kinds:
 
 
 def headwise(text: str) -> HeadWise:
-    """The method of such a string: "adakv of snapkv:budget=6%,min_ctx=0", "fastgen:recovery=0.9"."""
+    """The method of such a string: "adakv of snapkv:budget=6%", "fastgen:recovery=0.9"."""
     how, of, policy = text.partition(OF)
     name, _, options = how.strip().partition(":")
     if (name, of) == (FastGen.name, ""):

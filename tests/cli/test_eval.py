@@ -67,7 +67,7 @@ def test_lines_compare_pooling_by_default(call):
     result = json.loads(out)
     assert code == 0 and result["wording"] == "facts"
     widths = [s["method"].partition("pool_kernel=")[2].split(",")[0] for s in result["summary"]]
-    assert widths == ["", "1", "5", "7", ""]
+    assert widths == ["", "1", "7", "21", ""]
     assert all(s["reason"] is None for s in result["summary"][1:])
 
 
@@ -103,11 +103,11 @@ def test_an_interrupt_says_how_to_go_on(tmp_path):
     "args, words",
     [
         (
-            ["needle", "--policy", "snapkv"],
-            "snapkv would compress nothing here: the prompt's 4096 tokens",
+            ["needle", "--policy", "snapkv:top_k=8000"],
+            "snapkv:top_k=8000 would compress nothing here: the prompt's 4096 entries",
         ),
         (["needle", "--policy", "keydif"], "unknown policy 'keydif' (did you mean 'keydiff'?)"),
-        (["needle", "--policy", "snapkv:budget=1%,min_ctx=0"], "budget must be at least 640"),
+        (["needle", "--policy", "snapkv:budget=1%,n_window=99"], "budget must be at least 103"),
         (
             ["needle", "--length", "4k"],
             "--length must be whole numbers from 256 to 10000000, with commas, got '4k'",
@@ -144,7 +144,7 @@ def test_the_group_alone_prints_its_help(call):
 
 
 def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
-    policy = "snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,min_ctx=0,lookahead=0"
+    policy = "snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,lookahead=0"
     small = ["--length", "512", "--documents", "1", "--questions", "1", "--task", "single"]
     base = tmp_path / "suite"
     code, out, _ = call("suite", *small, "--policy", policy, "--output", str(base))
@@ -173,7 +173,7 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
     "options, message",
     [
         (["--output", "/nowhere/r", "--model", "nowhere"], "--output /nowhere/r: "),
-        (["--policy", "snapkv"], "snapkv would compress nothing here: the prompt's 2048 tokens"),
+        (["--policy", "snapkv"], "snapkv would compress nothing here: the prompt's 2048 entries"),
         (["--task", "triple"], "--task must be single, look-alikes"),
         (["--setting", "sooner"], "--setting must be known, later or both, got 'sooner'"),
         (["--policy", "h2o:budget=64", "--memory", "recall"], "counts the attention of all"),
@@ -187,7 +187,7 @@ def test_mistakes_in_the_suite_are_one_line(call, options, message):
 
 def test_head_wise_budgets_are_measured_by_mask(call):
     """Beside the policy itself; the table says so, and claims no memory for it."""
-    policy = "snapkv:budget=6%,n_sink=4,n_window=16,obs_window=16,min_ctx=0"
+    policy = "snapkv:budget=6%,n_sink=4,n_window=16,obs_window=16"
     args = [
         "suite",
         "--task",

@@ -77,7 +77,7 @@ def test_places_that_are_no_files(cache_prompt, tmp_path):
         assert (code, out, err.count("\n")) == (2, "", 1) and words in err
 
 
-@pytest.mark.parametrize("ending", [".json", ".md", "-full-cache.png", ".jsonl"])
+@pytest.mark.parametrize("ending", [".json", ".md", "-full-cache-known.png", ".jsonl"])
 def test_a_result_replaces_only_results(call, tmp_path, ending):
     file = tmp_path / f"r{ending}"
     file.write_text("my notes")
@@ -148,7 +148,7 @@ INSPECT += ["--prompt", "It was cold.", "-m", "2", "--output"]
     [
         (INSPECT, "r.html", "r.html", 5000),
         (INSPECT, "r.png", "r.png", 5000),
-        ([*NEEDLE, "--output"], "r", "r-full-cache.png", 5000),
+        ([*NEEDLE, "--output"], "r", "r-full-cache-known.png", 5000),
         ([*NEEDLE, "--output"], "r", "r.jsonl", 100),
         (["demo", "--tokens", "1024", "--questions", "1", "--save-document"], "r", "r", 500),
     ],

@@ -17,7 +17,7 @@ from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.reporting.heatmap import accuracies, write_heatmaps
 from mlx_snapkv.reporting.setting import setting as machine
 
-SNAPKV = "snapkv:budget=48,n_sink=4,n_window=16,obs_window=16,min_ctx=0,lookahead=0"
+SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=keydiff"
 AHEAD = SNAPKV.replace("lookahead=0", "lookahead=3")
 BOOK = f"keydiff:budget=96,block=128 then {SNAPKV}".replace(",lookahead=0", "")
 UNSURE = {"memory": "recall", "verify": "unsure"}
@@ -172,7 +172,7 @@ def test_pages_and_pictures(asked, tmp_path):
 def needles(demo_llama):
     model, tokenizer = demo_llama
     dataset = Needle(tokenizer, [1024], n_depths=2)
-    methods = [Method(FULL), method("random", "random:budget=3%"), method("default", "snapkv")]
+    methods = [Method(FULL), method("random", "random:budget=3%"), method("default", "snapkv:top_k=2000")]
     return run(model, dataset, methods, SETTINGS, Results({}))
 
 
@@ -205,8 +205,8 @@ def test_an_uncompressed_prompt_never_counts_as_the_methods(needles, tmp_path):
 
 def test_lines_show_what_pooling_is_worth(demo_llama):
     model, tokenizer = demo_llama
-    policy = "snapkv:budget=12.5%,n_sink=4,n_window=32,min_ctx=0,lookahead=0"
-    methods = [Method(FULL), method("1", f"{policy},pool_kernel=1"), method("21", policy)]
+    policy = "snapkv:budget=12.5%,n_window=32,obs_window=32,lookahead=0,pool=avg,pool_kernel="
+    methods = [Method(FULL), method("1", f"{policy}1"), method("21", f"{policy}21")]
     dataset = Lines(tokenizer, [1024], 4, wording=FACTS)
     records = run(model, dataset, methods, [KNOWN], Results({}))
     full, unpooled, pooled = score_tables.summarise(records, haystack.PAGE)
@@ -216,13 +216,13 @@ def test_lines_show_what_pooling_is_worth(demo_llama):
 @pytest.mark.parametrize(
     "policy, words",
     [
-        ("snapkv", "snapkv would compress nothing here: the prompt's 512 tokens are below min_ctx"),
+        ("snapkv:min_ctx=600", "would compress nothing here: the prompt's 512 tokens are below min_ctx"),
         (
             "keydiff:budget=4096",
             "would compress nothing here: the prompt's 512 entries fit the budget",
         ),
-        ("snapkv:budget=10%,min_ctx=0", "snapkv option budget must be at least 640"),
-        ("keydiff:budget=10% then snapkv:min_ctx=0,budget=5%", "budget must be at least 640"),
+        ("snapkv:budget=10%,n_window=99", "snapkv option budget must be at least 103"),
+        ("keydiff:budget=10% then snapkv:n_window=99,budget=5%", "budget must be at least 103"),
     ],
 )
 def test_mistakes_show_before_anything_is_measured(policy, words):

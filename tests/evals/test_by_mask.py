@@ -15,8 +15,8 @@ from mlx_snapkv.evals.results import Results
 from mlx_snapkv.evals.suite import Suite
 from mlx_snapkv.policies import resolve_policy
 
-GROW = "snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,min_ctx=0,on_full=grow"
-FEW = "snapkv:budget=20,n_sink=2,n_window=8,obs_window=8,pool_kernel=1,min_ctx=0,on_full=grow"
+GROW = "snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,on_full=grow"
+FEW = "snapkv:budget=20,n_sink=2,n_window=8,obs_window=8,pool_kernel=1,on_full=grow"
 GROWING = [
     FEW,
     f"{FEW},lookahead=0",
@@ -143,7 +143,7 @@ def test_the_suite_asks_by_mask(demo_tasks):
 
 def test_what_hides_nothing_is_refused(demo_llama):
     model, tokenizer = demo_llama
-    heads = AdaKV(policy=resolve_policy(policy="snapkv:budget=256,n_sink=4,n_window=32,min_ctx=0"))
+    heads = AdaKV(policy=resolve_policy(policy="snapkv:budget=256,n_sink=4,n_window=32"))
     with pytest.raises(SnapKVError, match="would hide nothing of 100 tokens"):
         shown(model, tokenizer, [5] * 100, heads)
 

@@ -162,7 +162,7 @@ def test_hidden_entries_are_not_attended_to(kind):
         "fastgen",
         "fastgen:recovery=0.8,local=0.1",
         "adakv of keydiff:budget=64,schedule=once",
-        "adakv:safeguard=0.5 of snapkv:min_ctx=0",
+        "adakv:safeguard=0.5 of snapkv:budget=9%",
     ],
 )
 def test_names(text):
@@ -182,7 +182,7 @@ def test_names(text):
         ("adakv of snapkv:budget=adaptive:4096", "without mass and budget=adaptive"),
         ("adakv of h2o:schedule=once", "chooses from full caches"),
         ("adakv of kvzip", "chooses from full caches"),
-        ("adakv of keydiff:budget=800 then snapkv", "needs one policy"),
+        ("adakv of keydiff:budget=8000 then snapkv", "needs one policy"),
         ("adakv of nobody", "unknown policy 'nobody'"),
     ],
 )
@@ -199,7 +199,7 @@ def test_none_of_them_answers(text):
 
 
 def test_adakv_is_no_policy_of_its_own():
-    assert AdaKV(policy=resolve_policy(policy="snapkv:min_ctx=0")).policy.name == "snapkv"
+    assert AdaKV(policy=resolve_policy(policy="snapkv")).policy.name == "snapkv"
 
 
 def test_they_are_not_among_the_policies():
