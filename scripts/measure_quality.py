@@ -1,127 +1,145 @@
-"""What every policy still answers, the question known when compressing or coming later: docs/quality.md.
+"""How far answers move when a prompt is compressed: docs/quality.md, real language models first.
 
-    python scripts/measure_quality.py                    # writes docs/quality.json, .md and .png
+    make real-models
+    python scripts/measure_quality.py                     # writes docs/quality.json and .md
+    python scripts/measure_quality.py --documents 50      # fewer texts and questions a cell
 
-The tasks are those of `mlx-snapkv eval suite`, and six-digit codes on `demo`. Every answer is kept in build/quality/
-as it comes, and a later run goes on from there. With --minutes less is asked, and the page has what was asked in full
-by then; with --only it says of the other parts what it said before.
+Each part is one command of mlx-snapkv. What it has measured stays in build/quality, and a later run goes on from there:
+with more documents, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quality_page import page, write_plot
-from quality_parts import LENGTH, PARTS, TASKS
-from quality_ways import Line
+from quality_page import page
 from results_page import ROOT, about, mlx_versions, write
 
-from mlx_snapkv import __version__
-from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.evals.answering import FULL, Method
-from mlx_snapkv.evals.asking import run
-from mlx_snapkv.evals.results import Record, Results
-from mlx_snapkv.evals.score_tables import summarise
-from mlx_snapkv.evals.suite import PAGE, Suite
+REAL = Path("real-models")
+SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
+RULER = REAL / "ruler"  # by scripts/make_ruler.py, a folder a model
+TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe")
+
+PAPER = "pool=avg,pool_kernel=7,obs_window=32,n_window=32,n_sink=0,lookahead=0"
+BUDGETS = ("25%", "12.5%", "6.25%", "256", "512")
+EVERY_BUDGET = ("snapkv:budget={}", "streaming_llm:budget={},schedule=once")
+ONE_BUDGET = (  # beside those at 1/8
+    f"snapkv:budget=12.5%,{PAPER}",
+    "snapkv:budget=adaptive:12.5%",
+    "snapkv:budget=12.5%,critical=true",
+    "snapkv:budget=12.5%,n_window=50%",
+    "keydiff:budget=12.5%,schedule=once",
+    "keydiff:budget=12.5%,n_window=50%,schedule=once",
+    "expected_attention:budget=12.5%,schedule=once",
+    "lagkv:budget=12.5%,schedule=once",
+)
+ASKED = (
+    "snapkv:budget=25%",
+    "snapkv:budget=12.5%",
+    "snapkv:budget=6.25%",
+    "snapkv:budget=12.5%,lookahead=0",
+    f"snapkv:budget=12.5%,{PAPER}",
+    "streaming_llm:budget=25%,schedule=once",
+)
+EMBEDDED = ("snapkv:budget=12.5%", "snapkv:budget=6.25%", "keydiff:budget=25%,schedule=once")
 
 
-class Made(list):
-    """A suite's documents, made once for all methods."""
+@dataclass(frozen=True)
+class Part:
+    """A command and how many documents it gets of those that are asked for.
 
-    def __init__(self, suite: Suite):
-        super().__init__(suite)
-        self.tokenizer = suite.tokenizer
+    Attributes:
+        share: one in so many; a document of some takes longer.
+    """
 
-
-def measure(part: str, folder: Path, until: float) -> Iterator[dict[str, Any]]:
-    """A JSON object a cell, the full cache's first; after the time `until` only of what was asked in full before."""
-    wanted = PARTS[part]
-    name, setting, listed = wanted.model, wanted.setting, wanted.lines
-    model, tokenizer = load_model(name)
-    suite = wanted.documents_of(tokenizer)
-    asked = Made(suite)
-    fixed = {**suite.setting(), "model": name, "mlx-snapkv": __version__}
-    results = Results(fixed, folder / f"{name}-{setting}.jsonl")
-    cells = [(FULL, 1, Method(FULL))]
-    cells += [(line.name, share, line.method(share)) for share, line in by_share(listed)]
-    records: dict[str, list[Record]] = {}
-    for line, share, method in cells:
-        if line == FULL or time.time() < until or complete(asked, method, setting, results):
-            records[method.name] = run(model, asked, [method], [setting], results)
-            print(f"{part}: {line}, 1/{share}", flush=True)
-    base = listed[0]
-    for line, share, method in cells:
-        if own := records.get(method.name):
-            row = {"part": part, "model": name, "line": line, "share": share, "base": base.name}
-            row |= compared(own, records[FULL])
-            row["way"] = row.pop("method")
-            if share in base.shares and line != base.name:
-                reference = records.get(base.method(share).name)
-                row["to_base"] = reference and compared(own, reference)["difference"]
-            yield row
+    arguments: tuple[str, ...]
+    share: int = 1
 
 
-def compared(own: list[Record], reference: list[Record]) -> dict[str, Any]:
-    """What tables tell of these answers, with their difference to the others."""
-    others = [record | {"method": FULL} for record in reference if own is not reference]
-    return next(s for s in summarise([*others, *own], PAGE) if s["method"] == own[0]["method"])
+def fidelity(model: Path, share: int) -> Part:
+    policies = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET]
+    settings = ("text", "known", "later")
+    return Part(
+        (
+            *("eval", "fidelity", "--model", str(model), "--text", str(REAL / "essays")),
+            *("--length", "1400"),
+            *(word for setting in settings for word in ("--setting", setting)),
+            *(word for policy in (*policies, *ONE_BUDGET) for word in ("--policy", policy)),
+        ),
+        share,
+    )
 
 
-def read_json(out: Path) -> dict[str, Any]:
-    """What was measured before."""
-    return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+def ruler(model: Path, length: int, share: int) -> Part:
+    return Part(
+        (
+            *(
+                "eval",
+                "data",
+                "--model",
+                str(model),
+                "--data",
+                str(RULER / model.name / str(length)),
+            ),
+            *(word for task in TASKS for word in ("--task", task)),
+            *("--setting", "known"),
+            *(word for policy in ASKED for word in ("--policy", policy)),
+        ),
+        share,
+    )
 
 
-def by_share(listed: Sequence[Line]) -> list[tuple[int, Line]]:
-    return [(share, line) for line in listed for share in line.shares]
+def suite() -> Part:
+    words = [word for policy in EMBEDDED for word in ("--policy", policy)]
+    return Part(("eval", "suite", "--model", "demo-tasks", "--setting", "both", *words), 10)
 
 
-def complete(asked: Made, method: Method, setting: str, results: Results) -> bool:
-    """Whether all questions have been answered by this method."""
-    for place, document in asked:
-        here = {"method": method.name, "setting": setting, **place}
-        for i in range(len(document.questions)):
-            if results.get(here | {"question": i}) is None:
-                return False
-    return True
+PARTS = {
+    "fidelity-smollm2": fidelity(SMOLLM2, 1),
+    "fidelity-gemma": fidelity(GEMMA, 1),
+    "ruler-smollm2-2048": ruler(SMOLLM2, 2048, 2),
+    "ruler-smollm2-4096": ruler(SMOLLM2, 4096, 2),
+    "ruler-gemma-2048": ruler(GEMMA, 2048, 2),
+    "ruler-gemma-4096": ruler(GEMMA, 4096, 2),
+    "suite": suite(),
+}
+
+
+def measure(name: str, folder: Path, documents: int) -> dict[str, Any]:
+    """A part's result, without its records."""
+    part, out = PARTS[name], folder / name
+    given = [*part.arguments, "--documents", str(max(1, documents // part.share))]
+    command = [sys.executable, "scripts/numpy_attention.py", *given, "--output", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    result = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    del result["records"]
+    return {"part": name, **result, "command": " ".join(["mlx-snapkv", *given])}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "quality", help="without its suffix"
-    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="ask nothing new after so many"
-    )
+    parser.add_argument("--documents", type=int, default=100, help="texts; questions are half")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "quality", help="no suffix")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "quality")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    until = time.time() + 60 * args.minutes
-    here = about("measure_quality.py")
-    before = {"rows": []} if set(args.only) == set(PARTS) else read_json(args.out)
-    rows = [row for row in before["rows"] if row["part"] not in args.only]
-    for part in args.only:
-        rows += [row | {"commit": here["commit"]} for row in measure(part, args.folder, until)]
-    rows.sort(key=lambda row: list(PARTS).index(row["part"]))
-    result = {
-        **here,
-        "versions": mlx_versions(),
-        "length": LENGTH,
-        "tasks": TASKS,
-        "rows": rows,
-    }
-    write(args.out, result, page(result))
-    write_plot(result, args.out.with_suffix(".png"))
-    print(page(result))
+    known = args.out.with_suffix(".json")
+    before = json.loads(known.read_text(encoding="utf-8"))["parts"] if known.exists() else []
+    parts = {part["part"]: part for part in before if part["part"] in PARTS}
+    for name in args.only:
+        parts[name] = measure(name, args.folder, args.documents)
+        here = about("measure_quality.py") | {"versions": mlx_versions()}
+        result = here | {"parts": [parts[each] for each in PARTS if each in parts]}
+        write(args.out, result, page(result))
 
 
 if __name__ == "__main__":

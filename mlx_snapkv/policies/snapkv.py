@@ -18,7 +18,7 @@ ON_FULL = ("grow", "slide", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
 POOLS = ("forward", "avg", "max")
 POOLED_QUERIES = 32  # the last queries of the prompt, whose votes "forward" pools (the paper's L_obs)
-DEFAULT_LOOKAHEAD = 16  # answer tokens, where the prompt's last token votes
+DEFAULT_LOOKAHEAD = 32  # answer tokens, where the prompt's last token votes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class SnapKV(Policy):
             projection makes of an entry's value (CriticalKV: Feng et al. 2025, arXiv:2502.03805).
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before.
-        lookahead: answer tokens decoded on all entries, whose queries vote too, before the compression. None is 16, or
+        lookahead: answer tokens decoded on all entries, whose queries vote too, before the compression. None is 32, or
             none with last_token=False.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
@@ -188,8 +188,9 @@ class SnapKV(Policy):
         if self.heads == "shared":
             votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
         elif self.pool == "forward":
-            n = len(entries.voters.places)
-            n_recent = min(n, POOLED_QUERIES + self.n_lookahead)
+            places = entries.voters.places
+            n, n_ahead = len(places), max(0, places.stop - len(entries))
+            n_recent = min(n, POOLED_QUERIES + n_ahead)
             recent = entries.latest_votes(n_recent) / n_recent
             votes = entries.votes / n
         else:
