@@ -172,7 +172,11 @@ def test_pages_and_pictures(asked, tmp_path):
 def needles(demo_llama):
     model, tokenizer = demo_llama
     dataset = Needle(tokenizer, [1024], n_depths=2)
-    methods = [Method(FULL), method("random", "random:budget=3%"), method("default", "snapkv:top_k=2000")]
+    methods = [
+        Method(FULL),
+        method("random", "random:budget=3%"),
+        method("default", "snapkv:top_k=2000"),
+    ]
     return run(model, dataset, methods, SETTINGS, Results({}))
 
 
@@ -216,7 +220,10 @@ def test_lines_show_what_pooling_is_worth(demo_llama):
 @pytest.mark.parametrize(
     "policy, words",
     [
-        ("snapkv:min_ctx=600", "would compress nothing here: the prompt's 512 tokens are below min_ctx"),
+        (
+            "snapkv:min_ctx=600",
+            "would compress nothing here: the prompt's 512 tokens are below min_ctx",
+        ),
         (
             "keydiff:budget=4096",
             "would compress nothing here: the prompt's 512 entries fit the budget",
