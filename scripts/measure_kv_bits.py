@@ -14,16 +14,18 @@ from results_page import about, mlx_versions, shared_options, write, written_by
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.engine.report import format_bytes
-from mlx_snapkv.evals.grid import cells
+from mlx_snapkv.evals.answering import FULL, KNOWN, Method
+from mlx_snapkv.evals.asking import run
+from mlx_snapkv.evals.haystack import PAGE
 from mlx_snapkv.evals.needle import Needle
 from mlx_snapkv.evals.results import Results
-from mlx_snapkv.evals.run import FULL, contenders, run
-from mlx_snapkv.evals.summary import summarise
+from mlx_snapkv.evals.score_tables import summarise
+from mlx_snapkv.policies import resolve_policy
 
 SEED, NEEDLES, DEPTHS = 10_000_000, 4, 5
 GROUP_SIZE = 64
 BITS = (None, 8, 4)
-SNAPKV = "snapkv:budget=6.25%,n_sink=4,n_window=32,obs_window=32,min_ctx=0,lookahead=0"
+SNAPKV = "snapkv:budget=6.25%,n_sink=4,n_window=32,obs_window=32,lookahead=0"
 KEYDIFF = "keydiff:budget=12.5%,block=256"
 POLICIES = [SNAPKV, KEYDIFF, f"{KEYDIFF} then {SNAPKV}"]
 
@@ -31,20 +33,21 @@ POLICIES = [SNAPKV, KEYDIFF, f"{KEYDIFF} then {SNAPKV}"]
 def measure(name: str, length: int, questions: int) -> list[dict[str, Any]]:
     """A JSON object a policy and number of bits, the full cache first."""
     model, tokenizer = load_model(name)
-    task, grid, chosen = (
-        Needle(tokenizer, SEED, NEEDLES),
-        cells([length], DEPTHS, questions),
-        contenders(POLICIES),
-    )
+    dataset = Needle(tokenizer, [length], DEPTHS, questions, SEED, needles=NEEDLES)
+    policies = {FULL: None} | {text: resolve_policy(policy=text) for text in POLICIES}
     rows = []
     for bits in BITS:
         options = {"kv_bits": bits, "kv_group_size": GROUP_SIZE, "quantized_kv_start": 0}
-        records = run(model, tokenizer, task, grid, chosen, Results({}), generation=options)
-        rows += [{"model": name, "bits": bits, **found} for found in summarise(records)]
-        for row in rows[-len(chosen) :]:
-            print(row, flush=True)
-    order = [FULL, *chosen]
-    return sorted(rows, key=lambda row: order.index(row["policy"]))
+        methods = [Method(policy, chosen, options) for policy, chosen in policies.items()]
+        records = run(model, dataset, methods, [KNOWN], Results({}))
+        longest = max(record["tokens"] for record in records)
+        for found in summarise(records, PAGE):
+            row = {"model": name, "bits": bits, "policy": found["method"], "length": length}
+            row |= {"right": round(found["score"] * found["asked"]), "asked": found["asked"]}
+            row |= {"entries": found["entries"] or longest, "kv_bytes": found["kv_bytes"]}
+            rows.append(row)
+            print(rows[-1], flush=True)
+    return sorted(rows, key=lambda row: [*policies].index(row["policy"]))
 
 
 def page(result: dict[str, Any]) -> str:

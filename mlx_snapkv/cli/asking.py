@@ -1,11 +1,11 @@
-"""What the evaluations over documents share: their options, and the way from these to tables and files."""
+"""What the evaluations of answers share: their options, and the way from these to tables and files."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,18 +16,17 @@ from ..errors import SnapKVError
 from .options import ResultFiles, with_suffix, write_result
 
 if TYPE_CHECKING:
-    from ..evals.asking import Way
+    from ..evals.answering import Method
     from ..evals.score_tables import Page
 
 LINE_EVERY = 30.0  # seconds
-BATCH_SIZE = 8
 
 Policies = Annotated[
     list[str] | None,
     typer.Option(
         "--policy",
         metavar="POLICY",
-        help="As for generate; repeat it to compare several. --memory and --verify are added to each.",
+        help="As for generate, such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several.",
     ),
 ]
 ByMask = Annotated[
@@ -42,44 +41,27 @@ ByMask = Annotated[
 Setting = Annotated[
     str, typer.Option(help="Whether the question is in the prompt: known, later or both.")
 ]
-Data = Annotated[str, typer.Option(metavar="DIR", help="Folder with your copy of the data.")]
-Tasks = Annotated[
-    list[str] | None,
-    typer.Option("--task", metavar="TASK", help="Repeat it for several. By default all there."),
-]
-Documents = Annotated[
-    int | None,
-    typer.Option(min=1, help="Documents per task, from the first on. By default all."),
-]
+Lengths = Annotated[str, typer.Option("--length", help="Tokens of the prompts, with commas.")]
 Output = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
         help="Write NAME.jsonl as answers come, and go on from it if it is there; at the end NAME.json, NAME.md "
-        "and NAME.png.",
-    ),
-]
-BatchSize = Annotated[
-    int,
-    typer.Option(
-        "--batch-size",
-        min=1,
-        help="Questions answered at once, with the same answers: fewer where they would hold more than 16,384 "
-        "entries, and one where --memory is given. With 1 the seconds of each are measured, too.",
+        "and pictures.",
     ),
 ]
 
 
-def ways_of(
-    policies: list[str] | None,
-    memory: str,
-    verify: str | None,
-    verify_below: float,
+def methods_of(
+    policies: Sequence[str] | None,
+    memory: str = "drop",
+    verify: str | None = None,
+    verify_below: float = 0.999,
     by_mask: list[str] | None = None,
-) -> list[Way]:
+) -> list[Method]:
     """The full cache, each policy with the memory and the verification, and what is measured by mask."""
     from ..engine.recalling import Recall
-    from ..evals.asking import BY_MASK, FULL, Way
+    from ..evals.answering import BY_MASK, FULL, Method
     from ..evals.headwise import headwise
     from ..policies import resolve_policy
 
@@ -87,17 +69,17 @@ def ways_of(
     given = {"memory": memory, "verify": verify}
     options = {} if memory == "drop" else given | {"verify_below": verify_below}
     added = "".join(f", {name} {x}" for name, x in given.items() if x not in ("drop", None))
-    ways = [Way(FULL)]
+    methods = [Method(FULL)]
     for text in dict.fromkeys(policies or []):
         chosen = resolve_policy(policy=text)
         recall.require(chosen)
-        ways.append(Way(f"{chosen}{added}", chosen, options))
-    methods = (headwise(text) for text in dict.fromkeys(by_mask or []))
-    return [*ways, *(Way(f"{method}{BY_MASK}", method) for method in methods)]
+        methods.append(Method(f"{chosen}{added}", chosen, options))
+    masked = (headwise(text) for text in dict.fromkeys(by_mask or []))
+    return [*methods, *(Method(f"{method}{BY_MASK}", method) for method in masked)]
 
 
 def settings_of(setting: str) -> list[str]:
-    from ..evals.asking import SETTINGS
+    from ..evals.answering import SETTINGS
 
     return (
         list(SETTINGS) if setting == "both" else known("--setting", [setting], [*SETTINGS, "both"])
@@ -127,30 +109,41 @@ def output_files(
     return here().agreed(found)
 
 
+def require_template(name: str, tokenizer: Any) -> None:
+    """Raises: SnapKVError: a model without a chat template can't be asked anything."""
+    if not tokenizer.has_chat_template:
+        raise SnapKVError(f"--model {name}: it has no chat template, so it can't be asked anything")
+
+
 def measure(
     name: str,
     model: Any,
-    papers: Any,
+    dataset: Any,
     page: Page,
-    ways: Sequence[Way],
+    methods: Sequence[Method],
     settings: Sequence[str],
     files: ResultFiles | None,
     as_json: bool,
-    batch_size: int,
+    plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
 ) -> None:
-    """Ask everything, print the tables, and write the files."""
+    """Ask everything, print the tables, and write the files.
+
+    Args:
+        plots: writes the pictures of a result beside a path, without its ending; by default one of all scores.
+    """
     from ..evals import score_tables
-    from ..evals.asking import KEYS
+    from ..evals.asking import require_compression
     from ..evals.results import Results
     from ..reporting.setting import setting as measured
     from ..several.ranks import here
     from .print_table import print_table
 
-    fixed = {**papers.setting(), "model": name, "mlx-snapkv": __version__}
+    require_compression(model, methods, dataset.lengths)
+    fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
     answers = None if files is None else with_suffix(files.base, ".jsonl")
     with here().together():
-        results = Results(fixed, answers, KEYS, here())
-        records = _ask(model, papers, ways, settings, results, answers, batch_size)
+        results = Results(fixed, answers, ranks=here())
+        records = _ask(model, dataset, methods, settings, results, answers)
     summary = score_tables.summarise(records, page)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     told = {"command": command, **fixed, **measured()}
@@ -162,22 +155,28 @@ def measure(
             print_table(table)
     if files is not None:
         picture = with_suffix(files.base, ".png")
-        score_tables.write_plot(result, page, picture)
-        text = score_tables.markdown(result, page, picture.name)
-        written = [*write_result(files.base, result, text), picture]
+        drawn = plots(result, files.base) if plots else [picture]
+        if not plots:
+            score_tables.write_plot(result, page, picture)
+        text = score_tables.markdown(result, page, [path.name for path in drawn])
+        written = [*write_result(files.base, result, text), *drawn]
         print(files.told(written), file=sys.stderr if as_json else sys.stdout)
 
 
 def _ask(
-    model, papers, ways, settings, results, answers: Path | None, batch_size: int
+    model: Any,
+    dataset: Any,
+    methods: Sequence[Method],
+    settings: Sequence[str],
+    results: Any,
+    answers: Path | None,
 ) -> list[dict[str, Any]]:
     from ..evals.asking import run
-    from .progress import StepBars
+    from .progress import DocumentBar
 
     try:
-        with StepBars(LINE_EVERY) as bar:
-            bar.start("documents", len(papers) * len(ways) * len(settings))
-            return run(model, papers, ways, settings, results, bar.advance, batch_size)
+        with DocumentBar(len(dataset), LINE_EVERY) as bar:
+            return run(model, dataset, methods, settings, results, bar.done)
     except KeyboardInterrupt:
         if answers is not None:
             tell_how_to_go_on(answers, bar.console)

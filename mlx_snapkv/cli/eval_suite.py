@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from ..demo.tasks import TASKS
-from ..errors import SnapKVError
 from . import asking, flags
 from .loading import load_model
 from .options import whole_numbers
@@ -29,29 +28,25 @@ def suite(
         typer.Option(metavar="TASK", help=f"Of {', '.join(TASKS)}; repeat it. By default all."),
     ] = None,
     setting: asking.Setting = "both",
-    length: Annotated[str, typer.Option(help="Tokens of the prompts, with commas.")] = "2048",
+    length: asking.Lengths = "2048",
     documents: Annotated[int, typer.Option(min=1, help="Documents per task and length.")] = 4,
     questions: Annotated[int, typer.Option(min=1, help="Questions a document, at most.")] = 5,
     seed: flags.DocumentSeed = 0,
-    batch_size: asking.BatchSize = asking.BATCH_SIZE,
     output: asking.Output = None,
     as_json: flags.AsJson = False,
 ) -> None:
     """Ask harder questions: look-alikes, several facts, values overwritten, chains; the full cache's answers beside.
 
-    mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,n_sink=4,n_window=48,min_ctx=0
+    mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
     from ..evals.suite import PAGE, Suite
 
     tasks = asking.known("--task", task or list(TASKS), list(TASKS))
     settings = asking.settings_of(setting)
     lengths = whole_numbers("--length", length, LEAST)
-    ways = asking.ways_of(policy, memory, verify, verify_below, by_mask)
-    loaded, tokenizer = load_model(model, pipeline=pipeline)
-    if not tokenizer.has_chat_template:
-        raise SnapKVError(
-            f"--model {model}: it has no chat template, so it can't be asked anything"
-        )
+    methods = asking.methods_of(policy, memory, verify, verify_below, by_mask)
     files = asking.output_files(output)
-    papers = Suite(tokenizer, tasks, lengths, documents, questions, seed)
-    asking.measure(model, loaded, papers, PAGE, ways, settings, files, as_json, batch_size)
+    loaded, tokenizer = load_model(model, pipeline=pipeline)
+    asking.require_template(model, tokenizer)
+    dataset = Suite(tokenizer, tasks, lengths, documents, questions, seed)
+    asking.measure(model, loaded, dataset, PAGE, methods, settings, files, as_json)

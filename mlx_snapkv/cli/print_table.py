@@ -6,14 +6,7 @@ from rich.console import Console
 
 from ..reporting.table import Table
 
-NAMES = (
-    "cache",
-    "server",
-    "policy",
-    "method",
-    "way",
-    "task",
-)  # columns of names; all others hold figures
+NAMES = ("cache", "server", "policy", "method", "task")  # columns of names; all others hold figures
 LONG = 24  # characters of a heading, which are then folded
 LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
 

@@ -1,91 +1,106 @@
-"""Methods whose heads keep different numbers of entries: what each head would keep of a prompt.
+"""AdaKV and FastGen, whose heads keep different numbers of entries: their answers, measured by mask.
 
-They are measured by mask (`by_mask.py`) and nowhere else: to store what they keep, every head would be padded to the
-longest one.
+To store what they keep, every head would be padded to the longest one. So all entries are held, and at decoding a mask
+for each KV head hides what the method drops: that measures accuracy, and neither speed nor memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
+from unicodedata import category
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
+from ..caches.layers import attention_layers, kv_bytes, quotas_of
+from ..caches.recording import RecordingKVCache
 from ..engine.choosing import score
+from ..engine.decision import gate
+from ..engine.report import CompressionReport
 from ..entries.attention import attention_weights
 from ..entries.entries import Entries
 from ..entries.selection import nan_scores, top_positions
-from ..errors import SnapKVError, UnknownOptionError
-from ..policies import Policy, Stages, resolve_policy
+from ..errors import SnapKVError, UnknownOptionError, UnsupportedModelError
+from ..policies import Policy, SnapKV, resolve_policy
 from ..policies.budgets import Quota
+from .reading import Reading, shares_reading
+
+# Which of a prompt's tokens are special, and which nothing but punctuation, bool `(T,)` each.
+Kinds = tuple[mx.array, mx.array]
 
 OF = " of "
 QUERIES = 128  # whose attention is computed at a time
 
 
-@dataclass(frozen=True)
-class Kinds:
-    """Which of a prompt's tokens are of a kind, bool `(T,)` each."""
+@dataclass(frozen=True, kw_only=True)
+class HeadWise(Policy, registered=False):
+    """A method whose options are shares, from 0 to 1, of a budget that its heads don't get in equal parts."""
 
-    special: mx.array
-    punctuation: mx.array
+    obs_window: ClassVar[int] = 2**30
+    schedules: ClassVar[tuple[str, ...]] = ("once",)
 
+    n_window: int | str = 1
+    schedule: str = "once"
 
-class HeadWise(ABC):
-    """A method with head-wise budgets.
+    @classmethod
+    def options(cls) -> list[str]:
+        return [f.name for f in fields(cls) if f.type == "float"]
 
-    Attributes:
-        policy: whose queries vote, before the prompt is compressed.
-    """
+    def __post_init__(self):
+        for name in self.options():
+            value = getattr(self, name)
+            self._require(name, not isinstance(value, str) and 0 <= value <= 1, "0 to 1")
 
-    name: ClassVar[str]
-    policy: Policy
+    def fits(self, n_prompt: int) -> bool:
+        return False
+
+    def score(self, entries: Entries) -> mx.array:
+        return entries.votes
+
+    @property
+    def scores(self) -> Policy:
+        """The policy that scores the entries, and whose queries vote."""
+        return self
 
     @abstractmethod
     def visible(self, entries: Entries, quota: Quota, kinds: Kinds) -> mx.array:
-        """What each head of a layer keeps, bool `(B, n_kv_heads, T)`.
-
-        Args:
-            quota: what equal budgets would leave each head.
-        """
+        """What each head of a layer keeps, bool `(B, n_kv_heads, T)`; `quota` is what equal budgets would leave it."""
 
 
-@dataclass(frozen=True)
-class AdaKV(HeadWise):
+@dataclass(frozen=True, kw_only=True)
+class AdaKV(HeadWise, registered=False):
     """The layer's budget goes to the best entries of all its heads (Feng et al. 2024, arXiv:2407.11550, section 3).
 
     Attributes:
-        policy: scores the entries, once the prompt is read; its first and most recent ones are always kept.
-        safeguard: share of its equal budget that each head gets in any case, rounded down (algorithm 1's alpha); what
-            is always kept counts. With 1 all heads get the same.
+        policy: scores the entries; the first and most recent ones are always kept.
+        safeguard: of its equal budget what each head gets in any case, rounded down (algorithm 1's alpha).
     """
 
     name: ClassVar[str] = "adakv"
 
-    policy: Policy
+    policy: Policy = field(default_factory=SnapKV)
     safeguard: float = 0.2
 
     def __post_init__(self):
-        _require_share(self, "safeguard")
-        policy = self.policy
-        if isinstance(policy, Stages) or policy.schedule != "once" or policy.counts_by_scores:
+        super().__post_init__()
+        if not shares_reading(self.policy) or self.policy.counts_by_scores:
             raise SnapKVError(
-                f"adakv needs one policy that chooses once, by a number of entries, got {policy}: give it "
-                "schedule=once, and neither mass nor budget=adaptive"
+                f"adakv needs one policy that chooses from full caches, by a number of entries, got {self.policy}: "
+                "give snapkv, or another with schedule=once, without mass and budget=adaptive"
             )
-        if policy.accumulates_attention:
-            raise SnapKVError(
-                f"adakv can't take {policy}, which counts the attention of all queries: give snapkv, keydiff or another"
-            )
+
+    @property
+    def scores(self) -> Policy:
+        return self.policy
 
     def __str__(self) -> str:
-        options = "" if self.safeguard == 0.2 else f":safeguard={self.safeguard:g}"
-        return f"{self.name}{options}{OF}{self.policy}"
+        return f"{super().__str__()}{OF}{self.policy}"
 
     def visible(self, entries: Entries, quota: Quota, kinds: Kinds) -> mx.array:
-        scores = score(entries, self.policy, quota).scores
+        scores = score(entries, self.policy, quota).scores.astype(mx.float32)
         if mx.any(mx.isnan(scores)).item():
             raise nan_scores()
         return best_of_all_heads(scores, quota, self.safeguard)
@@ -94,56 +109,30 @@ class AdaKV(HeadWise):
 def best_of_all_heads(scores: mx.array, quota: Quota, safeguard: float) -> mx.array:
     """As many of `(B, n_kv_heads, T)` scores as equal budgets would keep, the best of all heads, bool of that shape.
 
-    As kvpress does it: what is always kept leads, then the `int(safeguard * entries)` best of each head, then the rest.
+    As kvpress does it: what is always kept leads, then each head's own part, then the best of the rest.
     """
     B, H, T = scores.shape
     n = min(quota.entries, T)
     places = mx.arange(T)
     always = (places < quota.n_sink) | (places >= T - quota.n_window)
-    scores = mx.where(always, mx.inf, scores.astype(mx.float32))
-    n_safe = int(safeguard * n)
-    if n_safe:
-        safe = _marked(top_positions(scores, n_safe), scores.shape)
-        scores = mx.where(safe, mx.inf, scores)
-    best = top_positions(scores.reshape(B, H * T), H * n)
-    return _marked(best, (B, H * T)).reshape(B, H, T)
+    scores = mx.where(always, mx.inf, scores)
+    scores = mx.where(_best(scores, int(safeguard * n)), mx.inf, scores)
+    return _best(scores.reshape(B, H * T), H * n).reshape(B, H, T)
 
 
-def _marked(positions: mx.array, shape: tuple[int, ...]) -> mx.array:
-    return mx.put_along_axis(mx.zeros(shape, mx.bool_), positions, mx.array(True), axis=-1)
+def _best(scores: mx.array, n: int) -> mx.array:
+    """Which are the `n` best along the last axis, bool of the same shape."""
+    none = mx.zeros(scores.shape, mx.bool_)
+    return mx.put_along_axis(none, top_positions(scores, n), mx.array(True), -1) if n else none
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Everyone(Policy, registered=False):
-    """All of the prompt's queries vote."""
-
-    name: ClassVar[str] = "fastgen"
-    obs_window: ClassVar[int] = 2**30
-    schedules: ClassVar[tuple[str, ...]] = ("once",)
-
-    n_window: int | str = 1
-    schedule: str = "once"
-
-    def fits(self, n_prompt: int) -> bool:
-        return False
-
-    def score(self, entries: Entries) -> mx.array:
-        return entries.votes
-
-
-@dataclass(frozen=True)
-class FastGen(HeadWise):
+class FastGen(HeadWise, registered=False):
     """Each head gets the least that shows it most of its attention (Ge et al. 2023, arXiv:2310.01801, section 4).
 
-    Special tokens; and punctuation; and the entries that received most attention; and the most recent ones; or all. The
-    first of these in which the prompt's queries find at least `recovery` of their attention, in the mean. To a query
-    the recent entries are those before it; of a KV head's query heads the mean counts.
-
-    Attributes:
-        recovery: the share of the attention that is enough (the paper's T).
-        frequent, local: shares of the prompt that are kept as those that received most attention, and as recent ones.
-
-    Differs from the paper in that nothing gives way while the answer is decoded.
+    Special tokens; and punctuation; and the share `frequent` that received most attention; and the share `local` that
+    is most recent, to a query those before it; or all. The first of these in which the prompt's queries find at least
+    `recovery` (the paper's T) of their attention, in the mean. Unlike the paper's, it evicts nothing while decoding.
     """
 
     name: ClassVar[str] = "fastgen"
@@ -152,32 +141,13 @@ class FastGen(HeadWise):
     frequent: float = 0.3
     local: float = 0.3
 
-    def __post_init__(self):
-        for name in ("recovery", "frequent", "local"):
-            _require_share(self, name)
-
-    @property
-    def policy(self) -> Policy:  # type: ignore[override]
-        return _Everyone()
-
-    def __str__(self) -> str:
-        fields = dataclasses.fields(self)
-        given = [
-            (f.name, getattr(self, f.name)) for f in fields if getattr(self, f.name) != f.default
-        ]
-        options = ",".join(f"{name}={value:g}" for name, value in given)
-        return f"{self.name}:{options}" if options else self.name
-
     def visible(self, entries: Entries, quota: Quota, kinds: Kinds) -> mx.array:
         received = entries.votes
         T = received.shape[2]
-        n_frequent, n_local = int(self.frequent * T), int(self.local * T)
-        frequent = mx.zeros(received.shape, mx.bool_)
-        if n_frequent:
-            frequent = _marked(top_positions(received, n_frequent), received.shape)
-        special = mx.broadcast_to(kinds.special, received.shape)
-        found = [special, special | kinds.punctuation]
-        found.append(found[-1] | frequent)
+        n_local = int(self.local * T)
+        special = mx.broadcast_to(kinds[0], received.shape)
+        found = [special, special | kinds[1]]
+        found.append(found[-1] | _best(received, int(self.frequent * T)))
         shares = [(received * columns).sum(axis=-1) for columns in found]
         shares.append(_seen(entries, found[-1], n_local))
         found.append(found[-1] | (mx.arange(T) >= T - n_local))
@@ -189,69 +159,89 @@ class FastGen(HeadWise):
 
 
 def _seen(entries: Entries, columns: mx.array, n_local: int) -> mx.array:
-    """The attention that goes to `columns`, bool `(B, n_kv_heads, T)`, or to each query's own `n_local` most recent.
+    """The attention `(B, n_kv_heads)` to `columns`, bool `(B, n_kv_heads, T)`, or to the `n_local` before a query.
 
-    Returns:
-        `(B, n_kv_heads)` float32, summed over the queries, the mean of a group.
+    It is summed over the queries, and the mean of a group's query heads.
     """
     observed, (B, H, T) = entries.voters, columns.shape
     total = mx.zeros((B, H))
     for first in range(0, len(observed.places), QUERIES):
         places = observed.places[first : first + QUERIES]
         heads = observed.heads[:, :, first : first + QUERIES]
-        weights = attention_weights(
-            entries.keys, dataclasses.replace(observed, heads=heads, places=places)
-        )
+        weights = attention_weights(entries.keys, replace(observed, heads=heads, places=places))
         weights = weights.reshape(B, H, -1, len(places), T).mean(axis=2)
-        own = mx.arange(places.start, places.stop)[:, None]
-        near = mx.arange(T) > own - n_local
+        near = mx.arange(T) > mx.arange(places.start, places.stop)[:, None] - n_local
         total = total + (weights * (columns[:, :, None] | near)).sum(axis=(2, 3))
         mx.eval(total)
     return total
 
 
-def _require_share(method: HeadWise, name: str) -> None:
-    value = getattr(method, name)
-    if not 0 <= value <= 1:
-        raise SnapKVError(f"{method.name} option {name} must be 0 to 1, got {value}")
+def kinds_of(tokenizer, tokens: Sequence[int]) -> Kinds:
+    special = set(tokenizer.all_special_ids)
+    text = {token: tokenizer.decode([token]).strip() for token in set(tokens) - special}
+    marks = {t for t, x in text.items() if x and all(category(c).startswith("P") for c in x)}
+    return mx.array([t in special for t in tokens]), mx.array([t in marks for t in tokens])
 
 
 def headwise(text: str) -> HeadWise:
-    """A method by its command-line string: "adakv of snapkv:budget=6%,min_ctx=0", "fastgen:recovery=0.9".
-
-    Raises:
-        SnapKVError: it can't be read.
-    """
+    """The method of such a string: "adakv of snapkv:budget=6%", "fastgen:recovery=0.9"."""
     how, of, policy = text.partition(OF)
     name, _, options = how.strip().partition(":")
-    if name == AdaKV.name:
-        chosen = resolve_policy(policy=policy.strip()) if of else None
-        if chosen is None:
-            raise SnapKVError(
-                f'adakv shares out the budget of a policy: write "adakv of POLICY", got {text!r}'
-            )
-        return AdaKV(chosen, **_options(AdaKV, options))  # type: ignore[arg-type]  # it looks itself
-    if name == FastGen.name and not of:
-        return FastGen(**_options(FastGen, options))
+    if (name, of) == (FastGen.name, ""):
+        return FastGen.from_string(options)  # type: ignore[return-value]
+    if (name, of) == (AdaKV.name, OF):
+        method: Any = AdaKV.from_string(options)
+        return replace(method, policy=resolve_policy(policy=policy.strip()))
     raise UnknownOptionError(
         f'by mask are measured "adakv of POLICY" and "fastgen", got {text!r}: other policies are given with --policy'
     )
 
 
-def _options(method: type[HeadWise], text: str) -> dict[str, float]:
-    """The numbers of `"key=value,key=value"`."""
-    known = [f.name for f in dataclasses.fields(method) if f.name != "policy"]  # type: ignore[arg-type]
-    found = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, _, value = (x.strip() for x in part.partition("="))
-        if name not in known:
-            raise UnknownOptionError(
-                f"unknown {method.name} option {name!r}; known: {', '.join(known)}"
+class MaskedKVCache(RecordingKVCache):
+    """A recording cache that hides entries from the attention, whose class is patched while the answer is decoded."""
+
+    observes = True
+    visible: mx.array  # bool `(B, n_kv_heads, n)`, of the first `n` entries; later ones are seen
+
+    def hide(self, queries: mx.array, keys: mx.array, mask: Any) -> mx.array:
+        """The mask of queries `(B, n_heads, L, D)` on keys `(B, n_kv_heads, T, D)`, given one of any of MLX's kinds."""
+        B, H, T = keys.shape[:3]
+        n_heads, L = queries.shape[1:3]
+        if self.visible.shape[1] != H:
+            raise UnsupportedModelError("this model's heads can't be masked: it repeats their keys")
+        later = mx.ones((B, H, T - self.visible.shape[2]), mx.bool_)
+        seen = mx.concatenate([self.visible, later], axis=-1)[:, :, None]
+        seen = mx.repeat(seen, n_heads // H, axis=1)
+        if isinstance(mask, str):
+            mask = mx.arange(T - L, T)[:, None] >= mx.arange(T)
+        if mask is None or mask.dtype == mx.bool_:
+            return seen if mask is None else seen & mask
+        return mx.where(seen, mask, -mx.inf)
+
+
+def masked(
+    reading: Reading, heads: HeadWise, kinds: Kinds, answering: bool
+) -> tuple[list, CompressionReport]:
+    """As `Reading.answering` or `compressed`: a cache of all entries that shows what `heads` keeps, and its report."""
+    policy, n_prompt = heads.scores, len(reading.tokens)
+    if (reason := gate(policy, n_prompt, None)) is not None:
+        raise SnapKVError(f"{heads} would hide nothing of {n_prompt} tokens: {reason}")
+    request = reading.request(policy, answering)
+    caches, at = request.caches, request.decision.at
+    layers = attention_layers(reading.model, caches)
+    shares = []
+    for layer, quota in zip(layers, quotas_of(layers, policy.quotas, n_prompt)):
+        family, held = layer.family, layer.cache_in(caches)
+        if family.tiled or not family.asks_to_hide:
+            raise UnsupportedModelError(
+                f"the heads of {family.module!r} models can't be masked one by one: leave --by-mask out"
             )
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise SnapKVError(
-                f"{method.name} option {name} must be a number, got {value!r}"
-            ) from None
-    return found
+        cache = MaskedKVCache(0, 0, KVCache.step, layer)
+        cache.keys, cache.values, cache.offset = held.keys, held.values, held.offset
+        cache.visible = heads.visible(held.held().between(0, at), quota, kinds)
+        shares.append(float(cache.visible.mean()))
+        layer.put(caches, cache)
+    report = CompressionReport(str(heads), n_prompt)
+    report.entries_kept = [round(at * sum(shares) / len(shares))]
+    report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
+    return caches, report

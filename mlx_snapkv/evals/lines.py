@@ -7,15 +7,15 @@ The embedded models know one kind of sentence only and can't do the task in Long
 full cache. For them the lines are facts of `demo/documents.py` with one attribute, and numbers of eight digits.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..demo.documents import make_subject
-from ..demo.questions import question_prompt, token_counter
-from .grid import Cell, Question
-from .haystack import fill
+from .haystack import Haystack, Hidden
 
 
 @dataclass(frozen=True)
@@ -49,33 +49,23 @@ FACTS = Wording(
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(Haystack):
     """One line of a long list is asked for."""
 
-    tokenizer: Any
-    seed: int = 0
+    task: ClassVar[str] = "lines"
+
     wording: Wording = LONGEVAL
 
     def setting(self) -> dict[str, Any]:
-        return {"task": "lines", "seed": self.seed, "wording": self.wording.name}
+        return super().setting() | {"wording": self.wording.name}
 
-    def ask(self, cell: Cell) -> Question:
-        rng = random.Random(f"{self.seed} {cell}")
+    def hide(self, rng: random.Random, depth: float) -> Hidden:
         words, lines = self.wording, self._lines(rng)
         name, number = next(lines)
-
-        def prompt_of(document: str) -> list[int]:
-            question = words.question.format(name=name)
-            return question_prompt(self.tokenizer, words.introduction + document, question)
-
-        prompt = fill(
-            cell.length,
-            [(cell.depth, words.line.format(name=name, number=number))],
-            (words.line.format(name=name, number=number) for name, number in lines),
-            token_counter(self.tokenizer),
-            prompt_of,
-        )
-        return Question(prompt, number)
+        asked = words.line.format(name=name, number=number)
+        others = (words.line.format(name=name, number=number) for name, number in lines)
+        question = words.question.format(name=name)
+        return Hidden([(depth, asked)], others, question, number, words.introduction)
 
     def _lines(self, rng: random.Random) -> Iterator[tuple[str, str]]:
         """Names, each only once, and numbers, without end."""

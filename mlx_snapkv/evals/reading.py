@@ -164,6 +164,17 @@ class Reading:
             return self.full(), CompressionReport(str(policy), n_prompt, reason)
         if not shares_reading(policy):
             return prefill(self.model, self.tokens, policy)
+        request = self.request(policy, answering)
+        report = request.compress()
+        return request.prompt_cache, report
+
+    def request(self, policy: AnyPolicy, answering: bool) -> Request:
+        """A request that `compressed`, or `answering`, compresses: its caches hold everything, and who votes on it.
+
+        Raises:
+            SnapKVError: as `compressed`; or the policy would compress nothing, or reads for itself.
+        """
+        n_prompt = len(self.tokens)
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         request = _request(self.model, n_prompt, policy)
@@ -176,8 +187,7 @@ class Reading:
         for layer, recorder in zip(self._layers, self._recorders[policy]):
             layer.put(caches, recorder.filled(layer.cache_in(self._caches), n))
         request.caches = caches
-        report = request.compress()
-        return request.prompt_cache, report
+        return request
 
     def _read(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
         """Feed the prompt's last tokens."""

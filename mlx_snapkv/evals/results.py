@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
+KEYS = ("method", "setting", "task", "length", "document", "question")
+
 
 class Results:
     """Records by what was asked of whom.
@@ -34,7 +36,7 @@ class Results:
         self,
         setting: dict[str, Any],
         path: Path | None = None,
-        keys: tuple[str, ...] = ("policy", "length", "depth", "question"),
+        keys: tuple[str, ...] = KEYS,
         ranks: Ranks | None = None,
     ):
         self._path = path

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..chat.common_prefix import common_prefix
 from ..demo.questions import question_prompt, token_counter
 from ..demo.tasks import make_task
-from .asking import Paper, Question
+from .document import Document, Place, Question, n_shared
 from .score_tables import Page
 
 MAX_TOKENS = 60  # of an answer
@@ -42,8 +41,8 @@ class Suite:
         """What the prompts depend on besides the tokenizer."""
         return {"task": "suite", "seed": self.seed}
 
-    def paper(self, task: str, length: int, document: int) -> Paper:
-        rng = random.Random(f"{self.seed} {task} {length} {document}")
+    def document(self, task: str, length: int, number: int) -> Document:
+        rng = random.Random(f"{self.seed} {task} {length} {number}")
         n_tokens = length - QUESTION_TOKENS
         text, questions = make_task(task, rng, n_tokens, token_counter(self.tokenizer))
         chosen = questions[: self.n_questions]
@@ -53,17 +52,17 @@ class Suite:
             Question(prompt, q.value, partial(_is_value, q.value), MAX_TOKENS)
             for prompt, q in zip(prompts, chosen)
         ]
-        return Paper(asked, common_prefix([*prompts, other]))
+        return Document(asked, n_shared(other, *prompts))
 
     def __len__(self) -> int:
         return len(self.lengths) * len(self.tasks) * self.n_documents
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], Paper]]:
+    def __iter__(self) -> Iterator[tuple[Place, Document]]:
         for length in self.lengths:
             for task in self.tasks:
-                for document in range(self.n_documents):
-                    place = {"task": task, "length": length, "document": document}
-                    yield place, self.paper(task, length, document)
+                for number in range(self.n_documents):
+                    place = {"task": task, "length": length, "document": number}
+                    yield place, self.document(task, length, number)
 
 
 def _is_value(value: str, answer: str) -> float:

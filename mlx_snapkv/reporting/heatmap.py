@@ -1,4 +1,4 @@
-"""Accuracy by prompt length and depth, one picture a policy."""
+"""Accuracy by prompt length and depth, one picture a method and setting."""
 
 import math
 import re
@@ -10,30 +10,29 @@ from ..whole_files import put_figure
 from .ownership import PNG_METADATA
 from .setting import title
 
-LONGEST = 200  # characters of a policy in a file's name
+LONGEST = 200  # characters of a method in a file's name
 
 
 def write_heatmaps(result: dict[str, Any], base: Path) -> list[Path]:
-    """A `base`-<policy>.png for each policy of an evaluation's records, in order; their paths."""
+    """A `base`-<method>.png for each method and setting of an evaluation's records, in order; their paths."""
     paths = []
     records = result["records"]
-    for policy in dict.fromkeys(r["policy"] for r in records):
-        paths.append(base.with_name(base.name + ending(policy)))
-        own = [r for r in records if r["policy"] == policy]
-        asked = len({r["question"] for r in own})
-        what = f"{textwrap.fill(policy, 60)}\n{asked} question{'s' * (asked > 1)} a cell"
+    for method, setting in dict.fromkeys((r["method"], r["setting"]) for r in records):
+        paths.append(base.with_name(base.name + ending(method, setting)))
+        own = [r for r in records if (r["method"], r["setting"]) == (method, setting)]
+        what = f"{textwrap.fill(method, 60)}\nQuestion {setting}, {len(own)} answers"
         _plot(own, title(what, result), paths[-1])
     return paths
 
 
-def ending(policy: str) -> str:
-    """What follows the base in the name of a policy's file."""
-    slug = re.sub(r"[^\w.=]+", "-", policy.replace("%", "pct")).strip("-")[:LONGEST]
-    return f"-{slug}.png"
+def ending(method: str, setting: str) -> str:
+    """What follows the base in the name of a method's file."""
+    slug = re.sub(r"[^\w.=]+", "-", method.replace("%", "pct")).strip("-")[:LONGEST]
+    return f"-{slug}-{setting}.png"
 
 
 def accuracies(records: list[dict[str, Any]]) -> tuple[list[int], list[float], list[list[float]]]:
-    """Lengths, depths, and the share of right answers by depth, then length, of one policy's records.
+    """Lengths, depths, and the mean score by depth, then length, of one method's records.
 
     NaN where a prompt was not compressed: the answers there are the full cache's.
     """
@@ -41,7 +40,7 @@ def accuracies(records: list[dict[str, Any]]) -> tuple[list[int], list[float], l
     depths = sorted({r["depth"] for r in records})
     right: dict[tuple[float, int], list[float]] = {}
     for r in records:
-        mark = float(r["right"]) if r["reason"] is None else math.nan
+        mark = r["score"] if r["reason"] is None else math.nan
         right.setdefault((r["depth"], r["length"]), []).append(mark)
     shares = {cell: sum(marks) / len(marks) for cell, marks in right.items()}
     return lengths, depths, [[shares[depth, length] for length in lengths] for depth in depths]

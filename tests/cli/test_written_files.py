@@ -77,7 +77,7 @@ def test_places_that_are_no_files(cache_prompt, tmp_path):
         assert (code, out, err.count("\n")) == (2, "", 1) and words in err
 
 
-@pytest.mark.parametrize("ending", [".json", ".md", "-full-cache.png", ".jsonl"])
+@pytest.mark.parametrize("ending", [".json", ".md", "-full-cache-known.png", ".jsonl"])
 def test_a_result_replaces_only_results(call, tmp_path, ending):
     file = tmp_path / f"r{ending}"
     file.write_text("my notes")
@@ -134,7 +134,7 @@ def test_a_folder_for_results_is_made_before_the_model_is_loaded_or_refused(call
         ("--save-document {}", "demo --save-document {}"),
         ("{}", "cache-prompt --model demo --prompt x -o {}"),
         ("--prefix-dir {}", "serve --model demo --memory recall --policy keydiff --prefix-dir {}"),
-        ("--data {}", "eval ruler --model demo --data {}"),
+        ("--data {}", "eval data --model demo --data {}"),
     ],
 )
 def test_a_home_folder_that_is_not_there_is_told_by_every_command(call, told, command):
@@ -153,7 +153,7 @@ INSPECT += ["--prompt", "It was cold.", "-m", "2", "--output"]
     [
         (INSPECT, "r.html", "r.html", 5000),
         (INSPECT, "r.png", "r.png", 5000),
-        ([*NEEDLE, "--output"], "r", "r-full-cache.png", 5000),
+        ([*NEEDLE, "--output"], "r", "r-full-cache-known.png", 5000),
         ([*NEEDLE, "--output"], "r", "r.jsonl", 100),
         (["demo", "--tokens", "1024", "--questions", "1", "--save-document"], "r", "r", 500),
     ],

@@ -4,8 +4,8 @@ import random
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.grid import cells
-from mlx_snapkv.evals.haystack import fill, hide, repeated, synthetic
+from mlx_snapkv.evals.haystack import fill, hide
+from mlx_snapkv.evals.needle import Needle, repeated, synthetic
 
 
 def words(text):
@@ -13,20 +13,22 @@ def words(text):
 
 
 def filled(length, hidden, filler):
-    return fill(length, hidden, filler, lambda t: len(words(t)), lambda t: words(f"{t} so what ?"))
+    prompt_of = lambda text: words(f"{text} so what ?")  # noqa: E731
+    return prompt_of(fill(length, hidden, filler, lambda text: len(prompt_of(text))))
 
 
-def test_the_grid_goes_from_start_to_end():
-    grid = cells([512, 256, 512], 3, 2)
-    assert len(grid) == 2 * 3 * 2
-    assert [c.depth for c in grid[:6:2]] == [0, 0.5, 1]
-    assert [c.depth for c in cells([256], 1, 1)] == [0.5]
+def test_the_grid_goes_from_start_to_end(demo_llama):
+    task = Needle(demo_llama[1], [512, 256], n_depths=3, n_documents=2)
+    places = [place for place, _ in task]
+    assert len(places) == len(task) == 2 * 3 * 2
+    assert [p["depth"] for p in places[:6:2]] == [0, 0.5, 1]
+    assert len({(p["length"], p["document"]) for p in places}) == 12
+    assert [p["depth"] for p, _ in Needle(demo_llama[1], [256], n_depths=1)] == [0.5]
 
 
-def test_hidden_text_goes_to_the_bound_nearest_to_its_depth():
-    pieces, sizes = ["a ", "b b b ", "c ", "d "], [1, 3, 1, 1]
+def test_hidden_text_goes_to_its_depth():
     hidden = [(1.0, "z "), (0.0, "x "), (0.6, "y "), (0.0, "w ")]
-    assert hide(pieces, sizes, hidden) == "x w a b b b y c d z"
+    assert hide(["a ", "b ", "c ", "d "], hidden) == "x w a b y c d z"
 
 
 @pytest.mark.parametrize("length", [100, 101, 150, 999])

@@ -8,9 +8,14 @@ from reference import attention
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.evals.by_mask import MaskedKVCache
-from mlx_snapkv.evals.headwise import AdaKV, FastGen, Kinds, best_of_all_heads, headwise
-from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.evals.headwise import (
+    AdaKV,
+    FastGen,
+    MaskedKVCache,
+    best_of_all_heads,
+    headwise,
+)
+from mlx_snapkv.policies import POLICIES, resolve_policy
 from mlx_snapkv.policies.budgets import Quota
 
 
@@ -115,9 +120,9 @@ def test_fastgen():
         keys, queries, layer = entries(rng)
         special, marks = np.arange(24) < 2, np.arange(24) % 6 == 5
         for recovery in (0.2, 0.4, 0.55, 0.7, 0.8, 0.9, 0.97):
-            method = FastGen(recovery)
+            method = FastGen(recovery=recovery)
             wanted = fastgen_reference(keys[0], queries[0], special, marks, method)
-            kinds = Kinds(mx.array(special), mx.array(marks))
+            kinds = mx.array(special), mx.array(marks)
             found = np.array(method.visible(layer, Quota(1, 0, 1), kinds))[0]
             for own, (policy, columns) in zip(found, wanted):
                 chosen.add(policy)
@@ -157,7 +162,7 @@ def test_hidden_entries_are_not_attended_to(kind):
         "fastgen",
         "fastgen:recovery=0.8,local=0.1",
         "adakv of keydiff:budget=64,schedule=once",
-        "adakv:safeguard=0.5 of snapkv:min_ctx=0",
+        "adakv:safeguard=0.5 of snapkv:budget=9%",
     ],
 )
 def test_names(text):
@@ -168,15 +173,16 @@ def test_names(text):
     "text, words",
     [
         ("snapkv:budget=8", "are given with --policy"),
-        ("adakv", 'write "adakv of POLICY"'),
+        ("adakv", '"adakv of POLICY"'),
         ("adakv:alpha=1 of snapkv", "unknown adakv option 'alpha'; known: safeguard"),
         ("adakv:safeguard=2 of snapkv", "safeguard must be 0 to 1, got 2"),
         ("fastgen:recovery=nan", "recovery must be 0 to 1"),
-        ("fastgen:recovery=much", "recovery must be a number, got 'much'"),
-        ("adakv of keydiff:budget=8", "chooses once"),
-        ("adakv of snapkv:budget=adaptive:4096", "neither mass nor budget=adaptive"),
-        ("adakv of h2o:schedule=once", "counts the attention of all queries"),
-        ("adakv of keydiff:budget=800 then snapkv", "needs one policy"),
+        ("fastgen:recovery=much", "recovery must be 0 to 1, got 'much'"),
+        ("adakv of keydiff:budget=8", "with schedule=once"),
+        ("adakv of snapkv:budget=adaptive:4096", "without mass and budget=adaptive"),
+        ("adakv of h2o:schedule=once", "chooses from full caches"),
+        ("adakv of kvzip", "chooses from full caches"),
+        ("adakv of keydiff:budget=8000 then snapkv", "needs one policy"),
         ("adakv of nobody", "unknown policy 'nobody'"),
     ],
 )
@@ -193,4 +199,8 @@ def test_none_of_them_answers(text):
 
 
 def test_adakv_is_no_policy_of_its_own():
-    assert AdaKV(resolve_policy(policy="snapkv:min_ctx=0")).policy.name == "snapkv"
+    assert AdaKV(policy=resolve_policy(policy="snapkv")).policy.name == "snapkv"
+
+
+def test_they_are_not_among_the_policies():
+    assert not {"adakv", "fastgen"} & set(POLICIES)

@@ -8,19 +8,13 @@ from mlx_snapkv.evals.results import Results
 SETTING = {"task": "needle", "seed": 0}
 
 
-def record(question, **others):
-    return {
-        "policy": "p",
-        "length": 256,
-        "depth": 0.5,
-        "question": question,
-        "right": True,
-        **others,
-    }
+def asked(method, question):
+    place = {"setting": "known", "task": "needle", "length": 256, "document": 0}
+    return {"method": method, **place, "question": question}
 
 
-def asked(policy, question):
-    return {"policy": policy, "length": 256, "depth": 0.5, "question": question}
+def record(question):
+    return asked("p", question) | {"score": 1.0}
 
 
 @pytest.fixture
@@ -75,7 +69,7 @@ def test_another_setting_is_refused_by_name(path):
         Results(SETTING | {"model": "demo"}, path)
 
 
-@pytest.mark.parametrize("line", ["{}", "oops", "3", '{"policy": []}'])
+@pytest.mark.parametrize("line", ["{}", "oops", "3", '{"method": []}'])
 def test_a_damaged_line_is_named(path, line):
     with path.open("a") as file:
         file.write(line + "\n" + json.dumps(record(2)) + "\n")

@@ -1,64 +1,81 @@
+"""What needle and lines ask: where it is hidden, and what is beside it."""
+
 import pytest
 
-from mlx_snapkv.evals.grid import Cell
 from mlx_snapkv.evals.lines import FACTS, LONGEVAL, Lines
 from mlx_snapkv.evals.needle import Needle
 
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 BOOK = "It was a long and quiet winter.\nNobody came to the house.\n\n" * 5
+TASKS = {
+    "needle": (Needle, {}),
+    "needles": (Needle, {"needles": 6}),
+    "haystack": (Needle, {"text": BOOK}),
+    "lines": (Lines, {"wording": FACTS}),
+}
 
 
-def place(tokenizer, question):
-    """Where the value stands, as a share of the prompt."""
-    value = tokenizer.encode(" " + question.expected, add_special_tokens=False)
-    found = [i for i in range(len(question.prompt)) if question.prompt[i : i + len(value)] == value]
-    assert len(found) == 1
-    return found[0] / len(question.prompt)
+def questions(tokenizer, make, lengths=(2048,), **fields):
+    """Depths and questions of a task's documents."""
+    return [
+        (place["depth"], document.questions[0])
+        for place, document in make(tokenizer, lengths, **fields)
+    ]
 
 
-def tasks(tokenizer):
-    return {
-        "needle": Needle(tokenizer),
-        "needles": Needle(tokenizer, needles=6),
-        "haystack": Needle(tokenizer, haystack=BOOK),
-        "lines": Lines(tokenizer, wording=FACTS),
-    }
-
-
-@pytest.mark.parametrize("name", ["needle", "needles", "haystack", "lines"])
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_the_answer_is_at_its_depth_and_the_prompt_has_its_length(demo_llama, name, depth):
+@pytest.mark.parametrize("name", TASKS)
+def test_the_answer_is_at_its_depth_and_the_prompt_has_its_length(demo_llama, name):
     tokenizer = demo_llama[1]
-    question = tasks(tokenizer)[name].ask(Cell(2048, depth, 0))
-    assert 2048 - 40 < len(question.prompt) <= 2048
-    assert abs(place(tokenizer, question) - depth) < 0.03
+    make, fields = TASKS[name]
+    found = questions(tokenizer, make, **fields)
+    assert [depth for depth, _ in found] == DEPTHS
+    for depth, question in found:
+        prompt = question.prompt
+        assert 2048 - 40 < len(prompt) <= 2048
+        value = tokenizer.encode(" " + question.expected, add_special_tokens=False)
+        (at,) = [i for i in range(len(prompt)) if prompt[i : i + len(value)] == value]
+        assert abs(at / len(prompt) - depth) < 0.03
+
+
+def test_the_document_ends_before_the_question(demo_llama):
+    tokenizer = demo_llama[1]
+    for place, document in Needle(tokenizer, [512], n_depths=2):
+        (question,) = document.questions
+        assert place["task"] == "needle" and document.n_shared > 450
+        tail = tokenizer.decode(question.prompt[document.n_shared :])
+        assert "What is the" in tail and question.expected not in tail
+        assert question.score(f"It is {question.expected}.") == 1
+        assert question.score(f"It is {question.expected}0.") == 0
 
 
 def test_the_other_needles_are_spread_over_the_document(demo_llama):
     tokenizer = demo_llama[1]
-    text = tokenizer.decode(Needle(tokenizer, needles=5).ask(Cell(2048, 0.0, 0)).prompt)
+    ((_, question), *_) = questions(tokenizer, Needle, needles=5)
+    text = tokenizer.decode(question.prompt)
     halves = text[: len(text) // 2], text[len(text) // 2 :]
     assert [half.count(" of the ") for half in halves] == [3, 3]  # the question is one of them
 
 
 @pytest.mark.parametrize("make", [Needle, Lines])
-def test_every_cell_and_seed_has_documents_of_its_own(demo_llama, make):
-    task, other = make(demo_llama[1]), make(demo_llama[1], seed=1)
-    cells = [Cell(length, d, q) for length in (1024, 1500) for d in (0.0, 1.0) for q in (0, 1)]
-    asked = [t.ask(cell) for t in (task, other) for cell in cells]
-    assert len({question.expected for question in asked}) == len(asked)
-    assert [task.ask(cell) for cell in cells] == asked[: len(cells)]
+def test_every_document_and_seed_is_another(demo_llama, make):
+    fields = {"lengths": (1024, 1500), "n_depths": 2, "n_documents": 2}
+    first, second = (questions(demo_llama[1], make, seed=seed, **fields) for seed in (0, 1))
+    assert len({question.expected for _, question in first + second}) == 16
+    assert [q.prompt for _, q in questions(demo_llama[1], make, **fields)] == [
+        q.prompt for _, q in first
+    ]
 
 
 def test_own_text_is_the_filler(demo_llama):
     tokenizer = demo_llama[1]
-    text = tokenizer.decode(Needle(tokenizer, haystack=BOOK).ask(Cell(1024, 0.5, 0)).prompt)
-    assert text.count("quiet winter") == text.count("to the house") > 20
+    ((_, question),) = questions(tokenizer, Needle, [1024], n_depths=1, text=BOOK)
+    text = tokenizer.decode(question.prompt)
+    assert text.count("to the house") > 20 and text.count("quiet winter") > 20
 
 
 def test_longevals_lines(demo_llama):
     tokenizer = demo_llama[1]
-    question = Lines(tokenizer, wording=LONGEVAL).ask(Cell(2048, 0.5, 0))
+    ((_, question),) = questions(tokenizer, Lines, n_depths=1, wording=LONGEVAL)
     text = tokenizer.decode(question.prompt)
     lines = [line for line in text.splitlines() if line.startswith("line ")]
     names = [line.split(":")[0] for line in lines]
@@ -69,6 +86,6 @@ def test_longevals_lines(demo_llama):
 
 
 def test_what_the_prompts_depend_on_is_in_the_setting():
-    one, other = Needle(None, haystack="a b."), Needle(None, haystack="a c.")
-    assert one.setting() != other.setting() != Needle(None).setting()
-    assert Lines(None, wording=FACTS).setting() != Lines(None).setting()
+    one, other = Needle(None, [], text="a b."), Needle(None, [], text="a c.")
+    assert one.setting() != other.setting() != Needle(None, []).setting()
+    assert Lines(None, [], wording=FACTS).setting() != Lines(None, []).setting()

@@ -47,19 +47,17 @@ TELL = """
 import sys
 import mlx.core as mx
 import mlx_snapkv, policies_page
-from quality_ways import controls
 from mlx_snapkv import prefill
 from mlx_snapkv.bench.contenders import bounded_field
 from mlx_snapkv.cli import app
-from mlx_snapkv.evals.run import contenders
+from mlx_snapkv.cli.asking import methods_of
 from mlx_snapkv.policies import POLICIES, resolve_policy
 from tiny_models import make_llama
 
 policy = resolve_policy(policy="every_other:budget=40,block=16")
 print("package", mlx_snapkv.__file__)
 print("registry", *POLICIES)
-print("quality", *(line.way(8).name for line in controls(8)), sep="|")
-print("eval", *contenders([str(policy)]), sep="|")
+print("eval", *(method.name for method in methods_of([str(policy)])), sep="|")
 print("bench", *(c.name for c in bounded_field(4096, policy, True)), sep="|")
 print("report", prefill(make_llama(), mx.arange(200) % 64, policy)[1].compressed)
 print(policies_page.page())
@@ -111,7 +109,6 @@ def test_the_docs_have_it_with_its_options(told):
 
 
 def test_evaluations_and_benchmarks_take_it(told):
-    assert "every_other, 1/8" in line(told, "quality").split("|")
     assert line(told, "eval").split("|")[1:] == ["full cache", "every_other:budget=40,block=16"]
     assert line(told, "bench").split("|")[1:] == ["full cache", "every_other:budget=40,block=16"]
 

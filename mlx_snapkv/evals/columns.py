@@ -1,0 +1,214 @@
+"""Data whose rows have the columns that kvpress' data sets share: RULER, LongBench, InfiniteBench, LooGLE.
+
+A task that no column tells is the file's name, or its folder's if the file is a split (`test-00000-of-00001`); a length
+that none tells is a folder's name (`4096/test.parquet`). Rows of one context are questions about one document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
+
+from ..engine.generate import encode_prompt
+from ..errors import SnapKVError
+from ..models.length import trained_length
+from ..paths import path_of
+from .document import Document, Place, Question
+from .score_tables import Page
+from .scores import metric_of
+
+MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't tell apart
+SPLIT = re.compile(r"(train|test|validation|data)\b")
+PAGE = Page(
+    "Questions of a data set",
+    "Scores are 0 to 100: for RULER's tasks its own, the share of the references that stand in the output, for qa "
+    "whether one does; F1 of words for LongBench's, InfiniteBench's and LooGLE's English questions, the letter chosen "
+    "where there are choices. All other tasks are scored as RULER's, which is not their own score.",
+    points=100,
+)
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Row(BaseModel, strict=True, frozen=True):
+    """A question about a context; `answer_prefix` is what the answer begins with, `length` what tables call it."""
+
+    context: Text
+    question: str
+    answer: Annotated[
+        list[Text],
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        Field(min_length=1, validation_alias=AliasChoices("answer", "answers")),
+    ]
+    max_new_tokens: PositiveInt
+    answer_prefix: str = ""
+    task: str
+    length: int | None
+
+
+def read_columns(
+    name: str, tasks: Sequence[str] | None = None, most: int | None = None
+) -> tuple[list[list[Row]], str]:
+    """The rows of a file, or of all parquet and JSON-lines files in a folder and below, a list a document.
+
+    Args:
+        tasks: which of them; None is all.
+        most: documents of each task and length, from the first on.
+
+    Returns:
+        Them by length and task, and what tells this copy of the data from others.
+
+    Raises:
+        SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
+    """
+    place = path_of(name, "--data")
+    paths = [place] if place.is_file() else sorted(place.rglob("*.jsonl"))
+    paths += [] if place.is_file() else sorted(place.rglob("*.parquet"))
+    if not paths:
+        raise SnapKVError(
+            f"--data {name}: no such file, and no folder with .parquet or .jsonl files"
+        )
+    rows = [row for path in paths for row in _rows(path)]
+    found = list(dict.fromkeys(row.task for row in rows))
+    for task in tasks or []:
+        if task not in found:
+            raise SnapKVError(f"--task must be of {', '.join(found)}, got {task!r}")
+    if len({row.length for row in rows}) > MOST_LENGTHS:
+        rows = [row.model_copy(update={"length": None}) for row in rows]
+    groups: dict[tuple, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row.task in (tasks or found):
+            groups[row.length or 0, row.task][row.context].append(row)
+    chosen = [own for _, texts in sorted(groups.items()) for own in [*texts.values()][:most]]
+    sizes = json.dumps([(path.name, path.stat().st_size) for path in paths])
+    return chosen, "sha256 " + hashlib.sha256(sizes.encode()).hexdigest()[:16]
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """A file's rows, with every column checked or filled in."""
+    folder = next((int(p.name) for p in path.resolve().parents[:3] if p.name.isdecimal()), None)
+    task = path.parent.name if SPLIT.match(path.stem) else path.stem
+    number = 0
+    try:
+        for given in _parquet(path) if path.suffix == ".parquet" else _lines(path):
+            number += 1
+            told = {name: value for name, value in given.items() if value is not None}
+            yield Row.model_validate({"task": task, "length": folder} | told)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        column = ".".join(map(str, problem["loc"]))
+        raise SnapKVError(
+            f"{path}: row {number}: {column}: {problem['msg']}; every row needs context, question, answer and "
+            "max_new_tokens"
+        ) from None
+    except OSError as error:
+        raise SnapKVError(f"{path}: {error.strerror or error}") from error
+    if not number:
+        raise SnapKVError(f"{path} has no rows: get the file again, or take it out of the folder")
+
+
+def _lines(path: Path) -> Iterator[dict]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    row = dict(json.loads(line.decode("utf-8-sig")))
+                    json.dumps(row, ensure_ascii=False).encode()  # no halves of characters
+                except (ValueError, TypeError, RecursionError):
+                    raise SnapKVError(
+                        f"{path}: line {number} is no JSON object in UTF-8: mend or delete it"
+                    ) from None
+                yield row
+
+
+def _parquet(path: Path) -> Iterator[dict]:
+    try:
+        arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    except ImportError:
+        raise SnapKVError(
+            f"{path}: parquet needs pyarrow, which is not installed: pip install 'mlx-snapkv[data]'"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=64):
+                yield from batch.to_pylist()
+    except arrow.ArrowException as error:
+        raise SnapKVError(f"{path} is damaged: it is no parquet file, so get it again") from error
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Such data as documents with questions, put as kvpress puts them.
+
+    Document and question are tokenized apart, in the user's turn of the chat template; what the answer begins with
+    stands behind where it starts. Without a template a line break ends the question.
+
+    Attributes:
+        data: what tells this copy of it from others.
+        template: whether to use the tokenizer's chat template, if it has one.
+    """
+
+    tokenizer: Any
+    documents: Sequence[list[Row]]
+    data: str
+    template: bool = True
+    lengths: tuple[int, ...] = ()
+
+    def setting(self) -> dict[str, Any]:
+        return {"task": "data", "data": self.data, "chat_template": self.template}
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __iter__(self) -> Iterator[tuple[Place, Document]]:
+        numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
+        for rows in self.documents:
+            task, length = rows[0].task, rows[0].length
+            place = {"task": task, "length": length, "document": next(numbers[task, length])}
+            yield place, self._document(rows)
+
+    def _document(self, rows: list[Row]) -> Document:
+        before, between = self._around(rows[0].context)
+        questions = []
+        for row in rows:
+            text = row.question + between + row.answer_prefix
+            prompt = before + self.tokenizer.encode(text, add_special_tokens=False)
+            score = partial(metric_of(row.task), row.answer)
+            questions.append(Question(prompt, row.answer, score, row.max_new_tokens))
+        return Document(questions, len(before))
+
+    def _around(self, context: str) -> tuple[list[int], str]:
+        """The tokens up to the context's end, and the text between question and answer."""
+        if not (self.template and self.tokenizer.has_chat_template):
+            return encode_prompt(self.tokenizer, context).tolist(), "\n"  # type: ignore[return-value]
+        end = "\n" + "#" * (len(context) + 1)
+        made = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": context + end}],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            tokenize=False,
+        )
+        before, after = made.split(end)
+        return self.tokenizer.encode(before, add_special_tokens=False), after
+
+    def require_room(self, model: Any) -> None:
+        """Raises: SnapKVError: the longest document is longer than the model was trained to."""
+        most = trained_length(model)
+        longest = self._document(max(self.documents, key=lambda rows: len(rows[0].context)))
+        taken = max(len(q.prompt) + q.max_tokens for q in longest.questions)
+        if most is not None and taken > most:
+            raise SnapKVError(
+                f"--data has a prompt of {taken} tokens with its answer, and the model was trained to {most}: give "
+                "shorter documents, or another model"
+            )

@@ -1,0 +1,127 @@
+"""`eval data`: the real command on data in kvpress' columns."""
+
+import json
+import random
+import sys
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from mlx_snapkv.cli.progress import DocumentBar
+from mlx_snapkv.demo.questions import make_haystack
+
+KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
+
+
+def rows(tokenizer, task, seed=0, wrong=False):
+    """Two questions about one document."""
+    text, facts = make_haystack(tokenizer, random.Random(seed), 2, 400)
+    made = {"context": f"{text}\n\n", "answer_prefix": "", "max_new_tokens": 24, "task": task}
+    extra = ["nothing"] if wrong else []
+    return [made | {"question": fact.question, "answer": [fact.value, *extra]} for fact in facts]
+
+
+@pytest.fixture
+def data(tmp_path, demo_llama):
+    """A folder as RULER's are in kvpress' data set: one length, two tasks, in one parquet file."""
+    found = rows(demo_llama[1], "niah_single_1") + rows(demo_llama[1], "qa_1", 1, wrong=True)
+    found += rows(demo_llama[1], "vt", 2, wrong=True)
+    path = tmp_path / "data" / "512" / "test-00000-of-00001.parquet"
+    path.parent.mkdir(parents=True)
+    parquet.write_table(pyarrow.Table.from_pylist(found), path)
+    return str(tmp_path / "data")
+
+
+def test_tables_records_and_going_on(call, data, tmp_path):
+    """Answers of both settings by task; another policy adds to the file."""
+    base = tmp_path / "r"
+    args = ["eval", "data", "--data", data, "--output", str(base)]
+    code, out, _ = call(*args)
+    assert code == 0 and "Question later, 512 tokens" in out
+    stored = base.with_suffix(".jsonl").read_text().splitlines()
+    assert len(stored) == 1 + 2 * 6
+    code, out, err = call(*args, "--policy", RANDOM, "--policy", KEYDIFF, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert base.with_suffix(".jsonl").read_text().splitlines()[: len(stored)] == stored
+    assert result["task"] == "data" and len(result["records"]) == 3 * 2 * 6
+    found = {(s["method"], s["setting"]): s for s in result["summary"]}
+    for setting in ("known", "later"):
+        full = found["full cache", setting]
+        assert full["by_task"] == {"niah_single_1": 1.0, "qa_1": 1.0, "vt": 0.5}
+        assert full["length"] == 512 and full["asked"] == 6
+        assert found[RANDOM, setting]["score"] < found[KEYDIFF, setting]["score"]
+    page = base.with_suffix(".md").read_text()
+    assert "# Questions of a data set" in page and "## Question later, 512 tokens, by task" in page
+    assert base.with_suffix(".png").stat().st_size > 5000
+
+
+def test_what_to_ask(call, data):
+    args = [
+        "eval",
+        "data",
+        "--data",
+        data,
+        "--task",
+        "vt",
+        "--setting",
+        "known",
+        "--documents",
+        "1",
+    ]
+    code, out, _ = call(*args, "--json", "--ignore-chat-template")
+    result = json.loads(out)
+    assert code == 0 and result["chat_template"] is False
+    assert [(r["task"], r["setting"]) for r in result["records"]] == [("vt", "known")] * 2
+
+
+@pytest.mark.parametrize(
+    "change, args, words",
+    [
+        ({"context": None}, [], "row 1: context: Field required"),
+        ({"max_new_tokens": "8"}, [], "row 1: max_new_tokens: Input should be a valid integer"),
+        ("", [], "d.jsonl has no rows"),
+        ("{", [], "line 1 is no JSON"),
+        ({}, ["--task", "cwe"], "--task must be of vt, got 'cwe'"),
+        ({}, ["--setting", "sooner"], "--setting must be known, later or both"),
+        ({}, ["--policy", "keydif"], "unknown policy 'keydif'"),
+        ({}, ["--output", "/nowhere/r"], "--output /nowhere/r: "),
+    ],
+)
+def test_a_mistake_is_one_line_before_the_model_is_loaded(
+    call, tmp_path, demo_llama, change, args, words
+):
+    row = rows(demo_llama[1], "vt")[0]
+    text = change if isinstance(change, str) else json.dumps(row | change)
+    (tmp_path / "d.jsonl").write_text(text)
+    code, out, err = call("eval", "data", "--data", str(tmp_path), "--model", "nowhere", *args)
+    assert (code, out) == (2, "")
+    assert words in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_prompt_that_is_too_long_is_one_line(call, tmp_path, demo_llama):
+    row = rows(demo_llama[1], "vt")[0]
+    (tmp_path / "d.jsonl").write_text(json.dumps(row | {"context": row["context"] * 100}))
+    code, out, err = call("eval", "data", "--data", str(tmp_path / "d.jsonl"))
+    assert (code, out) == (2, "")
+    assert "the model was trained to" in err and len(err.strip().splitlines()) == 1
+
+
+def test_parquet_without_pyarrow_says_what_to_install(call, data, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    code, _, err = call("eval", "data", "--data", data)
+    assert code == 2 and "parquet needs pyarrow, which is not installed: pip install" in err
+
+
+def test_it_says_how_long_it_will_take(capsys, monkeypatch):
+    """After the first document that is asked about, and once; those answered before don't count."""
+    now = 0.0
+    monkeypatch.setattr("mlx_snapkv.cli.progress.time.monotonic", lambda: now)
+    with DocumentBar(12, 30.0) as bar:
+        bar.done(asked=False)
+        for seconds in (60, 20):
+            now += seconds
+            bar.done(asked=True)
+    said = [line for line in capsys.readouterr().err.splitlines() if "first" in line]
+    assert said == ["The first took 60 s: about 10 minutes for the others."]

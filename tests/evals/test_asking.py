@@ -1,0 +1,242 @@
+"""The loop: both settings, going on, questions and methods that don't see each other, and the tables of it all."""
+
+import pytest
+from tiny_models import make_llama
+
+from mlx_snapkv import stream_generate
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals import haystack, score_tables
+from mlx_snapkv.evals.answering import FULL, KNOWN, LATER, SETTINGS, Method
+from mlx_snapkv.evals.asking import require_compression, run
+from mlx_snapkv.evals.document import Document
+from mlx_snapkv.evals.lines import FACTS, Lines
+from mlx_snapkv.evals.needle import Needle
+from mlx_snapkv.evals.results import KEYS, Results
+from mlx_snapkv.evals.suite import PAGE, Suite
+from mlx_snapkv.policies import resolve_policy
+from mlx_snapkv.reporting.heatmap import accuracies, write_heatmaps
+from mlx_snapkv.reporting.setting import setting as machine
+
+SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=keydiff"
+AHEAD = SNAPKV.replace("lookahead=0", "lookahead=3")
+BOOK = f"keydiff:budget=96,block=128 then {SNAPKV}".replace(",lookahead=0", "")
+UNSURE = {"memory": "recall", "verify": "unsure"}
+
+
+def method(name, text, **options):
+    return Method(name, resolve_policy(policy=text), options)
+
+
+METHODS = [
+    Method(FULL),
+    method("snapkv", SNAPKV),
+    method("ahead", AHEAD),
+    method("before the last", f"{SNAPKV},last_token=false"),
+    method("unsure", SNAPKV, **UNSURE),
+    method("book", BOOK, **UNSURE | {"memory": "recall:file"}),
+    method("book, alone", "keydiff:budget=96,block=8", memory="recall"),
+]
+
+
+def by(records, *keys):
+    """Answers by method, setting and so on."""
+    found = {}
+    for record in records:
+        found.setdefault(tuple(record[key] for key in keys), []).append(record["answer"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def asked(demo_tasks):
+    """One document of each of two tasks, and a run over them."""
+    model, tokenizer = demo_tasks
+    suite = Suite(tokenizer, ["single", "two-links"], [768], 1, 3)
+    return model, suite, run(model, suite, METHODS, SETTINGS, Results({}))
+
+
+def test_every_question_is_asked_of_every_method_in_both_settings(asked):
+    *_, records = asked
+    assert len(records) == 2 * len(METHODS) * 2 * 3
+    assert len({tuple(r[key] for key in KEYS) for r in records}) == len(records)
+
+
+def test_the_tables_tell_methods_apart(asked):
+    """Chains need what nobody votes for; entries that stay, and doubtful tokens that vote, find it."""
+    *_, records = asked
+    found = {(s["method"], s["setting"]): s for s in score_tables.summarise(records, PAGE)}
+    for setting in SETTINGS:
+        assert found[FULL, setting]["score"] >= 5 / 6
+        assert found["snapkv", setting]["score"] < found["unsure", setting]["score"]
+        assert found["book", setting]["score"] >= 4 / 6 and found["book", setting]["file_bytes"] > 0
+        assert found["snapkv", setting]["difference"]["mean"] < 0
+    assert found["snapkv", LATER]["score"] <= found["snapkv", KNOWN]["score"]
+    assert found["snapkv", KNOWN]["entries"] == 48
+    assert found["snapkv", KNOWN]["kv_bytes"] < found[FULL, KNOWN]["kv_bytes"] / 8
+    assert {s["uncompressed"] for s in found.values()} == {0}
+
+
+@pytest.mark.parametrize("name", ["snapkv", "ahead", "before the last", "book"])
+def test_known_questions_are_answered_as_stream_generate_does(asked, name):
+    model, suite, records = asked
+    (chosen,) = [m for m in METHODS if m.name == name]
+    (_, document), *_ = suite
+    for question, answer in zip(
+        document.questions, by(records, "method", "setting", "task")[name, KNOWN, "single"]
+    ):
+        options = {"policy": chosen.policy, **chosen.options}
+        responses = stream_generate(model, suite.tokenizer, question.prompt, 60, **options)
+        assert answer == "".join(response.text for response in responses)
+
+
+@pytest.mark.parametrize("chosen", METHODS, ids=lambda m: m.name)
+def test_alone_and_together_answers_are_equal(asked, chosen):
+    """And neither depends on the setting that was asked before."""
+    model, suite, records = asked
+    together = by(records, "method", "setting")
+    for setting in SETTINGS:
+        alone = run(model, suite, [chosen], [setting], Results({}))
+        assert [r["answer"] for r in alone] == together[chosen.name, setting]
+
+
+class Backwards(Suite):
+    """The same documents, their questions from last to first."""
+
+    def document(self, *place):
+        document = super().document(*place)
+        return Document(document.questions[::-1], document.n_shared)
+
+
+def test_questions_do_not_see_each_other(asked):
+    model, suite, records = asked
+    backwards = Backwards(suite.tokenizer, ["single"], [768], 1, 3)
+    again = by(run(model, backwards, METHODS, SETTINGS, Results({})), "method", "setting", "task")
+    forwards = by(records, "method", "setting", "task")
+    for key, answers in again.items():
+        assert answers == forwards[key][::-1], key
+
+
+def test_a_run_goes_on_where_it_was(asked, tmp_path):
+    """Only what is missing is asked: the last answers, and one in the middle."""
+    model, suite, records = asked
+    kept = [r for i, r in enumerate(records[:-2]) if i != 7]
+    results = Results(suite.setting(), tmp_path / "r.jsonl")
+    for record in kept:
+        results.add(record)
+    told = []
+    again = run(
+        model, suite, METHODS, SETTINGS, Results(suite.setting(), tmp_path / "r.jsonl"), told.append
+    )
+    assert again == records and told == [True, True]
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1 + len(records)
+    results = Results(suite.setting(), tmp_path / "r.jsonl")
+    assert run(model, suite, METHODS, SETTINGS, results, told.append) == records
+    assert told[2:] == [False, False]
+
+
+def test_an_interrupted_run_keeps_its_answers(asked, tmp_path):
+    model, suite, _ = asked
+
+    def stop(asked):
+        raise KeyboardInterrupt
+
+    methods = METHODS[:2]
+    with pytest.raises(KeyboardInterrupt):
+        run(model, suite, methods, SETTINGS, Results({"task": "suite"}, tmp_path / "r.jsonl"), stop)
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 1 + 2 * 2 * 3
+
+
+def test_pages_and_pictures(asked, tmp_path):
+    *_, records = asked
+    summary = score_tables.summarise(records, PAGE)
+    machine = {"processor": "p", "cores": 1, "system": "s", "device": "cpu", "blas": "b"}
+    result = {
+        "records": records,
+        "summary": summary,
+        "command": "c",
+        "commit": "0",
+        "model": "m",
+        "date": "d",
+    }
+    result |= {"machine": machine, "versions": {"mlx": "1"}}
+    page = score_tables.markdown(result, PAGE, ["r.png"])
+    assert (
+        "![Scores](<r.png>)" in page
+        and "## Question known, 768 tokens, by task" in page
+        and "| unsure |" in page
+    )
+    score_tables.write_plot(result, PAGE, tmp_path / "r.png")
+    assert (tmp_path / "r.png").stat().st_size > 5000
+
+
+@pytest.fixture(scope="module")
+def needles(demo_llama):
+    model, tokenizer = demo_llama
+    dataset = Needle(tokenizer, [1024], n_depths=2)
+    methods = [
+        Method(FULL),
+        method("random", "random:budget=3%"),
+        method("default", "snapkv:top_k=2000"),
+    ]
+    return run(model, dataset, methods, SETTINGS, Results({}))
+
+
+def test_needles_that_random_entries_lose(needles):
+    found = {(s["method"], s["setting"]): s for s in score_tables.summarise(needles, haystack.PAGE)}
+    for setting in SETTINGS:
+        assert (found[FULL, setting]["score"], found[FULL, setting]["asked"]) == (1, 2)
+        random = found["random", setting]
+        assert random["score"] < 1 and random["entries"] == 30 and random["uncompressed"] == 0
+        assert random["kv_bytes"] < found[FULL, setting]["kv_bytes"]
+
+
+def test_an_uncompressed_prompt_never_counts_as_the_methods(needles, tmp_path):
+    summary = score_tables.summarise(needles, haystack.PAGE)
+    known, _ = score_tables.tables(summary, haystack.PAGE)
+    assert [row[2] for row in known.rows] == ["1.00", "0.00", "not compressed"]
+    assert "Not compressed: 2 of 2 prompts of default (the prompt's 10" in known.remark
+    own = [r for r in needles if (r["method"], r["setting"]) == ("default", KNOWN)]
+    lengths, depths, grid = accuracies(own)
+    assert (lengths, depths) == ([1024], [0.0, 1.0])
+    assert all(share != share for row in grid for share in row)  # NaN
+    paths = write_heatmaps({"records": needles, "model": "demo"} | machine(), tmp_path / "n")
+    assert [p.name for p in paths] == [
+        f"n-{name}-{setting}.png"
+        for name in ("full-cache", "random", "default")
+        for setting in SETTINGS
+    ]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
+
+
+def test_lines_show_what_pooling_is_worth(demo_llama):
+    model, tokenizer = demo_llama
+    policy = "snapkv:budget=12.5%,n_window=32,obs_window=32,lookahead=0,pool=avg,pool_kernel="
+    methods = [Method(FULL), method("1", f"{policy}1"), method("21", f"{policy}21")]
+    dataset = Lines(tokenizer, [1024], 4, wording=FACTS)
+    records = run(model, dataset, methods, [KNOWN], Results({}))
+    full, unpooled, pooled = score_tables.summarise(records, haystack.PAGE)
+    assert full["score"] == pooled["score"] == 1 and unpooled["score"] < 1
+
+
+@pytest.mark.parametrize(
+    "policy, words",
+    [
+        (
+            "snapkv:min_ctx=600",
+            "would compress nothing here: the prompt's 512 tokens are below min_ctx",
+        ),
+        (
+            "keydiff:budget=4096",
+            "would compress nothing here: the prompt's 512 entries fit the budget",
+        ),
+        ("snapkv:budget=10%,n_window=99", "snapkv option budget must be at least 103"),
+        ("keydiff:budget=10% then snapkv:n_window=99,budget=5%", "budget must be at least 103"),
+    ],
+)
+def test_mistakes_show_before_anything_is_measured(policy, words):
+    with pytest.raises(SnapKVError, match=words):
+        require_compression(make_llama(), [Method(FULL), method(policy, policy)], [256, 512])
+
+
+def test_a_policy_that_compresses_some_lengths_is_measured():
+    methods = [method("some", "keydiff:budget=300,min_ctx=400")]
+    require_compression(make_llama(), methods, [256, 512])

@@ -1,0 +1,168 @@
+"""Data in kvpress' columns: files and folders of them, what is wrong with a row, and the prompts made of it."""
+
+import json
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.columns import Columns, read_columns
+
+ROW = {
+    "context": "The code is 4711. The sky is blue.\n",
+    "question": "What is the code?",
+    "answer_prefix": " The code is",
+    "answer": ["4711"],
+    "max_new_tokens": 8,
+    "task": "niah_single_1",
+}
+
+
+def places(documents):
+    """Task, length and context of each document."""
+    return [(rows[0].task, rows[0].length, rows[0].context) for rows in documents]
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.jsonl"])
+def test_rows_of_one_context_are_one_document(tmp_path, name):
+    other = ROW | {"question": "What is blue?", "answer": ["sky"]}
+    data = write(tmp_path / name, [ROW, ROW | {"context": "Nothing."}, other])
+    documents, _ = read_columns(data)
+    assert [rows[0].context for rows in documents] == [ROW["context"], "Nothing."]
+    assert [row.question for row in documents[0]] == [ROW["question"], "What is blue?"]
+    assert documents[0][0].model_dump() == ROW | {"length": None}
+
+
+def test_a_folder_of_files(tmp_path):
+    """Lengths are the folders' names, tasks the rows' or the files'; the first so many documents of each."""
+    bare = {key: value for key, value in ROW.items() if key not in ("task", "answer_prefix")}
+    rows = [ROW | {"context": f"Text {i}."} for i in range(3)]
+    write(tmp_path / "4096" / "test-00000-of-00001.parquet", rows)
+    write(tmp_path / "2048" / "vt.jsonl", [bare | {"answer": "4711"}])
+    write(tmp_path / "passkey" / "test.jsonl", [{**bare, "answers": ["1"], "answer": None}])
+    documents, copy = read_columns(str(tmp_path), most=2)
+    assert places(documents) == [
+        ("passkey", None, ROW["context"]),
+        ("vt", 2048, ROW["context"]),
+        ("niah_single_1", 4096, "Text 0."),
+        ("niah_single_1", 4096, "Text 1."),
+    ]
+    assert documents[0][0].answer == ["1"] and documents[1][0].answer == ["4711"]
+    assert documents[1][0].answer_prefix == ""
+    chosen, again = read_columns(str(tmp_path), ["vt"])
+    assert [task for task, *_ in places(chosen)] == ["vt"] and again == copy
+
+
+def test_a_column_of_lengths(tmp_path):
+    """A few tell rows apart; many are sizes of texts."""
+    few = [ROW | {"length": n} for n in (4096, 2048)]
+    documents, _ = read_columns(write(tmp_path / "a.jsonl", few))
+    assert [length for _, length, _ in places(documents)] == [2048, 4096]
+    many = [ROW | {"length": n, "context": f"Text {n}."} for n in range(1, 20)]
+    documents, _ = read_columns(write(tmp_path / "b.jsonl", many))
+    assert {length for _, length, _ in places(documents)} == {None} and len(documents) == 19
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"context": None}, "context: Field required; every row needs context, question, answer"),
+        ({"max_new_tokens": None}, "max_new_tokens: Field required"),
+        ({"answer": None}, "answer: Field required"),
+        ({"context": ""}, "context: String should have at least 1 character"),
+        ({"question": 3}, "question: Input should be a valid string"),
+        ({"answer": []}, "answer: Value should have at least 1 item"),
+        ({"answer": ["a", ""]}, "answer.1: String should have at least 1 character"),
+        ({"answer": [1]}, "answer.0: Input should be a valid string"),
+        ({"max_new_tokens": 0}, "max_new_tokens: Input should be greater than 0"),
+        ({"max_new_tokens": True}, "max_new_tokens: Input should be a valid integer"),
+        ({"length": "4k"}, "length: Input should be a valid integer"),
+        ({"answer_prefix": 1}, "answer_prefix: Input should be a valid string"),
+    ],
+)
+def test_a_row_that_will_not_do_is_named(tmp_path, change, words):
+    data = write(tmp_path / "d.jsonl", [ROW, ROW | change])
+    with pytest.raises(SnapKVError) as error:
+        read_columns(data)
+    assert f"{data}: row 2: {words}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("d.jsonl", b"", "d.jsonl has no rows"),
+        ("d.jsonl", b"\n{1\n", "line 2 is no JSON object in UTF-8"),
+        ("d.jsonl", b'{"context": "\\ud83e"}\n', "line 1 is no JSON object in UTF-8"),
+        ("d.jsonl", b"\xff\n", "line 1 is no JSON object in UTF-8"),
+        ("d.jsonl", b"[" * 100_000, "line 1 is no JSON"),
+        ("d.jsonl", b"[1]\n", "line 1 is no JSON object"),
+        ("d.parquet", b"no table", "d.parquet is damaged: it is no parquet file"),
+        ("d.txt", b"a", "no such file, and no folder with .parquet or .jsonl files"),
+    ],
+)
+def test_a_file_that_will_not_do_is_named(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SnapKVError) as error:
+        read_columns(str(tmp_path))
+    assert words in str(error.value)
+
+
+def test_what_is_not_there(tmp_path):
+    data = write(tmp_path / "d.jsonl", [ROW])
+    with pytest.raises(SnapKVError, match="--task must be of niah_single_1, got 'vt'"):
+        read_columns(data, ["vt"])
+    with pytest.raises(SnapKVError, match="nowhere: no such file"):
+        read_columns(str(tmp_path / "nowhere"))
+
+
+def test_a_byte_order_mark_is_none_of_the_data(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(ROW).encode())
+    (((row,),), _) = read_columns(str(tmp_path))
+    assert row.context == ROW["context"]
+
+
+def prompt(tokenizer, tmp_path, template=True):
+    documents, copy = read_columns(write(tmp_path / "d.jsonl", [ROW]))
+    ((place, document),) = Columns(tokenizer, documents, copy, template)
+    assert place == {"task": "niah_single_1", "length": None, "document": 0}
+    (question,) = document.questions
+    return document.n_shared, question
+
+
+def test_the_prompt_is_kvpresss(demo_llama, tmp_path):
+    """Context and question in the user's turn, the answer's beginning behind it; tokenized before the question."""
+    tokenizer = demo_llama[1]
+    n, question = prompt(tokenizer, tmp_path)
+    head = tokenizer.encode("<|bos|><|user|>" + ROW["context"], add_special_tokens=False)
+    tail = tokenizer.encode("What is the code?<|assistant|> The code is", add_special_tokens=False)
+    assert question.prompt == head + tail and n == len(head)
+    assert question.max_tokens == 8
+    assert question.score(" 4711.") == 1 and question.score("471") == 0
+
+
+def test_the_prompt_without_a_template(demo_llama, tmp_path):
+    tokenizer = demo_llama[1]
+    n, question = prompt(tokenizer, tmp_path, template=False)
+    head = tokenizer.encode(ROW["context"])
+    tail = tokenizer.encode("What is the code?\n The code is", add_special_tokens=False)
+    assert question.prompt == head + tail and n == len(head)
+
+
+def test_documents_beyond_the_models_length_are_refused(demo_llama, tmp_path):
+    model, tokenizer = demo_llama
+    documents, copy = read_columns(
+        write(tmp_path / "d.jsonl", [ROW, ROW | {"context": ROW["context"] * 2000}])
+    )
+    with pytest.raises(SnapKVError, match=r"has a prompt of \d+ tokens .* was trained to \d+"):
+        Columns(tokenizer, documents, copy).require_room(model)
+    Columns(tokenizer, documents[:1], copy).require_room(model)
