@@ -23,6 +23,7 @@ from ..reporting import heatmap
 from . import asking, flags
 from .command import Command
 from .eval_fields import longbench, ruler, scbench
+from .eval_lm import lm
 from .eval_suite import suite
 from .loading import load_model
 from .options import whole_numbers, with_suffix, write_result
@@ -42,6 +43,7 @@ app.command("suite", cls=Command)(suite)
 app.command("ruler", cls=Command)(ruler)
 app.command("longbench", cls=Command)(longbench)
 app.command("scbench", cls=Command)(scbench)
+app.command("lm", cls=Command)(lm)
 
 
 @app.callback(invoke_without_command=True)
