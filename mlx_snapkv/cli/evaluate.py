@@ -7,12 +7,13 @@ import typer
 from .command import Command
 from .eval_data import data
 from .eval_fidelity import fidelity
+from .eval_lm import lm
 from .eval_needle import lines, needle
 from .eval_suite import suite
 
 app = typer.Typer(help="Ask about long documents, with the full cache and with policies.")
 
-for command in (fidelity, data, needle, lines, suite):
+for command in (fidelity, data, lm, needle, lines, suite):
     app.command(command.__name__, cls=Command)(command)
 
 

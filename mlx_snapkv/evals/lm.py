@@ -1,0 +1,247 @@
+"""lm-evaluation-harness' tasks, RULER and LongBench among them, by mlx-lm's own `MLXLM` with compressed prompts.
+
+Prompts, stop strings, metrics and seeds are lm-evaluation-harness' and mlx-lm's. What a policy compresses is the prompt
+of `generate_until`, and the context of `loglikelihood` but for its last token, from which the continuation is judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.evaluate as mlx_evaluate
+import numpy as np
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from ..batch.generate import batch_generate
+from ..engine.prefill import prefill
+from ..engine.report import CompressionReport
+from ..errors import SnapKVError, brief
+from ..policies import Policy, Stages
+from .results import Record, Results
+
+FULL = "full cache"
+KEYS = ("method", "task")
+ROLLING = "loglikelihood_rolling"
+
+
+class PolicyLM(mlx_evaluate.MLXLM):
+    """`MLXLM` over a model that is loaded already.
+
+    Attributes:
+        reports: what became of each prompt that a policy was to compress.
+
+    Args:
+        policy: None is the full cache, and then every figure is `MLXLM`'s own.
+        max_tokens: of an answer, before what a task says; of `loglikelihood`, of context and continuation.
+        on_answers: called with the number of prompts that have been answered since.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        policy: Policy | Stages | None = None,
+        *,
+        use_chat_template: bool = False,
+        batch_size: int = 8,
+        max_tokens: int | None = None,
+        on_answers: Callable[[int], None] = lambda n: None,
+    ):
+        LM.__init__(self)  # MLXLM's own would load the model once more for each policy
+        self._model, self.tokenizer = model, tokenizer
+        self._batch_size, self._max_tokens, self._sampler = batch_size, max_tokens, None
+        self.use_chat_template = use_chat_template
+        self.reports: list[CompressionReport] = []
+        self._policy, self._on_answers = policy, on_answers
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        asked = [SimpleNamespace(args=(r.args[0], self._ended(r.args[1]))) for r in requests]
+        theirs = mlx_evaluate.batch_generate
+        mlx_evaluate.batch_generate = self._batch_generate  # type: ignore[assignment]
+        try:
+            return super().generate_until(asked)
+        finally:
+            mlx_evaluate.batch_generate = theirs
+
+    def _ended(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A request's options with a list of stop strings that is not empty, as MLXLM wants it."""
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else until
+        return options | {"until": [*stops, self.tokenizer.eos_token]}
+
+    def _batch_generate(
+        self, model, tokenizer, prompts: list[list[int]], max_tokens: list[int], **options: Any
+    ) -> SimpleNamespace:
+        """`texts` of the prompts, so many read and answered together as a batch has."""
+        texts: list[str] = []
+        given = options | {"policy": self._policy, "on_report": self._report, "verbose": False}
+        for i in range(0, len(prompts), self._batch_size):
+            some = slice(i, i + self._batch_size)
+            made = batch_generate(
+                model, tokenizer, prompts[some], max_tokens=max_tokens[some], **given
+            )
+            for error in filter(None, getattr(made, "errors", [])):
+                raise error
+            texts += made.texts
+            self._on_answers(len(made.texts))
+        return SimpleNamespace(texts=texts)
+
+    def _process_prompt(
+        self, prompt: Sequence[int], step_size: int = 2048
+    ) -> tuple[mx.array, list]:
+        """Log-probabilities `(1, vocabulary)` of what follows a context, and the cache that has read it."""
+        if self._policy is None or len(prompt) < 2:
+            return super()._process_prompt(prompt, step_size)
+        cache, report = prefill(self._model, prompt[:-1], self._policy, prefill_step_size=step_size)
+        self._report(report)
+        self._on_answers(1)
+        logits = self._model(mx.array([prompt[-1:]]), cache=cache)
+        return nn.log_softmax(logits[:, -1].astype(mx.float32)), cache
+
+    def _report(self, report: CompressionReport) -> None:
+        if self._policy is not None:
+            self.reports.append(report)
+
+
+def load_tasks(
+    names: Sequence[str],
+    include_path: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    seed: int = 123,
+) -> dict[str, Any]:
+    """Tasks by name, with their data.
+
+    Args:
+        names: of tasks, groups or tags, with `*` for any characters, or paths of yaml files.
+        include_path: a folder of more tasks' yaml files.
+        metadata: what tasks that make their own prompts are told, such as RULER's `tokenizer` and `max_seq_lengths`.
+        seed: of prompts made at random.
+
+    Raises:
+        SnapKVError: there is no such task, its data can't be had, or it asks for what `PolicyLM` can't do.
+    """
+    manager = TaskManager(include_path=include_path, metadata=dict(metadata or {}))
+    tasks: dict[str, Any] = {}
+    for name in names:
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                found = manager.load(manager.match_tasks([name]) or [name])["tasks"]
+        except KeyError as error:
+            raise SnapKVError(f"--tasks {name}: lm-evaluation-harness has no such task") from error
+        except (
+            Exception
+        ) as error:  # whatever a task's own code, or the download of its data, raises
+            raise SnapKVError(f"--tasks {name} can't be loaded: {brief(error)}") from error
+        tasks |= found
+    for name, task in tasks.items():
+        _require_possible(name, task)
+    return tasks
+
+
+def _require_possible(name: str, task: Any) -> None:
+    if task.get_config("output_type") == ROLLING:
+        raise SnapKVError(
+            f"--tasks {name} judges whole texts, of which no part is a prompt that could be compressed: "
+            "ask eval fidelity how a policy changes predictions"
+        )
+    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+        raise SnapKVError(f"--tasks {name} runs code that the model writes, or has more than text")
+
+
+def n_documents(task: Any, limit: int | None) -> int:
+    """Documents of a task that will be asked about."""
+    n = len(task.eval_docs)
+    return n if limit is None else min(n, limit)
+
+
+def run(
+    lm_of: Callable[..., PolicyLM],
+    tasks: Mapping[str, Any],
+    methods: Mapping[str, Policy | Stages | None],
+    results: Results,
+    on_document: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> list[Record]:
+    """Every method's record of every task; what `results` does not hold is asked.
+
+    Args:
+        lm_of: makes the `PolicyLM` of a policy, with its `on_answers`.
+        methods: policies by name, the full cache's None first.
+        on_document: called for each document that a method has been asked about.
+        **options: of lm-evaluation-harness' `simple_evaluate`.
+    """
+    records = []
+    manager = TaskManager(include_defaults=False)  # tasks are here, so no index of others is needed
+    for name, task in tasks.items():
+        for method, policy in methods.items():
+            place = {"method": method, "task": name}
+            if results.get(place) is None:
+                steps = _Steps(n_documents(task, options.get("limit")), on_document)
+                lm = lm_of(policy, on_answers=steps.take)
+                with contextlib.redirect_stdout(sys.stderr):
+                    found = simple_evaluate(
+                        model=lm,
+                        tasks=[task],
+                        task_manager=manager,
+                        bootstrap_iters=0,
+                        **options,
+                    )
+                steps.take(steps.left)
+                results.add(place | _told(found, name, lm.reports))
+            records.append(results.get(place))
+    return records  # type: ignore[return-value]
+
+
+@dataclass
+class _Steps:
+    """Documents of a task that are to be told of: some have several prompts."""
+
+    left: int
+    on_document: Callable[[], None]
+
+    def take(self, n: int) -> None:
+        for _ in range(min(n, self.left)):
+            self.left -= 1
+            self.on_document()
+
+
+def _told(found: dict[str, Any], name: str, reports: Sequence[CompressionReport]) -> Record:
+    """What is recorded of a task: its metrics, and those of its documents that are numbers."""
+    own = found["results"][name]
+    documents = [
+        {
+            "document": sample["doc_id"],
+            "filter": sample["filter"],
+            "answers": sample["filtered_resps"],
+            **_numbers({key: sample[key] for key in sample["metrics"]}),
+        }
+        for sample in found["samples"][name]
+    ]
+    kept = [report.entries for report in reports if report.compressed]
+    reasons = [report.reason for report in reports if not report.compressed]
+    return {
+        "n": own["sample_len"],
+        "metrics": _numbers({k: x for k, x in own.items() if "," in k and "_stderr," not in k}),
+        "prompts": len(reports),
+        "entries": max(kept, default=None),
+        "uncompressed": len(reasons),
+        "reason": reasons[0] if reasons else None,
+        "documents": documents,
+    }
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if isinstance(value, Real)}

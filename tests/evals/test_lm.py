@@ -1,0 +1,252 @@
+"""lm-evaluation-harness' tasks on the embedded model: mlx-lm's own figures, and what a policy makes of them."""
+
+import inspect
+import json
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+pytest.importorskip("lm_eval", reason="needs pip install 'mlx-snapkv[lm]'")
+
+import lm_eval.tasks
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_tasks import N, write_tasks
+from mlx_lm import evaluate as mlx_evaluate
+
+from mlx_snapkv import prefill
+from mlx_snapkv.batch.generate import batch_generate
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals import lm as harness
+from mlx_snapkv.evals.lm import FULL, KEYS, PolicyLM, load_tasks, run
+from mlx_snapkv.evals.results import Results
+from mlx_snapkv.policies import resolve_policy
+
+SNAPKV = resolve_policy(policy="snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=0,lookahead=2")
+STREAMING = resolve_policy(policy="streaming_llm:budget=25%")
+
+
+@pytest.fixture(scope="module")
+def folder(demo_llama, tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"), demo_llama[1])
+
+
+@pytest.fixture(autouse=True)
+def own_tasks(monkeypatch):
+    """Only the tasks of these tests: an index of lm-evaluation-harness' own takes seconds each time."""
+    monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
+
+
+@pytest.fixture(scope="module")
+def lm_of(demo_llama):
+    return partial(PolicyLM, *demo_llama, use_chat_template=True, batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def theirs(demo_llama):
+    """mlx-lm's own `MLXLM`, of the same weights."""
+    made = mlx_evaluate.MLXLM(str(MODELS["demo"]), batch_size=2)
+    made._model = demo_llama[0]
+    return made
+
+
+def evaluated(lm, folder, *names):
+    found = simple_evaluate(
+        model=lm,
+        tasks=list(load_tasks(names, str(folder)).values()),
+        apply_chat_template=True,
+        fewshot_as_multiturn=False,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_defaults=False),
+    )
+    return [
+        [sample["filtered_resps"] for sample in found["samples"][name]] for name in names
+    ], found["results"]
+
+
+def test_with_the_full_cache_every_figure_is_mlx_lms_own(folder, lm_of, theirs):
+    names = ("facts", "choices")
+    ours, figures = evaluated(lm_of(), folder, *names)
+    wanted, their_figures = evaluated(theirs, folder, *names)
+    assert ours == wanted
+    assert {n: figures[n]["sample_len"] for n in names} == dict.fromkeys(names, N)
+    assert figures["choices"]["acc,none"] == their_figures["choices"]["acc,none"] == 1.0
+    assert figures["facts"]["exact_match,none"] == their_figures["facts"]["exact_match,none"]
+
+
+def test_a_policy_answers_as_its_own_batches_do(folder, lm_of, demo_llama):
+    model, tokenizer = demo_llama
+    lm = lm_of(SNAPKV)
+    (answers,), _ = evaluated(lm, folder, "whole_facts")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["text"]}], add_generation_prompt=True
+        )
+        for row in rows
+    ]
+    wanted = [
+        batch_generate(model, tokenizer, [prompt], max_tokens=12, policy=SNAPKV).texts
+        for prompt in prompts
+    ]
+    assert answers == wanted
+    assert [report.prompt_tokens for report in lm.reports] == [len(p) for p in prompts]
+    assert all(report.entries == len(p) // 4 for report, p in zip(lm.reports, prompts))
+
+
+def test_choices_are_judged_over_the_compressed_context(folder, lm_of, demo_llama, theirs):
+    """Against a context compressed by hand, whose choices are fed token by token."""
+    model, tokenizer = demo_llama
+    row = json.loads((folder / "rows.jsonl").read_text().splitlines()[0])
+    context = theirs.apply_chat_template([{"role": "user", "content": row["text"]}])
+    requests = [Pair(context, choice) for choice in row["choices"]]
+    lm = lm_of(SNAPKV)
+    found = lm.loglikelihood(requests)
+    tokens = tokenizer.encode(context, add_special_tokens=False)
+    for (logprob, greedy), choice in zip(found, row["choices"]):
+        cache, report = prefill(model, tokens[:-1], SNAPKV)
+        assert report.entries == (len(tokens) - 1) // 4
+        rest = tokenizer.encode(context + choice, add_special_tokens=False)[len(tokens) :]
+        total, best, before = 0.0, True, tokens[-1]
+        for token in rest:
+            logits = model(mx.array([[before]]), cache=cache)[0, -1].astype(mx.float32)
+            total += (logits - mx.logsumexp(logits))[token].item()
+            best, before = best and mx.argmax(logits).item() == token, token
+        assert logprob == pytest.approx(total, abs=1e-3) and greedy == best
+    full = [logprob for logprob, _ in theirs.loglikelihood(requests)]
+    assert not np.allclose(full, [logprob for logprob, _ in found], atol=1e-2)
+    nothing = lm_of(resolve_policy(policy="snapkv:top_k=4096,min_ctx=0"))
+    kept = [logprob for logprob, _ in nothing.loglikelihood(requests)]
+    assert np.allclose(full, kept, atol=1e-3) and not nothing.reports[0].compressed
+
+
+class Pair:
+    """All that mlx-lm asks of a request."""
+
+    def __init__(self, *args):
+        self.args = args
+
+
+@pytest.mark.parametrize("policy", (None, STREAMING))
+def test_stop_strings_and_lengths_are_honoured(lm_of, theirs, policy):
+    context = theirs.apply_chat_template([{"role": "user", "content": "What is it?"}])
+    (whole,) = theirs.generate_until([Pair(context, {"until": ["\0"], "max_gen_toks": 9})])
+    stop = whole[2]
+
+    def answer(max_tokens=None, **options):
+        (found,) = lm_of(policy, max_tokens=max_tokens).generate_until([Pair(context, options)])
+        return found
+
+    untils = [], [stop], stop
+    for until in untils:
+        wanted = whole.partition(stop)[0] if until else whole
+        assert answer(until=until, max_gen_toks=9) == wanted
+    assert untils[0] == []  # the task's own list
+    assert answer(max_gen_toks=9) == whole
+    short = answer(max_gen_toks=3)
+    assert whole.startswith(short) and short != whole
+    assert answer(max_tokens=3, max_gen_toks=9) == short
+    assert mlx_evaluate.batch_generate.__module__ == "mlx_lm.generate"  # theirs again
+
+
+def test_no_methods_answer_depends_on_the_others(folder, lm_of):
+    tasks = load_tasks(["facts", "choices"], str(folder))
+    options = {"limit": 3, "apply_chat_template": True}
+    together = run(
+        lm_of, tasks, {FULL: None, "a": STREAMING, "b": SNAPKV}, Results({}, keys=KEYS), **options
+    )
+    alone = run(lm_of, tasks, {"b": SNAPKV}, Results({}, keys=KEYS), **options)
+    assert [record for record in together if record["method"] == "b"] == alone
+    assert [r["prompts"] for r in together] == [0, 3, 3, 0, 3, 3]
+    assert [(r["n"], len(r["documents"])) for r in together] == [(3, 3)] * 6
+
+
+def test_what_is_recorded_is_not_asked_again(folder, lm_of, tmp_path):
+    tasks = load_tasks(["facts"], str(folder))
+    path, setting = tmp_path / "r.jsonl", {"task": "lm"}
+    options = {"limit": 2, "apply_chat_template": True}
+    told = []
+    first = run(
+        lm_of,
+        tasks,
+        {FULL: None},
+        Results(setting, path, KEYS),
+        lambda: told.append(1),
+        **options,
+    )
+    assert len(told) == 2
+
+    def asked(policy, **given):
+        assert policy is SNAPKV
+        return lm_of(policy, **given)
+
+    again = run(asked, tasks, {FULL: None, "b": SNAPKV}, Results(setting, path, KEYS), **options)
+    assert again[0] == first[0] and again[1]["method"] == "b"
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_failing_prompt_ends_the_run_and_mlx_lm_is_as_it_was(lm_of, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(harness, "batch_generate", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        lm_of().generate_until([Pair("Why?", {"until": []})])
+    assert mlx_evaluate.batch_generate.__module__ == "mlx_lm.generate"
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    (
+        ("nothing_such", "--tasks nothing_such: lm-evaluation-harness has no such task"),
+        ("gone", "--tasks gone can't be loaded: FileNotFoundError"),
+        ("rolling", "--tasks rolling judges whole texts"),
+    ),
+)
+def test_tasks_that_cant_be_are_named(folder, name, message):
+    with pytest.raises(SnapKVError, match=message):
+        load_tasks(["facts", name], str(folder))
+
+
+def test_tasks_by_pattern(folder):
+    assert list(load_tasks(["*facts"], str(folder))) == ["facts", "whole_facts"]
+
+
+def test_rulers_prompts_are_made_for_the_length_and_by_the_seed(monkeypatch):
+    pytest.importorskip("wonderwords", reason="needs pip install 'mlx-snapkv[lm]'")
+    monkeypatch.setenv("LOCAL_RANK", "1")  # nltk's data are not downloaded
+    path = f"{Path(lm_eval.tasks.__file__).parent}/ruler/niah_single_1.yaml"
+    told = {"tokenizer": str(MODELS["demo"]), "max_seq_lengths": [700]}
+    first, again, other = (
+        load_tasks([path], metadata=told, seed=seed)["niah_single_1"].eval_docs
+        for seed in (1, 1, 2)
+    )
+    assert first["input"] == again["input"] != other["input"]
+    assert set(first["max_length"]) == {700} and max(first["length"]) <= 700
+
+
+def test_the_hooks_of_mlx_lm_that_policies_stand_on(theirs, lm_of):
+    """An upgrade of mlx-lm that changes one of these is to fail here, and not in a figure."""
+    assert set(vars(theirs)) <= set(vars(lm_of()))  # what its __init__ would have set
+    generate = inspect.getsource(mlx_evaluate.MLXLM.generate_until)
+    assert "zip(*[req.args for req in requests])" in generate
+    assert "completions = batch_generate(" in generate and ").texts" in generate
+    for passed in (
+        "prompts",
+        "max_tokens",
+        "verbose",
+        "prefill_batch_size",
+        "completion_batch_size",
+    ):
+        assert f"{passed}=" in generate.partition("batch_generate(")[2]
+    assert 'opt["until"]' in generate and 'opt.get("max_gen_toks"' in generate
+    choose = inspect.getsource(mlx_evaluate.MLXLM.loglikelihood)
+    assert "logprobs, cache = self._process_prompt(prefix)" in choose
+    assert "cache=copy.deepcopy(cache)" in choose
+    parameters = inspect.signature(mlx_evaluate.MLXLM._process_prompt).parameters
+    assert list(parameters) == ["self", "prompt", "step_size"]
+    assert parameters["step_size"].default == 2048

@@ -1,0 +1,97 @@
+import json
+import sys
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlx_snapkv.errors import SnapKVError
+from scripts import make_ruler
+
+pytest.importorskip("lm_eval", reason="needs pip install 'lm_eval[ruler]'")
+pytest.importorskip("wonderwords", reason="needs pip install 'lm_eval[ruler]'")
+
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A folder; a token is a word or a punctuation mark, all of them unknown."""
+    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path_factory.mktemp("words")
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def essays(tmp_path):
+    folder = tmp_path / "essays"
+    folder.mkdir()
+    for name, word in (("a", "grey"), ("b", "blue")):
+        text = f"The {word} sea is wide. Is it deep?\nIt is!\n\n" * 400
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("task", ("niah_single_2", "niah_multivalue", "vt", "cwe", "fwe"))
+def test_a_row_is_rulers_prompt_in_three_parts(task, tokenizer, essays):
+    rows = make_ruler.make_rows(task, tokenizer, LENGTH, 3, essays=essays)
+    assert len(rows) == 3 and len({row["context"] for row in rows}) == 3
+    for row in rows:
+        assert set(row) == {
+            *("context", "question", "answer_prefix", "answer"),
+            *("max_new_tokens", "task", "length"),
+        }
+        assert row["context"].endswith("\n") and "\n" not in row["question"] + row["answer_prefix"]
+        assert row["question"].rstrip()[-1] in "?." and row["question"].endswith(" ")
+        assert all(answer in row["context"] for answer in row["answer"])
+        assert (row["task"], row["length"]) == (task, LENGTH)
+        beginning = "The special magic" if task.startswith("niah") else "Answer:"
+        assert row["answer_prefix"].startswith(beginning)
+    n_answers = {"niah_single_2": 1, "niah_multivalue": 4, "vt": 5, "cwe": 10, "fwe": 3}[task]
+    assert all(len(row["answer"]) == n_answers for row in rows)
+
+
+def test_the_haystack_is_that_of_the_essays_and_needles_stand_between_its_sentences(
+    tokenizer, essays
+):
+    (row,) = make_ruler.make_rows("niah_single_2", tokenizer, LENGTH, 1, essays=essays)
+    (value,) = row["answer"]
+    before, _, after = row["context"].partition(f"is: {value}.")
+    assert "The grey sea is wide." in before + after
+    haystack = before.split("afterwards.\n")[1].partition("One of the special")[0].strip()
+    assert not haystack or haystack[-1] in ".?!"
+
+
+def test_words_that_appear_most_often_have_a_solved_example_in_front(tokenizer):
+    (row,) = make_ruler.make_rows("cwe", tokenizer, LENGTH, 1)
+    example, lists = row["context"].split("are:1. ", 1)
+    assert "Question: What are the 10 most common words" in example
+    assert all(lists.count(f" {answer}") >= 6 for answer in row["answer"])
+
+
+def test_the_same_seed_makes_the_same_rows_and_fewer_are_the_first_of_more(tokenizer):
+    for task in ("niah_multikey_3", "cwe", "vt"):
+        make = [
+            make_ruler.make_rows(task, tokenizer, LENGTH, n, seed)
+            for n, seed in ((4, 1), (2, 1), (2, 2))
+        ]
+        assert make[0][:2] == make[1] != make[2]
+
+
+def test_files_are_written_by_task_and_length(tokenizer, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    options = ["--task", "fwe", "--length", "1024", "--length", "1500", "--samples", "2"]
+    monkeypatch.setattr(sys, "argv", ["make_ruler.py", str(tokenizer), str(out), *options])
+    make_ruler.main()
+    for length in (1024, 1500):
+        lines = (out / "fwe" / f"{length}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line)["length"] for line in lines] == [length] * 2
+
+
+def test_missing_essays_and_unknown_lengths_are_named(tokenizer, tmp_path):
+    with pytest.raises(SnapKVError, match=r"has no \.txt files: run `make real-models`"):
+        make_ruler.make_rows("niah_single_2", tokenizer, LENGTH, 1, essays=tmp_path)
+    with pytest.raises(SnapKVError, match="at least 1024 tokens, not 512"):
+        make_ruler.make_rows("vt", tokenizer, 512, 1)
