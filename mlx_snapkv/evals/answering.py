@@ -7,11 +7,13 @@ on which others are asked.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..engine.generate import stream_generate
@@ -23,7 +25,7 @@ from ..engine.serving import NO_POLICY_REASON
 from ..policies import Policy, Stages
 from .document import Document, Question
 from .headwise import HeadWise, kinds_of, masked
-from .reading import Reading, read_once, shares_reading
+from .reading import Reading, judged, read_once, shares_reading
 
 KNOWN, LATER = "known", "later"
 SETTINGS = (KNOWN, LATER)
@@ -110,15 +112,41 @@ class Asked:
 
     def _known(self, method: Method, question: Question) -> Answer:
         reading = self._reading_with(question)
+        stops = self._tokenizer.eos_token_ids
+        full = reading.answer(question.max_tokens, stops)
         cache, report = self._chosen(reading, method, answering=True)
         # As many tokens as the policy looks ahead, and the next one, are chosen by all entries.
-        n_fed = held_tokens(self._model, cache) - len(reading.tokens)
-        stops = self._tokenizer.eos_token_ids
-        first = reading.answer(min(n_fed + 1, question.max_tokens), stops)
-        n_left = question.max_tokens - len(first)
-        if first and (not n_left or first[-1] in stops):
-            return Answer(self._text(first), cache, report)
-        return self._decoded(first[-1:] or reading.tokens[-1:], cache, n_left, {}, report, first)
+        n_chosen = held_tokens(self._model, cache) - len(reading.tokens) + 1
+        answer = self._agreed(full, n_chosen, cache)
+        if answer == full or (answer and answer[-1] in stops):
+            return Answer(self._text(answer), cache, report)
+        rest = [*reading.tokens, *answer][held_tokens(self._model, cache) :]
+        return self._decoded(
+            rest, cache, question.max_tokens - len(answer), {}, report, before=answer
+        )
+
+    def _agreed(self, full: list[int], n_chosen: int, cache: list) -> list[int]:
+        """The full cache's answer up to the first token that a small cache chooses otherwise, and that token.
+
+        One pass over the answer finds it. The cache has then been fed all tokens but the last, or fewer.
+
+        Args:
+            n_chosen: tokens that are the full cache's in any case; the cache has been fed all of them but the last.
+        """
+        known = full[max(0, n_chosen - 1) : -1]
+        if n_chosen < 1 or not known:
+            return full[: max(0, n_chosen)]
+        before = copy.deepcopy(cache)
+        chosen: list[int] = mx.argmax(judged(self._model, cache, known), axis=-1).tolist()  # type: ignore[assignment]
+        n_right = len(
+            [*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, full[n_chosen:]))]
+        )
+        if n_right == len(known):
+            return full
+        cache[:] = before
+        if n_right:
+            judged(self._model, cache, known[:n_right])
+        return [*full[: n_chosen + n_right], chosen[n_right]]
 
     def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
         """The document's cache, and the report of its compression; None if that comes with the question."""

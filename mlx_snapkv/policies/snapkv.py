@@ -38,7 +38,7 @@ class SnapKV(Policy):
         pool_kernel: width of the pooling over the votes; 1 is none (section 4.1). It should be about as wide as the
             values to be found.
         pool: "avg" and "max" pool over the neighbours on both sides, as the paper does; the width is then odd.
-            "forward" takes the highest of an entry's own mean vote, which plain text needs, and of two contrasts, which
+            "forward" takes the highest of an entry's own votes, which plain text needs, and of two contrasts, which
             exact values need: how much more the prompt's last 32 or 64 queries vote than those before them, averaged
             over the entry and the `pool_kernel - 1` before it. A model that looks a value up attends to the words before
             the value and reads on from there; what all queries attend to, such as line breaks, has no contrast.
@@ -77,7 +77,7 @@ class SnapKV(Policy):
     budget: int | str = None  # type: ignore[assignment]  # a value once the policy is made
     mass: float | None = None  # type: ignore[misc]
     max_budget: int | str | None = None
-    obs_window: int = 128  # type: ignore[misc]
+    obs_window: int = 256  # type: ignore[misc]
     pool_kernel: int = 16
     min_ctx: int = 0
     prefill_chunk: int | None = None  # type: ignore[misc]
@@ -225,7 +225,7 @@ class SnapKV(Policy):
 
 
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
-    """Mean votes of all observed queries, and how much more the last ones vote than those before them.
+    """Mean votes, those of the last 32 queries counting half, and how much more the last ones vote than those before.
 
     `(B, n_kv_heads, T)` float32 each. There is a contrast for the prompt's last 32 queries and one for its last 64, the
     answer's tokens that look ahead besides; of so few queries that none come before, it is the mean itself.
@@ -240,7 +240,7 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
         mx.maximum(votes / count - (every - votes) / (n - count), 0)
         for votes, count in zip(latest, counts)
     ]
-    return every / n, contrasts
+    return (every / n + latest[0] / counts[0]) / 2, contrasts
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
