@@ -18,13 +18,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, kv_bytes
+from ..caches.layers import attention_layers
 from ..engine.decision import gate
 from ..engine.generate import generate_step
-from ..engine.report import CompressionReport
+from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
+from ..entries.quantization import n_bytes
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
+from ..several.part import part_of
 from .beside import Beside
 from .divergence import Reference, log_softmax, loss
 from .frame import Frame, frame_of
@@ -94,31 +96,31 @@ class Document:
         """A policy's figures, or the full cache's; some of them are arrays that `stream` has to compute."""
         if policy is None:
             return self._full(setting)
-        logprobs = None
         if setting == KNOWN and not shares_reading(policy):
-            logprobs, report = self._generated(policy)
-        elif setting == KNOWN:
+            return self._generated(policy)
+        if setting == KNOWN:
             cache, report = self._prompt.answering(policy)
         else:
             cache, report = self._reading(setting).compressed(without_answer(policy))
+        held = self._held(cache, report)
         with mx.stream(stream):
-            if logprobs is None:
-                logprobs = self._judged(setting, cache)
-            figures = self._figures(setting, logprobs)
-        kept = [count for count in report.entries_kept if count is not None]
-        return figures | {
-            "entries": round(sum(kept) / len(kept)) if kept else None,
-            "kv_bytes": report.kv_bytes_after or None,
-            "reason": report.reason,
-        }
+            return self._figures(setting, self._judged(setting, cache)) | held
 
     def _full(self, setting: str) -> Record:
         reading = self._reading(setting)
-        return self._figures(setting, self._reference(setting).logprobs) | {
-            "kl": 0.0,
-            "entries": len(reading.tokens),
-            "kv_bytes": kv_bytes(reading.full()),
-            "reason": None,
+        report = CompressionReport(NO_POLICY, len(reading.tokens))
+        figures = self._figures(setting, self._reference(setting).logprobs)
+        return figures | self._held(reading.full(), report) | {"kl": 0.0}
+
+    def _held(self, cache: list, report: CompressionReport) -> Record:
+        """What a cache holds once it is compressed: entries, the mean over layers, and their bytes."""
+        held = [layer.entries_in(cache).held() for layer in attention_layers(self.model, cache)]
+        nbytes = sum(n_bytes((e.stored_keys, e.stored_values)) for e in held)
+        kept = [n for n in report.entries_kept if n is not None]
+        return {
+            "entries": round(sum(kept) / len(kept)) if kept else report.prompt_tokens,
+            "kv_bytes": sum(part_of(self.model).ranks.gather(nbytes)),
+            "reason": report.reason,
         }
 
     def _figures(self, setting: str, logprobs: mx.array) -> Record:
@@ -161,19 +163,21 @@ class Document:
         # The token after the piece is what its last one says, which the full cache is asked; it is only fed.
         return len(self.piece.following) - 1 if setting == TEXT else len(self._answer)
 
-    def _generated(self, policy: AnyPolicy) -> tuple[mx.array, CompressionReport]:
-        """The same of a policy that reads a prompt for itself: by `generate_step`, which is told what to answer."""
-        reports: list[CompressionReport] = []
-        answer = iter(self._answer)
+    def _generated(self, policy: AnyPolicy) -> Record:
+        """The figures of a policy that reads a prompt for itself: `generate_step` is told what to answer."""
+        held: Record = {}
+        cache, answer = make_prompt_cache(self.model), iter(self._answer)
         steps = generate_step(
             mx.array(self._prompt.tokens),
             self.model,
             policy=policy,
+            prompt_cache=cache,
             max_tokens=len(self._answer),
             sampler=lambda logprobs: mx.array([next(answer, 0)]),
-            on_report=reports.append,
+            on_report=lambda report: held.update(self._held(cache, report)),
         )
-        return log_softmax(mx.stack([logprobs for _, logprobs in steps])), reports[0]
+        logprobs = mx.stack([one for _, one in steps])
+        return self._figures(KNOWN, log_softmax(logprobs)) | held
 
     def _reading(self, setting: str) -> Reading:
         """What is compressed."""

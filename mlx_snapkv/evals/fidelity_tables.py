@@ -22,7 +22,7 @@ REMARK = (
     "Same token: share of the tokens where the likeliest one is the same. Loss: the full cache's mean negative "
     "log-probability of the text's own tokens, in nats, and how much a policy's is higher. All are means over the "
     "pieces; 95% intervals are paired, and bootstrapped over texts. Entries: kept per KV head, the mean over layers. "
-    "KV memory: when the prompt is compressed."
+    "KV memory: that of the entries held when the prompt is compressed, without room for more."
 )
 ABOUT = {
     TEXT: "The prompt is a piece of a text, and the tokens after it are judged; no policy looks ahead.",
@@ -64,8 +64,9 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> dict
         "same": sum(r["same"] for r in own) / n,
         "loss": sum(r["loss"] for r in own) / n if has_loss else None,
         "loss_against_full": apart("loss", full) if has_loss else None,
-        "entries": max((r["entries"] for r in own if r["entries"]), default=None),
-        "kv_bytes": max((r["kv_bytes"] for r in own if r["kv_bytes"]), default=None),
+        "entries": max(r["entries"] for r in own),
+        "kv_bytes": max(r["kv_bytes"] for r in own),
+        "reason": next((r["reason"] for r in own if r["reason"]), None),
     }
 
 
@@ -94,8 +95,8 @@ def _table(summary: list[dict[str, Any]], setting: str) -> Table:
             "" if is_full or is_first else _with_interval(others, "+", s["texts"]),
             f"{s['same']:.1%}",
             *([_loss(s)] if setting == TEXT else [f"{s['judged']:,}"] if setting == KNOWN else []),
-            "" if s["entries"] is None else f"{s['entries']:,}",
-            "" if s["kv_bytes"] is None else format_bytes(s["kv_bytes"]),
+            f"{s['entries']:,}",
+            format_bytes(s["kv_bytes"]),
         )
     return table
 

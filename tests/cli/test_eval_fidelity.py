@@ -14,7 +14,7 @@ from interrupt_helpers import interrupt, wait_for
 
 from mlx_snapkv.demo.questions import make_haystack
 
-SNAPKV = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+SNAPKV = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8,lookahead=4"
 STREAMING = "streaming_llm:budget=25%,schedule=once"
 SMALL = ["--length", "150", "--continuation", "16"]
 POLICIES = ["--policy", SNAPKV, "--policy", STREAMING]

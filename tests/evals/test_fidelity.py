@@ -35,12 +35,13 @@ from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.reporting.setting import setting as measured
 
 N = 24
-SNAPKV = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8,min_ctx=0"
+BASE = "snapkv:budget=25%,n_sink=4,n_window=16,obs_window=8"
+SNAPKV = f"{BASE},lookahead=4"
 POLICIES = [
-    SNAPKV,
-    f"{SNAPKV},lookahead=0,on_full=grow",
-    f"{SNAPKV},last_token=false",
-    "snapkv:budget=adaptive:25%,n_sink=4,n_window=16,obs_window=8,min_ctx=0",
+    f"{SNAPKV},on_full=keydiff",
+    f"{BASE},lookahead=0",
+    f"{BASE},last_token=false",
+    "snapkv:budget=adaptive:25%,n_sink=4,n_window=16,obs_window=48,lookahead=4,on_full=slide",
     "streaming_llm:budget=25%,schedule=once",
     "keydiff:budget=25%,n_sink=4,block=32",
     f"tova:budget=60%,block=32 then {SNAPKV}",
@@ -180,7 +181,7 @@ def test_full_is_full(records, pieces, demo_llama):
 
 
 def test_a_budget_for_everything_is_no_distance(compare, pieces):
-    policy = "snapkv:budget=149,n_sink=4,n_window=16,obs_window=8,min_ctx=0,on_full=grow"
+    policy = SNAPKV.replace("25%", "149")
     roomy = methods_of(["streaming_llm:budget=1000,schedule=once", policy.replace("149", "1000")])
     for record in compare(roomy, of=pieces[:1]):
         assert abs(record["kl"]) < 1e-6 and record["same"] == 1
@@ -253,10 +254,8 @@ def test_the_page_has_a_table_a_setting(records):
 @pytest.mark.parametrize(
     "policy, words",
     [
-        (
-            "snapkv",
-            "snapkv would compress nothing here: the prompt's 1400 tokens are below min_ctx",
-        ),
+        ("snapkv:min_ctx=2000", "nothing here: the prompt's 1400 tokens are below min_ctx=2000"),
+        ("snapkv", "nothing here: the prompt's 1400 entries fit the budget"),
         ("keydiff:budget=1400", "would compress nothing here: the prompt's 1400 entries fit"),
     ],
 )
@@ -265,8 +264,16 @@ def test_a_policy_that_does_nothing_is_told(policy, words):
         require_compression(methods_of([policy]), 1400)
 
 
+def test_what_is_held_has_no_room_for_more(records, pieces):
+    full, *others = (record_of(records, name, TEXT, pieces[0]) for name in METHODS)
+    for record in others:
+        share = record["entries"] / full["entries"]
+        # Without last_token, that one has come besides.
+        assert record["kv_bytes"] == pytest.approx(share * full["kv_bytes"], rel=0.03)
+
+
 def test_a_layer_without_room_is_told(demo_llama):
-    methods = methods_of(["keydiff:budget=9 then snapkv:budget=5%,n_sink=4,n_window=32,min_ctx=0"])
+    methods = methods_of(["keydiff:budget=30,n_window=2 then snapkv:budget=5%,n_window=32"])
     with pytest.raises(SnapKVError, match="budget must be at least"):
         require_room(demo_llama[0], methods, 1400)
 

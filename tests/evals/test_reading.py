@@ -16,16 +16,20 @@ from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals.reading import judged, read_once, shares_reading
 from mlx_snapkv.policies import resolve_policy
 
-SNAPKV = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8,min_ctx=0"
+BASE = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
+SNAPKV = f"{BASE},lookahead=4"
 PYRAMID = SNAPKV.replace("budget=56", "budget=pyramid:56")
+MANY = SNAPKV.replace("obs_window=8", "obs_window=48")  # more than are pooled forwards
 SHARING = [
     SNAPKV,
-    f"{SNAPKV},lookahead=0",
-    f"{SNAPKV},lookahead=20,on_full=grow",
-    f"{SNAPKV},last_token=false",
+    f"{BASE},lookahead=0",
+    f"{BASE},lookahead=20,on_full=grow",
+    f"{BASE},last_token=false",
     f"{SNAPKV},mass=0.9",
     f"{SNAPKV},on_full=reselect",
-    f"{SNAPKV},critical=true",
+    f"{SNAPKV},on_full=keydiff,critical=true",
+    MANY,
+    f"{MANY},pool=avg,pool_kernel=5",
     f"{PYRAMID},on_full=slide",
     SNAPKV.replace("budget=56", "budget=adaptive:56"),
     "keydiff:budget=48,n_sink=2,schedule=once",
@@ -135,7 +139,7 @@ def test_an_answer_goes_on_as_that_of_generate_step(tiny_model, tokens, read, po
 def test_every_kind_of_layer(tokens, model_type):
     """Sliding windows, entries that other layers read, capped logits, latents, linear states, sinks, tiled heads."""
     model = make_model(model_type)
-    policies = [policy_of(f"{SNAPKV},{x}") for x in ("lookahead=9", "last_token=false")]
+    policies = [policy_of(f"{BASE},{x}") for x in ("lookahead=9", "last_token=false")]
     reading = read_once(model, tokens.tolist(), policies, [TAIL]).followed_by(TAIL)
     for policy in policies:
         cache, _ = reading.compressed(policy)
@@ -213,7 +217,7 @@ def test_policies_that_compress_nothing_say_why(tiny_model, tokens):
 def test_what_was_not_asked_for_is_refused(tiny_model, tokens):
     reading = read_once(tiny_model, tokens.tolist(), [policy_of(SNAPKV)])
     with pytest.raises(SnapKVError, match="was not read for snapkv"):
-        reading.compressed(policy_of(f"{SNAPKV},lookahead=0"))
+        reading.compressed(policy_of(f"{BASE},lookahead=0"))
     with pytest.raises(SnapKVError, match="reads a prompt for itself"):
         reading.answering(policy_of(ALONE[0]))
     assert not any(shares_reading(policy_of(text)) for text in ALONE)
