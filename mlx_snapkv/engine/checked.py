@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..caches.layers import layer_caches
-from ..entries import few_queries
 from ..several.part import part_of
 from .gathering import Gathering
 from .report import Verified
@@ -103,8 +102,7 @@ class Checked:
         return logits[:, :1]
 
     def _of_full_caches(self, tokens: mx.array) -> mx.array:
-        with few_queries.in_use():
-            logits = self._model(tokens, cache=self._full)
+        logits = self._model(tokens, cache=self._full)
         mx.eval(logits)
         return logits
 
