@@ -166,7 +166,7 @@ class _Pace:
         self._verified.seconds += seconds
         if self._plain_rounds:
             self._plain_rounds -= 1
-            self._verified.plain_seconds = min(self._verified.plain_seconds or seconds, seconds)
+            self._verified.plain_token_took(seconds)
             self._before = self._verified.tokens, self._verified.seconds
         elif self._verified.tokens - self._before[0] >= PATIENCE:
             self._compare()
