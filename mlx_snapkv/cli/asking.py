@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._version import __version__
+from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from .options import ResultFiles, with_suffix, write_result
 
@@ -56,7 +57,7 @@ def methods_of(
     policies: Sequence[str] | None,
     memory: str = "drop",
     verify: str | None = None,
-    verify_below: float = 0.999,
+    verify_below: float = VERIFY_BELOW,
     by_mask: list[str] | None = None,
 ) -> list[Method]:
     """The full cache, each policy with the memory and the verification, and what is measured by mask."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
+from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from ..paths import path_of, reason
 from . import flags
@@ -75,7 +76,7 @@ def batch(
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = 0.999,
+    verify_below: flags.VerifyBelow = VERIFY_BELOW,
     far: flags.Far = None,
     quiet: flags.Quiet = False,
 ) -> None:

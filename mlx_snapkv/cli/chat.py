@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from ..several.launched import launched
 from . import flags
@@ -49,7 +50,7 @@ def chat(
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = 0.999,
+    verify_below: flags.VerifyBelow = VERIFY_BELOW,
     far: flags.Far = None,
 ) -> None:
     """Chat with a model; commands start with a slash, /help lists them.

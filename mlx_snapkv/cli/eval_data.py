@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..engine.report import VERIFY_BELOW
 from . import asking, flags
 from .loading import load_model
 
@@ -26,7 +27,7 @@ def data(
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = 0.999,
+    verify_below: flags.VerifyBelow = VERIFY_BELOW,
     task: Annotated[
         list[str] | None,
         typer.Option("--task", metavar="TASK", help="Repeat it for several. By default all there."),

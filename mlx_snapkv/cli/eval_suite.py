@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..demo.tasks import TASKS
+from ..engine.report import VERIFY_BELOW
 from . import asking, flags
 from .loading import load_model
 from .options import whole_numbers
@@ -22,7 +23,7 @@ def suite(
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = 0.999,
+    verify_below: flags.VerifyBelow = VERIFY_BELOW,
     task: Annotated[
         list[str] | None,
         typer.Option(metavar="TASK", help=f"Of {', '.join(TASKS)}; repeat it. By default all."),

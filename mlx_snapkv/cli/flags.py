@@ -156,7 +156,11 @@ Verify = Annotated[
     ),
 ]
 VerifyBelow = Annotated[
-    float, typer.Option(help="Probability under which a token is doubtful, for --verify unsure.")
+    float,
+    typer.Option(
+        help="Probability under which a token is doubtful, for --verify unsure. An answer has few votes; with 1 every "
+        "token votes."
+    ),
 ]
 Far = Annotated[
     str | None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..engine.report import NO_POLICY, CompressionReport
+from ..engine.report import NO_POLICY, VERIFY_BELOW, CompressionReport
 from ..errors import SnapKVError
 from . import flags
 from .fitting import tell_if_too_long
@@ -66,7 +66,7 @@ def generate(
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = 0.999,
+    verify_below: flags.VerifyBelow = VERIFY_BELOW,
     far: flags.Far = None,
     prompt_cache_file: flags.PromptCacheFile = None,
     quiet: flags.Quiet = False,

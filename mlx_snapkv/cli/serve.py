@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from ..paths import path_of
 from ..server.volatile import BILLING
@@ -109,7 +110,7 @@ def serve(
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
     verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = 0.999,
+    verify_below: flags.VerifyBelow = VERIFY_BELOW,
     far: flags.Far = None,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.

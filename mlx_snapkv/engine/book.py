@@ -27,7 +27,7 @@ from ..policies.budgets import Quota
 from .choosing import Choice, Scored, choose_all, score, tell_kept
 from .decision import Decision, decide
 from .recalling import RecallingRequest
-from .report import Book, CompressionReport, Verified
+from .report import Book, CompressionReport
 from .wrapper import Answered
 
 
@@ -130,8 +130,8 @@ class BookRequest(RecallingRequest):
         if verify == "all":
             logits = self._read_over_everything(tokens)
         if verify is not None:
-            self._report.verified = Verified(verify)
-            self._verify(self._report.verified)
+            self._report.verified = self._verified
+            self._verify(self._verified)
         if verify == "unsure":
             logits = self.loop_model(tokens[:, n:], cache=self.caches)
             mx.eval(logits)

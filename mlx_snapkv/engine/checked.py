@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..caches.layers import layer_caches
-from ..entries import few_queries
 from ..several.part import part_of
 from .gathering import Gathering
 from .report import Verified
@@ -103,8 +102,7 @@ class Checked:
         return logits[:, :1]
 
     def _of_full_caches(self, tokens: mx.array) -> mx.array:
-        with few_queries.in_use():
-            logits = self._model(tokens, cache=self._full)
+        logits = self._model(tokens, cache=self._full)
         mx.eval(logits)
         return logits
 
@@ -168,7 +166,7 @@ class _Pace:
         self._verified.seconds += seconds
         if self._plain_rounds:
             self._plain_rounds -= 1
-            self._verified.plain_seconds = min(self._verified.plain_seconds or seconds, seconds)
+            self._verified.plain_token_took(seconds)
             self._before = self._verified.tokens, self._verified.seconds
         elif self._verified.tokens - self._before[0] >= PATIENCE:
             self._compare()

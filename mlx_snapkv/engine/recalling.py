@@ -1,6 +1,9 @@
 """Requests whose prompt's entries all stay, beside the few that the answer is decoded from."""
 
+import time
 from dataclasses import dataclass
+
+import mlx.core as mx
 
 from ..caches.layers import AttentionLayer, copies_but_entries, members
 from ..caches.memories import in_files, require_memory
@@ -9,14 +12,13 @@ from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from .checked import Checked
 from .gathering import Gathering
-from .report import CompressionReport, Verified
+from .report import VERIFY_BELOW, CompressionReport, Verified
 from .request import Request
 from .unsure import Unsure
 from .wrapper import Answered
 
 VERIFY = ("unsure", "all")
 FAR = ("keep", "pull")
-VERIFY_BELOW = 0.999
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,10 @@ class RecallingRequest(Request):
         self._checked: Checked | None = None
         super().__post_init__()
         if self.recall.verify is not None:
+            self._verified, self._warm = Verified(self.recall.verify), False
             self.loop_model = Answered(self.model)
+        if self.recall.verify == "unsure" and not in_files(self.recall.memory):
+            self.loop_model.answering = self._timed
         require_verifiable(self.recall, len(list(members(self.prompt_cache))), len(self._layers))
 
     def _prefill_caches(self) -> list:
@@ -141,9 +146,20 @@ class RecallingRequest(Request):
             for layer in self._layers:
                 layer.cache_in(self.prompt_cache).offload()
             if self.recall.verify is not None:
-                report.verified = Verified(self.recall.verify)
+                report.verified = self._verified
                 self._verify(report.verified)
         return report
+
+    def _timed(self, inputs: mx.array, cache: list) -> mx.array:
+        """The model's call before the compression: one token's, but for the first, takes what the full cache's take."""
+        started = time.perf_counter()
+        logits = self.model(inputs, cache=cache)
+        if inputs.shape[1] == 1:
+            mx.eval(logits)
+            if self._warm:
+                self._verified.plain_token_took(time.perf_counter() - started)
+            self._warm = True
+        return logits
 
     def _everything(self, layer: AttentionLayer) -> Recollection:
         return Recollection(layer.cache_in(self.prompt_cache).sources(), layer, self.pull)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ..several.part import Part
 
 NO_POLICY = "none"
+VERIFY_BELOW = 0.99  # probability under which a token votes, with verify="unsure"
 
 
 @dataclass
@@ -20,7 +21,9 @@ class Verified:
         tokens: fed to the model after the compression.
         votes: times that all layers' queries voted over all entries.
         drafted, accepted: tokens that the small cache proposed, and those of them that were right.
-        seconds: what the tokens took of a model whose drafts are checked, and `plain_seconds` what one takes without.
+        seconds: what the tokens took.
+        plain_seconds: what one takes on the full cache; 0 if that is not known: "unsure" takes it from the tokens of
+            `lookahead`, unless entries are in files.
     """
 
     verify: str
@@ -31,16 +34,26 @@ class Verified:
     seconds: float = 0.0
     plain_seconds: float = 0.0
 
+    def plain_token_took(self, seconds: float) -> None:
+        """Take note of what one token took on the full cache; the least counts."""
+        self.plain_seconds = min(self.plain_seconds or seconds, seconds)
+
     @property
-    def gain(self) -> float:
-        """Times as fast as the full cache."""
-        return self.tokens * self.plain_seconds / self.seconds if self.seconds else 1.0
+    def gain(self) -> float | None:
+        """Times as fast as the full cache; None if that is not known."""
+        if not self.plain_seconds or not self.seconds:
+            return None
+        return self.tokens * self.plain_seconds / self.seconds
 
     def __str__(self) -> str:
+        did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens drafted"
         if self.verify == "unsure":
-            return f"{self.votes} votes in {self.tokens} tokens"
-        share = self.accepted / max(1, self.tokens)
-        return f"{share:.0%} of the tokens drafted, {self.gain:.1f} times as fast as the full cache"
+            did = f"{self.votes} votes in {self.tokens} tokens"
+        if self.gain is None:
+            return did
+        slower = self.verify == "unsure" and self.gain < 1
+        advice = " (slower: lower verify_below, or leave verify out)" if slower else ""
+        return f"{did}, {self.gain:.2f} times as fast as the full cache{advice}"
 
 
 @dataclass

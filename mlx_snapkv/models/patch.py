@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..entries import few_queries
 from ..errors import UnsupportedModelError
 from . import attention_classes, hearing
 from .family import AttentionFamily
@@ -38,9 +37,6 @@ def _attend_and_record(attend):
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, *args, **kwargs):
         hearing.told(queries, keys, values, scale, kwargs.get("sinks"))
         mask = hearing.masked(queries, keys, mask)
-        plain = not args and kwargs.get("sinks") is None
-        if plain and few_queries.can_attend(queries, keys, mask):
-            return few_queries.attend(queries, keys, values, scale)
         return attend(queries, keys, values, cache, scale, mask, *args, **kwargs)
 
     return scaled_dot_product_attention

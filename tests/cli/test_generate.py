@@ -336,6 +336,7 @@ def test_a_draft_model_of_another_vocabulary(call, tmp_path):
 
 
 RECALLED = ["--snapkv", "top_k=20,n_sink=4,n_window=24,obs_window=16,lookahead=0"]
+AHEAD = RECALLED[1].replace("lookahead=0", "lookahead=4")
 
 
 @pytest.fixture(scope="module")
@@ -354,6 +355,10 @@ def asked(demo_llama, tmp_path_factory):
         (["--memory", "recall"], r"entries kept, KV memory [^|]*, all \d+ in memory as well "),
         (["--memory", "recall:file:8bit"], r", all \d+ in files in 8 bits as well "),
         (["--memory", "recall:file", "--verify", "unsure"], r", \d+ votes in \d+ tokens "),
+        (
+            ["--memory", "recall", "--snapkv", AHEAD, "--verify-below", "1", "--verify", "unsure"],
+            r" tokens, 0\.\d+ times as fast as the full cache \(slower: lower verify_below, [^|]*\) ",
+        ),
         (
             ["--memory", "recall", "--verify", "all"],
             r", \d+% of the tokens drafted, [\d.]+ times as fast as the full cache ",

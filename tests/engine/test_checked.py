@@ -10,7 +10,6 @@ from tiny_models import make_llama
 from mlx_snapkv import Conversation, generate_step, stream_generate
 from mlx_snapkv.engine import checked
 from mlx_snapkv.engine.prefill import mlx_generate, read
-from mlx_snapkv.entries import few_queries
 
 POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 ALL = {"policy": POLICY, "memory": "recall", "verify": "all"}
@@ -44,24 +43,6 @@ def test_many_answers_are_the_full_caches(demo_llama, ask):
         tokens, _ = ask(tokenizer, 700, seed=seed)
         wanted = [r.token for r in stream_generate(model, tokenizer, tokens, 24)]
         assert [r.token for r in stream_generate(model, tokenizer, tokens, 24, **ALL)] == wanted
-
-
-def test_full_caches_are_asked_few_queries_at_a_time(tokens, monkeypatch):
-    asked = []
-    attend = few_queries.attend
-
-    def attend_and_note(queries, *args):
-        asked.append(queries.shape[2])
-        return attend(queries, *args)
-
-    monkeypatch.setattr(few_queries, "attend", attend_and_note)
-    steps(make_llama(seed=3), tokens, 30, **ALL)
-    on_a_cpu = mx.default_device().type == mx.cpu
-    assert (set(asked) >= {1, 5}) == on_a_cpu
-    asked.clear()
-    steps(make_llama(seed=3), tokens, 30, **ALL | {"verify": "unsure"})
-    plain(make_llama(seed=3), tokens, 30)
-    assert not asked
 
 
 def test_samples_and_processors_see_the_full_caches_logits(tokens):

@@ -125,13 +125,18 @@ def test_every_policy_can_be_asked_again(demo_llama, ask, policy):
     assert fact.value in "".join(r.text for r in answer)
 
 
-def votes_of(model, tokens, below):
-    """Votes and tokens of an answer of 30 tokens, in which no gathering falls due."""
+def verified_by(model, tokens, below, memory="recall", lookahead=0):
+    """What is told of an answer of 30 tokens, in which no gathering falls due."""
     reports = []
-    policy = SnapKV(top_k=20, n_sink=4, n_window=100, lookahead=0)
-    keywords = {"memory": "recall", "verify": "unsure", "verify_below": below}
+    policy = SnapKV(top_k=20, n_sink=4, n_window=100, lookahead=lookahead)
+    keywords = {"memory": memory, "verify": "unsure", "verify_below": below}
     steps(model, tokens, 30, policy=policy, on_report=reports.append, **keywords)
-    return reports[0].verified.votes, reports[0].verified.tokens
+    return reports[0].verified
+
+
+def votes_of(model, tokens, below):
+    verified = verified_by(model, tokens, below)
+    return verified.votes, verified.tokens
 
 
 def test_votes_are_limited_but_not_when_every_token_is_to_vote(tokens, monkeypatch):
@@ -139,12 +144,29 @@ def test_votes_are_limited_but_not_when_every_token_is_to_vote(tokens, monkeypat
     model = make_llama()
     assert votes_of(model, tokens, 1.0) == (29, 29)
     votes, n_tokens = votes_of(model, tokens, 0.999)
-    assert n_tokens == 29 and votes == 4 + 29 // 2
+    assert n_tokens == 29 and votes == 4 + 29 // 8
 
 
 def test_a_sure_model_never_votes(tokens):
     votes, n_tokens = votes_of(make_llama(), tokens, 1e-6)
     assert n_tokens == 29 and votes == 0
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+def test_an_answer_that_was_slower_says_so(tokens, memory):
+    """Every token is decoded twice and votes; in files there are no entries to take the full cache's pace from."""
+    verified = verified_by(make_llama(head_dim=32), tokens, 1.0, memory, lookahead=4)
+    told = "26 votes in 26 tokens"
+    if memory != "recall:file":
+        told += f", {verified.gain:.2f} times as fast as the full cache "
+        told += "(slower: lower verify_below, or leave verify out)"
+        assert 0 < verified.gain < 1
+    assert str(verified) == told
+
+
+def test_an_answer_that_was_faster_is_not_warned_of():
+    verified = Verified("unsure", tokens=20, votes=3, seconds=1.0, plain_seconds=0.1)
+    assert str(verified) == "3 votes in 20 tokens, 2.00 times as fast as the full cache"
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:8bit"])

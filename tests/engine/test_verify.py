@@ -103,7 +103,7 @@ def test_whoever_stops_reading_leaves_the_conversation_as_it_should_be(demo_llam
     model, tokenizer = demo_llama
     tokens, fact = ask(tokenizer, 600, seed=1)
     text = tokenizer.decode(tokens)
-    told = {"policy": POLICY, "memory": "recall", "max_tokens": 12}
+    told = {"policy": POLICY, "memory": "recall", "verify_below": 0.999, "max_tokens": 12}
     answers = []
     for stop in (3, None):
         conversation = Conversation(model, tokenizer, verify=verify, **told)
