@@ -39,8 +39,9 @@ class SnapKV(Policy):
             values to be found.
         pool: "avg" and "max" pool over the neighbours on both sides, as the paper does; the width is then odd.
             "forward" takes the higher of two scores, so that both plain text and exact values survive: an entry's own
-            mean vote, and the mean vote, by the last 32 queries, of the entry and the `pool_kernel - 1` entries before
-            it. A model that looks a value up attends to the words before the value, and reads on from there.
+            mean vote, and the mean vote, by the prompt's last 32 queries and those of `lookahead`, of the entry and
+            the `pool_kernel - 1` entries before it. A model that looks a value up attends to the words before the
+            value, and reads on from there.
         heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared"
             keeps one set for all heads, by the highest logit over heads and queries.
         critical: choose the second half of the budget by the votes times the size of what the attention's output
@@ -200,8 +201,9 @@ class SnapKV(Policy):
         if self.heads == "shared":
             votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
         elif self.pool == "forward":
-            n = len(entries.voters.places)
-            n_recent = min(n, POOLED_QUERIES + self.n_lookahead)
+            places = entries.voters.places
+            n, n_ahead = len(places), max(0, places.stop - len(entries))  # those of answer tokens
+            n_recent = min(n, POOLED_QUERIES + n_ahead)
             recent = entries.latest_votes(n_recent) / n_recent
             votes = entries.votes / n
         else:
