@@ -12,16 +12,16 @@ from mlx_snapkv.engine.report import format_bytes
 FULL = "full cache"
 HOW = """## How it was measured
 
-- **Fidelity** needs no labelled data. A piece of an essay is read once on the full cache, and every policy gets a copy. KL is the
-  divergence of the predictions with the compressed cache from those with the full cache, in nats a token; *same* is the share
-  of tokens whose likeliest token is the same. *text*: the 64 tokens after the piece, compressed without lookahead.
-  *known*: the full cache's own answer to a question that stands at the prompt's end; tokens that are decoded before the
+- **Fidelity** needs no labelled data. A piece of an essay is read once on the full cache, and every policy gets a copy.
+  KL is the divergence of the predictions with the compressed cache from those with the full cache, in nats a token;
+  *same* is the share of tokens whose likeliest token is the same. *text*: the 64 tokens after the piece, compressed
+  without lookahead. *known*: the full cache's own answer to a question at the prompt's end; tokens decoded before the
   compression (`lookahead`) count as 0. *later*: the piece is compressed before the question comes.
-- **RULER's** tasks are made by lm-evaluation-harness (`scripts/make_ruler.py`), with its own score: the share of the
+- **RULER's** tasks are made by lm-evaluation-harness (`scripts/make_ruler.py`) and have its score: the share of the
   references that stand in the output. A task that the full cache can't do shows nothing, whatever its row says.
 - Intervals are 95%, paired by text or question, and bootstrapped over documents.
-- SmolLM2-135M-Instruct and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may differ: measure
-  yours with the same commands.
+- SmolLM2-135M-Instruct and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may
+  differ: measure yours with the same commands.
 - Block policies, `h2o` and `kvzip` read for themselves and are left out of the tables of fidelity.
 """
 SETTINGS = {

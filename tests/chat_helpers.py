@@ -2,7 +2,7 @@
 
 from mlx_snapkv.demo.questions import is_right
 
-SMALL = "snapkv:budget=64,n_sink=4,n_window=32"
+SMALL = "snapkv:budget=64,n_sink=4,n_window=32,lookahead=4"
 RECALLS = ["recall", "recall:8bit", "recall:4bit", "recall:file"]
 
 

@@ -25,7 +25,7 @@ FLAGS = (
     "--disable-component-update --disable-sync"
 )
 SERVE = (
-    "serve --model demo --snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256 --memory recall "
+    "serve --model demo --snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4 --memory recall "
     "--prefill-step-size 512 --port 0"
 )
 

@@ -6,7 +6,7 @@ from mlx_lm.models import llama, qwen3_next
 from mlx_snapkv import generate_step
 from mlx_snapkv.engine.prefill import mlx_generate
 
-SMALL = {"top_k": 20, "n_sink": 4, "n_window": 32}
+SMALL = {"top_k": 20, "n_sink": 4, "n_window": 32, "lookahead": 4}
 CALLS = [(llama.Attention, llama.Attention.__call__)]
 CALLS += [(qwen3_next.Qwen3NextAttention, qwen3_next.Qwen3NextAttention.__call__)]
 

@@ -15,7 +15,7 @@ OPTIONS = {
     "scissorhands": "obs_window=8",
 }
 KEYDIFF = "keydiff:budget=40,block=16"
-SNAPKV = "snapkv:n_sink=2,n_window=16,obs_window=8,budget=40"
+SNAPKV = "snapkv:n_sink=2,n_window=16,obs_window=8,budget=40,lookahead=4"
 
 
 def spec(name, schedule):

@@ -19,7 +19,7 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 
 N_TOKENS, N_ANSWER = 450, 6
-ALWAYS = "n_sink=4,n_window=32"
+ALWAYS = "n_sink=4,n_window=32,lookahead=4"
 POLICIES = {
     "snapkv": f"snapkv:budget=96,{ALWAYS}",
     "shared": f"snapkv:budget=96,{ALWAYS},heads=shared",

@@ -16,7 +16,6 @@ from ..policies.budgets import UNLIMITED, Quota
 from . import validation
 from .evicting import EvictingCache
 
-
 STEP = 16  # rows that a cache without a budget grows by at least
 
 

@@ -7,8 +7,8 @@ from request_helpers import assert_unpatched
 from tiny_models import make_llama
 
 POLICIES = [
-    "snapkv:n_sink=4,n_window=32,budget=56",
-    "snapkv:n_sink=4,n_window=32,min_ctx=9999",
+    "snapkv:n_sink=4,n_window=32,budget=56,lookahead=4",
+    "snapkv:n_sink=4,n_window=32,min_ctx=9999,lookahead=4",
     "h2o:budget=48,block=16",
 ]
 BAD = 63  # a token whose embedding is NaN where a test says so

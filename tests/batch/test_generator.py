@@ -12,7 +12,7 @@ from mlx_snapkv import SnapKVCache, SnapKVError, prefill
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
 from mlx_snapkv.caches.layers import layer_caches
 
-SNAPKV = "snapkv:n_sink=4,n_window=32"
+SNAPKV = "snapkv:n_sink=4,n_window=32,lookahead=4"
 SNAPKV100 = SNAPKV.replace("min_ctx=0", "min_ctx=100")
 POLICIES = [
     f"{SNAPKV},budget=56",
@@ -23,8 +23,8 @@ POLICIES = [
     f"{SNAPKV},budget=adaptive:56",
     f"{SNAPKV},budget=56,critical=true",
     f"{SNAPKV},budget=56,on_full=grow",
-    "snapkv:n_sink=4,budget=84,n_window=64,on_full=reselect",
-    "snapkv:n_sink=4,budget=84,n_window=64,on_full=keydiff",
+    "snapkv:n_sink=4,budget=84,n_window=64,on_full=reselect,lookahead=4",
+    "snapkv:n_sink=4,budget=84,n_window=64,on_full=keydiff,lookahead=4",
     "keydiff:budget=48,block=16",
     "keydiff:budget=pyramid:48,block=16",
     "keydiff:budget=40,n_window=8,schedule=once",

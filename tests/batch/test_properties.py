@@ -7,9 +7,9 @@ from tiny_models import make_llama
 
 MODEL = make_llama()
 POLICIES = [
-    "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=30%",
+    "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=30%,lookahead=4",
     "snapkv:n_sink=2,n_window=8,obs_window=8,budget=24,lookahead=2",
-    "snapkv:n_sink=2,obs_window=8,budget=40,n_window=24,on_full=keydiff",
+    "snapkv:n_sink=2,obs_window=8,budget=40,n_window=24,on_full=keydiff,lookahead=4",
     "keydiff:budget=24,block=8",
     "tova:budget=24,block=8",
 ]

@@ -13,7 +13,7 @@ from mlx_snapkv.batch.answers_file import AnswersFile
 from mlx_snapkv.batch.requests_file import RequestsFile
 from mlx_snapkv.batch.run import Run
 
-POLICY = "snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4"
+POLICY = "snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4,lookahead=4"
 EVIL = 1000  # a token
 
 
@@ -80,7 +80,7 @@ def test_nan_is_the_requests_own(demo_llama, tmp_path):
 
 
 def test_a_prompt_that_the_policy_has_no_room_for(failing, tmp_path):
-    share = "snapkv:budget=50%,n_sink=4,n_window=16,obs_window=16"
+    share = "snapkv:budget=50%,n_sink=4,n_window=16,obs_window=16,lookahead=4"
     found = answered(*failing, [ids("short", n=20), ids("long", n=80)], tmp_path, share)
     assert found["short"]["error"] is None and found["long"]["error"] is None
     about = found["short"]["response"]["body"]["mlx_snapkv"]

@@ -18,7 +18,7 @@ from mlx_snapkv import (
 from mlx_snapkv.demo.questions import is_right
 from mlx_snapkv.entries.quantization import Quantization
 
-POLICY = "snapkv:budget=128,n_sink=4,n_window=32"
+POLICY = "snapkv:budget=128,n_window=32,lookahead=4"
 D = 64
 
 
@@ -83,8 +83,10 @@ def test_a_request_keeps_quantised_rows_and_its_answer(demo_model, ask, bits, sh
     )
     assert is_right(fact, text)
     quantized = [c for c in cache if is_quantised(c)]
-    assert quantized and all(c.size() == 128 and c.bits == bits for c in quantized)
-    full = reports[0].kv_bytes_before * 128 / (len(prompt) + 4)
+    assert quantized and all(c.bits == bits for c in quantized)
+    assert all(c.size() - 128 == c.offset - len(prompt) > 4 for c in quantized)
+    n_rows = 128 + 16  # with room for more
+    full = reports[0].kv_bytes_before * n_rows / (len(prompt) + 4)
     assert reports[0].kv_bytes_after == sum(c.nbytes for c in quantized) < share * full
 
 

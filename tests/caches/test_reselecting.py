@@ -248,7 +248,7 @@ def test_a_window_of_one_row_and_one_without_pinned_rows():
 
 def test_a_cache_that_votes_says_so_where_nobody_records_its_queries(tokens):
     model = make_llama()
-    policy = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=8,on_full=reselect"
+    policy = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=8,on_full=reselect,lookahead=4"
     cache = make_prompt_cache(model)
     steps(model, tokens, 7, policy=policy, prompt_cache=cache)
     with pytest.raises(SnapKVError, match="were not recorded"):

@@ -12,7 +12,7 @@ from mlx_snapkv.caches.memories import MEMORIES
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine.request import Request
 
-SNAPKV = "snapkv:budget=96,n_sink=4,n_window=32"
+SNAPKV = "snapkv:budget=96,n_sink=4,n_window=32,lookahead=4"
 KEYDIFF = "keydiff:budget=128,block=64"
 DROPPING = [SNAPKV, f"{SNAPKV},on_full=grow", KEYDIFF, f"{KEYDIFF} then {SNAPKV}", "h2o:budget=128"]
 BITS = {"kv_bits": 8, "kv_group_size": 32}

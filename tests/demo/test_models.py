@@ -13,7 +13,7 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt, token_counter
 from mlx_snapkv.demo.tasks import TASKS, make_task
 
-SIZE = {"n_sink": 4, "n_window": 32}
+SIZE = {"n_sink": 4, "n_window": 32, "lookahead": 4}
 
 
 def test_together_they_stay_below_8_mb():

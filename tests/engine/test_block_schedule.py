@@ -24,7 +24,8 @@ SMALL = {
 
 def spec(name, schedule="block", budget=40, block=16, more=""):
     size = [f"schedule={schedule}", f"budget={budget}", f"block={block}"]
-    parts = [SMALL.get(name, ""), *size, more]
+    shape = "on_full=slide" if name == "snapkv" and schedule == "once" else ""
+    parts = [SMALL.get(name, ""), shape, *size, more]
     return f"{name}:" + ",".join(p for p in parts if p)
 
 

@@ -103,16 +103,15 @@ def test_the_question_votes_over_everything(wide, tokens, policy):
         keys, _ = archived.store.entries()
         queries = numbers(archived.queries[:, :, -8:])
         scale = layer.family.scale_of(layer.attention, keys.shape[3])
-        votes = reference.votes(queries, numbers(keys), range(192, 200), scale)
+        voting = queries, numbers(keys), range(192, 200), scale
+        scores = reference.forward_scores(*voting, n_recent=32, ends=(4, 16), kernel=5)
         small = layer.cache_in(read.request.caches)
-        for head, of_head in enumerate(votes[0]):
-            scores = of_head.copy()
-            scores[4:184] = reference.pool(of_head[4:184], "avg", 5)
-            chosen = reference.select(scores, 4, 20, 16)
+        for head, of_head in enumerate(scores[0]):
+            chosen = reference.select(of_head, 4, 20, 16)
             positions = small.held().positions[0, head].tolist()
             old = [p for p in chosen if p < 184]
             assert old == [p for p in positions if p < 184]
-            assert positions[24:] == [*range(185, 201)]  # the answer's first token has come
+            assert positions[24:] == [*range(184, 201)]  # the answer's first token has come
             held = numbers(small.held().keys[0, head])[: len(old)]
             assert np.array_equal(held, numbers(keys[0, head])[old])
     assert read.report.entries == 40 and read.report.book.read_again == 16

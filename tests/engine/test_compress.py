@@ -158,7 +158,7 @@ def test_sliding_layers_keep_their_rotating_cache(tokens):
     from mlx_snapkv import prefill
 
     model = make_llama(layer_types=["full_attention", "sliding_attention"], sliding_window=8)
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32)
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, on_full="slide")
     caches, report = prefill(model, tokens, policy)
     assert isinstance(caches[0], SnapKVCache) and isinstance(caches[1], RotatingKVCache)
     assert report.entries_kept == [56, None]

@@ -8,13 +8,13 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import generate_step
 
 KEYDIFF = "keydiff:budget=40,block=16"
-SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=8"
+SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=8,lookahead=4"
 POLICIES = [
     SNAPKV,
     f"{KEYDIFF},schedule=once",
     KEYDIFF,
     "kvzip:budget=40",
-    f"{KEYDIFF} then snapkv:budget=24,n_sink=2,n_window=8,obs_window=8",
+    f"{KEYDIFF} then snapkv:budget=24,n_sink=2,n_window=8,obs_window=8,lookahead=4",
 ]
 
 

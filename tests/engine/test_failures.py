@@ -7,11 +7,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import CALLS, SMALL, assert_same, assert_unpatched, fail_in, plain, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVCache, SnapKVError, generate_step
+from mlx_snapkv import BlockKVCache, SnapKVError, generate_step
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 5])
-@pytest.mark.parametrize("votes", [{"last_token": False}, {"lookahead": 0}, {}])
+@pytest.mark.parametrize("votes", [{"last_token": False, "lookahead": 0}, {"lookahead": 0}, {}])
 def test_an_exception_restores_classes_and_the_callers_cache(
     tiny_model, tokens, votes, call, monkeypatch
 ):
@@ -21,7 +21,7 @@ def test_an_exception_restores_classes_and_the_callers_cache(
     with pytest.raises(RuntimeError, match="the model failed"):
         steps(tiny_model, tokens, snapkv=SMALL | votes, prompt_cache=cache, prefill_step_size=100)
     assert_unpatched()
-    if isinstance(cache[-1], SnapKVCache):
+    if isinstance(cache[-1], BlockKVCache):
         assert not any(type(c).__name__ in ("KVCache", "RecordingKVCache") for c in cache)
     else:
         assert all(a is b for a, b in zip(cache, before)) and all(c.empty() for c in cache)
@@ -50,7 +50,7 @@ def test_a_reader_who_stops_early_finds_the_cache_compressed(tiny_model, tokens)
     next(answer), next(answer)
     answer.close()
     assert_unpatched()
-    assert sum(isinstance(c, SnapKVCache) for c in cache) == 2 and reports[0].compressed
+    assert sum(isinstance(c, BlockKVCache) for c in cache) == 2 and reports[0].compressed
 
 
 def test_one_cache_list_serves_one_request(tokens):

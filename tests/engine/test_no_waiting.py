@@ -13,7 +13,7 @@ from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
 BLOCK = "budget=40,n_sink=2,schedule=block,block=16"
-SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=4"
+SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=4,lookahead=4"
 POLICIES = [
     *(f"{name}:{BLOCK}" for name in ("keydiff", "h2o", "tova", "random", "key_norm")),
     f"streaming_llm:{BLOCK}",

@@ -8,7 +8,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, prefill
 from mlx_snapkv.engine.prefill import mlx_generate
 
-POLICY = SnapKV(top_k=20, n_sink=4, n_window=32)
+POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4)
 
 
 def plain_decode(model, prompt, cache):

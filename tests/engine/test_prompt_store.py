@@ -14,7 +14,7 @@ from mlx_snapkv import prefill
 POLICIES = [
     SNAPKV,
     KEYDIFF,
-    f"{KEYDIFF} then snapkv:budget=24,n_sink=2,n_window=8,obs_window=8",
+    f"{KEYDIFF} then snapkv:budget=24,n_sink=2,n_window=8,obs_window=8,lookahead=4",
 ]
 
 

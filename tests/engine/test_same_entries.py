@@ -16,7 +16,7 @@ from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine import compress
 from mlx_snapkv.models.patch import recording
 
-SNAPKV = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
+SNAPKV = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8,lookahead=4"
 ONCE = [
     SNAPKV,
     f"{SNAPKV},lookahead=0",
@@ -24,8 +24,8 @@ ONCE = [
     f"{SNAPKV},mass=0.9",
     f"{SNAPKV},on_full=reselect",
     "keydiff:budget=48,n_sink=2,schedule=once",
-    "snapkv:budget=pyramid:56,n_sink=4,n_window=32,obs_window=8",
-    "snapkv:budget=adaptive:56,n_sink=4,n_window=32,obs_window=8",
+    "snapkv:budget=pyramid:56,n_sink=4,n_window=32,obs_window=8,lookahead=4",
+    "snapkv:budget=adaptive:56,n_sink=4,n_window=32,obs_window=8,lookahead=4",
     "keydiff:budget=adaptive:48,n_sink=2,schedule=once",
     "kvzip:budget=48,n_sink=2",
 ]

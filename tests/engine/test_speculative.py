@@ -20,8 +20,8 @@ from mlx_snapkv import (
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.policies.budgets import Quota
 
-RING = "snapkv:top_k=20,n_sink=4,n_window=32"
-RING_OF_THE_REST = "snapkv:top_k=2,n_sink=4,n_window=16,obs_window=16"
+RING = "snapkv:top_k=20,n_sink=4,n_window=32,lookahead=4,on_full=slide"
+RING_OF_THE_REST = "snapkv:top_k=2,n_sink=4,n_window=16,obs_window=16,lookahead=4,on_full=slide"
 KEYDIFF = "keydiff:budget=40,block=16"
 PROMPT = [random.Random(0).randrange(300) for _ in range(100)]
 

@@ -38,7 +38,7 @@ def asked(demo_llama):
 
 @pytest.fixture(scope="module")
 def found(demo_llama, asked):
-    budgets = ("snapkv:budget=80,n_sink=4,n_window=32", "streaming_llm:budget=80")
+    budgets = ("snapkv:budget=80,n_sink=4,n_window=32,lookahead=4", "streaming_llm:budget=80")
     return [inspect_prompt(*demo_llama, asked[0], 12, policy=policy) for policy in budgets]
 
 

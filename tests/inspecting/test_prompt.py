@@ -13,7 +13,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 
-SMALL = "n_sink=4,n_window=32"
+SMALL = "n_sink=4,n_window=32,lookahead=4"
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ LENDING = ["gemma3n", "gemma4_text", "iquestloopcoder"]
 OWN_CALLS = ["gemma2", "plamo2"]
 NAMES = [*LATENT, *LENDING, *OWN_CALLS]
 TOKENS = mx.array(np.random.default_rng(1).integers(1, 128, 64))
-SNAPKV = "snapkv:top_k=10,n_sink=2,n_window=8,obs_window=8,pool_kernel=3"
-OPTIONS = {"snapkv": "n_window=8,obs_window=8", "lagkv": "n_sink=2,lag_size=8"}
+SNAPKV = "snapkv:top_k=10,n_sink=2,n_window=8,obs_window=8,pool_kernel=3,lookahead=4"
+OPTIONS = {"snapkv": "n_window=8,obs_window=8,lookahead=4", "lagkv": "n_sink=2,lag_size=8"}
 SPECS = [f"{name}:{OPTIONS.get(name, 'n_sink=2')},budget=20" for name in POLICIES]
 SPECS = [spec.replace("n_sink=2,budget", "budget") for spec in SPECS] + [f"{SNAPKV},critical=true"]
 

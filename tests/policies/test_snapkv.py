@@ -63,33 +63,32 @@ def test_votes_of_rows_kept_anyway_do_not_leak_into_the_middle(pool):
 
 def test_an_entry_has_the_higher_of_its_own_votes_and_those_pooled_forward():
     """By hand: of 64 queries the first 16 all ask for entry 2, the next 16 for entry 4, the last 32 for entry 7."""
-    keys = mx.zeros((1, 1, 12, 3))
+    keys = mx.zeros((1, 1, 80, 3))
     for i, entry in enumerate((2, 4, 7)):
         keys[:, :, entry, i] = 50
     queries = mx.array(np.repeat(np.eye(3, dtype=np.float32), [16, 16, 32], axis=0))[None, None]
-    entries = Entries(keys, keys, Queries(queries, range(12, 76), 1.0))
-    options = {"n_sink": 1, "n_window": 1, "obs_window": 64, "pool_kernel": 3}
-    scores = SnapKV(lookahead=0, **options).score(entries)[0, 0, 1:-1]
+    policy = SnapKV(n_sink=1, n_window=1, pool_kernel=3)
+
+    def scores(places):
+        entries = Entries(keys, keys, Queries(queries, places, 1.0))
+        return policy.score(entries)[0, 0, 1:11]
+
     third = 1 / 3  # of the last 32 queries' votes: earlier ones aren't pooled
-    assert np.allclose(scores, [0, 0.25, 0, 0.25, 0, 0, 0.5, third, third, 0])
-    # Answer tokens vote after the prompt's last 32: all but 8 of 56 and all of entry 2's.
-    scores = SnapKV(lookahead=8, **options).score(entries)[0, 0, 1:-1]
+    assert np.allclose(scores(range(16, 80)), [0, 0.25, 0, 0.25, 0, 0, 0.5, third, third, 0])
+    # The last 8 are answer tokens, which are pooled besides 32 of the prompt's.
     a, b = 8 / 40 / 3, 32 / 40 / 3
-    assert np.allclose(scores, [0, 0.25, 0, 0.25, a, a, 0.5, b, b, 0])
+    assert np.allclose(scores(range(24, 88)), [0, 0.25, 0, 0.25, a, a, 0.5, b, b, 0])
 
 
 @given(
     n_voters=st.integers(1, 45),
-    lookahead=st.integers(0, 9),
     kernel=st.integers(1, 20),
     n_sink=st.integers(0, 6),
     n_window=st.integers(1, 30),
     beyond=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-def test_forward_scores_equal_the_reference(
-    n_voters, lookahead, kernel, n_sink, n_window, beyond, seed
-):
+def test_forward_scores_equal_the_reference(n_voters, kernel, n_sink, n_window, beyond, seed):
     rng = np.random.default_rng(seed)
     T = 50
     keys = mx.array(2 * rng.normal(size=(1, 2, T, 8)).astype(np.float32))
@@ -97,10 +96,10 @@ def test_forward_scores_equal_the_reference(
     stop = T + beyond
     observed = Queries(queries, range(stop - n_voters, stop), 8**-0.5)
     ends = {"n_sink": n_sink, "n_window": n_window}
-    policy = SnapKV(pool_kernel=kernel, obs_window=n_voters, lookahead=lookahead, **ends)
+    policy = SnapKV(pool_kernel=kernel, **ends)
     scores = policy.score(Entries(keys, keys, observed))
     expected = reference.forward_scores(
-        queries, keys, observed.places, observed.scale, 32 + lookahead, (n_sink, n_window), kernel
+        queries, keys, observed.places, observed.scale, 32 + beyond, (n_sink, n_window), kernel
     )
     assert np.allclose(scores, expected, atol=1e-6)
 

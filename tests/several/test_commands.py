@@ -12,7 +12,7 @@ from batch_file_helpers import SNAPKV, chat, read, said, text, write
 from several_helpers import LIMIT, ROOT, free_ports, started
 
 LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
-POLICY = "snapkv:budget=pyramid:128,n_sink=4,n_window=32"
+POLICY = "snapkv:budget=pyramid:128,n_sink=4,n_window=32,lookahead=4"
 
 
 def launched(*command):
