@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,16 +135,15 @@ def load_tasks(
     manager = TaskManager(include_path=include_path, metadata=dict(metadata or {}))
     tasks: dict[str, Any] = {}
     for name in names:
+        matching = manager.match_tasks([name])
+        if not matching and not Path(name).is_file():
+            raise SnapKVError(f"--tasks {name}: lm-evaluation-harness has no such task")
         random.seed(seed)
         np.random.seed(seed)
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                found = manager.load(manager.match_tasks([name]) or [name])["tasks"]
-        except KeyError as error:
-            raise SnapKVError(f"--tasks {name}: lm-evaluation-harness has no such task") from error
-        except (
-            Exception
-        ) as error:  # whatever a task's own code, or the download of its data, raises
+                found = manager.load(matching or [name])["tasks"]
+        except Exception as error:  # of the task's own code, or of the download of its data
             raise SnapKVError(f"--tasks {name} can't be loaded: {brief(error)}") from error
         tasks |= found
     for name, task in tasks.items():
