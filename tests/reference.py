@@ -27,20 +27,28 @@ def _told(queries, keys, query_positions, scale, count):
     return out
 
 
-def forward_scores(queries, keys, query_positions, scale, n_recent, ends, kernel):
+def forward_scores(queries, keys, query_positions, scale, n_ahead, ends, kernel):
     """SnapKV's scores with pool="forward", `(B, n_kv_heads, T)`, an entry at a time.
 
     Args:
-        n_recent: the last queries, whose votes are pooled; ends: entries of sink and window, which are not.
+        n_ahead: the last queries that are those of answer tokens; ends: entries of sink and window, which aren't pooled.
     """
-    n = queries.shape[2]
-    n_recent, (n_sink, n_window) = min(n, n_recent), ends
-    out = votes(queries, keys, query_positions, scale) / n
-    late = queries[:, :, n - n_recent :]
-    recent = votes(late, keys, query_positions[n - n_recent :], scale) / n_recent
+    n, (n_sink, n_window) = queries.shape[2], ends
+
+    def mean(first, stop):
+        part = queries[:, :, first:stop], keys, query_positions[first:stop]
+        return votes(*part, scale) / (stop - first)
+
+    starts = [n - n_ahead - latest for latest in (32, 64) if n - n_ahead - latest > 0]
+    out = mean(0, n)
+    to_pool = [out.copy()]
+    if starts:
+        out = (out + mean(starts[0], n)) / 2
+        to_pool = [np.maximum(mean(start, n) - mean(0, start), 0) for start in starts]
     for t in range(n_sink, out.shape[2] - n_window):
-        before = [recent[..., i] for i in range(max(n_sink, t - kernel + 1), t + 1)]
-        out[..., t] = np.maximum(out[..., t], sum(before) / kernel)
+        for one in to_pool:
+            before = [one[..., i] for i in range(max(n_sink, t - kernel + 1), t + 1)]
+            out[..., t] = np.maximum(out[..., t], sum(before) / kernel)
     return out
 
 

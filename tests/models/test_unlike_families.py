@@ -174,7 +174,7 @@ def test_without_compression_nothing_is_touched(model):
     before = {cls: vars(cls).get(family_of(cls).method) for cls in classes}
     wanted = plain(model, TOKENS, n=6)
     reports = []
-    policy = SNAPKV.replace("min_ctx=0", "min_ctx=1000")
+    policy = SNAPKV + ",min_ctx=1000"
     for options in ({}, {"policy": policy}):
         found = steps(model, TOKENS, n=6, on_report=reports.append, **options)
         assert all(

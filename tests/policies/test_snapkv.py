@@ -61,27 +61,34 @@ def test_votes_of_rows_kept_anyway_do_not_leak_into_the_middle(pool):
         assert np.allclose(scores[0, head, -8:], raw[0, head, -8:], atol=1e-5)
 
 
-def test_an_entry_has_the_higher_of_its_own_votes_and_those_pooled_forward():
-    """By hand: of 64 queries the first 16 all ask for entry 2, the next 16 for entry 4, the last 32 for entry 7."""
-    keys = mx.zeros((1, 1, 80, 3))
-    for i, entry in enumerate((2, 4, 7)):
+def test_an_entry_has_the_highest_of_its_own_votes_and_the_contrasts_pooled_forward():
+    """By hand: of 128 queries the first 64 ask for entry 2, the next 32 for entry 4, the last 32 for entry 7.
+
+    Every third query asks for entry 9 instead: it has votes of its own, and no contrast.
+    """
+    keys = mx.zeros((1, 1, 140, 4))
+    for i, entry in enumerate((2, 4, 7, 9)):
         keys[:, :, entry, i] = 50
-    queries = mx.array(np.repeat(np.eye(3, dtype=np.float32), [16, 16, 32], axis=0))[None, None]
+    asked = np.repeat([0, 1, 2], [64, 32, 32])
+    asked[::4] = 3
+    queries = mx.array(np.eye(4, dtype=np.float32)[asked])[None, None]
     policy = SnapKV(n_sink=1, n_window=1, pool_kernel=3)
 
     def scores(places):
         entries = Entries(keys, keys, Queries(queries, places, 1.0))
         return policy.score(entries)[0, 0, 1:11]
 
-    third = 1 / 3  # of the last 32 queries' votes: earlier ones aren't pooled
-    assert np.allclose(scores(range(16, 80)), [0, 0.25, 0, 0.25, 0, 0, 0.5, third, third, 0])
-    # The last 8 are answer tokens, which are pooled besides 32 of the prompt's.
-    a, b = 8 / 40 / 3, 32 / 40 / 3
-    assert np.allclose(scores(range(24, 88)), [0, 0.25, 0, 0.25, a, a, 0.5, b, b, 0])
+    # Own votes: the mean of all queries and of the last 32. Contrasts: 3/4 of the last 32 (entry 7), 3/8 and 3/8 of the
+    # last 64 (entries 4 and 7), a third of them for the entry and the two after it.
+    two, four, seven, nine = 48 / 256, 24 / 256, 24 / 256 + 0.375, 0.25
+    assert np.allclose(
+        scores(range(12, 140)),
+        [0, two, 0, 0.125, 0.125, 0.125, seven, 0.25, 0.25, 0],
+    )
 
 
 @given(
-    n_voters=st.integers(1, 45),
+    n_voters=st.sampled_from([1, 20, 32, 33, 36, 50, 64, 65, 69, 90]),
     kernel=st.integers(1, 20),
     n_sink=st.integers(0, 6),
     n_window=st.integers(1, 30),
@@ -90,7 +97,7 @@ def test_an_entry_has_the_higher_of_its_own_votes_and_those_pooled_forward():
 )
 def test_forward_scores_equal_the_reference(n_voters, kernel, n_sink, n_window, beyond, seed):
     rng = np.random.default_rng(seed)
-    T = 50
+    T = 100
     keys = mx.array(2 * rng.normal(size=(1, 2, T, 8)).astype(np.float32))
     queries = mx.array(2 * rng.normal(size=(1, 4, n_voters, 8)).astype(np.float32))
     stop = T + beyond
@@ -99,7 +106,7 @@ def test_forward_scores_equal_the_reference(n_voters, kernel, n_sink, n_window, 
     policy = SnapKV(pool_kernel=kernel, **ends)
     scores = policy.score(Entries(keys, keys, observed))
     expected = reference.forward_scores(
-        queries, keys, observed.places, observed.scale, 32 + beyond, (n_sink, n_window), kernel
+        queries, keys, observed.places, observed.scale, beyond, (n_sink, n_window), kernel
     )
     assert np.allclose(scores, expected, atol=1e-6)
 
@@ -127,7 +134,7 @@ def test_shared_gives_all_heads_one_score():
 def test_the_defaults():
     policy = SnapKV()
     assert (policy.top_k, policy.n_sink, policy.n_window) == (4096, 4, "25%")
-    assert (policy.obs_window, policy.pool, policy.pool_kernel) == (128, "forward", 16)
+    assert (policy.obs_window, policy.pool, policy.pool_kernel) == (256, "forward", 16)
     assert (policy.min_ctx, policy.prefill_chunk, policy.on_full) == (0, None, "grow")
     assert policy.budget == 4096 + 4 + 1366
 
