@@ -31,7 +31,7 @@ def forward_scores(queries, keys, query_positions, scale, n_ahead, ends, kernel)
     """SnapKV's scores with pool="forward", `(B, n_kv_heads, T)`, an entry at a time.
 
     Args:
-        n_ahead: the last queries that are those of answer tokens; ends: entries of sink and window, which aren't pooled.
+        n_ahead: how many of the last queries are answer tokens'; ends: entries of sink and window, which aren't pooled.
     """
     n, (n_sink, n_window) = queries.shape[2], ends
 

@@ -40,8 +40,8 @@ class SnapKV(Policy):
         pool: "avg" and "max" pool over the neighbours on both sides, as the paper does; the width is then odd.
             "forward" takes the highest of an entry's own votes, which plain text needs, and of two contrasts, which
             exact values need: how much more the prompt's last 32 or 64 queries vote than those before them, averaged
-            over the entry and the `pool_kernel - 1` before it. A model that looks a value up attends to the words before
-            the value and reads on from there; what all queries attend to, such as line breaks, has no contrast.
+            over the entry and the `pool_kernel - 1` before it. A model that looks a value up attends to the words
+            before the value and reads on from there; what all queries attend to, such as line breaks, has no contrast.
         heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared"
             keeps one set for all heads, by the highest logit over heads and queries.
         critical: choose the second half of the budget by the votes times the size of what the attention's output
