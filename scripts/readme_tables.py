@@ -15,11 +15,8 @@ from mlx_snapkv.engine.report import format_bytes
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 # Which of the figures are shown.
-CONTEXT, LONG, RESIDENT, DISTANCE = 32768, 16384, 32, 1024
-ASKED = [
-    ("known", 16, ("snapkv", "snapkv, recall, unsure")),
-    ("later", 4, ("keydiff", "kvzip, adaptive", "snapkv", "random")),
-]
+CONTEXT, LONG, RESIDENT = 32768, 16384, 32
+SNAPKV, WINDOW = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
 
 
 def filled(readme: str) -> str:
@@ -30,7 +27,7 @@ def filled(readme: str) -> str:
 
 def results() -> list[str]:
     """What was measured, as Markdown lines."""
-    rows = [*_speed(), *_bounded(), *_tasks(), _turns(), _book(), _bits(), _long_answers()]
+    rows = [*_fidelity(), *_speed(), *_bounded(), _turns(), _book(), _bits()]
     return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
 
 
@@ -85,19 +82,21 @@ def _bounded() -> list[tuple[str, ...]]:
     return [(what, *seconds, *source), ("peak memory then", *peaks, *source)]
 
 
-def _tasks() -> list[tuple[str, ...]]:
-    result = load_result("quality")
-    shown = []
-    for setting, share, names in ASKED:
-        rows = [row for row in result["rows"] if row["part"] == setting]
-        told = [f"`{name}` {one_row(rows, line=name, share=share)['score']:.2f}" for name in names]
-        what = (
-            f"{len(result['tasks'])} harder tasks, {result['length']:,} tokens, question {setting}"
-        )
-        what += f", 1/{share} of the entries (`demo-tasks`)"
-        full = f"{one_row(rows, line='full cache')['score']:.2f}"
-        shown.append((what, full, ", ".join(told), *_source("quality", "make eval")))
-    return shown
+def _fidelity() -> list[tuple[str, ...]]:
+    """KL of text and known answers, of the models measured."""
+    rows = []
+    for part in load_result("quality")["parts"]:
+        if part["task"] != "fidelity":
+            continue
+        model = part["model"].rpartition("/")[2]
+        for setting, what in (("text", "text that goes on"), ("known", "the full cache's answer")):
+            own = [s for s in part["summary"] if s["setting"] == setting]
+            kl = {s["method"]: s["kl"]["mean"] for s in own}
+            told = f"SnapKV {kl[SNAPKV]:.3f}, StreamingLLM {kl[WINDOW]:.3f}"
+            pieces = f"{own[0]['pieces']} essays of {part['length']:,} tokens"
+            named = f"KL to the full cache with 1/8 of the entries, {what}, nats a token (`{model}`, {pieces})"
+            rows.append((named, "0", told, *_source("quality", "make eval")))
+    return rows
 
 
 def _turns() -> tuple[str, ...]:
@@ -132,19 +131,6 @@ def _bits() -> tuple[str, ...]:
     what = f"facts found in {full['length']:,} tokens, SnapKV with {share}; KV memory (`demo`)"
     found = _pair(full, ours, lambda row: f"{right_of(row)}, {format_bytes(row['kv_bytes'])}")
     return what, *found, *_source("kv-bits", "make eval")
-
-
-def _long_answers() -> tuple[str, ...]:
-    found = load_result("long-answers")
-    results = found if isinstance(found, list) else [found]  # one a model and prompt, or all in one
-    rows = [{"model": result.get("model")} | row for result in results for row in result["rows"]]
-    asked = {"model": "demo", "place": "answer", "distance": DISTANCE}
-    told = [row for row in rows if asked.items() <= row.items()]
-    right = {row["way"]: right_of(row) for row in reversed(told)}  # the first prompt's, of several
-    shown = ", ".join(f"`{way}` {right[way]}" for way in ("keydiff", "slide"))
-    what = f"a fact that the answer itself told {DISTANCE:,} tokens ago, by `on_full` (`demo`)"
-    source = _source("long-answers", "python scripts/measure_long_answers.py")
-    return what, right["full cache"], shown, *source
 
 
 def _share(full: dict[str, Any], ours: dict[str, Any]) -> str:
