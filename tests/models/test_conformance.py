@@ -37,7 +37,9 @@ from mlx_snapkv.models.patch import family_of
 from mlx_snapkv.policies import SnapKV
 
 TOKENS = mx.array(np.random.default_rng(0).integers(1, 128, 48))
-POLICY = SnapKV(top_k=6, n_sink=2, n_window=8, obs_window=8, pool_kernel=1, lookahead=0)
+POLICY = SnapKV(
+    top_k=6, n_sink=2, n_window=8, obs_window=8, pool_kernel=1, lookahead=0, on_full="keydiff"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
