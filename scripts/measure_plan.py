@@ -80,20 +80,17 @@ def model_named(name: str):
     return model
 
 
-def used(model, plan: MemoryPlan, tries: int = 2, **options: Any) -> int:
-    """The most bytes that a model has in use while a prompt is answered as planned, of some tries."""
+def used(model, plan: MemoryPlan, **options: Any) -> int:
+    """The most bytes that a model has in use while a prompt is answered as planned."""
     mx.eval(model.parameters())
-    found = []
-    for _ in range(tries):
-        gc.collect()
-        mx.clear_cache()
-        others = mx.get_active_memory() - plan.weights
-        mx.reset_peak_memory()
-        prompt = mx.random.randint(1, 60, (plan.context,))
-        for _ in generate_step(prompt, model, policy=plan.policy, **options):
-            pass
-        found.append(mx.get_peak_memory() - others)
-    return max(found)
+    gc.collect()
+    mx.clear_cache()
+    others = mx.get_active_memory() - plan.weights
+    mx.reset_peak_memory()
+    prompt = mx.random.randint(1, 60, (plan.context,))
+    for _ in generate_step(prompt, model, policy=plan.policy, **options):
+        pass
+    return mx.get_peak_memory() - others
 
 
 Case = tuple[int, str | None, int, int | None]  # tokens, policy, chunk, bits

@@ -37,7 +37,7 @@ def off_by(model, n_prompt, policy=None, **options):
     """By which share of what is used the plan is wrong."""
     options = {"max_tokens": 8, "prefill_step_size": 256} | options
     plan = plan_memory(model, n_prompt, policy, **options)
-    return abs(plan.peak / used(model, plan, 1, **options) - 1)
+    return abs(plan.peak / used(model, plan, **options) - 1)
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(row["model"] for row in ROWS))
