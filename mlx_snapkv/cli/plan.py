@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,15 +15,39 @@ from .options import MOST, n_bytes
 
 if TYPE_CHECKING:
     from ..planning.machine import Machine
-    from ..planning.plan import MemoryPlan
+    from ..planning.plan import MemoryPlan, Planner
     from ..reporting.table import Table
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
-SHOWN = ("snapkv:top_k=4096,min_ctx=0", "keydiff:budget=8192,pool_kernel=5")
-BITS = (8, 4)
+UNTOLD = 1 << 17  # tokens to plan at most for a model whose trained length is not known
+SHOWN = ("snapkv:top_k=4096", "keydiff:budget=8192,pool_kernel=5")
 FULL = "full cache"
-COUNTING = "counting"
+SAME = "-"
 SMALLEST_MAC = 10**6  # bytes: a number without its unit is a mistake
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Plans for a context: those to show, the one to recommend if any fits, and why."""
+
+    context: int
+    found: list[MemoryPlan]
+    best: MemoryPlan | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What was planned for a model on a machine; `trained` is how many tokens it was trained to read, if known."""
+
+    model: str
+    machine: Machine
+    trained: int | None
+    choices: list[Choice]
+
+    @property
+    def found(self) -> list[MemoryPlan]:
+        return [plan for choice in self.choices for plan in choice.found]
 
 
 def plan(
@@ -31,7 +55,8 @@ def plan(
     context: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKENS", help="Tokens of a prompt, such as 128k; by default from 4k to 1M."
+            metavar="TOKENS",
+            help="Tokens of a prompt, such as 128k; by default from 4k to the trained length.",
         ),
     ] = None,
     memory: Annotated[
@@ -49,39 +74,43 @@ def plan(
     prefill_step_size: flags.PrefillStepSize = 2048,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Tell what memory prompts will take, what fits, and with which policy, before a single weight is loaded.
+    """Show how much memory prompts will take, what fits, and which policy to use, before a single weight is loaded.
 
-    Of a folder its configuration and the headers of its weights are read, of a Hugging Face repository only these are
-    downloaded. How it is counted, and how near it comes: docs/plan.md.
+    Reads a folder's configuration and the headers of its weights; of a Hugging Face repository, downloads only these.
+    How it is counted, and how near it comes: docs/plan.md.
 
     \b
       mlx-snapkv plan --model demo
       mlx-snapkv plan --model MODEL --context 128k --memory 16GB
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
+    from ..models.length import trained_length
     from ..planning.machine import mac, this_machine
+    from ..planning.plan import Planner
     from ..policies import resolve_policy
     from .loading import load_without_weights
-    from .progress import stderr_console
 
     chosen = resolve_policy(snapkv, policy)
-    contexts = CONTEXTS if context is None else (n_tokens("--context", context),)
+    asked = None if chosen is None else policy or str(chosen)
+    length = None if context is None else n_tokens("--context", context)
     machine = (
         this_machine() if memory is None else mac(n_bytes("--memory", memory, least=SMALLEST_MAC))
     )
     loaded = load_without_weights(model)
-    options = {
-        "kv_group_size": kv_group_size,
-        "max_tokens": max_tokens,
-        "prefill_step_size": prefill_step_size,
-    }
-    asked = None if chosen is None else policy or str(chosen)
-    with stderr_console().status(COUNTING):
-        found, taken = _counted(loaded, contexts, asked, kv_bits, machine, options)
+    trained = trained_length(loaded)
+    planner = Planner(
+        loaded,
+        kv_group_size=kv_group_size,
+        max_tokens=max_tokens,
+        prefill_step_size=prefill_step_size,
+    )
+    contexts = _contexts(trained) if length is None else [length]
+    choices = [_choose(planner, n, asked, kv_bits, machine.usable) for n in contexts]
+    plans = Plans(model, machine, trained, choices)
     if as_json:
-        print(json.dumps(_as_json(model, machine, found, taken)))
+        print(json.dumps(_as_json(plans)))
     else:
-        _print(model, machine, found, taken)
+        _print(plans)
 
 
 def n_tokens(option: str, text: str) -> int:
@@ -100,64 +129,74 @@ def n_tokens(option: str, text: str) -> int:
     return found
 
 
-def _counted(
-    model: Any,
-    contexts: Sequence[int],
-    asked: str | None,
-    kv_bits: int | None,
-    machine: Machine,
-    options: dict[str, Any],
-) -> tuple[list[MemoryPlan], dict[int, MemoryPlan | None]]:
-    """The plans to show, and by context the one to take: of the policy that is asked for, where that fits."""
-    from ..planning.plan import can_compress, fitting, plans
-
-    ways: list[tuple[str | None, int | None]] = [(None, None)]
-    if kv_bits is not None:
-        ways.append((None, kv_bits))
-    if asked is not None:
-        ways.append((asked, kv_bits))
-    elif can_compress(model):
-        ways += [(policy, kv_bits) for policy in SHOWN]
-    found = [
-        plan
-        for policy, bits in ways
-        for plan in plans(model, contexts, policy, kv_bits=bits, **options)
-    ]
-    taken: dict[int, MemoryPlan | None] = {}
-    for n in contexts:
-        made = {p.policy: p for p in found if p.context == n and p.kv_bits == kv_bits}
-        if asked is not None and made[asked].peak <= machine.usable:
-            taken[n] = made[asked]
-        else:
-            taken[n] = fitting(model, n, machine.usable, made.values(), kv_bits=kv_bits, **options)
-    return found, taken
+def _contexts(trained: int | None) -> list[int]:
+    """Contexts to plan: none beyond the trained length."""
+    if trained is None:
+        return [n for n in CONTEXTS if n <= UNTOLD]
+    return [*(n for n in CONTEXTS if n < trained), trained]
 
 
-def _as_json(
-    model: str,
-    machine: Machine,
-    found: list[MemoryPlan],
-    taken: dict[int, MemoryPlan | None],
-) -> dict[str, Any]:
-    from ..planning.evaluation import METAL, backend
+def _choose(
+    planner: Planner, n: int, asked: str | None, kv_bits: int | None, usable: int
+) -> Choice:
+    """Plans for `n` tokens; the policy asked for is recommended if it fits."""
+    others = [asked] if asked is not None else SHOWN if planner.can_compress else ()
+    made = {policy: planner.plan(n, policy, kv_bits) for policy in (None, *others)}
+    found = [planner.plan(n)] if kv_bits is not None else []
+    # A policy that would change nothing is shown only if it was asked for.
+    found += [plan for policy, plan in made.items() if not plan.reason or policy == asked]
+    first = made[asked]
+    best = first if asked is not None and first.peak <= usable else None
+    best = best or planner.fitting(n, usable, kv_bits)
+    if best is None:
+        return Choice(n, found, None, "")
+    return Choice(n, [*found, *([] if best in found else [best])], best, _why(best, first, usable))
 
+
+def _why(taken: MemoryPlan, first: MemoryPlan, usable: int) -> str:
+    """Why a plan is recommended; `first` is the one to prefer."""
+    from ..engine.report import format_bytes
+
+    if taken == first:
+        return (
+            "it fits and keeps every entry"
+            if taken.policy is None
+            else "you asked for it, and it fits"
+        )
+    if first.peak > usable:
+        size = format_bytes(first.peak)
+        return f"{_way(first)} would take {size}, and {format_bytes(usable)} may be used"
+    return "it evicts while it reads, which keeps distances within the length that the model was trained to"
+
+
+def _as_json(plans: Plans) -> dict[str, Any]:
     return {
-        "model": model,
-        "weights": found[0].weights,
-        "memory": machine.memory,
-        "usable": machine.usable,
-        "backend": "metal" if backend() is METAL else "cpu",
-        "plans": [plan.to_dict() | {"fits": plan.peak <= machine.usable} for plan in found],
+        "model": plans.model,
+        "trained_length": plans.trained,
+        "weights": plans.found[0].weights,
+        "memory": plans.machine.memory,
+        "usable": plans.machine.usable,
+        "backend": _backend(),
+        "plans": [
+            plan.to_dict() | {"fits": plan.peak <= plans.machine.usable} for plan in plans.found
+        ],
         "taken": [
             {
-                "context": n,
-                "policy": None if plan is None else plan.policy,
-                "fits": plan is not None,
-                "command": None if plan is None else _command(model, plan),
+                "context": choice.context,
+                "policy": choice.best and choice.best.policy,
+                "fits": choice.best is not None,
+                "why": choice.why,
+                "command": choice.best and _command(plans.model, choice.best),
             }
-            for n, plan in taken.items()
+            for choice in plans.choices
         ],
     }
+
+
+def _backend() -> str:
+    import mlx.core as mx
+
+    return "metal" if mx.metal.is_available() else "cpu"
 
 
 def _command(model: str, plan: MemoryPlan) -> str:
@@ -171,51 +210,77 @@ def _command(model: str, plan: MemoryPlan) -> str:
     return shlex.join(words)
 
 
-def _print(
-    model: str, machine: Machine, found: list[MemoryPlan], taken: dict[int, MemoryPlan | None]
-) -> None:
+def _print(plans: Plans) -> None:
     from ..engine.report import format_bytes
     from .print_table import print_table
 
-    print_table(_table(model, machine, found, taken))
-    n, plan = list(taken.items())[-1]
-    if plan is None:
-        print(f"Nothing fits {tokens(n)} tokens into {format_bytes(machine.usable)}.")
-        fit = [plan for plan in taken.values() if plan is not None]
-        if not fit:
-            return
-        plan = fit[-1]
-        n = plan.context
-    print(f"For {tokens(n)} tokens:\n  {_command(model, plan)}")
+    print(_length(plans))
+    print_table(_table(plans))
+    last = plans.choices[-1]
+    if last.best is None:
+        usable = format_bytes(plans.machine.usable)
+        print(f"Nothing fits {tokens(last.context)} tokens into {usable}.")
+    fitting = [choice for choice in plans.choices if choice.best is not None]
+    if not fitting or fitting[-1].best is None:
+        return
+    choice, plan = fitting[-1], fitting[-1].best
+    print(f"For {tokens(choice.context)} tokens, recommended: {_way(plan)}, because {choice.why}.")
+    print(f"  {_command(plans.model, plan)}")
+    if plan.reason is not None:
+        print(f"Nothing is compressed: {plan.reason}.")
     if plan.beyond is not None:
         print(plan.beyond)
 
 
-def _table(
-    model: str, machine: Machine, found: list[MemoryPlan], taken: dict[int, MemoryPlan | None]
-) -> Table:
+def _length(plans: Plans) -> str:
+    if plans.trained is None:
+        return f"{plans.model} does not tell how many tokens it was trained to read."
+    return f"{plans.model} was trained to read {plans.trained:,} tokens."
+
+
+def _table(plans: Plans) -> Table:
+    from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+
     from ..engine.report import format_bytes
-    from ..planning.evaluation import METAL, backend
     from ..reporting.table import Table
 
-    device = "Metal" if backend() is METAL else "MLX's CPU backend"
-    bits = [n for n in found[0].kv_in_bits if all(n in plan.kv_in_bits for plan in found)]
-    heads = ["KV cache", *(f"{n} bits" for n in bits)]
-    table = Table(
-        f"{model}: weights {format_bytes(found[0].weights)}",
-        f"Counted for {device}, with the weights. {format_bytes(machine.usable)} of "
-        f"{format_bytes(machine.memory)} may be used. Taken: the policy asked for, or of what fits the best "
-        "for the answer.",
-        ["context", "policy", *heads, "reading", "answering", "fits"],
+    found = plans.found
+    asked = any(plan.kv_bits is not None for plan in found)
+    bits = [] if asked else [*found[0].kv_in_bits]
+    bits = [n for n in bits if any(plan.kv_in_bits.get(n) != plan.kv for plan in found)]
+    same = any(plan.kv_in_bits.get(n) == plan.kv for plan in found for n in bits)
+    device = "Metal" if _backend() == "metal" else "MLX's CPU backend"
+    remark = (
+        f"The most in use while reading and answering, weights included, on {device}. "
+        f"{format_bytes(plans.machine.usable)} of {format_bytes(plans.machine.memory)} may be used."
     )
-    for n, take in taken.items():
-        rows = [plan for plan in found if plan.context == n]
-        if take is not None and take not in rows:
-            rows.append(take)
-        for i, plan in enumerate(rows):
-            fits = "taken" if plan is take else "yes" if plan.peak <= machine.usable else "no"
-            sizes = [plan.kv, *(plan.kv_in_bits[n] for n in bits), plan.reading, plan.answering]
-            table.add(tokens(n) if i == 0 else "", _way(plan), *map(format_bytes, sizes), fits)
+    if same:
+        remark += f" {SAME}: full caches of up to {DEFAULT_QUANTIZED_KV_START:,} tokens are not quantised."
+    table = Table(
+        f"Weights {format_bytes(found[0].weights)}",
+        remark,
+        [
+            "context",
+            "policy",
+            "KV cache",
+            *(f"{n} bits" for n in bits),
+            "reading",
+            "answering",
+            "fits",
+        ],
+    )
+    for choice in plans.choices:
+        for i, plan in enumerate(choice.found):
+            in_bits = [plan.kv_in_bits.get(n, plan.kv) for n in bits]
+            small = [SAME if size == plan.kv else format_bytes(size) for size in in_bits]
+            sizes = [
+                format_bytes(plan.kv),
+                *small,
+                *map(format_bytes, (plan.reading, plan.answering)),
+            ]
+            fits = "yes" if plan.peak <= plans.machine.usable else "no"
+            fits = "recommended" if plan == choice.best else fits
+            table.add("" if i else tokens(plan.context), _way(plan), *sizes, fits)
     return table
 
 

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..caches.layers import attention_layers, quotas_of, token_caches
 from ..caches.memories import in_files, memory_quantization
-from ..entries.quantization import n_bytes, pack
 from ..policies import Policy, Stages
-from .decision import decide, gate
-from .footprint import total_bytes
+from .decision import PREFILL_STEP_SIZE, decide, gate
+from .footprint import EntrySizes, Footprint, total_bytes
 from .report import format_bytes
 
 FEW = 128  # gathered entries, below which a value hardly fits with what stands around it: docs/book.md
@@ -108,20 +106,18 @@ def book_cost(
         return None
     if not n_before and gate(policy, n_prompt, None) is not None:
         return None
-    caches = token_caches(model)
-    layers = attention_layers(model, caches)
-    one = [layer.cache_in(caches).keys_and_values() for layer in layers]
-    quotas = quotas_of(layers, policy.prefill_quotas, n_prompt)
-    reading, asking = policy.stages
-    resident = [min(n_prompt, quota.entries + reading.block) for quota in quotas]
-    how = memory_quantization(model, layers, memory)
-    stored = n_new * n_bytes([pack(x, how) for rows in one for x in rows])
+    sizes = EntrySizes(model)
+    layers = sizes.layers
+    rows = Footprint(model, policy, None, PREFILL_STEP_SIZE, sizes).rows_read(n_prompt)
+    resident = [min(n_prompt, n) for n in rows]
+    stored = n_new * sum(sizes.of_token(memory_quantization(model, layers, memory)))
+    _, asking = policy.stages
     folders = [Path(tempfile.gettempdir())] if in_files(memory) else []
     folders += [] if saved_in is None else [saved_in]
     return BookCost(
         tokens=n_new,
         resident=max(resident),
-        resident_bytes=total_bytes(map(n_bytes, one), resident),
+        resident_bytes=total_bytes(sizes.of_token(), resident),
         stored_bytes=stored,
         in_memory=not in_files(memory),
         disks=_disks(folders, stored),

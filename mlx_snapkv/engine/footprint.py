@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
 from ..caches.layers import attention_layers, members, quotas_of, token_caches
@@ -41,13 +41,53 @@ class Need:
         return total_bytes(self.row_bytes, self.kept)
 
 
+class EntrySizes:
+    """Bytes that a model's caches hold, from its own shapes: one token's caches, of which nothing is computed.
+
+    Attributes:
+        caches: those of one token.
+        layers: whose entries can be compressed; none unless `compresses`.
+        plain: by other full cache, bytes of a token's entries.
+        sliding: by sliding window, bytes of a token's entries, and how many it holds.
+        states: bytes of linear states.
+
+    Raises:
+        UnsupportedModelError: `compresses`, and no layer can be compressed.
+    """
+
+    def __init__(self, model, compresses: bool = True):
+        self.caches = token_caches(model)
+        self.layers = attention_layers(model, self.caches) if compresses else []
+        compressed = [layer.cache_in(self.caches) for layer in self.layers]
+        self._entries = [cache.keys_and_values() for cache in compressed]
+        mine = {id(cache) for cache in compressed}
+        others = [c for c in members(self.caches) if id(c) not in mine and not c.empty()]
+        windows = [c for c in others if window_of(c) is not None]
+        plain = [c for c in others if has_all_entries(c) and window_of(c) is None]
+        self.plain = [n_bytes(cache.keys_and_values()) for cache in plain]
+        self.sliding = [(c.nbytes // c.keys.shape[2], window_of(c) or 0) for c in windows]
+        self.states = sum(c.nbytes for c in others if c not in plain and c not in windows)
+
+    def of_token(self, quantization: Quantization | None = None) -> list[int]:
+        """Bytes of a token's entries in each of `layers`, stored as `quantization` says."""
+        return [n_bytes([pack(x, quantization) for x in entries]) for entries in self._entries]
+
+    def full(self, quantization: Quantization | None) -> int:
+        """Bytes of a token's entries in all full caches; mlx-lm quantises those that are not in a `CacheList`."""
+        alone = [c for c in self.caches if isinstance(c, KVCache) and not c.empty()]
+        stored = [c.keys_and_values() for c in alone if quantization is not None]
+        saved = n_bytes(stored) - n_bytes([pack(x, quantization) for kv in stored for x in kv])
+        return sum(self.of_token()) + sum(self.plain) - saved
+
+
 class Footprint:
-    """What requests' caches take, from a model's own shapes: one token's caches, of which nothing is computed.
+    """What requests' caches take.
 
     Args:
         policy: None is full caches.
         quantization: of compressed entries.
         step_size: tokens to read at a time, at most.
+        sizes: of the model, if they are known.
     """
 
     def __init__(
@@ -56,22 +96,16 @@ class Footprint:
         policy: Policy | Stages | None,
         quantization: Quantization | None,
         step_size: int,
+        sizes: EntrySizes | None = None,
     ):
         self.policy = policy
         self._step_size = step_size
-        caches = token_caches(model)
-        compressed = [] if policy is None else attention_layers(model, caches)
-        stored = [layer.cache_in(caches).keys_and_values() for layer in compressed]
-        self._layers = compressed
-        self._row_bytes = [n_bytes(entries) for entries in stored]
-        self._kept_bytes = [n_bytes([pack(x, quantization) for x in entries]) for entries in stored]
-        others = _others(caches, [layer.cache_in(caches) for layer in compressed])
-        plain = [cache for cache in others if has_all_entries(cache) and not cache.empty()]
-        self._plain_bytes = [n_bytes(cache.keys_and_values()) for cache in plain]
-        sliding: list[Any] = [cache for cache in others if isinstance(cache, RotatingKVCache)]
-        self._sliding = [(c.nbytes // c.keys.shape[2], c.max_size) for c in sliding]
-        states = [cache for cache in others if cache not in plain and cache not in sliding]
-        self._state_bytes = sum(cache.nbytes for cache in states if not cache.empty())
+        sizes = sizes or EntrySizes(model, compresses=policy is not None)
+        self._layers = sizes.layers
+        self._row_bytes = sizes.of_token()
+        self._kept_bytes = sizes.of_token(quantization)
+        self._plain_bytes, self._sliding = sizes.plain, sizes.sliding
+        self._state_bytes = sizes.states
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes.
@@ -93,15 +127,24 @@ class Footprint:
         quotas = quotas_of(self._layers, last.quotas, n_prompt)
         chosen = [min(n_prompt, quota.entries) for quota in quotas]
         grown = [_grown(n, last, max_tokens, q.n_window) for n, q in zip(chosen, quotas)]
-        reading = total_bytes(self._row_bytes, self._read(policy, n_prompt))
+        reading = self.bytes_read(n_prompt)
         reading += total_bytes(self._kept_bytes, chosen) - total_bytes(self._kept_bytes, grown)
         sizes = (*self._kept_bytes, *self._plain_bytes)
         fixed = last.keeps_shape and not plain
         kept = (*chosen, *[n_prompt] * plain)
         return Need(max(0, reading), kept, (*grown, *[whole] * plain), sizes, fixed, rest)
 
-    def _read(self, policy: Policy | Stages, n_prompt: int) -> list[int]:
-        """By layer, entries that its prompt is read with."""
+    def bytes_read(self, n_prompt: int) -> int:
+        """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
+        evicts = self.policy is not None and self.policy.reads_in_blocks
+        sizes = self._kept_bytes if evicts else self._row_bytes
+        return total_bytes(sizes, self.rows_read(n_prompt))
+
+    def rows_read(self, n_prompt: int) -> list[int]:
+        """By layer whose entries the policy chooses, how many its prompt is read with."""
+        policy = self.policy
+        if policy is None:
+            return [n_prompt] * len(self._layers)
         most = n_prompt + decide(policy, n_prompt).n_ahead + 1
         quotas = quotas_of(self._layers, policy.prefill_quotas, n_prompt)
         if not policy.reads_in_blocks:
@@ -113,9 +156,11 @@ def total_bytes(sizes: Iterable[int], counts: Iterable[int]) -> int:
     return sum(size * n for size, n in zip(sizes, counts))
 
 
-def _others(caches: list, compressed: list) -> list[Any]:
-    found = {id(cache) for cache in compressed}
-    return [cache for cache in members(caches) if id(cache) not in found]
+def window_of(cache: Any) -> int | None:
+    """Entries that a sliding or chunked window holds; None if a cache has none."""
+    if isinstance(cache, RotatingKVCache):
+        return cache.max_size
+    return cache.chunk_size if isinstance(cache, ChunkedKVCache) else None
 
 
 def _grown(n: int, policy: Policy, max_tokens: int, n_window: int) -> int:

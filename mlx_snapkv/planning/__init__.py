@@ -1,1 +1,1 @@
-"""How much memory a prompt will take, counted from the model itself before its weights are loaded."""
+"""How much memory a prompt will take, counted from a model's shapes before its weights are loaded."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from ..engine.far import beyond
 from ..engine.recalling import Recall
+from ..engine.report import format_bytes
 from ..policies import Policy, Stages
-from .fit import Fit
+from .machine import this_machine
+from .plan import Planner
+
+_PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
 class LongPrompts:
@@ -15,7 +20,7 @@ class LongPrompts:
 
     Args:
         model: an mlx-lm model.
-        policy, memory, verify, far, options: as of `generate_step`.
+        policy, memory, verify, far, options: as of `generate_step`. With `max_kv_size`, nothing is said.
     """
 
     def __init__(
@@ -31,11 +36,32 @@ class LongPrompts:
         self._model, self._policy = model, policy
         self._recall = Recall(memory, verify, far=far)
         self._is_rotating = options.get("max_kv_size") is not None
-        self._fit = Fit(model, policy, **options)
+        self._kv_bits, self._usable = options.get("kv_bits"), this_machine().usable
+        self._options = {k: v for k, v in options.items() if k in _PLANNED and v is not None}
+        self._planner: Planner | None = None
 
     def warnings(self, n_prompt: int, n_before: int = 0) -> list[str]:
-        """What is wrong with a prompt of so many tokens, after those that have been read already."""
-        said = [self._fit.warning(n_prompt)]
-        if not self._is_rotating:
-            said.append(beyond(self._model, self._policy, self._recall, n_before + n_prompt))
-        return [sentence for sentence in said if sentence is not None]
+        """What is wrong with a prompt of so many tokens, after `n_before` that have been read already."""
+        if self._is_rotating:
+            return []
+        far = beyond(self._model, self._policy, self._recall, n_before + n_prompt)
+        return [said for said in (self._too_large(n_prompt), far) if said is not None]
+
+    def _too_large(self, n_prompt: int) -> str | None:
+        """A sentence, if a prompt will not fit; None if it will, or if that can't be planned."""
+        try:
+            self._planner = self._planner or Planner(self._model, **self._options)
+            plan = self._planner.plan(n_prompt, self._policy, self._kv_bits)
+            if plan.peak <= self._usable:
+                return None
+            other = self._planner.fitting(n_prompt, self._usable, self._kv_bits)
+        except Exception:  # it is read all the same
+            return None
+        said = (
+            f"{n_prompt} tokens will take about {format_bytes(plan.peak)}, and this machine has "
+            f"{format_bytes(self._usable)} for models"
+        )
+        if other is None:
+            return f"{said}; no policy known here makes them fit"
+        how = "--policy " + shlex.quote(other.policy) if other.policy else "the full cache"
+        return f"{said}; {how} would take {format_bytes(other.peak)}"

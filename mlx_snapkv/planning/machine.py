@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -12,8 +12,7 @@ _SMALL = 36 << 30  # bytes: up to here a Mac's GPU may use two thirds, above it 
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """A machine's memory, and what of it MLX may use, in bytes."""
 
     memory: int

@@ -1,262 +1,122 @@
-"""The most memory that reading a prompt takes, and decoding its answer."""
+"""The most memory in use while a model reads a prompt, and while it answers."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 
-from ..caches.block import BlockKVCache
-from ..caches.layers import attention_layers, members
-from ..engine.making import make_request
-from ..engine.recalling import Recall
+from ..engine.decision import chunk_size, decide
+from ..engine.footprint import EntrySizes, Footprint, total_bytes
+from ..entries.attention import HELD_BYTES
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .blanks import arrays_of, blank, blanked
-from .buffers import Buffer
-from .evaluation import Played, backend, play
-from .graph import Graph, capture
-from .positions import Positions, grown_rows
+from ..policies.budgets import UNLIMITED
+from .shapes import layer_shapes, tables
 
-_MOST_OPERATIONS = 30_000  # of a graph of loops over tokens: some seconds
-
-
-def reading_peak(
-    model: Any,
-    n_prompt: int,
-    policy: Policy | Stages | None,
-    quantization: Quantization | None,
-    step_size: int,
-) -> int:
-    """Bytes, those of the weights included, at the most while a prompt is read up to its last token.
-
-    The last chunks are traced: earlier ones find fewer entries to attend to.
-
-    Raises:
-        SnapKVError: the policy reads a prompt twice, or can't serve the model or the prompt.
-    """
-    n = max(1, n_prompt - 1)  # the last token is read with the answer
-    caches, chunk = make_prompt_cache(model), step_size
-    loops = operations_of_loops(model)
-    recording: contextlib.AbstractContextManager = contextlib.nullcontext()
-    spans, traced, first, cycle = [], [], 0, 0
-    if policy is not None:
-        _require_single(policy)
-        request = make_request(model, policy, n_prompt, caches, quantization, Recall())
-        caches, chunk, recording = request.caches, request.step_size(step_size), request.recording()
-        cycle = policy.stages[0].block // chunk if policy.reads_in_blocks else 0
-        if any(stage.accumulates_attention for stage in policy.stages):
-            spans = [(0, chunk), (chunk, chunk)]  # which take all their entries at once
-    elif quantization is not None and n >= DEFAULT_QUANTIZED_KV_START:
-        first = (DEFAULT_QUANTIZED_KV_START - 1) // chunk * chunk
-        then = functools.partial(_quantised, quantization=quantization, then=lambda cache: cache)
-        plain = Positions(model, caches, chunk)
-        traced = [_Chunk(model, plain, first, min(chunk, n - first), loops, then)]
-        caches, first = _quantised(caches, quantization), first + chunk
-    positions = Positions(model, caches, chunk)
-    traced += [
-        _Chunk(model, positions, start, length, loops)
-        for start, length in [*spans, *_last_spans(n, chunk, cycle)]
-        if start >= first and start + length <= n
-    ]
-    with recording:
-        return max(each.peak() for each in traced)
+# Times a layer's keys and values: while a full cache grows, the old ones stay until the copy has been made, and the
+# next layer's copy has begun by then. While a cache evicts, there are float32 keys to score, and what is kept of both.
+GROWN = 1.25
+EVICTED = 3.0
 
 
-def _require_single(policy: Policy | Stages) -> None:
-    """Raises: SnapKVError: the policy reads a prompt twice."""
-    name, repeats = policy.stages[1].name, policy.stages[1].repeats
-    if repeats is not None:
-        raise SnapKVError(
-            f"{name} reads a prompt twice, which is not counted: plan with another policy"
-        )
-
-
-def _last_spans(n: int, chunk: int, cycle: int) -> list[tuple[int, int]]:
-    """What may take most of `n` tokens: the last whole chunks, and the rest; where each starts and how long it is.
+class Peaks:
+    """The most memory in use, in bytes, the weights included.
 
     Args:
-        cycle: chunks from one eviction to the next; 0 if nothing is evicted, so that later chunks take more.
-    """
-    whole, rest = divmod(n, chunk)
-    last = [(i * chunk, chunk) for i in range(max(0, whole - max(1, cycle)), whole)]
-    left = [(whole * chunk, rest)]
-    if not cycle and whole > 2:
-        return left if rest * n > whole * chunk * chunk else last  # by the scores of attention
-    return last + left if 2 * rest > chunk or not whole else last
-
-
-def answering_peak(
-    model: Any,
-    n_prompt: int,
-    max_tokens: int,
-    policy: Policy | Stages | None,
-    quantization: Quantization | None,
-    step_size: int,
-) -> int:
-    """Bytes, those of the weights included, at the most while an answer is decoded, once its prompt is compressed."""
-    rows = grown_rows(n_prompt - 1, step_size)
-    position = rows if n_prompt + max_tokens > rows else n_prompt  # where full caches grow
-    caches = Positions(model, make_prompt_cache(model), step_size).at(position)
-    if policy is not None:
-        _compress(model, caches, n_prompt, max_tokens, policy, quantization)
-    elif quantization is not None and n_prompt > DEFAULT_QUANTIZED_KV_START:
-        caches = _quantised(caches, quantization)
-    recorded = 0 if policy is None else _recorded(model, n_prompt, policy, step_size)
-    return recorded + _played(model, caches, 1, lambda logits, mine: [_token(logits)]).most
-
-
-def _recorded(model: Any, n_prompt: int, policy: Policy | Stages, step_size: int) -> int:
-    """Bytes of the queries that stay at hand to vote as the answer goes on."""
-    if not policy.stages[1].observes_answer:
-        return 0
-    request = make_request(model, policy, n_prompt, make_prompt_cache(model), None, Recall())
-    chunk = min(n_prompt - 1, request.step_size(step_size))
-    with request.recording():
-        caches = Positions(model, request.caches, chunk).at(chunk)
-    held = [cache for cache in members(caches) if isinstance(cache, BlockKVCache)]
-    return sum(x.nbytes for cache in held for x in cache.recorded)
-
-
-def _compress(
-    model: Any,
-    caches: list,
-    n_prompt: int,
-    max_tokens: int,
-    policy: Policy | Stages,
-    quantization: Quantization | None,
-) -> None:
-    """Put full caches, of as many rows as the compressed ones have, in the place of those of a whole prompt."""
-    _, last = policy.stages
-    layers = attention_layers(model, caches)
-    more = 0 if last.keeps_shape else last.answer_block
-    if last.schedule == "once" and last.on_full == "grow":
-        more *= -(-max_tokens // more)
-    for layer, quota in zip(layers, last.quotas(n_prompt, len(layers))):
-        whole, small = layer.cache_in(caches), KVCache()
-        rows = min(n_prompt, quota.entries) + more
-        small.keys, small.values = (
-            blank((*x.shape[:2], rows, x.shape[3]), x.dtype) for x in (whole.keys, whole.values)
-        )
-        small.offset = rows - 1
-        if quantization is not None:
-            small = blanked(small.to_quantized(**vars(quantization)))
-        layer.put(caches, small)
-
-
-def _quantised(
-    caches: list, quantization: Quantization, then: Callable[[Any], Any] = blanked
-) -> list:
-    """As mlx-lm quantises full caches in the middle of a long prompt."""
-    made = []
-    for cache in caches:
-        if isinstance(cache, KVCache):
-            how = vars(quantization)
-            cache = QuantizedKVCache(**how) if cache.empty() else then(cache.to_quantized(**how))
-        made.append(cache)
-    return made
-
-
-@dataclass
-class _Chunk:
-    """Some tokens of a prompt, from `start` on.
-
-    Attributes:
-        n: how many.
-        loops: operations for each of them, as of `operations_of_loops`.
-        after: what becomes of the caches then.
+        max_tokens: of an answer.
+        step_size: tokens of a chunk, at most.
     """
 
-    model: Any
-    positions: Positions
-    start: int
-    n: int
-    loops: int
-    after: Callable[[list], list] = list
+    def __init__(self, model: Any, sizes: EntrySizes, max_tokens: int, step_size: int):
+        self._sizes, self._max_tokens, self._step_size = sizes, max_tokens, step_size
+        self._shapes = layer_shapes(model, sizes)
+        self._vocabulary = max(x.weight.shape[0] for x in tables(model))
+        self._widest = max((*sizes.of_token(), *sizes.plain), default=0)
+        weights: Any = tree_flatten(model.parameters())
+        self.weights = sum(x.nbytes for _, x in weights)
 
-    def peak(self) -> int:
-        """The most bytes while they are read.
+    def reading(self, footprint: Footprint, n_prompt: int, how: Quantization | None) -> int:
+        """While a prompt is read, up to its last token, which is read with the answer.
 
-        Where a linear layer is a loop over the tokens, for want of a kernel, a long chunk's graph has no end: the
-        peaks of two shorter ones then tell its own, to some percent.
+        Args:
+            how: as which mlx-lm quantises full caches on the way.
         """
-        longest = _MOST_OPERATIONS // self.loops if self.loops else self.n
-        if self.n <= longest:
-            return self._played(self.n, None if self.loops else self._earlier()).most
-        n = max(16, longest // 2)
-        shorter, short = self._played(n).most, self._played(2 * n).most
-        return short + (short - shorter) * (self.n - 2 * n) // n
+        n, policy = max(1, n_prompt - 1), footprint.policy
+        if policy is not None:
+            return self.weights + self._reading_by(footprint, policy, n_prompt)
+        chunk = min(n, self._step_size)
+        start = -(-DEFAULT_QUANTIZED_KV_START // chunk) * chunk
+        ends = [(n, None)] if how is None or n <= start else [(start, None), (n, how)]
+        return self.weights + max(self._reading_full(end, chunk, how) for end, how in ends)
 
-    def _earlier(self) -> list[tuple[int, Buffer]] | None:
-        """What the chunk before has left in the caches, where parts of its own arrays stay for the next one."""
-        step = self.positions.chunk
-        states = any(isinstance(cache, ArraysCache) for cache in members(self.positions.at(0)))
-        if self.start == step or (states and self.start > step):
-            before = replace(self, start=self.start - step, n=step, after=list)
-            return before._played(step).results
-        return None
+    def _reading_full(self, end: int, chunk: int, how: Quantization | None) -> int:
+        """With full caches, when `end` tokens have been read."""
+        copied = int(GROWN * self._widest * end)
+        return _rows(end) * self._sizes.full(how) + copied + self._chunks(end, chunk)
 
-    def _played(self, n: int, given: list[tuple[int, Buffer]] | None = None) -> Played:
-        """The evaluation of only the last `n` of them."""
-        caches = self.positions.late(self.start, self.n, n)
+    def _reading_by(self, footprint: Footprint, policy: Policy | Stages, n_prompt: int) -> int:
+        """With caches that a policy compresses."""
+        n, most = max(1, n_prompt - 1), max(footprint.rows_read(n_prompt))
+        chunk = min(n, _chunk_size(policy, n_prompt, self._step_size))
+        entries = footprint.bytes_read(n_prompt) + sum(self._sizes.plain) * _rows(n)
+        if policy.reads_in_blocks:
+            entries += int(EVICTED * self._widest * most)
+        held = self._chunks(n, chunk, most)
+        if any(stage.accumulates_attention for stage in policy.stages):
+            held = max(held, self._counting(chunk, most))
+        return entries + held
 
-        def wanted(logits: mx.array, mine: list) -> list[mx.array]:
-            return _states(self.after(mine))
+    def answering(self, footprint: Footprint, n_prompt: int, how: Quantization | None) -> int:
+        """While an answer is decoded; arguments as of `reading`."""
+        need, policy = footprint.need(n_prompt, self._max_tokens), footprint.policy
+        if policy is None:
+            before, rows = _rows(n_prompt - 1), _rows(n_prompt + self._max_tokens)
+            how = how if n_prompt > DEFAULT_QUANTIZED_KV_START else None
+            entries = rows * self._sizes.full(how) + self._widest * before * (rows > before)
+        else:
+            entries = total_bytes(need.row_bytes, [n + self._added(policy, n) for n in need.kept])
+        seen = max(need.kept, default=n_prompt)
+        held = max(x.held(1, n_prompt, seen) for x in self._shapes)
+        logits = 3 * 4 * self._vocabulary  # as they are, normalised, and what is sampled from
+        return self.weights + entries + need.rest + logits + held
 
-        return _played(self.model, caches, n, wanted, given)
+    def _added(self, policy: Policy | Stages, n: int) -> int:
+        """Rows beside `n` for the answer's own entries."""
+        last = policy.stages[1]
+        if last.keeps_shape:
+            return 0
+        spare = min(last.block, n // 8)  # as the buffer grows
+        return self._max_tokens + spare if last.grows else last.block
 
+    def _chunks(self, n: int, chunk: int, most: int = UNLIMITED) -> int:
+        """What the last whole chunk, or the rest behind it, holds besides full caches; these have `most` entries."""
+        whole, rest = n - n % chunk, n % chunk
+        spans = [(chunk, chunk), (chunk, whole), (rest, n)]
+        windows = sum(size * min(n, seen + chunk - 1) for size, seen in self._sizes.sliding)
+        held = max(x.held(length, end, most) for x in self._shapes for length, end in spans)
+        return held + windows + self._sizes.states
 
-def operations_of_loops(model: Any) -> int:
-    """By how many operations the graph of a chunk grows with each token: by none where no layer is a loop."""
-    caches = make_prompt_cache(model)
-    if not any(isinstance(cache, ArraysCache) for cache in members(caches)):
-        return 0
-    graphs = [_graph(model, caches, n, lambda logits, mine: _states(mine)) for n in (16, 32)]
-    short, longer = (len(graph.made_by) for graph in graphs)
-    return (longer - short) // 16
-
-
-Wanted = Callable[[mx.array, list], list[mx.array]]
-
-
-def _played(
-    model: Any,
-    caches: list,
-    n: int,
-    wanted: Wanted,
-    given: list[tuple[int, Buffer]] | None = None,
-) -> Played:
-    """The evaluation of `n` more tokens, for what is `wanted` of logits and caches."""
-    graph = _graph(model, caches, n, wanted)
-    return play(graph, backend(), dict(zip(graph.beside, given or ())))
-
-
-def _graph(model: Any, caches: list, n: int, wanted: Wanted) -> Graph:
-    """The graph of it; beside are the states of the caches before, and the logits."""
-    weights = arrays_of(model.parameters())
-
-    def build() -> tuple[list[mx.array], list[mx.array], list[mx.array]]:
-        mine = [blanked(cache) for cache in caches]
-        # The same arrays, but not the objects, which caches change.
-        before = [x.astype(x.dtype) for x in _states(cache for cache in mine if not cache.empty())]
-        logits = model(blank((1, n), mx.int32), cache=mine)
-        return wanted(logits, mine), weights, [*before, logits]
-
-    return capture(build)
+    def _counting(self, chunk: int, rows: int) -> int:
+        """What counting all queries' attention holds: that of early chunks is counted in one pass, up to 8 MiB."""
+        step = max(x.scores for x in self._shapes) * chunk * min(chunk, rows)
+        layers = min(len(self._sizes.layers), 7)  # as many as are under way at once
+        passes = HELD_BYTES // step if step else 0
+        return int(2.2 * layers * step * min(passes, -(-rows // chunk)))
 
 
-def _states(caches: Iterable) -> list[mx.array]:
-    """What mlx-lm evaluates of caches."""
-    return arrays_of([cache.state for cache in caches])
+def _chunk_size(policy: Policy | Stages, n_prompt: int, step_size: int) -> int:
+    """Tokens that a policy has read at a time."""
+    first, _ = policy.stages
+    if policy.reads_in_blocks:
+        return min(step_size, first.block)
+    votes = any(stage.observes for stage in policy.stages)
+    n_before = decide(policy, n_prompt).first if votes else n_prompt
+    return chunk_size(first, step_size, n_prompt, n_before)
 
 
-def _token(logits: mx.array) -> mx.array:
-    logits = logits[:, -1, :]
-    return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)
+def _rows(n: int) -> int:
+    """Rows of a full cache of `n` entries."""
+    return -(-n // KVCache.step) * KVCache.step

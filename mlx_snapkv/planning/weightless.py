@@ -7,23 +7,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.utils import load_model
-
-from .blanks import blanks
 
 
 def without_weights(folder: str | Path) -> nn.Module:
-    """The model of a folder, built from its configuration and the headers of its weights' files.
+    """The model of a folder, built by mlx-lm's loader from its configuration and the headers of its weights' files.
 
-    mlx-lm's own loader builds it, so that quantised layers, renamed and merged weights are what they will be; the
-    weights are blank. A model that is called answers nothing, but its layers and caches have their shapes.
+    The weights are blank: a model that is called answers nothing, but its layers and caches have their shapes.
 
     Raises:
         Exception: whatever mlx-lm raises for a folder that it can't load.
     """
     model, _ = load_model(Path(folder), lazy=True)
-    model.update(blanks(model.parameters()))
+    model.update(tree_map(_blank, model.parameters()))
     return model
 
 
@@ -41,13 +40,9 @@ def repository_without_weights(name: str) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_bytes(config.read_bytes())
         for file, header in headers.items():
+            names = "dtype", "shape", "data_offsets"
             tensors = {
-                tensor: {
-                    "dtype": told.dtype,
-                    "shape": list(told.shape),
-                    "data_offsets": list(told.data_offsets),
-                }
-                for tensor, told in header.tensors.items()
+                k: {name: getattr(x, name) for name in names} for k, x in header.tensors.items()
             }
             _write_empty(Path(folder) / Path(file).name, tensors)
         return without_weights(folder)
@@ -60,3 +55,8 @@ def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + end)
+
+
+def _blank(x: mx.array) -> mx.array:
+    """An array of the same shape that holds a single number, whoever computes it."""
+    return mx.broadcast_to(mx.zeros((), x.dtype), x.shape)

@@ -5,26 +5,28 @@ import shlex
 
 import pytest
 
-from mlx_snapkv.planning import fit
+from mlx_snapkv.planning import long_prompts
 from mlx_snapkv.planning.machine import Machine
 
 
 @pytest.fixture
 def small_machine(monkeypatch):
     """A machine of 10 MB."""
-    monkeypatch.setattr(fit, "this_machine", lambda: Machine(10**7, 10**7))
+    monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(10**7, 10**7))
 
 
 def test_a_table_of_one_context(call):
     code, out, _ = call("plan", "--model", "demo", "--context", "16k", "--memory", "300MB")
     assert code == 0
-    rows = [line.split() for line in out.splitlines() if "B " in line and "may be" not in line]
+    lines = out.splitlines()
+    assert lines[0] == "demo was trained to read 16,384 tokens."
+    rows = [line.split() for line in lines if "B " in line and "may" not in line]
     assert rows[1][:5] == ["16k", "full", "cache", "50.3", "MB"] and rows[1][-1] == "no"
-    assert rows[2][0] == "snapkv:top_k=4096,min_ctx=0" and rows[2][-1] == "taken"
-    assert "200 MB of 300 MB may be used. Taken: the policy asked for, or of what fits" in " ".join(
-        out.split()
-    )
-    command = shlex.split(out.splitlines()[-1])
+    assert rows[2][0] == "snapkv:top_k=4096,min_ctx=0" and rows[2][-1] == "recommended"
+    assert "200 MB of 300 MB may be used." in " ".join(out.split())
+    why = "recommended: snapkv:top_k=4096,min_ctx=0, because full cache would take 6"
+    assert why in lines[-2] and lines[-2].endswith("MB, and 200 MB may be used.")
+    command = shlex.split(lines[-1])
     assert command[:4] == ["mlx-snapkv", "generate", "--model", "demo"]
     # The votes are the question's.
     assert command[4:8] == ["--prompt-file", "FILE", "--prompt", "QUESTION"]
@@ -43,10 +45,36 @@ def test_the_policy_asked_for_is_taken_where_it_fits(call):
         assert code == 0 and found["policy"] == taken and f"--policy {taken}" in found["command"]
 
 
+def test_all_contexts_up_to_the_trained_length(call):
+    """A policy is shown from where it changes something, and bits from where mlx-lm quantises."""
+    code, out, _ = call("plan", "--model", "demo")
+    rows = [line.split() for line in out.splitlines()]
+    assert code == 0 and [row[0] for row in rows if row[1:3] == ["full", "cache"]] == [
+        "4k",
+        "8k",
+        "16k",
+    ]
+    four = next(row for row in rows if row[:1] == ["4k"])
+    assert four[3:7] == ["12.6", "MB", "-", "-"]
+    assert sum(row[:1] == ["snapkv:top_k=4096,min_ctx=0"] for row in rows) == 2
+    assert "recommended: full cache, because it fits and keeps every entry." in out
+    found = json.loads(call("plan", "--model", "demo", "--json")[1])
+    assert found["trained_length"] == 16_384
+    assert [taken["context"] for taken in found["taken"]] == [4096, 8192, 16_384]
+
+
+def test_a_policy_that_changes_nothing_is_shown_if_it_was_asked_for(call):
+    asked = ["--context", "2000", "--policy", "keydiff:budget=4096"]
+    lines = call("plan", "--model", "demo", *asked)[1].splitlines()
+    assert "because you asked for it, and it fits" in lines[-3]
+    assert lines[-1].startswith("Nothing is compressed: the prompt's 2000 entries fit the budget")
+
+
 def test_more_tokens_than_the_model_was_trained_to(call):
     asked = ["plan", "--model", "demo", "--context", "32k"]
     _, out, _ = call(*asked)
     assert out.splitlines()[-1].endswith("--policy keydiff:budget=8192,pool_kernel=5")
+    assert "because it evicts while it reads" in out
     far = "32768 tokens are more than the 16384 that this model was trained to read"
     policy = ["--policy", "snapkv:top_k=64,min_ctx=0"]
     assert far in call(*asked, *policy)[1].splitlines()[-1]
@@ -66,6 +94,7 @@ def test_a_policy_as_json(call):
     assert full["kv"] == 2**20 * 3 * 2 * 2 * 64 * 4 and full["peak"] == full["reading"]
     (taken,) = found["taken"]
     assert taken["fits"] and taken["command"].endswith("--kv-bits 8")
+    assert taken["why"] == "you asked for it, and it fits"
 
 
 def test_nothing_fits(call):

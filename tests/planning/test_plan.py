@@ -1,97 +1,142 @@
 """What is planned, against the memory that MLX then has in use."""
 
+import ast
 import json
 import shutil
+import time
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from measure_plan import FAMILIES, POLICIES, family, used
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from measure_plan import HELD_OUT, POLICIES, model_named, used
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from real_models import MODELS as REAL
+from real_models import real_folder
 from tiny_models import make_llama
 
+import mlx_snapkv
 from mlx_snapkv import SnapKVError, plan_memory
+from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.planning.fit import Fit
+from mlx_snapkv.planning import long_prompts, shapes
+from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.machine import Machine, mac, this_machine
-from mlx_snapkv.planning.plan import CANDIDATES, fitting
+from mlx_snapkv.planning.plan import CANDIDATES, Planner
 from mlx_snapkv.planning.weightless import _write_empty, without_weights
 
 KEYDIFF, SNAPKV = POLICIES
+PAGE = Path(__file__).parents[2] / "docs" / "plan.json"
+ROWS = json.loads(PAGE.read_text(encoding="utf-8"))["rows"]
 
 
 def off_by(model, n_prompt, policy=None, **options):
-    """By which share of what is used the plan is wrong.
-
-    A plan is of the most: one run in thirty gives a layer's scores back earlier, and uses 5% less.
-    """
+    """By which share of what is used the plan is wrong."""
     options = {"max_tokens": 8, "prefill_step_size": 256} | options
     plan = plan_memory(model, n_prompt, policy, **options)
-    most = used(model, plan, 1, **options)
-    if most < plan.peak / 1.03:
-        most = max(most, used(model, plan, 2, **options))
-    return abs(plan.peak / most - 1)
+    return abs(plan.peak / used(model, plan, **options) - 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family(name):
-    model = family(name)
-    assert off_by(model, 500) < 0.05
-    if name != "deepseek_v3":  # which policies don't serve
-        assert off_by(model, 500, KEYDIFF) < 0.05
+@pytest.mark.parametrize("name", dict.fromkeys(row["model"] for row in ROWS))
+def test_every_measured_peak_is_planned_within_15_percent(name):
+    model = without_weights(real_folder(name)) if name in REAL else model_named(name)
+    for row in (row for row in ROWS if row["model"] == name):
+        planner = Planner(model, max_tokens=8, prefill_step_size=row["step"])
+        plan = planner.plan(row["tokens"], row["policy"], row["bits"])
+        assert plan.weights == row["weights"]
+        assert abs(plan.peak / row["used"] - 1) < 0.15, row
+
+
+@pytest.mark.parametrize("name, policy", [*((name, None) for name in HELD_OUT), ("lfm2", KEYDIFF)])
+def test_a_model_that_no_constant_was_chosen_on(name, policy):
+    assert off_by(model_named(name), 500, policy) < 0.15
 
 
 @pytest.mark.parametrize(
-    "policy, bits",
-    [
-        (None, None), (SNAPKV, None), (KEYDIFF, 8), (SNAPKV, 4), (f"{KEYDIFF} then {SNAPKV}", None),
-        ("tova:budget=256", None), ("keydiff:budget=1024,block=128", None),
-        ("keydiff:budget=pyramid:300,block=250", None), ("h2o:budget=256", None),
-        ("expected_attention:budget=256", None),
-        ("snapkv:budget=25%,on_full=grow,min_ctx=0,n_sink=4,n_window=32", None),
-    ],
-)  # fmt: skip
-def test_the_embedded_models(demo_llama, policy, bits):
-    assert off_by(demo_llama[0], 1500, policy, kv_bits=bits) < 0.05
+    "policy, bits", [(None, None), (SNAPKV, 4), (f"{KEYDIFF} then {SNAPKV}", 8)]
+)
+def test_a_trained_model(demo_llama, policy, bits):
+    assert off_by(demo_llama[0], 1500, policy, kv_bits=bits) < 0.15
 
 
 def test_full_entries_that_mlx_lm_quantises_on_the_way():
     model = make_llama(hidden_size=128)
-    for n in (5100, 5700):
-        assert off_by(model, n, kv_bits=8, kv_group_size=32) < 0.05
+    assert off_by(model, 5700, kv_bits=8, kv_group_size=32) < 0.15
 
 
-@pytest.mark.parametrize("policy", [None, KEYDIFF, SNAPKV])
-def test_an_embedded_hybrid(demo_qwen, policy):
-    assert off_by(demo_qwen[0], 500, policy, prefill_step_size=128) < 0.05
-
-
-def test_a_short_prompt_and_a_single_token(demo_llama):
-    assert off_by(demo_llama[0], 40, SNAPKV) < 0.05
+def test_a_single_token_and_none(demo_llama):
     plan = plan_memory(demo_llama[0], 1, SNAPKV)
     assert plan.reason and plan.kv == 3 * 2 * 2 * 64 * 4
     with pytest.raises(SnapKVError, match="at least 1 token, got 0"):
         plan_memory(demo_llama[0], 0)
 
 
-def test_the_weights_are_not_loaded_and_count_the_same(demo_llama):
+@pytest.fixture(scope="module")
+def planners(demo_llama, demo_qwen):
+    return [Planner(model, prefill_step_size=512) for model in (demo_llama[0], demo_qwen[0])]
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 200_000), more=st.integers(1, 5000), bits=st.sampled_from([None, 8, 4]))
+def test_a_longer_prompt_takes_no_less(planners, n, more, bits):
+    for planner in planners:
+        short, longer = (planner.plan(x, None, bits) for x in (n, n + more))
+        if bits is None or not n <= 5000 < n + more:  # from where on mlx-lm quantises
+            assert short.reading <= longer.reading and short.kv <= longer.kv
+            assert short.answering <= longer.answering
+        block = [planner.plan(x, KEYDIFF, bits) for x in (n + 256, n + 256 + more)]
+        assert block[0].reading <= block[1].reading and block[0].kv <= block[1].kv
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 200_000), policy=st.sampled_from([None, KEYDIFF, SNAPKV]))
+def test_fewer_bits_take_no_more(planners, n, policy):
+    for planner in planners:
+        plain, eight, four = (planner.plan(n, policy, bits) for bits in (None, 8, 4))
+        for more, less in ((plain, eight), (eight, four)):
+            assert more.kv >= less.kv and more.reading >= less.reading
+            assert more.answering >= less.answering
+        assert plain.kv_in_bits == {8: eight.kv, 4: four.kv}
+
+
+def test_metals_kernel_holds_no_scores(demo_llama, monkeypatch):
+    """Of heads of 64, 80 or 128; others are computed as on a CPU."""
+    n, cpu = 65_537, plan_memory(demo_llama[0], 65_537)
+    monkeypatch.setattr(shapes, "METAL", True)
+    assert cpu.reading - plan_memory(demo_llama[0], n).reading == 4 * 2048 * (n - 1) * 4
+    model = make_llama(hidden_size=128, num_hidden_layers=3)
+    scores = 4 * 2048 * (n - 1) * 4
+    assert plan_memory(model, n).reading > scores
+
+
+def test_a_plan_computes_nothing_and_takes_less_than_a_second():
     mx.clear_cache()
     mx.reset_peak_memory()
-    before = mx.get_active_memory()
+    before, started = mx.get_active_memory(), time.process_time()
+    model = without_weights(MODELS["demo"])
+    planner = Planner(model)
+    plans = [planner.plan(n, policy) for n in CONTEXTS for policy in CANDIDATES]
+    assert time.process_time() - started < 1
+    assert mx.get_peak_memory() - before < 500_000 < plans[0].weights
+
+
+def test_mlx_is_changed_nowhere():
+    """No attribute of MLX's modules is set, here or by planning."""
+    for path in Path(mlx_snapkv.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            for target in targets if "Assign" in type(node).__name__ else []:
+                name = ast.unparse(target) if isinstance(target, ast.Attribute) else ""
+                assert not name.startswith(("mx.", "mlx.", "nn.")), (path, name)
+
+
+def test_the_weights_are_not_loaded_and_count_the_same(demo_llama):
     model = without_weights(MODELS["demo"])
     model.set_dtype(mx.float32)
-    plan = plan_memory(model, 131_072, KEYDIFF)
-    assert mx.get_peak_memory() - before < 500_000 < plan.weights
-    assert plan == plan_memory(demo_llama[0], 131_072, KEYDIFF)
-
-
-def test_a_model_is_as_it_was_when_it_has_been_planned():
-    model = make_llama()
-    weights = dict(tree_flatten(model.parameters()))
-    plan_memory(model, 100)
-    after = dict(tree_flatten(model.parameters()))
-    assert all(mx.array_equal(x, weights[name]) for name, x in after.items()) and len(after) > 10
+    assert plan_memory(model, 131_072, KEYDIFF) == plan_memory(demo_llama[0], 131_072, KEYDIFF)
 
 
 def test_quantised_weights_and_headers_alone(tmp_path):
@@ -108,8 +153,9 @@ def test_quantised_weights_and_headers_alone(tmp_path):
     config["quantization"] = {"group_size": 64, "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert (tmp_path / "model.safetensors").stat().st_blocks * 512 < 20_000
-    found = plan_memory(without_weights(tmp_path), 500).weights
-    assert found == sum(x.nbytes for x in weights.values())
+    found = plan_memory(without_weights(tmp_path), 500)
+    assert found.weights == sum(x.nbytes for x in weights.values())
+    assert found == plan_memory(model, 500)
     shutil.rmtree(tmp_path)
 
 
@@ -122,37 +168,43 @@ def test_what_reads_twice_and_what_has_no_room_is_said(demo_llama):
         plan_memory(demo_llama[0], 1000, kv_bits=5)
 
 
+def test_a_model_that_policies_do_not_serve():
+    model = model_named("deepseek_v32")
+    assert plan_memory(model, 1000).peak > plan_memory(model, 1000).weights
+    with pytest.raises(SnapKVError, match="can't be compressed"):
+        plan_memory(model, 1000, KEYDIFF)
+
+
 def test_the_first_that_fits_is_taken(demo_llama):
-    model, n = demo_llama[0], 16_384
-    peaks = [plan_memory(model, n, policy).peak for policy in CANDIDATES]
+    planner, n = Planner(demo_llama[0]), 16_384
+    peaks = [planner.plan(n, policy).peak for policy in CANDIDATES]
     assert sorted(peaks, reverse=True) == peaks
     for policy, peak in zip(CANDIDATES, peaks):
-        assert fitting(model, n, peak).policy == policy
-    assert fitting(model, n, peaks[-1] - 1) is None
+        assert planner.fitting(n, peak).policy == policy
+    assert planner.fitting(n, peaks[-1] - 1) is None
 
 
 def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(demo_llama):
-    model, n = demo_llama[0], 16_385
-    full, snapkv, keydiff = (plan_memory(model, n, policy) for policy in CANDIDATES[:3])
+    planner, n = Planner(demo_llama[0]), 16_385
+    full, snapkv, keydiff = (planner.plan(n, policy) for policy in CANDIDATES[:3])
     assert "more than the 16384" in full.beyond and "16384" in snapkv.beyond
     assert keydiff.beyond is None
-    assert fitting(model, n, full.peak).policy == keydiff.policy
+    assert planner.fitting(n, full.peak).policy == keydiff.policy
 
 
-def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama):
+def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypatch):
+    def warnings(n, usable, **options):
+        monkeypatch.setattr(long_prompts, "this_machine", lambda: Machine(usable, usable))
+        return LongPrompts(demo_llama[0], far="keep", **options).warnings(n)
+
     model, n = demo_llama[0], 65_536
-    warn = Fit(model, None).warning
-    assert warn(2000) is None
-    fit = Fit(model, None)
-    fit._machine = Machine(10**9, 10**9)
-    said = fit.warning(n)
-    assert said.startswith("65536 tokens will take about 2.5") and "has 1 GB for models" in said
+    (said,) = warnings(n, 10**9)
+    assert said.startswith("65536 tokens will take about 2.4") and "has 1 GB for models" in said
     policy = said.partition("--policy ")[2].split()[0]
     assert plan_memory(model, n, policy).peak < 10**9
-    assert fit.warning(4096) is None  # counted, since it is not small by far
-    fit._machine = Machine(10**6, 10**6)
-    assert "no policy known here" in fit.warning(n)
-    assert Fit(model, None, max_kv_size=64).warning(10**6) is None
+    assert warnings(4096, 10**9) == []
+    assert "no policy known here" in warnings(n, 10**6)[0]
+    assert warnings(n, 10**6, max_kv_size=64) == []
 
 
 def test_machines():

@@ -1,0 +1,187 @@
+"""The shapes of a model's layers, and what they hold while they read a chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+from ..caches.layers import members
+from ..engine.footprint import EntrySizes, window_of
+from ..errors import UnsupportedModelError
+from ..models import attentions
+from ..models.family import AttentionFamily
+from ..policies.budgets import UNLIMITED
+
+METAL = mx.metal.is_available()
+FUSED = (64, 80, 128)  # head sizes of Metal's attention kernel for chunks (MLX 0.32)
+_PRECISE = (
+    0 if METAL else 4
+)  # bytes of a number in norms and rotations, at least: Metal has kernels
+
+# What mlx-lm's modules call their query heads, and the experts that a token goes to.
+_HEADS = "n_heads num_heads num_attention_heads n_head q_num_heads".split()
+_EXPERTS = "num_experts_per_tok num_experts_per_token top_k moe_top_k moe_topk k".split()
+
+_SSD_STEP = 256  # tokens that mlx-lm's Mamba 2 reads at a time
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What a decoder layer holds while it reads a chunk, in bytes.
+
+    Attributes:
+        per_token: of each token of the chunk.
+        pairs: of each pair of up to 256 of them (Mamba 2).
+        scores: of each query and each entry that it sees; 0 without attention, and where a fused kernel computes it.
+        window: entries that a query sees at most.
+        per_entry: of each entry in the cache.
+        before: entries seen in the layer before, if that one's scores are held as well in a first chunk.
+    """
+
+    per_token: int
+    pairs: int
+    scores: int = 0
+    window: int = 0
+    per_entry: int = 0
+    before: int = 0
+
+    def held(self, chunk: int, end: int, most: int) -> int:
+        """Bytes held while the `chunk` tokens before `end` are read, where full caches have at most `most` entries."""
+        seen = min(end, most if self.window == UNLIMITED else self.window + chunk - 1)
+        if chunk == end and self.before:  # later, caches are copied in between
+            seen += min(end, self.before + chunk - 1)
+        total = self.scores * chunk * seen + self.per_entry * seen + self.per_token * chunk
+        return total + self.pairs * _SSD_STEP * min(chunk, _SSD_STEP)
+
+
+class _Cache:
+    """What a layer's cache tells: the entries that a query sees at most, or 0, a key's size, a linear state's."""
+
+    def __init__(self, cache: Any):
+        linear: list[Any] = [c for c in members([cache]) if isinstance(c, ArraysCache)]
+        self.state = max((x.size for c in linear for x in c.cache if x is not None), default=0)
+        found = _holding([cache])
+        self.window = (window_of(found[0]) or UNLIMITED) if found else 0
+        self.key_size = found[0].keys.shape[-1] if found else 0
+
+
+def layer_shapes(model: Any, sizes: EntrySizes) -> set[LayerShape]:
+    """The different shapes of a model's layers but the last, of which a chunk computes only the keys and values."""
+    layers, caches = list(model.layers), [_Cache(cache) for cache in sizes.caches]
+    if len(caches) != len(layers):  # some layers have no cache of their own, or several
+        caches = [max(caches, key=lambda cache: cache.window)] * len(layers)
+    item = min((c.keys.dtype.size for c in _holding(sizes.caches)), default=4)
+    families = _families(model)
+    hidden = min(getattr(table, "dims", table.weight.shape[-1]) for table in tables(model))
+    shapes, before, busy = {LayerShape(0, 0)}, 0, 0
+    for layer, cache in zip(layers[:-1], caches):
+        modules = layer.modules()
+        readers = [x for x in modules if id(x) in families] if cache.window else []
+        shape, states = _without_attention(modules, cache, hidden, item)
+        if readers:
+            attention = max(readers, key=_heads)
+            # MLX's CPU backend allocates a hundred tasks ahead, and a layer with a single norm may be shorter.
+            seen = before if sum("Norm" in type(x).__name__ for x in modules) == 1 else 0
+            shape = _attending(shape, attention, families[id(attention)], cache, item, seen)
+            # It computes all of a layer's linear states first, and the next layer begins meanwhile.
+            shape = replace(shape, per_token=max(busy, shape.per_token))
+        shapes.add(shape)
+        before, busy = cache.window, states
+    return shapes
+
+
+def tables(model: Any) -> list[nn.Module]:
+    """A model's embeddings."""
+    return [x for x in model.modules() if isinstance(x, (nn.Embedding, nn.QuantizedEmbedding))]
+
+
+def _holding(caches: Any) -> list[Any]:
+    """Those of `caches` that hold keys and values."""
+    return [c for c in members(caches) if not isinstance(c, ArraysCache) and not c.empty()]
+
+
+def _families(model: Any) -> dict[int, AttentionFamily | None]:
+    """The families of a model's attention modules by the modules' ids; None where they are not known."""
+    try:
+        found = attentions(model)
+    except UnsupportedModelError:
+        return {id(module): None for module in model.modules() if _heads(module)}
+    return {id(module): x.family for x in found for module in (x.attention, *x.borrowers)}
+
+
+def _attending(
+    shape: LayerShape,
+    attention: Any,
+    family: AttentionFamily | None,
+    cache: _Cache,
+    item: int,
+    before: int,
+) -> LayerShape:
+    """The shape of a layer, with its attention."""
+    heads, size, scores, per_entry = _heads(attention), cache.key_size, 1, 0
+    if hasattr(attention, "embed_q"):  # MLA's latents, expanded for every head
+        size = attention.qk_nope_head_dim
+        per_entry = item * heads * (size + attention.v_head_dim)
+        # Scores of the positional parts are made apart, unless both parts come together.
+        scores = 2 if family is None or family.factor is None else 1
+    elif family is not None and family.sinks_of(attention) is not None:
+        scores = 3  # a column is joined to them for the sinks, and taken off again
+    if METAL and size in FUSED:
+        scores = int(scores == 2)
+    return replace(
+        shape,
+        per_token=shape.per_token + max(item, _PRECISE) * 4 * heads * size,
+        scores=item * heads * scores,
+        window=cache.window,
+        per_entry=per_entry,
+        before=before if family and family.rotates and family.rope_of(attention) is None else 0,
+    )
+
+
+def _without_attention(
+    modules: list[Any], cache: _Cache, hidden: int, item: int
+) -> tuple[LayerShape, int]:
+    """The shape of a layer but for its attention, and bytes of each token that the next layer may find still held."""
+    made = normed = experts = switched = pairs = latents = loops = 0
+    for module in modules:
+        name, weight, decay = type(module).__name__, module.get("weight"), module.get("A_log")
+        experts = experts or _first(module, _EXPERTS)
+        latents += "embed_q" in module  # of attentions, which LongCat has two of in a layer
+        if decay is not None and decay.ndim == 2:  # Mamba's states of all tokens
+            made += 12 * decay.size
+        elif decay is not None and "D" in module:
+            # Mamba 2's matrix of pairs is repeated, masked, summed, exponentiated and multiplied, in float32.
+            pairs = 6 * 4 * decay.size
+        elif (
+            decay is not None
+        ):  # gated delta rules, which loop over the tokens for want of a kernel
+            loops += not METAL
+        if weight is None or "Embedding" in name:
+            continue
+        if weight.ndim == 1:
+            normed += weight.size
+        elif "Switch" in name:
+            switched += weight.shape[-2]
+        elif "Conv" in name:  # a padded copy, a kernel's inputs side by side, and the result
+            made += weight.shape[0] * (weight.shape[1] + 3)
+        else:
+            made += weight.size // weight.shape[-1]
+    if switched:  # a token goes to its experts, and their results come back
+        made += max(1, experts) * (switched + 2 * hidden)
+    per_token = (item * made + max(item, _PRECISE) * (3 * hidden + normed)) // max(1, latents)
+    if loops:
+        per_token = max(per_token, per_token // 4 + int(4.4 * cache.state))
+    return LayerShape(per_token, pairs), per_token if loops and not switched else 0
+
+
+def _heads(attention: Any) -> int:
+    return _first(attention, _HEADS)
+
+
+def _first(module: Any, names: list[str]) -> int:
+    found = (getattr(module, name, None) for name in names)
+    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), 0)
