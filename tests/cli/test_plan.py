@@ -22,22 +22,22 @@ def test_a_table_of_one_context(call):
     assert lines[0] == "demo was trained to read 16,384 tokens."
     rows = [line.split() for line in lines if "B " in line and "may" not in line]
     assert rows[1][:5] == ["16k", "full", "cache", "50.3", "MB"] and rows[1][-1] == "no"
-    assert rows[2][0] == "snapkv:top_k=4096,min_ctx=0" and rows[2][-1] == "recommended"
+    assert rows[2][0] == "snapkv:top_k=4096" and rows[2][-1] == "recommended"
     assert "200 MB of 300 MB may be used." in " ".join(out.split())
-    why = "recommended: snapkv:top_k=4096,min_ctx=0, because full cache would take 6"
+    why = "recommended: snapkv:top_k=4096, because full cache would take 6"
     assert why in lines[-2] and lines[-2].endswith("MB, and 200 MB may be used.")
     command = shlex.split(lines[-1])
     assert command[:4] == ["mlx-snapkv", "generate", "--model", "demo"]
     # The votes are the question's.
     assert command[4:8] == ["--prompt-file", "FILE", "--prompt", "QUESTION"]
-    assert command[8:] == ["--policy", "snapkv:top_k=4096,min_ctx=0"]
+    assert command[8:] == ["--policy", "snapkv:top_k=4096"]
 
 
 def test_the_policy_asked_for_is_taken_where_it_fits(call):
     # where the full cache would fit as well, and where the policy does not
     for policy, memory, taken in (
         ("tova:budget=512", "10GB", "tova:budget=512"),
-        ("snapkv:top_k=4096,min_ctx=0", "100MB", "keydiff:budget=2048,pool_kernel=5"),
+        ("snapkv:top_k=4096", "100MB", "keydiff:budget=2048,pool_kernel=5"),
     ):
         asked = ["--context", "64k", "--memory", memory, "--policy", policy]
         code, out, _ = call("plan", "--model", "demo", *asked, "--json")
@@ -56,7 +56,7 @@ def test_all_contexts_up_to_the_trained_length(call):
     ]
     four = next(row for row in rows if row[:1] == ["4k"])
     assert four[3:7] == ["12.6", "MB", "-", "-"]
-    assert sum(row[:1] == ["snapkv:top_k=4096,min_ctx=0"] for row in rows) == 2
+    assert sum(row[:1] == ["snapkv:top_k=4096"] for row in rows) == 2
     assert "recommended: full cache, because it fits and keeps every entry." in out
     found = json.loads(call("plan", "--model", "demo", "--json")[1])
     assert found["trained_length"] == 16_384
