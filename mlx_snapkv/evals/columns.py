@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ from ..errors import SnapKVError
 from ..models.length import trained_length
 from ..paths import path_of
 from .document import Document, Place, Question
+from .frame import around
 from .score_tables import Page
 from .scores import metric_of
 
@@ -192,15 +193,12 @@ class Columns:
         """The tokens up to the context's end, and the text between question and answer."""
         if not (self.template and self.tokenizer.has_chat_template):
             return encode_prompt(self.tokenizer, context).tolist(), "\n"  # type: ignore[return-value]
-        end = "\n" + "#" * (len(context) + 1)
-        made = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": context + end}],
-            add_generation_prompt=True,
-            enable_thinking=False,
-            tokenize=False,
-        )
-        before, after = made.split(end)
-        return self.tokenizer.encode(before, add_special_tokens=False), after
+        before, after = self._template
+        return self.tokenizer.encode(before + context, add_special_tokens=False), after
+
+    @cached_property
+    def _template(self) -> tuple[str, str]:
+        return around(self.tokenizer)
 
     def require_room(self, model: Any) -> None:
         """Raises: SnapKVError: the longest document is longer than the model was trained to."""

@@ -37,7 +37,17 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
     if not tokenizer.has_chat_template:
         after = tokenizer.encode(f"\n\n{question}\n", add_special_tokens=False)
         return Frame(start, start, after)
-    messages = [{"role": "user", "content": f"{MARK}\n\n{question}"}]
+    parts = around(tokenizer, f"\n\n{question}")
+    return Frame(start, *(tokenizer.encode(part, add_special_tokens=False) for part in parts))
+
+
+def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
+    """What the chat template has before what the user says, and from its `ending` on.
+
+    Raises:
+        SnapKVError: the template fails, or changes what the user says.
+    """
+    messages = [{"role": "user", "content": f"{MARK}{ending}"}]
     try:
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, enable_thinking=False, tokenize=False
@@ -45,5 +55,4 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
         before, after = prompt.split(MARK)
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template failed: {brief(error)}") from error
-    parts = (tokenizer.encode(part, add_special_tokens=False) for part in (before, after))
-    return Frame(start, *parts)
+    return before, after
