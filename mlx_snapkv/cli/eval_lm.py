@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,9 @@ from . import asking, flags
 from .generation import adapt_tokenizer
 from .loading import load_model
 from .options import ResultFiles, with_suffix, write_result
+
+if TYPE_CHECKING:
+    from ..evals.answering import Method
 
 LEAST = 256  # tokens of a prompt
 
@@ -35,10 +38,7 @@ def lm(
         ),
     ],
     model: flags.Model = "demo",
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="POLICY", help="As for generate; repeat it to compare several."),
-    ] = None,
+    policy: asking.Policies = None,
     include_path: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder with yaml files of more tasks."),
@@ -96,7 +96,7 @@ def lm(
     mlx-snapkv eval lm --model MODEL --tasks niah_single_1,ruler_vt --length 4096 --policy snapkv:budget=12.5%
     """
     harness = _harness()
-    methods = {harness.FULL: None} | _policies(policy or [])
+    methods = asking.methods_of(policy)
     if include_path is not None and not include_path.is_dir():
         raise SnapKVError(f"--include-path {include_path} is no folder")
     files = asking.output_files(output, (".jsonl", ".json", ".md"))
@@ -165,36 +165,22 @@ def _harness() -> Any:
     return harness
 
 
-def _policies(given: list[str]) -> dict[str, Any]:
-    from ..policies import resolve_policy
-
-    chosen = (resolve_policy(policy=text) for text in given)
-    return {str(policy): policy for policy in chosen}
-
-
 def _asked(
     lm_of: Callable[..., Any],
     tasks: dict[str, Any],
-    methods: dict[str, Any],
+    methods: list[Method],
     results: Results,
     options: dict[str, Any],
     files: ResultFiles | None,
 ) -> list[dict[str, Any]]:
     """All records; those that are missing are asked for, while a bar tells how far it is."""
     from ..evals.lm import n_documents, run
-    from .progress import StepBars
+    from .progress import DocumentBar
 
-    counts = {name: n_documents(task, options["limit"]) for name, task in tasks.items()}
-    done = sum(
-        counts[name]
-        for name in tasks
-        for method in methods
-        if results.get({"method": method, "task": name}) is not None
-    )
+    n = sum(n_documents(task, options["limit"]) for task in tasks.values()) * len(methods)
     try:
-        with StepBars(asking.LINE_EVERY) as bar:
-            bar.start("documents", sum(counts.values()) * len(methods), done)
-            return run(lm_of, tasks, methods, results, bar.advance, **options)
+        with DocumentBar(n, asking.LINE_EVERY) as bar:
+            return run(lm_of, tasks, methods, results, bar.done, **options)
     except KeyboardInterrupt:
         if files is not None:
             asking.tell_how_to_go_on(with_suffix(files.base, ".jsonl"), bar.console)

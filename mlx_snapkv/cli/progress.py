@@ -180,19 +180,20 @@ class DocumentBar(StepBars):
         self._before = time.monotonic()
         return self
 
-    def done(self, asked: bool) -> None:
-        """A document is done; if nothing was `asked`, its answers were there already."""
-        self._left -= 1
+    def done(self, asked: bool, n: int = 1) -> None:
+        """So many documents are done, together; if nothing was `asked`, their answers were there already."""
+        self._left -= n
         took, self._before = time.monotonic() - self._before, time.monotonic()
+        self._progress.advance(self._task, n)
         if not asked:
-            self._progress.advance(self._task)
             return
-        self.advance()
+        self._print()
         if not self._said:
             self._said = True
-            if (seconds := took * self._left) > self._line_every:
+            if (seconds := took / n * self._left) > self._line_every:
                 left = f"{seconds / 60:,.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
-                self.console.print(f"The first took {took:.0f} s: about {left} for the others.")
+                first = "The first" if n == 1 else f"The first {n}"
+                self.console.print(f"{first} took {took:.0f} s: about {left} for the others.")
 
 
 class BatchBar(StepBars):

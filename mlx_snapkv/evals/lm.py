@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +30,9 @@ from ..engine.prefill import prefill
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
 from ..policies import Policy, Stages
+from .answering import Method
 from .results import Record, Results
 
-FULL = "full cache"
 KEYS = ("method", "task")
 ROLLING = "loglikelihood_rolling"
 
@@ -170,37 +171,34 @@ def n_documents(task: Any, limit: int | None) -> int:
 def run(
     lm_of: Callable[..., PolicyLM],
     tasks: Mapping[str, Any],
-    methods: Mapping[str, Policy | Stages | None],
+    methods: Sequence[Method],
     results: Results,
-    on_document: Callable[[], None] = lambda: None,
+    on_documents: Callable[[bool, int], None] = lambda asked, n: None,
     **options: Any,
 ) -> list[Record]:
     """Every method's record of every task; what `results` does not hold is asked.
 
     Args:
         lm_of: makes the `PolicyLM` of a policy, with its `on_answers`.
-        methods: policies by name, the full cache's None first.
-        on_document: called for each document that a method has been asked about.
+        methods: the full cache first.
+        on_documents: told after each batch of documents whether anything was asked about them, and how many they are.
         **options: of lm-evaluation-harness' `simple_evaluate`.
     """
     records = []
     manager = TaskManager(include_defaults=False)  # tasks are here, so no index of others is needed
     for name, task in tasks.items():
-        for method, policy in methods.items():
-            place = {"method": method, "task": name}
-            if results.get(place) is None:
-                steps = _Steps(n_documents(task, options.get("limit")), on_document)
-                lm = lm_of(policy, on_answers=steps.take)
+        for method in methods:
+            place = {"method": method.name, "task": name}
+            asked = results.get(place) is None
+            steps = _Steps(n_documents(task, options.get("limit")), partial(on_documents, asked))
+            if asked:
+                lm = lm_of(method.policy, on_answers=steps.take)
                 with contextlib.redirect_stdout(sys.stderr):
                     found = simple_evaluate(
-                        model=lm,
-                        tasks=[task],
-                        task_manager=manager,
-                        bootstrap_iters=0,
-                        **options,
+                        model=lm, tasks=[task], task_manager=manager, bootstrap_iters=0, **options
                     )
-                steps.take(steps.left)
                 results.add(place | _told(found, name, lm.reports))
+            steps.take(steps.left)
             records.append(results.get(place))
     return records  # type: ignore[return-value]
 
@@ -210,12 +208,12 @@ class _Steps:
     """Documents of a task that are to be told of: some have several prompts."""
 
     left: int
-    on_document: Callable[[], None]
+    on_documents: Callable[[int], None]
 
     def take(self, n: int) -> None:
-        for _ in range(min(n, self.left)):
-            self.left -= 1
-            self.on_document()
+        if done := min(n, self.left):
+            self.left -= done
+            self.on_documents(done)
 
 
 def _told(found: dict[str, Any], name: str, reports: Sequence[CompressionReport]) -> Record:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..reporting.table import Table, as_markdown, setting_text
-from .lm import FULL
+from .answering import FULL
 from .paired import difference
 from .results import Record
 

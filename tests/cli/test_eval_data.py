@@ -125,3 +125,7 @@ def test_it_says_how_long_it_will_take(capsys, monkeypatch):
             bar.done(asked=True)
     said = [line for line in capsys.readouterr().err.splitlines() if "first" in line]
     assert said == ["The first took 60 s: about 10 minutes for the others."]
+    with DocumentBar(12, 30.0) as bar:
+        now += 60
+        bar.done(asked=True, n=2)
+    assert "The first 2 took 60 s: about 5 minutes for the others." in capsys.readouterr().err

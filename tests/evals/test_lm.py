@@ -22,7 +22,8 @@ from mlx_snapkv.batch.generate import batch_generate
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals import lm as harness
-from mlx_snapkv.evals.lm import FULL, KEYS, PolicyLM, load_tasks, run
+from mlx_snapkv.evals.answering import FULL, Method
+from mlx_snapkv.evals.lm import KEYS, PolicyLM, load_tasks, run
 from mlx_snapkv.evals.results import Results
 from mlx_snapkv.policies import resolve_policy
 
@@ -157,9 +158,13 @@ def test_no_methods_answer_depends_on_the_others(folder, lm_of):
     tasks = load_tasks(["facts", "choices"], str(folder))
     options = {"limit": 3, "apply_chat_template": True}
     together = run(
-        lm_of, tasks, {FULL: None, "a": STREAMING, "b": SNAPKV}, Results({}, keys=KEYS), **options
+        lm_of,
+        tasks,
+        [Method(FULL), Method("a", STREAMING), Method("b", SNAPKV)],
+        Results({}, keys=KEYS),
+        **options,
     )
-    alone = run(lm_of, tasks, {"b": SNAPKV}, Results({}, keys=KEYS), **options)
+    alone = run(lm_of, tasks, [Method("b", SNAPKV)], Results({}, keys=KEYS), **options)
     assert [record for record in together if record["method"] == "b"] == alone
     assert [r["prompts"] for r in together] == [0, 3, 3, 0, 3, 3]
     assert [(r["n"], len(r["documents"])) for r in together] == [(3, 3)] * 6
@@ -173,18 +178,26 @@ def test_what_is_recorded_is_not_asked_again(folder, lm_of, tmp_path):
     first = run(
         lm_of,
         tasks,
-        {FULL: None},
+        [Method(FULL)],
         Results(setting, path, KEYS),
-        lambda: told.append(1),
+        lambda *batch: told.append(batch),
         **options,
     )
-    assert len(told) == 2
+    assert told == [(True, 2)]
 
     def asked(policy, **given):
         assert policy is SNAPKV
         return lm_of(policy, **given)
 
-    again = run(asked, tasks, {FULL: None, "b": SNAPKV}, Results(setting, path, KEYS), **options)
+    again = run(
+        asked,
+        tasks,
+        [Method(FULL), Method("b", SNAPKV)],
+        Results(setting, path, KEYS),
+        lambda *batch: told.append(batch),
+        **options,
+    )
+    assert told[1:] == [(False, 2), (True, 2)]
     assert again[0] == first[0] and again[1]["method"] == "b"
     assert len(path.read_text().splitlines()) == 3
 

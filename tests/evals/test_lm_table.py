@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="needs pip install 'mlx-snapkv[lm]'")
 
-from mlx_snapkv.evals.lm import FULL
+from mlx_snapkv.evals.answering import FULL
 from mlx_snapkv.evals.lm_table import MEAN, summarise, table
 
 
