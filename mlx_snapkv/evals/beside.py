@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -28,13 +29,14 @@ class Beside:
 
     def __init__(self, model: Any, add: Callable[[Record], None]):
         self._add, self._waiting = add, deque[Callable[[], None]]()
-        alone = mx.default_device().type == mx.cpu and part_of(model).ranks.size == 1
-        streams = [mx.new_stream(mx.cpu) for _ in range(STREAMS)] if alone else [None]
-        self._streams, self._most = itertools.cycle(streams), WAITING if alone else 0
+        device = mx.default_device()
+        beside = device.type == mx.cpu and part_of(model).ranks.size == 1
+        streams = _cpu_streams() if beside else [mx.default_stream(device)]
+        self._streams, self._most = itertools.cycle(streams), WAITING if beside else 0
 
     def next_stream(self) -> Any:
         """Where the arrays of the next record are to be computed."""
-        return next(self._streams) or mx.default_stream(mx.default_device())
+        return next(self._streams)
 
     def add(self, record: Record) -> None:
         mx.async_eval([x for x in record.values() if isinstance(x, mx.array)])
@@ -49,6 +51,12 @@ class Beside:
     def finish(self) -> None:
         while self._waiting:
             self._waiting.popleft()()
+
+
+@functools.cache
+def _cpu_streams() -> list[Any]:
+    """Each has a thread, as long as the process runs."""
+    return [mx.new_stream(mx.cpu) for _ in range(STREAMS)]
 
 
 def _numbers(record: Record) -> Record:

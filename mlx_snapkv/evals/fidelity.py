@@ -160,7 +160,7 @@ class Document:
         return [*self._prompt.tokens, *self._answer]
 
     def _n_judged(self, setting: str) -> int:
-        # The token after the piece is what its last one says, which the full cache is asked; it is only fed.
+        # The full cache says which token comes first after a piece; that one is fed, and those after it are judged.
         return len(self.piece.following) - 1 if setting == TEXT else len(self._answer)
 
     def _generated(self, policy: AnyPolicy) -> Record:
