@@ -17,7 +17,7 @@ from .own_memory import OwnMemory
 from .requests import ANSWER, random_prompt
 
 READS = KeyDiff(budget=2048, block=512)
-VOTES = SnapKV(top_k=1024, lookahead=0)
+VOTES = SnapKV(top_k=1024, n_sink=128, n_window=512, lookahead=0)
 QUESTION = 32  # tokens
 ASKED = 3
 

@@ -59,10 +59,17 @@ class Contender:
 
 
 def snapkv_for(context: int) -> SnapKV:
-    """The default policy with 1/16 of the entries, of which at most a quarter each are sink and window."""
+    """SnapKV at a fixed shape, with 1/16 of the entries, of which at most a quarter each are sink and window."""
     entries = context // SHARE
     n_sink, n_window = min(128, entries // 4), max(32, min(512, entries // 4))
-    return SnapKV(top_k=entries - n_sink - n_window, n_sink=n_sink, n_window=n_window)
+    return SnapKV(
+        top_k=entries - n_sink - n_window,
+        n_sink=n_sink,
+        n_window=n_window,
+        obs_window=32,
+        lookahead=4,
+        on_full="keydiff",
+    )
 
 
 def contenders(model, context: int, policy: Policy) -> list[Contender]:

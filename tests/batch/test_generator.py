@@ -12,17 +12,18 @@ from mlx_snapkv import SnapKVCache, SnapKVError, prefill
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
 from mlx_snapkv.caches.layers import layer_caches
 
-SNAPKV = "snapkv:n_sink=4,n_window=32,lookahead=4"
-SNAPKV100 = SNAPKV.replace("min_ctx=0", "min_ctx=100")
+PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32"
+SNAPKV = f"{PLAIN},on_full=keydiff,lookahead=4"
+SNAPKV100 = SNAPKV + ",min_ctx=100"
 POLICIES = [
     f"{SNAPKV},budget=56",
     f"{SNAPKV100},budget=40%",
-    f"{SNAPKV},budget=56,lookahead=0",
-    f"{SNAPKV},budget=56,last_token=false",
+    f"{PLAIN},budget=56,lookahead=0",
+    f"{PLAIN},budget=56,last_token=false",
     f"{SNAPKV},budget=pyramid:56",
     f"{SNAPKV},budget=adaptive:56",
     f"{SNAPKV},budget=56,critical=true",
-    f"{SNAPKV},budget=56,on_full=grow",
+    f"{PLAIN},budget=56,lookahead=4",
     "snapkv:n_sink=4,budget=84,n_window=64,on_full=reselect,lookahead=4",
     "snapkv:n_sink=4,budget=84,n_window=64,on_full=keydiff,lookahead=4",
     "keydiff:budget=48,block=16",

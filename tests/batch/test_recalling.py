@@ -12,7 +12,8 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
 
-SNAPKV = "snapkv:n_sink=4,n_window=32,min_ctx=100,budget=56,lookahead=4"
+PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
+SNAPKV = f"{PLAIN},lookahead=4"
 BOOK = "keydiff:budget=64,block=32,min_ctx=100 then snapkv:n_sink=4,obs_window=8,n_window=16,budget=48,lookahead=0"
 WAYS = [
     (SNAPKV, {"memory": "recall"}),
@@ -23,7 +24,7 @@ WAYS = [
     (SNAPKV, {"memory": "recall:file", "verify": "unsure"}),
     (SNAPKV, {"memory": "recall", "verify": "all"}),
     (SNAPKV, {"memory": "recall:4bit", "verify": "all"}),
-    (SNAPKV + ",last_token=false", {"memory": "recall", "verify": "all"}),
+    (f"{PLAIN},last_token=false", {"memory": "recall", "verify": "all"}),
     (BOOK, {"memory": "recall"}),
     (BOOK, {"memory": "recall:file"}),
     (BOOK, {"memory": "recall:file", "verify": "unsure"}),

@@ -63,7 +63,7 @@ def test_what_is_held_between_turns(demo_model, haystack):
 def test_a_turn_that_is_not_compressed_stays_in_memory(demo_llama, haystack, memory):
     model, tokenizer = demo_llama
     document, facts = haystack
-    ways = {"policy": SMALL.replace("min_ctx=0", "min_ctx=500"), "max_tokens": 16}
+    ways = {"policy": SMALL + ",min_ctx=500", "max_tokens": 16}
     mine, plain = (Conversation(model, tokenizer, memory=m, **ways) for m in (memory, "recall"))
     for conversation in (mine, plain):
         ask(conversation, facts[0].question)

@@ -12,7 +12,7 @@ from mlx_snapkv.caches.memories import MEMORIES
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine.request import Request
 
-SNAPKV = "snapkv:budget=96,n_sink=4,n_window=32,lookahead=4"
+SNAPKV = "snapkv:budget=96,n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21,lookahead=4"
 KEYDIFF = "keydiff:budget=128,block=64"
 DROPPING = [SNAPKV, f"{SNAPKV},on_full=grow", KEYDIFF, f"{KEYDIFF} then {SNAPKV}", "h2o:budget=128"]
 BITS = {"kv_bits": 8, "kv_group_size": 32}
@@ -96,7 +96,7 @@ def packed_keys(conversation):
 
 
 def test_a_turn_that_is_not_compressed_stays_plain_until_one_is(demo_llama, haystack):
-    policy = SNAPKV.replace("min_ctx=0", "min_ctx=430")
+    policy = SNAPKV + ",min_ctx=430"
     conversation, _ = started(demo_llama, haystack, policy)
     assert "below min_ctx" in conversation.report.reason
     assert not any(hasattr(c, "bits") for c in conversation.prompt_cache)

@@ -22,9 +22,9 @@ WAYS = [
     (SMALL, "recall:file"),
     (SMALL, "recall:file:8bit"),
     (SMALL, "recall:file:4bit"),
-    (SMALL.replace("min_ctx=0", "min_ctx=500"), "recall:4bit"),  # compressed later, or never
-    (SMALL.replace("min_ctx=0", "min_ctx=500"), "recall:file"),
-    (SMALL.replace("min_ctx=0", "min_ctx=500"), "recall:file:4bit"),
+    (SMALL + ",min_ctx=500", "recall:4bit"),  # compressed later, or never
+    (SMALL + ",min_ctx=500", "recall:file"),
+    (SMALL + ",min_ctx=500", "recall:file:4bit"),
     ("keydiff:budget=64,block=32", "drop"),
     ("h2o:budget=64,block=32", "drop"),
     ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop"),

@@ -11,7 +11,7 @@ from mlx_snapkv.caches.memories import MEMORIES
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine.request import held_tokens
 
-GATED = SMALL.replace("min_ctx=0", "min_ctx=500")  # compressed later, or never
+GATED = SMALL + ",min_ctx=500"  # compressed later, or never
 WAYS = [
     (None, "drop"),
     *((SMALL, memory) for memory in MEMORIES),
@@ -103,7 +103,7 @@ def test_a_loaded_conversations_turns_can_be_taken_back(
 
 def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, haystack):
     document, facts = haystack
-    conversation = Conversation(*demo_llama, policy=SMALL.replace("=0", "=200"), max_tokens=12)
+    conversation = Conversation(*demo_llama, policy=SMALL + ",min_ctx=200", max_tokens=12)
     ask(conversation, document[:500])
     assert not conversation.report.compressed
     full = kv_bytes(conversation.prompt_cache)

@@ -13,7 +13,7 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack, question_prompt, token_counter
 from mlx_snapkv.demo.tasks import TASKS, make_task
 
-SIZE = {"n_sink": 4, "n_window": 32, "lookahead": 4}
+SIZE = {"n_sink": 4, "n_window": 32, "obs_window": 32, "pool": "avg", "pool_kernel": 21}
 
 
 def test_together_they_stay_below_8_mb():
@@ -65,7 +65,7 @@ def test_compression_keeps_the_answers_that_a_window_loses(demo_model):
     """1/16 of the rows at 1,024 tokens; `make eval` measures longer prompts."""
     model, tokenizer = demo_model
     full = answers(model, tokenizer, 1024, 5)
-    kept = answers(model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 28})
+    kept = answers(model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 28, "lookahead": 4})
     window = answers(
         model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 0, "n_window": 60, "last_token": False}
     )
@@ -113,7 +113,7 @@ def test_a_chat_continues_on_the_compressed_cache(demo_llama):
     cache = make_prompt_cache(model)
     prompt = question_prompt(tokenizer, document, facts[0].question)
     generate(
-        model, tokenizer, prompt, max_tokens=12, prompt_cache=cache, snapkv=SIZE | {"top_k": 200}
+        model, tokenizer, prompt, max_tokens=12, prompt_cache=cache, snapkv=SIZE | {"top_k": 200, "lookahead": 4, "on_full": "keydiff"}
     )
     again = tokenizer.encode(f"<|user|>{facts[0].question}<|assistant|>", add_special_tokens=False)
     answer = generate(model, tokenizer, again, max_tokens=12, prompt_cache=cache)

@@ -13,7 +13,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 
-SMALL = "n_sink=4,n_window=32,lookahead=4"
+SMALL = "n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model, seed):
     tokens, fact = _asked(tokenizer, seed, 1500)
     budget = len(tokens) // 16
     told = {}
-    for policy in (f"snapkv:budget={budget},{SMALL}", f"streaming_llm:budget={budget}"):
+    for policy in (f"snapkv:budget={budget},{SMALL},lookahead=4", f"streaming_llm:budget={budget}"):
         found = inspect_prompt(model, tokenizer, tokens, 12, policy=policy)
         assert found.positions.shape == (len(found.layers), 2, budget)
         told[policy[:6]] = found
@@ -128,7 +128,7 @@ def test_the_answer_looked_at_what_it_says(demo_llama, asked):
 def test_a_prompt_below_the_gate_is_kept_whole(demo_qwen, ask):
     model, tokenizer = demo_qwen
     tokens, _ = ask(tokenizer, 200, 3)
-    found = inspect_prompt(model, tokenizer, tokens, 4, policy="snapkv:top_k=10")
+    found = inspect_prompt(model, tokenizer, tokens, 4, policy="snapkv:top_k=10,min_ctx=1000")
     assert "min_ctx" in found.report.reason
     assert found.layers == (1, 3) and found.layers_without == (0, 2) and found.heads == (2, 2)
     assert found.positions.shape == (2, 2, len(tokens)) and found.kept.all()

@@ -61,7 +61,7 @@ def foreign_caches(model, tokens):
         ("keys", "values", 200),
     ):
         yield [KVCache.from_state(state), good[1]]
-    compressed = read(model, tokens, SNAPKV)
+    compressed = read(model, tokens, f"{SNAPKV},on_full=keydiff")
     wrong = {"_oldest": 999, "n_window": 0, "_newest": -1, "_since": -1, "_left": mx.zeros(3)}
     for name, value in wrong.items():
         broken = ReselectingSnapKVCache.from_state(compressed[0].state)
