@@ -193,7 +193,7 @@ lets the answer use it:
   same token is decoded again. Entries may be in memory, quantised or in files; linear and sliding-window layers go
   back by one token. An answer has {first} votes at first, and {rate:g} more with every token; with `verify_below=1`
   every token votes. In a real model's prose nearly every token is less sure than that, so an answer takes all the
-  votes it has ([below](#open-answers)). The closing line says how fast it was, and warns if that was slower than
+  votes it has. The closing line says how fast it was, and warns if that was slower than
   the full cache; it knows where `lookahead` tokens were decoded on all entries in memory.
 - `verify="all"`: the model drafts a few tokens on the small cache, and checks them in one pass over all
   entries. The answer is the full cache's own, greedy or sampled: the sampler and the logits processors see the

@@ -113,7 +113,12 @@ def test_a_chat_continues_on_the_compressed_cache(demo_llama):
     cache = make_prompt_cache(model)
     prompt = question_prompt(tokenizer, document, facts[0].question)
     generate(
-        model, tokenizer, prompt, max_tokens=12, prompt_cache=cache, snapkv=SIZE | {"top_k": 200, "lookahead": 4, "on_full": "keydiff"}
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=12,
+        prompt_cache=cache,
+        snapkv=SIZE | {"top_k": 200, "lookahead": 4, "on_full": "keydiff"},
     )
     again = tokenizer.encode(f"<|user|>{facts[0].question}<|assistant|>", add_special_tokens=False)
     answer = generate(model, tokenizer, again, max_tokens=12, prompt_cache=cache)
