@@ -15,7 +15,7 @@ from mlx_snapkv.caches.layers import file_bytes
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo.questions import is_right, make_haystack
 
-ASKED = "snapkv:top_k=92,n_sink=4,n_window=32"
+ASKED = "snapkv:top_k=92,n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21"
 BOOK = f"keydiff:budget=64,block=64 then {ASKED}"
 
 
