@@ -26,25 +26,33 @@ from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import resolve_policy
 
 SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3"
-SNAPKV = f"snapkv:budget=6,{SMALL}"
-RESELECT = "snapkv:budget=6,n_sink=0,n_window=4,obs_window=2,on_full=reselect"
+FEW = f"snapkv:budget=6,{SMALL}"
+SNAPKV = f"{FEW},lookahead=4"
+RESELECT = "snapkv:budget=6,n_sink=0,n_window=4,obs_window=2,on_full=reselect,lookahead=4"
 SHORT = [
     RESELECT,
     SNAPKV,
-    "snapkv:budget=4,n_sink=0,n_window=4,obs_window=4",
-    "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32",
-    f"{SNAPKV},last_token=false",
-    f"{SNAPKV},lookahead=0",
-    f"{SNAPKV},lookahead=9",
-    f"{SNAPKV},on_full=grow",
+    "snapkv:budget=6",
+    "snapkv:budget=3,n_sink=0,lookahead=4",
+    "snapkv:budget=25%,n_sink=1,lookahead=4",
+    "snapkv:budget=6,on_full=reselect,lookahead=4",
+    "snapkv:budget=6,on_full=keydiff,lookahead=4",
+    "snapkv:budget=6,schedule=block,block=3,lookahead=4",
+    "snapkv:budget=4,n_sink=0,n_window=4,obs_window=4,lookahead=4",
+    "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32,lookahead=4",
+    f"{FEW},last_token=false",
+    f"{FEW},lookahead=0",
+    f"{FEW},lookahead=9",
+    f"{SNAPKV},on_full=slide",
     f"{SNAPKV},heads=shared",
-    f"snapkv:mass=0.5,{SMALL}",
-    f"snapkv:mass=0.01,max_budget=8,{SMALL}",
-    f"snapkv:budget=pyramid:8,{SMALL}",
-    f"snapkv:budget=adaptive:8,{SMALL}",
-    "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4",
+    f"snapkv:mass=0.5,{SMALL},lookahead=4",
+    f"snapkv:mass=0.01,max_budget=8,{SMALL},lookahead=4",
+    "snapkv:mass=0.5,n_sink=1,lookahead=4",
+    f"snapkv:budget=pyramid:8,{SMALL},lookahead=4",
+    f"snapkv:budget=adaptive:8,{SMALL},lookahead=4",
+    "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,lookahead=4",
     f"{SNAPKV},schedule=block,block=3",
-    "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,schedule=block,block=1",
+    "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,schedule=block,block=1,lookahead=4",
     "tova:budget=4,n_window=1,block=2",
     "tova:budget=4,n_window=1,schedule=once",
     "h2o:budget=4,n_window=1,block=1",
@@ -53,8 +61,9 @@ SHORT = [
     "keydiff:budget=50%,n_window=1,schedule=once",
     "keydiff:budget=25%,block=2",
     "keydiff:budget=pyramid:5,n_window=0,block=2",
-    f"keydiff:budget=9,n_window=1,block=2 then {SNAPKV}",
-    f"h2o:budget=12,n_window=1,block=1 then {SNAPKV},lookahead=6",
+    f"keydiff:budget=9,n_window=1,block=2 then {FEW}",
+    f"h2o:budget=12,n_window=1,block=1 then {FEW},lookahead=6",
+    "keydiff:budget=9,n_window=1,block=2 then snapkv:budget=6",
     "tova:budget=9,block=3 then h2o:budget=5,n_window=1,block=2",
 ]
 LENGTHS = [1, 3, 4, 5, 9, 19, 40]
@@ -160,7 +169,9 @@ def test_of_two_stages_the_second_chooses_from_what_the_first_keeps(tokens):
             assert set(kept[0, head]) <= set(before[0, head]) and kept.shape[2] == 6
 
 
-@pytest.mark.parametrize("policy", ["keydiff:budget=20,block=8", SNAPKV, RESELECT])
+@pytest.mark.parametrize(
+    "policy", ["keydiff:budget=20,block=8", f"{SNAPKV},on_full=keydiff", RESELECT]
+)
 def test_embeddings_on_entries_that_give_way_are_refused_at_the_call(tokens, policy):
     model = make_llama()
     cache, _ = prefill(model, tokens, policy)
@@ -183,7 +194,7 @@ def test_embeddings_on_a_window_that_slides_are_read(tokens):
     assert answers[0] == answers[1]
 
 
-AHEAD = f"{SNAPKV},lookahead=5"
+AHEAD = f"{FEW},lookahead=5"
 
 
 @pytest.fixture
@@ -248,7 +259,7 @@ def test_with_a_cache_that_the_caller_sees_it_is_compressed(demo_llama, tokens, 
 
 @pytest.mark.parametrize("n_read", [0, 1, 4, 5, 6, 9])
 @pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("policy", [AHEAD, f"{SNAPKV},lookahead=0", "keydiff:budget=20,block=8"])
+@pytest.mark.parametrize("policy", [AHEAD, f"{FEW},lookahead=0", "keydiff:budget=20,block=8"])
 def test_one_report_however_many_tokens_are_read(tokens, n_read, given, policy):
     model, reports = make_llama(), []
     options = {"prompt_cache": make_prompt_cache(model)} if given else {}
@@ -306,7 +317,7 @@ def test_two_prompts_in_a_batch_are_as_each_alone(policy):
     [
         "tova:budget=20,n_window=1,block=8,min_ctx=80",
         "h2o:budget=20,n_window=1,block=8,min_ctx=80",
-        f"snapkv:budget=20,{SMALL.replace('min_ctx=0', 'min_ctx=80')},schedule=block,block=8",
+        f"snapkv:budget=20,{SMALL},lookahead=4,min_ctx=80,schedule=block,block=8",
         f"tova:budget=20,n_window=1,block=8,min_ctx=80 then {SNAPKV}",
     ],
 )
@@ -348,7 +359,7 @@ def test_a_later_turn_never_holds_more_than_the_budget_and_a_block(demo_llama, p
 def test_a_turn_that_fails_between_two_layers(demo_model, memory, error, turn, monkeypatch):
     """Its second chunk: some layers have read it, others have not."""
     model = demo_model[0]
-    options = {"policy": f"snapkv:budget=20,{SMALL}", "memory": memory, "max_tokens": 7}
+    options = {"policy": f"snapkv:budget=20,{SMALL},lookahead=4", "memory": memory, "max_tokens": 7}
     talk, other = (Conversation(*demo_model, **options, prefill_step_size=8) for _ in range(2))
     for n in range(turn):
         for conversation in (talk, other):
@@ -389,7 +400,7 @@ def test_active_memory_is_small_once_a_prompt_is_compressed():
     """Nothing keeps the full entries alive: not the report, the caches, nor a graph."""
     model = make_llama(head_dim=64, num_key_value_heads=4)
     prompt = mx.random.randint(0, 64, (1500,), key=mx.random.key(0))
-    for policy in (f"snapkv:budget=60,{SMALL}", "keydiff:budget=60,schedule=once"):
+    for policy in (f"snapkv:budget=60,{SMALL},lookahead=4", "keydiff:budget=60,schedule=once"):
         cache = make_prompt_cache(model)
         before = mx.get_active_memory()
         _kept, report = prefill(model, prompt, policy, prompt_cache=cache)

@@ -24,7 +24,7 @@ POLICIES = [
     f"{SNAPKV},schedule=block,block=16,critical=true",
     f"{SNAPKV},on_full=keydiff",
     f"{SNAPKV},on_full=reselect",
-    f"h2o:{BLOCK} then {SNAPKV}",
+    f"h2o:{BLOCK} then {SNAPKV},on_full=keydiff",
 ]
 
 

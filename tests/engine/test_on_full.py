@@ -87,23 +87,22 @@ def test_until_the_first_choice_every_way_slides(tiny_model, tokens, on_full):
     assert not all(mx.array_equal(a, b) for (_, a), (_, b) in zip(slid[n:], chose[n:]))
 
 
-def test_keydiff_is_the_default(tiny_model, tokens):
-    assert SnapKV().on_full == "keydiff"
+def test_grow_is_the_default(tiny_model, tokens):
+    assert SnapKV().on_full == "grow"
     default = steps(tiny_model, tokens, 40, policy=SnapKV(**SMALL))
-    assert_same(answer(tiny_model, tokens, 40, "keydiff")[0], default)
+    assert_same(answer(tiny_model, tokens, 40, "grow")[0], default)
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"on_full": "forget"}, "on_full must be slide, grow, reselect, keydiff, got 'forget'"),
+        ({"on_full": "forget"}, "on_full must be grow, slide, reselect, keydiff, got 'forget'"),
         ({"reserve": -1}, 'reserve must be a whole number or a share such as "10%", got -1'),
         ({"reserve": "120%"}, "reserve must be .*, got '120%'"),
         ({"reserve": "half"}, "reserve must be .*, got 'half'"),
         ({"reserve": 0.5}, "reserve must be .*, got 0.5"),
         ({"reserve": True}, "reserve must be .*, got True"),
-        ({"on_full": "grow", "schedule": "block"}, "schedule must be once with on_full=grow"),
-        ({"on_full": "reselect", "n_window": 40}, "n_window must be at least 64 for reselect"),
+        ({"on_full": "slide", "schedule": "block"}, "schedule must be once with on_full=slide"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, words):
