@@ -56,7 +56,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="TOKENS",
-            help="Tokens of a prompt, such as 128k; by default from 4k to the trained length.",
+            help="Tokens of a prompt, such as 128k; by default from 4k to the model's trained length.",
         ),
     ] = None,
     memory: Annotated[
@@ -85,7 +85,6 @@ def plan(
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
     from ..models.length import trained_length
-    from ..planning.machine import mac, this_machine
     from ..planning.plan import Planner
     from ..policies import resolve_policy
     from .loading import load_without_weights
@@ -93,9 +92,7 @@ def plan(
     chosen = resolve_policy(snapkv, policy)
     asked = None if chosen is None else policy or str(chosen)
     length = None if context is None else n_tokens("--context", context)
-    machine = (
-        this_machine() if memory is None else mac(n_bytes("--memory", memory, least=SMALLEST_MAC))
-    )
+    machine = _machine(memory)
     loaded = load_without_weights(model)
     trained = trained_length(loaded)
     planner = Planner(
@@ -129,6 +126,14 @@ def n_tokens(option: str, text: str) -> int:
     return found
 
 
+def _machine(memory: str | None) -> Machine:
+    from ..planning.machine import mac, this_machine
+
+    if memory is None:
+        return this_machine()
+    return mac(n_bytes("--memory", memory, least=SMALLEST_MAC))
+
+
 def _contexts(trained: int | None) -> list[int]:
     """Contexts to plan: none beyond the trained length."""
     if trained is None:
@@ -157,12 +162,10 @@ def _why(taken: MemoryPlan, first: MemoryPlan, usable: int) -> str:
     """Why a plan is recommended; `first` is the one to prefer."""
     from ..engine.report import format_bytes
 
+    if taken == first and taken.policy is not None:
+        return "you asked for it, and it fits"
     if taken == first:
-        return (
-            "it fits and keeps every entry"
-            if taken.policy is None
-            else "you asked for it, and it fits"
-        )
+        return "it fits and keeps every entry"
     if first.peak > usable:
         size = format_bytes(first.peak)
         return f"{_way(first)} would take {size}, and {format_bytes(usable)} may be used"
@@ -214,28 +217,21 @@ def _print(plans: Plans) -> None:
     from ..engine.report import format_bytes
     from .print_table import print_table
 
-    print(_length(plans))
+    length = "an unknown number of" if plans.trained is None else f"{plans.trained:,}"
+    print(f"{plans.model} was trained to read {length} tokens.")
     print_table(_table(plans))
     last = plans.choices[-1]
     if last.best is None:
         usable = format_bytes(plans.machine.usable)
         print(f"Nothing fits {tokens(last.context)} tokens into {usable}.")
-    fitting = [choice for choice in plans.choices if choice.best is not None]
-    if not fitting or fitting[-1].best is None:
-        return
-    choice, plan = fitting[-1], fitting[-1].best
-    print(f"For {tokens(choice.context)} tokens, recommended: {_way(plan)}, because {choice.why}.")
-    print(f"  {_command(plans.model, plan)}")
-    if plan.reason is not None:
-        print(f"Nothing is compressed: {plan.reason}.")
-    if plan.beyond is not None:
-        print(plan.beyond)
-
-
-def _length(plans: Plans) -> str:
-    if plans.trained is None:
-        return f"{plans.model} does not tell how many tokens it was trained to read."
-    return f"{plans.model} was trained to read {plans.trained:,} tokens."
+    fit = [(choice.best, choice.why) for choice in plans.choices if choice.best is not None]
+    for plan, why in fit[-1:]:
+        print(f"For {tokens(plan.context)} tokens, recommended: {_way(plan)}, because {why}.")
+        print(f"  {_command(plans.model, plan)}")
+        if plan.reason is not None:
+            print(f"Nothing is compressed: {plan.reason}.")
+        if plan.beyond is not None:
+            print(plan.beyond)
 
 
 def _table(plans: Plans) -> Table:
@@ -256,31 +252,18 @@ def _table(plans: Plans) -> Table:
     )
     if same:
         remark += f" {SAME}: full caches of up to {DEFAULT_QUANTIZED_KV_START:,} tokens are not quantised."
-    table = Table(
-        f"Weights {format_bytes(found[0].weights)}",
-        remark,
-        [
-            "context",
-            "policy",
-            "KV cache",
-            *(f"{n} bits" for n in bits),
-            "reading",
-            "answering",
-            "fits",
-        ],
-    )
+    sizes = ["KV cache", *(f"{n} bits" for n in bits), "reading", "answering"]
+    columns = ["context", "policy", *sizes, "fits"]
+    table = Table(f"Weights {format_bytes(found[0].weights)}", remark, columns)
     for choice in plans.choices:
         for i, plan in enumerate(choice.found):
             in_bits = [plan.kv_in_bits.get(n, plan.kv) for n in bits]
             small = [SAME if size == plan.kv else format_bytes(size) for size in in_bits]
-            sizes = [
-                format_bytes(plan.kv),
-                *small,
-                *map(format_bytes, (plan.reading, plan.answering)),
-            ]
+            peaks = format_bytes(plan.reading), format_bytes(plan.answering)
             fits = "yes" if plan.peak <= plans.machine.usable else "no"
             fits = "recommended" if plan == choice.best else fits
-            table.add("" if i else tokens(plan.context), _way(plan), *sizes, fits)
+            context = "" if i else tokens(plan.context)
+            table.add(context, _way(plan), format_bytes(plan.kv), *small, *peaks, fits)
     return table
 
 

@@ -18,9 +18,7 @@ from ..policies.budgets import UNLIMITED
 
 METAL = mx.metal.is_available()
 FUSED = (64, 80, 128)  # head sizes of Metal's attention kernel for chunks (MLX 0.32)
-_PRECISE = (
-    0 if METAL else 4
-)  # bytes of a number in norms and rotations, at least: Metal has kernels
+_PRECISE = 0 if METAL else 4  # bytes of a number in norms and RoPE, at least
 
 # What mlx-lm's modules call their query heads, and the experts that a token goes to.
 _HEADS = "n_heads num_heads num_attention_heads n_head q_num_heads".split()
@@ -59,7 +57,7 @@ class LayerShape:
 
 
 class _Cache:
-    """What a layer's cache tells: the entries that a query sees at most, or 0, a key's size, a linear state's."""
+    """A layer's cache: the `window` that its queries see, 0 without attention; sizes of a key and a linear state."""
 
     def __init__(self, cache: Any):
         linear: list[Any] = [c for c in members([cache]) if isinstance(c, ArraysCache)]
@@ -76,7 +74,7 @@ def layer_shapes(model: Any, sizes: EntrySizes) -> set[LayerShape]:
         caches = [max(caches, key=lambda cache: cache.window)] * len(layers)
     item = min((c.keys.dtype.size for c in _holding(sizes.caches)), default=4)
     families = _families(model)
-    hidden = min(getattr(table, "dims", table.weight.shape[-1]) for table in tables(model))
+    hidden = min(getattr(x, "dims", x.weight.shape[-1]) for x in tables(model))
     shapes, before, busy = {LayerShape(0, 0)}, 0, 0
     for layer, cache in zip(layers[:-1], caches):
         modules = layer.modules()
