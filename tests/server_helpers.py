@@ -20,7 +20,7 @@ from mlx_snapkv.server.prefixes import Prefixes
 from mlx_snapkv.server.run import listening, serve
 from mlx_snapkv.server.settings import Settings
 
-POLICY = "snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4"
+POLICY = "snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=256,obs_window=32,lookahead=4"
 
 
 @dataclass
