@@ -65,7 +65,7 @@ def demo(
     budget = len(prompts[0]) // SHARE
     top_k = budget - N_SINK - N_WINDOW
     # The answers are short: with a lookahead the full cache would give them.
-    snapkv = SnapKV(top_k=top_k, n_sink=N_SINK, n_window=N_WINDOW, lookahead=0)
+    snapkv = SnapKV(top_k=top_k, n_sink=N_SINK, n_window=N_WINDOW, obs_window=32, lookahead=0)
     window = SnapKV(top_k=0, n_sink=N_SINK, n_window=budget - N_SINK, last_token=False)
     ways = {"full cache": None, "sink + window": window, "SnapKV": snapkv}
     console.print(
@@ -84,7 +84,7 @@ def demo(
     console.print(
         f"{'Try your own' if save_document is None else 'Ask again'}: {_command()} generate --model {model} "
         f"--prompt-file {file} --prompt {question} "
-        f"--snapkv top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},lookahead=0",
+        f"--snapkv top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},obs_window=32,lookahead=0",
         soft_wrap=True,
         markup=False,
     )

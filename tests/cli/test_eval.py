@@ -172,7 +172,7 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--output", "/nowhere/r", "--model", "nowhere"], "--output /nowhere/r: "),
+        (["--output", "/dev/null/r", "--model", "nowhere"], "--output /dev/null/r: "),
         (["--policy", "snapkv"], "snapkv would compress nothing here: the prompt's 2048 entries"),
         (["--task", "triple"], "--task must be single, look-alikes"),
         (["--setting", "sooner"], "--setting must be known, later or both, got 'sooner'"),

@@ -86,7 +86,7 @@ def test_what_to_ask(call, data):
         ({}, ["--task", "cwe"], "--task must be of vt, got 'cwe'"),
         ({}, ["--setting", "sooner"], "--setting must be known, later or both"),
         ({}, ["--policy", "keydif"], "unknown policy 'keydif'"),
-        ({}, ["--output", "/nowhere/r"], "--output /nowhere/r: "),
+        ({}, ["--output", "/dev/null/r"], "--output /dev/null/r: "),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(
