@@ -37,7 +37,7 @@ SHORT = [
     "snapkv:budget=25%,n_sink=1,lookahead=4",
     "snapkv:budget=6,on_full=reselect,lookahead=4",
     "snapkv:budget=6,on_full=keydiff,lookahead=4",
-    "snapkv:budget=6,schedule=block,block=3,lookahead=4",
+    "snapkv:budget=6,schedule=block,block=3",
     "snapkv:budget=4,n_sink=0,n_window=4,obs_window=4,lookahead=4",
     "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32,lookahead=4",
     f"{FEW},last_token=false",
@@ -51,8 +51,8 @@ SHORT = [
     f"snapkv:budget=pyramid:8,{SMALL},lookahead=4",
     f"snapkv:budget=adaptive:8,{SMALL},lookahead=4",
     "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,lookahead=4",
-    f"{SNAPKV},schedule=block,block=3",
-    "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,schedule=block,block=1,lookahead=4",
+    f"{FEW},schedule=block,block=3",
+    "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,schedule=block,block=1",
     "tova:budget=4,n_window=1,block=2",
     "tova:budget=4,n_window=1,schedule=once",
     "h2o:budget=4,n_window=1,block=1",
@@ -159,7 +159,7 @@ def test_a_string_and_only_the_queries_of_its_window_vote(tiny_model, tokens, po
 
 def test_of_two_stages_the_second_chooses_from_what_the_first_keeps(tokens):
     model = make_llama()
-    first = "keydiff:budget=20,n_window=4,schedule=once"
+    first = "keydiff:budget=20,n_sink=1,n_window=4,schedule=once"
     both, queries = read(model, tokens)
     compress_prompt_cache(model, both, f"{first.replace('once', 'block')} then {SNAPKV}", queries)
     alone, _ = read(model, tokens)
@@ -254,7 +254,8 @@ def test_with_a_cache_that_the_caller_sees_it_is_compressed(demo_llama, tokens, 
         assert len(list(answer)) == 1
     (report,) = reports
     assert report.compressed and is_compressed(cache)
-    assert positions(model, cache)[0].shape[2] == 6
+    of_the_prompt = positions(model, cache)[0] < tokens.size
+    assert (of_the_prompt.sum(axis=-1) == 6).all()
 
 
 @pytest.mark.parametrize("n_read", [0, 1, 4, 5, 6, 9])

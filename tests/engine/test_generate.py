@@ -71,11 +71,14 @@ def run(model, tokens, n=12, **changes):
     return out, cache, reports
 
 
+EARLY = {"last_token": False, "lookahead": 0}
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"last_token": False}, {"lookahead": 1}, {"lookahead": 4}, {"heads": "shared"}]
+    "changes", [{}, EARLY, {"lookahead": 1}, {"lookahead": 0}, {"heads": "shared"}]
 )
 def test_the_cache_is_cut_to_the_budget_and_stays_there(tiny_model, tokens, changes):
-    out, cache, reports = run(tiny_model, tokens, **changes)
+    out, cache, reports = run(tiny_model, tokens, on_full="slide", **changes)
     assert len(out) == 12 and len(reports) == 1 and reports[0].compressed
     assert reports[0].prompt_tokens == 200
     for c in cache:
@@ -94,17 +97,19 @@ def test_a_prompt_may_be_a_list_as_generates_may(tiny_model, tokens, keywords):
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 5, None])
 def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, lookahead):
     # One more is computed before the cut, since mlx-lm runs one step ahead.
-    out, _, _ = run(tiny_model, tokens, lookahead=lookahead)
-    n = max(1, 4 if lookahead is None else lookahead) + 1
-    assert_same(out[:n], plain(tiny_model, tokens)[:n])
+    out, _, _ = run(tiny_model, tokens, n=40, lookahead=lookahead)
+    n = max(1, 32 if lookahead is None else lookahead) + 1
+    expected = plain(tiny_model, tokens, n=40)
+    assert_same(out[:n], expected[:n])
+    assert not mx.array_equal(out[n][1], expected[n][1])
 
 
 def test_the_seeds_window_cuts_before_the_first_token(tiny_model, tokens):
-    out, _, _ = run(tiny_model, tokens, last_token=False)
+    out, _, _ = run(tiny_model, tokens, **EARLY)
     assert not mx.array_equal(out[0][1], plain(tiny_model, tokens)[0][1])
 
 
-@pytest.mark.parametrize("votes", [{"last_token": False}, {"lookahead": 0}, {"lookahead": 3}])
+@pytest.mark.parametrize("votes", [EARLY, {"lookahead": 0}, {"lookahead": 3}])
 def test_keeping_everything_but_one_row_barely_matters_and_all_rows_not_at_all(
     tiny_model, tokens, votes
 ):
@@ -117,7 +122,7 @@ def test_keeping_everything_but_one_row_barely_matters_and_all_rows_not_at_all(
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 31, 32, 33, 199, 4096])
-@pytest.mark.parametrize("votes", [{"last_token": False}, {"lookahead": 0}, {"lookahead": 3}])
+@pytest.mark.parametrize("votes", [EARLY, {"lookahead": 0}, {"lookahead": 3}])
 def test_chunks_do_not_change_what_is_kept(tokens, chunk, votes):
     model = make_llama()
     _, whole, _ = run(model, tokens, **votes)
@@ -153,7 +158,7 @@ def test_logits_processors_and_callbacks_act_as_in_mlx_lm(tiny_model, tokens):
 
         return processor
 
-    for votes in ({"last_token": False}, {"lookahead": 0}, {}):
+    for votes in (EARLY, {"lookahead": 0}, {}):
         seen, expected, done, expected_done = [], [], [], []
         list(generate_step(tokens, tiny_model, max_tokens=3, snapkv=SMALL | votes, prefill_step_size=64,
                            logits_processors=[watch(seen)],

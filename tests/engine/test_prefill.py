@@ -5,10 +5,10 @@ import pytest
 from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, prefill
+from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError, prefill
 from mlx_snapkv.engine.prefill import mlx_generate
 
-POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4)
+POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 
 
 def plain_decode(model, prompt, cache):
@@ -33,7 +33,7 @@ def test_all_tokens_are_read_and_the_cache_is_cut(tiny_model, tokens):
 @pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 31, 32, 33, 2048])
 def test_chunks_do_not_change_what_is_kept(tiny_model, tokens, chunk, lookahead):
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=lookahead)
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=lookahead, on_full="slide")
     whole, _ = prefill(tiny_model, tokens, policy)
     cut, _ = prefill(tiny_model, tokens, policy, prefill_step_size=chunk)
     for a, b in zip(whole, cut):
@@ -45,7 +45,7 @@ def test_chunks_do_not_change_what_is_kept(tiny_model, tokens, chunk, lookahead)
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64, 167, 168, 198, 199, 500])
 def test_the_policys_chunk_wins_and_the_window_has_one_of_its_own(tokens, chunk):
     done = []
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32, prefill_chunk=chunk)
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, obs_window=32, prefill_chunk=chunk)
     prefill(
         make_llama(),
         tokens,
@@ -70,10 +70,10 @@ def test_lookahead_leaves_no_trace_but_its_votes(make, tokens):
         pass
     cache, _ = prefill(model, tokens, SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=5))
     for a, b in zip(plain, cache):
-        if isinstance(b, SnapKVCache):
+        if isinstance(b, BlockKVCache):
             assert b.offset == 200
             head = b.positions[0, 0]
-            assert mx.array_equal(b.keys[0, 0], a.keys[0, 0][head])
+            assert mx.array_equal(b.held().keys[0, 0], a.keys[0, 0][head])
         else:
             assert all(
                 mx.array_equal(x, y) for x, y in zip(a.state, b.state) if isinstance(x, mx.array)
@@ -95,7 +95,7 @@ def test_keeping_the_last_token_for_mlx_lm(tiny_model, tokens):
         ),
         (
             SnapKV(),
-            "the prompt's 200 entries fit the budget of 4736 (n_sink + top_k + n_window); lower it to compress",
+            "the prompt's 200 entries fit the budget of 5466 (n_sink + top_k + n_window); lower it to compress",
         ),
     ],
 )

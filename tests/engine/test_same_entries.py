@@ -16,11 +16,14 @@ from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine import compress
 from mlx_snapkv.models.patch import recording
 
-SNAPKV = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8,lookahead=4"
+FEW = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
+SNAPKV = f"{FEW},lookahead=4"
+MANY = "snapkv:budget=56,lookahead=4"  # voters, more than the window keeps
 ONCE = [
     SNAPKV,
-    f"{SNAPKV},lookahead=0",
-    f"{SNAPKV},last_token=false",
+    MANY,
+    f"{FEW},lookahead=0",
+    f"{FEW},last_token=false",
     f"{SNAPKV},mass=0.9",
     f"{SNAPKV},on_full=reselect",
     "keydiff:budget=48,n_sink=2,schedule=once",
@@ -36,7 +39,9 @@ BLOCK = [
     "tova:budget=48,n_sink=2,block=16",
     f"{SNAPKV},schedule=block,block=16",
     f"keydiff:budget=80,block=16 then {SNAPKV}",
-    f"h2o:budget=80,block=16 then {SNAPKV},lookahead=0",
+    f"h2o:budget=80,block=16 then {FEW},lookahead=0",
+    f"{MANY},schedule=block,block=16",
+    f"keydiff:budget=80,block=16 then {MANY}",
 ]
 
 
@@ -114,8 +119,7 @@ def test_chunks_are_blocks_where_entries_are_evicted(kept, stepped, tiny_model, 
 
 @pytest.mark.parametrize("policy", ONCE)
 def test_the_sampler_is_no_matter_where_no_answer_votes(kept, stepped, tiny_model, tokens, policy):
-    if "lookahead=0" not in policy and "last_token" not in policy and "snapkv" in policy:
-        policy += ",lookahead=0"
+    policy = policy.replace("lookahead=4", "lookahead=0")
     hot = make_sampler(temp=5.0)
     options = {"max_tokens": 8, "policy": policy, "sampler": hot}
     found = kept(lambda: list(generate_step(tokens, tiny_model, **options)))
@@ -124,11 +128,10 @@ def test_the_sampler_is_no_matter_where_no_answer_votes(kept, stepped, tiny_mode
 
 @pytest.mark.parametrize("policy", [p for p in IN_TURNS if "last_token" not in p])
 def test_a_cache_that_was_read_and_recorded_elsewhere(kept, stepped, tiny_model, tokens, policy):
-    if "keydiff" not in policy and "lookahead" not in policy:
-        policy += ",lookahead=0"
+    policy = policy.replace("lookahead=4", "lookahead=0")
     n = tokens.size
     caches = [
-        RecordingKVCache(n - 32, n, n) if type(c) is KVCache else c
+        RecordingKVCache(n - 128, n, n) if type(c) is KVCache else c
         for c in make_prompt_cache(tiny_model)
     ]
     classes = {type(layer.attention) for layer in attention_layers(tiny_model, caches)}
@@ -224,7 +227,7 @@ def test_a_first_turn_that_will_be_recalled_too(kept, demo_model, haystack, poli
     assert_same_entries(found, asked(demo_model, read, policy, kept))
 
 
-@pytest.mark.parametrize("policy", [p for p in IN_TURNS if "mass" not in p])
+@pytest.mark.parametrize("policy", [p for p in IN_TURNS if "mass" not in p and p != MANY])
 @pytest.mark.parametrize("memory, turns", [("recall", 2), ("recall:file", 3)])
 def test_a_later_turn_keeps_what_a_request_for_the_whole_chat_does(
     kept, demo_model, haystack, policy, memory, turns

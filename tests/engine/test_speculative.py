@@ -12,7 +12,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import (
     BlockKVCache,
     KeyDiff,
-    ReselectingSnapKVCache,
+    SnapKVCache,
     SnapKVError,
     prefill,
     stream_generate,
@@ -20,7 +20,8 @@ from mlx_snapkv import (
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.policies.budgets import Quota
 
-RING = "snapkv:top_k=20,n_sink=4,n_window=32,lookahead=4,on_full=slide"
+SNAPKV = "snapkv:top_k=20,n_sink=4,n_window=32"
+RING = f"{SNAPKV},lookahead=4,on_full=slide"
 RING_OF_THE_REST = "snapkv:top_k=2,n_sink=4,n_window=16,obs_window=16,lookahead=4,on_full=slide"
 KEYDIFF = "keydiff:budget=40,block=16"
 PROMPT = [random.Random(0).randrange(300) for _ in range(100)]
@@ -81,8 +82,8 @@ def assert_equal_answers(mine, expected):
 @pytest.mark.parametrize(
     "policy, k, n",
     [(RING, 1, 201), (RING, 3, 201), (RING, 8, 201), (KEYDIFF, 2, 201), (KEYDIFF, 5, 201),
-     (f"{RING},last_token=false", 5, 50), (f"{RING},lookahead=0", 2, 50),
-     (f"{RING},on_full=keydiff", 4, 100), (f"{RING},on_full=grow", 4, 45),
+     (f"{SNAPKV},last_token=false", 5, 50), (f"{SNAPKV},lookahead=0", 2, 50),
+     (f"{SNAPKV},lookahead=4,on_full=keydiff", 4, 100), (f"{SNAPKV},lookahead=4", 4, 45), ("snapkv:top_k=20", 2, 50),
      ("random:budget=40,block=9,n_window=3,seed=1", 8, 50), ("h2o:budget=40,schedule=once", 3, 50),
      (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
 )  # fmt: skip
@@ -129,7 +130,7 @@ def test_text_that_spans_the_hand_over_is_whole(tokenizer, main, draft):
     """Bytes of one character may be said before and after the cut."""
     answers = [
         "".join(r.text for r in stream_generate(main, tokenizer, PROMPT, 12, d, policy=p))
-        for p in (f"{RING},lookahead={n}" for n in (1, 2, 3))
+        for p in (f"{SNAPKV},lookahead={n}" for n in (1, 2, 3))
         for d in (None, draft)
     ]
     assert answers[::2] == answers[1::2]
@@ -159,7 +160,7 @@ def test_the_callers_caches_hold_the_answer(main, draft, tokenizer):
     answer = list(
         stream_generate(main, tokenizer, PROMPT, 20, draft, policy=RING, prompt_cache=caches)
     )
-    assert [type(c) for c in caches] == [ReselectingSnapKVCache] * 2 + [KVCache] * 2
+    assert [type(c) for c in caches] == [SnapKVCache] * 2 + [KVCache] * 2
     assert {c.offset for c in caches[:2]} <= {100 + len(answer) - 1, 100 + len(answer)}
 
 
@@ -227,7 +228,7 @@ def test_an_eviction_for_now_is_taken_back_whole():
 
 def test_a_given_cache_that_chooses_by_itself_is_refused(main, draft, tokenizer):
     """mlx-lm's loop alone would choose too early: not the answer without a draft."""
-    for policy, allowed in ((RING, False), (f"{RING},on_full=slide", True)):
+    for policy, allowed in ((f"{SNAPKV},on_full=keydiff", False), (RING, True), (SNAPKV, True)):
         cache, _ = prefill(main, PROMPT[:-1], policy)
         caches = cache + make_prompt_cache(draft)
         options = {"prompt_cache": caches, "num_draft_tokens": 3}

@@ -21,6 +21,8 @@ POLICIES = [
     *(SnapKV(**VOTED, n_window=64, on_full=way) for way in ("slide", "keydiff", "reselect")),
     SnapKV(**VOTED, n_window=400),
     SnapKV(budget=24, n_sink=4, n_window=10, block=16, schedule="block", obs_window=8),
+    SnapKV(budget=24, block=16, schedule="block"),
+    SnapKV(budget=24),
     *(kind(**ROWS) for kind in (KeyDiff, H2O, TOVA)),
     StreamingLLM(budget=24, block=16),
     KeyDiff(**ROWS | {"budget": "pyramid:40"}),

@@ -14,7 +14,9 @@ from mlx_snapkv import Conversation
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.server import prefixes
 
-SMALL = POLICY.replace("25%", "96").replace("n_window=32", "n_window=40").replace("ahead=4", "ahead=0")
+SMALL = (
+    POLICY.replace("25%", "96").replace("n_window=32", "n_window=40").replace("ahead=4", "ahead=0")
+)
 BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
 WAYS = [
     (SMALL, "recall", {"verify": "unsure"}),
