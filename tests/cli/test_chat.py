@@ -14,7 +14,12 @@ import pytest
 
 from mlx_snapkv.demo.questions import make_haystack
 
-POLICY = ["--snapkv", "budget=100,n_sink=4,n_window=32", "--memory", "recall"]
+POLICY = [
+    "--snapkv",
+    "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4",
+    "--memory",
+    "recall",
+]
 PROMPT = "\x1b[?2004h"  # pasted text is asked for as such
 COMMAND = [sys.executable, "-m", "mlx_snapkv", "chat", "--model", "demo", "-m", "24"]
 

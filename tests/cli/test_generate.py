@@ -52,7 +52,7 @@ def test_compression_is_reported(call, tmp_path):
     file.write_text(("It was cold at the market. " * 40) + LEAD)
     code, out, err = call(
         "generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt-file", str(file),
-        "--snapkv", "top_k=16,n_sink=4,n_window=32",
+        "--snapkv", "top_k=16,n_sink=4,n_window=32,lookahead=4",
     )  # fmt: skip
     assert code == 0 and out.strip() == "482913"
     closing = err.strip().splitlines()[-1]
@@ -63,7 +63,7 @@ def test_compression_is_reported(call, tmp_path):
 
 
 def test_a_gated_prompt_is_told_how_to_force_compression(call):
-    code, _, err = call(*PLAIN, "--snapkv", "top_k=16")
+    code, _, err = call(*PLAIN, "--snapkv", "top_k=16,min_ctx=49152")
     assert code == 0
     assert re.search(
         r"full cache: the prompt's \d+ tokens are below min_ctx=49152; set min_ctx=0 to force", err
@@ -75,7 +75,9 @@ def test_quiet_prints_the_answer_alone(call):
 
 
 def test_json_holds_answer_figures_and_report(call):
-    code, out, _ = call(*PLAIN, "--json", "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8")
+    code, out, _ = call(
+        *PLAIN, "--json", "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=4"
+    )
     result = json.loads(out)
     assert code == 0
     assert result["model"] == "demo"
@@ -146,7 +148,7 @@ def test_a_rotating_cache_that_mlx_lm_would_not_make(call, without_own_caches):
         (["--prompt", "x", "--snapkv", "topk=4"], "unknown snapkv option 'topk' (did you mean 'top_k'?); known: "),
         (["--prompt", "x", "--snapkv", "top_k=-1"], "snapkv option top_k must be a whole number of at least 0, got -1"),
         (["--prompt", "x", "--snapkv", "top_k=abc"], "top_k must be a whole number of at least 0, got 'abc'"),
-        (["--prompt", "x", "--snapkv", "n_window=8"], "snapkv option n_window must be at least obs_window=32, got 8"),
+        (["--prompt", "x", "--snapkv", "n_window=0"], "snapkv option n_window must be a whole number of entries of at least 1"),
         (["--prompt", "x", "--snapkv", "top_k=4", "--policy", "snapkv"], "--snapkv and --policy both name a policy"),
         (["--prompt", "x", "--policy", "snapvk"], "unknown policy 'snapvk'"),
         (["--prompt", ""], "the prompt is empty: give some text"),

@@ -63,7 +63,7 @@ def test_a_script_is_told_everything(ask, fact, tmp_path):
 
 
 def test_a_prompt_below_the_gate_says_so(ask):
-    code, out, _ = ask("--snapkv", "top_k=100", "-q")
+    code, out, _ = ask("--snapkv", "top_k=100,min_ctx=49152", "-q")
     assert code == 0 and "not compressed" in out and "min_ctx=0" in out
     assert "█" * 40 in out and "sentences" not in out
 
