@@ -5,7 +5,7 @@ import json
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FACT = "The access code of the amber falcon is 482913. "
 COLD = "It was cold at the market. "
-SNAPKV = "snapkv:top_k=24,n_sink=4,n_window=32,lookahead=4"
+SNAPKV = "snapkv:top_k=24,n_window=32,obs_window=32,lookahead=4"
 
 
 def line(custom_id, url=CHAT, /, **body):

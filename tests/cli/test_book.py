@@ -7,7 +7,7 @@ import pytest
 
 BOOK = [
     "--policy",
-    "keydiff:budget=96,block=128 then snapkv:top_k=60,n_sink=4,n_window=32",
+    "keydiff:budget=96,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21",
 ]
 
 
