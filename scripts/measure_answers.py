@@ -193,7 +193,7 @@ lets the answer use it:
   same token is decoded again. Entries may be in memory, quantised or in files; linear and sliding-window layers go
   back by one token. An answer has {first} votes at first, and {rate:g} more with every token; with `verify_below=1`
   every token votes. In a real model's prose nearly every token is less sure than that, so an answer takes all the
-  votes it has. The closing line says how fast it was, and warns if that was slower than
+  votes it has ([below](#open-answers)). The closing line says how fast it was, and warns if that was slower than
   the full cache; it knows where `lookahead` tokens were decoded on all entries in memory.
 - `verify="all"`: the model drafts a few tokens on the small cache, and checks them in one pass over all
   entries. The answer is the full cache's own, greedy or sampled: the sampler and the logits processors see the
@@ -212,8 +212,8 @@ cache. "Same as full" counts answers equal to the full cache's token for token.
 """
 
 OPENLY = """\
-`{model}`, {questions} questions about {tokens:,} tokens of essays, answers of {most} tokens at most, SnapKV without
-lookahead. Where the processor computes, its own time is taken, so that what else runs does not count.
+`{model}`, open questions about {tokens:,} tokens of essays, {questions} in all, answers of {most} tokens at most,
+SnapKV without lookahead. Where the processor computes, its own time is taken, so that what else runs does not count.
 """
 
 COST = """\
@@ -280,8 +280,9 @@ def open_answers(result: dict[str, Any]) -> list[str]:
         for row, speed in zip(result["rows"], speeds)
     ]
     header = ["cache", "votes a token", "drafted", "tokens/s", "of the full cache's"]
-    about_it = OPENLY.format(**result, questions=len(OPEN), most=OPEN_TOKENS)
-    return [written_by(result), "", about_it, *table(header, body)]
+    about_it = OPENLY.format(**result, questions=result["rows"][0]["asked"], most=OPEN_TOKENS)
+    told = [written_by(result), *result.get("notes", [])]
+    return [*told, "", about_it, *table(header, body)]
 
 
 def main() -> None:
