@@ -37,7 +37,7 @@ POLICIES = {
     "scissorhands": "scissorhands:budget=96,block=96,obs_window=64",
     "kvzip": "kvzip:budget=adaptive:96",
     "random": "random:budget=96,block=96",
-    "stages": f"keydiff:budget=192,block=96 then snapkv:budget=80,{ALWAYS}",
+    "stages": "keydiff:budget=192,block=96 then snapkv:budget=80,n_sink=4,n_window=32",
     "block_votes": f"snapkv:budget=96,{ALWAYS},schedule=block,block=96",
 }  # fmt: skip
 # What an answer asks of all entries, and bits.

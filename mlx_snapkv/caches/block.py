@@ -16,7 +16,7 @@ from ..policies.budgets import UNLIMITED, Quota
 from . import validation
 from .evicting import EvictingCache
 
-STEP = 16  # rows that a cache without a budget grows by at least
+LEAST, MOST = 16, 256  # rows that a cache without a budget grows by: an eighth of what it has, within these
 
 
 class BlockKVCache(EvictingCache):
@@ -41,7 +41,8 @@ class BlockKVCache(EvictingCache):
         last: position before which queries may vote.
         newest: how many of the last queries are kept for the votes.
         expected: entries that will be held at least; a smaller number than `quota.entries + block` saves memory.
-        until, reach: the first token at position `until` finds room for `reach` tokens, whatever is evicted for them.
+        until, reach: nothing is evicted for the `reach` tokens from position `until` on but before the first, so that
+            all of them attend to the same entries. If they are more than `block`, they are held besides.
         uniform: all layers of the model have the same quota.
         quantization: how entries are stored.
         accumulates: count the attention that every entry receives; by default if the policy asks for it.
@@ -190,6 +191,8 @@ class BlockKVCache(EvictingCache):
     def _must_evict(self, L: int) -> bool:
         if self.policy is None:
             return False
+        if self._until < self.offset < self._until + self._reach:
+            return False
         L = max(L, self._reach) if self.offset == self._until else L
         asks = bool(self.policy.obs_window and not self._queries)
         asks |= self.policy.query_statistics is not None and not self._sums
@@ -201,7 +204,7 @@ class BlockKVCache(EvictingCache):
         """Put stored rows at `[start, _n)`, in buffers that have room for them."""
         have = 0 if self.keys is None else n_rows(self.keys)
         if self.keys is None or self._n > have:
-            most = self._n + min(self.block, max(STEP, self._n // 8))
+            most = self._n + min(MOST, max(LEAST, self._n // 8))
             most = self.capacity if self.quota.entries < UNLIMITED else most
             first = min(most, self._expected or most)
             more = max(self._n, most if have else first) - have

@@ -145,11 +145,13 @@ class Footprint:
         policy = self.policy
         if policy is None:
             return [n_prompt] * len(self._layers)
-        most = n_prompt + decide(policy, n_prompt).n_ahead + 1
+        n_ahead = decide(policy, n_prompt).n_ahead
+        most = n_prompt + n_ahead + 1
         quotas = quotas_of(self._layers, policy.prefill_quotas, n_prompt)
         if not policy.reads_in_blocks:
             return [most] * len(quotas)
-        return [min(most, quota.entries + policy.stages[0].block) for quota in quotas]
+        more = max(policy.stages[0].block, n_ahead)
+        return [min(most, quota.entries + more) for quota in quotas]
 
 
 def total_bytes(sizes: Iterable[int], counts: Iterable[int]) -> int:
