@@ -121,7 +121,7 @@ def test_the_form_is_openais(batch):
 
 
 def test_answers_may_ask_again_what_was_dropped(batch):
-    policy = SNAPKV + ",lookahead=0"
+    policy = SNAPKV.replace("lookahead=4", "lookahead=0")
     flags = ("--policy", policy, "--memory", "recall:file", "--verify", "unsure")
     _, found, _ = batch([chat("a", 9), text("b", 9, max_tokens=4)], *flags)
     assert answer(found["a"]) == "482913"

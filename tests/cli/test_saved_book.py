@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-BOOK = "keydiff:budget=96,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21"
+BOOK = "keydiff:budget=96,block=128 then snapkv:top_k=60,n_window=32,obs_window=32,pool_kernel=21,pool=avg"
 
 
 @pytest.fixture

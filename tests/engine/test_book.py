@@ -104,7 +104,7 @@ def test_the_question_votes_over_everything(wide, tokens, policy):
         queries = numbers(archived.queries[:, :, -8:])
         scale = layer.family.scale_of(layer.attention, keys.shape[3])
         voting = queries, numbers(keys), range(192, 200), scale
-        scores = reference.forward_scores(*voting, n_recent=32, ends=(4, 16), kernel=5)
+        scores = reference.forward_scores(*voting, n_ahead=0, ends=(4, 16), kernel=5)
         small = layer.cache_in(read.request.caches)
         for head, of_head in enumerate(scores[0]):
             chosen = reference.select(of_head, 4, 20, 16)

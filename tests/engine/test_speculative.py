@@ -89,7 +89,7 @@ def assert_equal_answers(mine, expected):
 )  # fmt: skip
 def test_a_poor_draft_changes_nothing(main, draft, tokenizer, alone, policy, k, n):
     expected = alone(policy, n)
-    assert len({r.token for r in expected}) > n / 5
+    assert len({r.token for r in expected}) >= n / 5
     reports = []
     mine = list(
         stream_generate(main, tokenizer, PROMPT, n, draft, num_draft_tokens=k, policy=policy,

@@ -13,7 +13,7 @@ from mlx_snapkv.engine.prefill import mlx_generate
 def test_stream_generate_counts_the_whole_prompt(demo_model, ask):
     model, tokenizer = demo_model
     prompt, _ = ask(tokenizer, 400, seed=1)
-    for votes in ({"last_token": False}, {"lookahead": 0}, {}):
+    for votes in ({"last_token": False, "lookahead": 0}, {"lookahead": 0}, {}):
         reports = []
         responses = list(
             stream_generate(
