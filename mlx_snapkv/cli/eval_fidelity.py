@@ -14,7 +14,6 @@ from .._version import __version__
 from . import asking, flags
 from .loading import load_model
 from .options import ResultFiles, with_suffix, write_result
-from .progress import DocumentBar, stderr_console
 
 if TYPE_CHECKING:
     from ..evals.fidelity import Comparison
@@ -90,6 +89,7 @@ def fidelity(
     from ..evals.texts import Texts, read_texts
     from ..policies import resolve_policy
     from ..several.ranks import here
+    from .progress import stderr_console
 
     settings = asking.known("--setting", setting or [measuring.TEXT], list(measuring.SETTINGS))
     chosen = (resolve_policy(policy=given) for given in policy)
@@ -161,6 +161,7 @@ def _run(
     answers: Path | None,
 ) -> list[dict[str, Any]]:
     from ..evals.fidelity import run
+    from .progress import DocumentBar
 
     try:
         with DocumentBar(len(comparison.pieces), asking.LINE_EVERY) as bar:
