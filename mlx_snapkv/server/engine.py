@@ -233,9 +233,13 @@ class Engine(ResponseGenerator):
                 caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
                 self._reuse.read(running, n, tokens, caches)
             running.channel.put(Read(n, running.n_prompt))
-        self.kv_bytes = self.generator.prompt_cache_nbytes
         for response in responses:
             self._deliver(response)
+        self.kv_bytes = self.generator.prompt_cache_nbytes
+        self._give_way()
+
+    def _give_way(self) -> None:
+        self._room.give_way(self.kv_bytes)
 
     def _deliver(self, response: Any) -> None:
         running = self._running[response.uid]

@@ -64,3 +64,8 @@ class Room:
         taken = self._memory.with_another(waiting.need, active, held)
         self._prefixes.trim_to(n_bytes=self._memory.limit - taken)
         return True
+
+    def give_way(self, held: int) -> None:
+        """Give up prefixes that the caches of running requests, `held` bytes, leave no room for."""
+        if self._memory is not None:
+            self._prefixes.trim_to(n_bytes=self._memory.limit - held)

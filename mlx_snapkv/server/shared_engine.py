@@ -181,6 +181,10 @@ class SharedEngine(Engine):
         if self._ranks.rank == 0:
             super()._fail(channel, error)
 
+    def _give_way(self) -> None:
+        if self._ranks.rank == 0:  # of which the others hear
+            super()._give_way()
+
     def _close(self) -> None:
         if self._ranks.rank == 0:
             super()._close()
