@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from ..policies import SnapKV
 
-N_SINK, N_WINDOW = 4, 32
 SHARE = 16  # one entry in so many is kept
 
 
@@ -63,10 +62,9 @@ def demo(
         _save(document, save_document)
     prompts = [question_prompt(tokenizer, document, fact.question) for fact in facts]
     budget = len(prompts[0]) // SHARE
-    top_k = budget - N_SINK - N_WINDOW
     # The answers are short: with a lookahead the full cache would give them.
-    snapkv = SnapKV(top_k=top_k, n_sink=N_SINK, n_window=N_WINDOW, obs_window=32, lookahead=0)
-    window = SnapKV(top_k=0, n_sink=N_SINK, n_window=budget - N_SINK, last_token=False)
+    snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
+    window = SnapKV(top_k=0, n_window=budget - SnapKV.n_sink, last_token=False)
     ways = {"full cache": None, "sink + window": window, "SnapKV": snapkv}
     console.print(
         f"A document of about {len(prompts[0]):,} tokens hides {len(facts)} facts. Each question below is asked on "
@@ -84,7 +82,7 @@ def demo(
     console.print(
         f"{'Try your own' if save_document is None else 'Ask again'}: {_command()} generate --model {model} "
         f"--prompt-file {file} --prompt {question} "
-        f"--snapkv top_k={top_k},n_sink={N_SINK},n_window={N_WINDOW},obs_window=32,lookahead=0",
+        f"--snapkv budget={budget},obs_window=32,lookahead=0",
         soft_wrap=True,
         markup=False,
     )

@@ -25,8 +25,8 @@ def test_the_demo_shows_what_compression_keeps(monkeypatch, capsys):
     assert list(figures) == ["full cache", "sink + window", "SnapKV"]
     assert figures["full cache"][0] == figures["SnapKV"][0] == "2/2"
     assert figures["sink + window"][0] == "0/2"
-    assert figures["SnapKV"][2] == figures["sink + window"][2] != figures["full cache"][2]
     assert re.fullmatch(r"1\d\.\dx smaller", figures["SnapKV"][3])
+    assert re.fullmatch(r"1\d\.\dx smaller", figures["sink + window"][3])
 
 
 def test_the_document_is_kept_and_can_be_asked_about(tmp_path):
