@@ -148,7 +148,7 @@ def test_turns_are_taken_back_and_answered_again(document):
     assert code == 0 and answers[:2] == [facts[0].value] * 2
     assert answers[2] == answers[3] and answers[4:] == [facts[1].value]
     assert err.count("the same answer, since temp is 0") == 2
-    assert re.search(r"held between turns: (.*), \1 for /undo; ", err)  # memory is drop
+    assert re.search(r"held between turns: [\d.]+ kB, [\d.]+ kB for /undo; ", err)  # memory is drop
     assert err.count("taken back: What is the") == 2
     assert "and the document will be read with your next message" in err
     assert "1  notes of today.txt, to be read with your next message" in err

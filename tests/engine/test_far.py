@@ -19,7 +19,7 @@ from mlx_snapkv.policies import resolve_policy
 
 LENGTH = 512
 READ = "keydiff:budget=96,block=128,n_sink=4,n_window=32"
-THEN = f"{READ} then snapkv:top_k=60,n_sink=4,n_window=32"
+THEN = f"{READ} then snapkv:top_k=60,n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21"
 
 
 @pytest.fixture(scope="module")

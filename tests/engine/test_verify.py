@@ -142,7 +142,7 @@ def test_small_caches_stay_small(demo_llama, ask):
     for _ in stream_generate(model, tokenizer, tokens, 60, on_report=reports.append, **keywords):
         pass
     of_one = reports[0].kv_bytes_before / len(tokens)
-    # 40 kept, and 8 tokens between two gatherings.
-    assert reports[0].kv_bytes_after <= (40 + 8) * of_one
+    # 40 kept, and room for 16 more.
+    assert reports[0].kv_bytes_after <= (40 + 16) * of_one
     assert reports[0].verified.votes >= reports[0].verified.tokens > 0
     assert reports[0].to_dict()["verified"]["votes"] == reports[0].verified.votes

@@ -93,7 +93,7 @@ def test_a_pasted_document_is_asked_about(page, document):
     assert page.run("return document.activeElement.id") == "question"
     # the second question of the chat goes on from what was read
     assert page.ask(facts[1].question) == facts[1].value
-    assert int(page.figures()["cached"].replace(",", "")) > 1400
+    assert int(page.figures()["cached"].replace(",", "")) > read - 256  # whose queries vote
     assert len(page.all(".turn")) == 2 and page.run("return messages.length") == 4
     assert sum(page.run("return shifts.map((e) => e.value)")) < 0.001, page.run(SHIFTED)
 

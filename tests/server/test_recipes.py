@@ -33,7 +33,7 @@ def test_python(recipes, demo_llama, tmp_path, monkeypatch, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("6475938 {") and "'kv_bytes_after'" in first
     answer, known = second.split()
-    assert answer == "157815" and int(known) > 1900
+    assert answer == "157815" and int(known) > 2048 - 256  # whose queries vote
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
