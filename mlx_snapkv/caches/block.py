@@ -16,10 +16,8 @@ from ..policies.budgets import UNLIMITED, Quota
 from . import validation
 from .evicting import EvictingCache
 
-LEAST, MOST = (
-    16,
-    256,
-)  # rows that a cache without a budget grows by: an eighth of what it has, within these
+# Rows that a cache without a budget grows by: an eighth of what it has, within these.
+LEAST, MOST = 16, 256
 
 
 class BlockKVCache(EvictingCache):
