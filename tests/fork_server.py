@@ -117,7 +117,7 @@ def main() -> None:
     import transformers
 
     import mlx_snapkv.api
-    import mlx_snapkv.bench.run
+    import mlx_snapkv.bench.speed
     import mlx_snapkv.cli.app
     import mlx_snapkv.evals.asking
 

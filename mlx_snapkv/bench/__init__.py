@@ -1,1 +1,1 @@
-"""Side-by-side measurements of the ways to hold a prompt's entries, and how they are written down."""
+"""What a user measures on a machine of theirs: decoding and reading by context length, and books."""

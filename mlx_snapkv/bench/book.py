@@ -1,64 +1,79 @@
-"""What a book costs: a long prompt read once, and then questions about it, one after the other."""
+"""What a book costs: a long prompt read once within a budget, and then questions about it, one after the other."""
 
+import contextlib
+import resource
 import statistics
-import time
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import file_bytes, kv_bytes
-from ..engine.generate import generate_step
-from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from ..policies import KeyDiff, SnapKV, Stages
-from .contenders import Contender
-from .own_memory import OwnMemory
-from .requests import ANSWER, random_prompt
+from .contenders import random_prompt
+from .speed import ANSWER, Row, ask
 
 READS = KeyDiff(budget=2048, block=512)
 VOTES = SnapKV(top_k=1024, n_sink=128, n_window=512, lookahead=0)
 QUESTION = 32  # tokens
 ASKED = 3
+STATUS = Path("/proc/self/status")
+EVERY = 0.05  # seconds
 
 
-def book_field(lengths: list[int]) -> list[tuple[int, Contender]]:
-    """What is read, and how, in turn: the book at every length, everything else at the first one and below it.
+def measure_books(
+    model,
+    lengths: list[int],
+    start: Callable[[str, int], None],
+    done: Callable[[list[Row]], None],
+) -> list[Row]:
+    """A row for the book at every length, and for everything else at the first one and below it.
 
     The full cache comes last: where only the most that a process ever held can be told, it says nothing about others.
     """
-    stages = Stages(READS, VOTES)
+    stages, resident = Stages(READS, VOTES), READS.quotas(0, 1)[0].entries
     book = {"policy": stages, "memory": "recall:file"}
-    resident = READS.quotas(0, 1)[0].entries
-    found = [(n, Contender("book", "book", resident, book)) for n in lengths]
+    field: list[tuple[int, str, int, dict[str, Any]]] = [
+        (n, "book", resident, book) for n in lengths
+    ]
     for n in lengths[:1]:
         fewer = {"policy": stages, "memory": "recall:file:4bit"}
-        found.append((n, Contender("book, 4 bits", "book 4", resident, fewer)))
         whole = {"policy": VOTES, "memory": "recall:file"}
-        found.append((n, Contender("read in full, file", "recall", n, whole)))
-        found += [(n // p, Contender("full cache", "full", n // p)) for p in (4, 2, 1)]
-    return found
+        field += [(n, "book, 4 bits", resident, fewer), (n, "read in full, file", n, whole)]
+        field += [(n // part, "full cache", n // part, {}) for part in (4, 2, 1)]
+    rows: list[Row] = []
+    start("books", len(field))
+    for n, name, entries, options in field:
+        row = {"context": n, "contender": name, "entries": entries}
+        rows.append(row | measure_book(model, n, options))
+        done(rows)
+    return sorted(rows, key=lambda row: row["context"])
 
 
-def measure_book(model, length: int, contender: Contender) -> dict[str, Any]:
-    """One record: reading a prompt of random tokens, and the medians of the questions that follow it.
+def measure_book(model, length: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Figures of reading a prompt of random tokens, and the medians of the questions that follow it.
 
     A question's seconds are those until its answer's first token.
     """
     cache = make_prompt_cache(model)
-    memory = OwnMemory()
     mx.clear_cache()
     mx.reset_peak_memory()
-    with memory.watched():
-        seconds, report = _asked(model, length, cache, contender)
+    with process_memory() as most:
+        seconds, report = ask(model, random_prompt(length), cache, ANSWER, **options)
         reading = report.prefill_seconds if report.book else seconds
         disk = file_bytes(cache) / held_tokens(model, cache)
-        asked = [_asked(model, QUESTION, cache, contender) for _ in range(ASKED)]
+        asked = [
+            ask(model, random_prompt(QUESTION), cache, ANSWER, **options) for _ in range(ASKED)
+        ]
     figures = {
         "read_seconds": reading,
-        "tokens_per_second": length / reading,
         "peak_bytes": mx.get_peak_memory(),
-        "own_bytes": memory.most,
+        "process_bytes": most(),
         "kv_bytes": kv_bytes(cache),
         "disk_bytes_per_token": disk,
         "gathered": max(report.entries for _, report in asked),
@@ -68,20 +83,34 @@ def measure_book(model, length: int, contender: Contender) -> dict[str, Any]:
     if books:
         for part in ("vote_seconds", "gather_seconds", "read_again_seconds"):
             figures[part] = statistics.median(getattr(book, part) for book in books)
-    return contender.record(length, **figures)
+    return figures
 
 
-def _asked(
-    model, n_tokens: int, cache: list, contender: Contender
-) -> tuple[float, CompressionReport]:
-    """Seconds until the first token of an answer to so many tokens more, and the report."""
-    reports: list[CompressionReport] = []
-    prompt = random_prompt(n_tokens)
-    wanted = {"prompt_cache": cache, "max_tokens": ANSWER, **contender.options}
-    started = time.perf_counter()
-    steps = generate_step(prompt, model, on_report=reports.append, **wanted)
-    next(steps)
-    seconds = time.perf_counter() - started
-    for _ in steps:
-        pass
-    return seconds, reports[0]
+@contextlib.contextmanager
+def process_memory() -> Iterator[Callable[[], int]]:
+    """A function that tells the most bytes that the process itself has held while the block runs.
+
+    On Linux that is anonymous memory, looked up now and then. Elsewhere it is what the system counts, the most since
+    the process began, and file pages may be part of it.
+    """
+    seen, over = [_own_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(EVERY):
+            seen[0] = max(seen[0], _own_bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield lambda: max(seen[0], _own_bytes())
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _own_bytes() -> int:
+    if STATUS.exists():
+        (line,) = (x for x in STATUS.read_text().splitlines() if x.startswith("RssAnon:"))
+        return int(line.split()[1]) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -1,20 +1,21 @@
-"""The ways to hold a prompt's entries that are measured side by side."""
+"""The ways to hold a prompt's KV entries that are measured side by side, and the model that shows them best."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..caches.decode import decode_cache
-from ..caches.layers import AttentionLayer, attention_layers, layer_caches, members
+from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.quantizable import head_sizes
 from ..entries.entries import Entries
-from ..policies import Policy, SnapKV
+from ..policies import Policy, Stages
 
-SHARE = 16  # by default one entry in so many is kept
+RANDOM = "random LLaMA, float32 (4 layers, hidden size 256, 16 heads, 8 KV heads, head size 64)"
 KEEP = 4  # entries that mlx-lm's rotating cache pins at the front
-ROOM = 256  # entries for the steps to be measured
+VOCABULARY = 100  # token ids that every model has
 
 
 @dataclass(frozen=True)
@@ -23,79 +24,87 @@ class Contender:
 
     Attributes:
         name: as printed.
-        kind: "full", "rotating", "quantized", "plain", "snapkv" or "bounded".
-        entries: entries that stay in memory per KV head; for the plain cache, those that a step attends to.
-        options: what `generate_step` is given for it.
+        entries: entries per KV head that a decoding step attends to.
+        policy: what compresses; None is mlx-lm alone.
+        bits, group_size: mlx-lm's quantisation of the full cache.
+        rotates: mlx-lm's `--max-kv-size`.
     """
 
     name: str
-    kind: str
     entries: int
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def record(self, context: int, **figures: Any) -> dict[str, Any]:
-        """What was measured of it at a context length, as a JSON object."""
-        about = {"context": context, "contender": self.name, "kind": self.kind}
-        return about | {"entries": self.entries} | figures
+    policy: Policy | Stages | None = None
+    bits: int | None = None
+    group_size: int = 64
+    rotates: bool = False
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.
 
         Args:
             layer: the model's layer.
-            keys, values: `(B, n_kv_heads, entries, head_dim)`; for the rotating cache of all `context` entries.
+            keys, values: `(B, n_kv_heads, n, head_dim)`: the entries kept, or all for mlx-lm's caches.
         """
-        if self.kind == "snapkv":
-            policy, entries = self.options["policy"], Entries(keys, values)
+        if self.policy is not None:
+            _, policy = self.policy.stages
             (quota,), scores = policy.quotas(context, 1), mx.zeros(keys.shape[:3])
+            entries = Entries(keys, values)
             return decode_cache(layer, entries, scores, context, policy, quota, uniform=True)
-        cache = KVCache() if self.kind != "rotating" else RotatingKVCache(self.entries, keep=KEEP)
-        if self.kind == "plain":
-            cache.step = self.entries + ROOM
+        cache = RotatingKVCache(self.entries, keep=KEEP) if self.rotates else KVCache()
         cache.update_and_fetch(keys, values)
-        if self.kind == "quantized":
-            return cache.to_quantized(self.options["kv_group_size"], self.options["kv_bits"])
-        return cache
+        return cache if self.bits is None else cache.to_quantized(self.group_size, self.bits)
 
 
-def snapkv_for(context: int) -> SnapKV:
-    """SnapKV at a fixed shape, with 1/16 of the entries, of which at most a quarter each are sink and window."""
-    entries = context // SHARE
-    n_sink, n_window = min(128, entries // 4), max(32, min(512, entries // 4))
-    return SnapKV(
-        top_k=entries - n_sink - n_window,
-        n_sink=n_sink,
-        n_window=n_window,
-        obs_window=32,
-        lookahead=4,
-        on_full="keydiff",
+def make_random_model() -> llama.Model:
+    """The model that is measured when none is given, the same in every run: attention dominates, even on a CPU."""
+    mx.random.seed(0)
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=256,
+            num_hidden_layers=4,
+            intermediate_size=512,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=64,
+            rms_norm_eps=1e-5,
+            vocab_size=1024,
+        )
     )
+    mx.eval(model.parameters())
+    return model
 
 
-def contenders(model, context: int, policy: Policy) -> list[Contender]:
-    """What is measured at a context length; SnapKV comes last and is absent below its gate."""
-    entries = policy.quotas(context, 1)[0].entries
-    found = [Contender("full cache", "full", context)]
-    if entries < context:
-        found.append(Contender(f"max-kv-size {entries}", "rotating", entries))
+def random_prompt(n_tokens: int) -> mx.array:
+    """`(n_tokens,)` token ids."""
+    prompt = mx.random.randint(1, VOCABULARY, (n_tokens,))
+    mx.eval(prompt)
+    return prompt
+
+
+def compressed(context: int, policies: list[Policy | Stages]) -> list[Contender]:
+    """The policies that drop entries of a prompt of `context` tokens."""
+    return [
+        Contender(str(policy), policy.stages[1].quotas(context, 1)[0].entries, policy)
+        for policy in policies
+        if policy.min_ctx <= context and not policy.fits(context)
+    ]
+
+
+def contenders(model, context: int, policies: list[Policy | Stages]) -> list[Contender]:
+    """What decodes after `context` tokens: the full cache, mlx-lm's options, and the policies."""
+    ours = compressed(context, policies)
+    found = [Contender("full cache", context)]
+    if ours:
+        fewest = min(contender.entries for contender in ours)
+        found.append(Contender(f"--max-kv-size {fewest}", fewest, rotates=True))
     sizes = head_sizes(model, attention_layers(model, make_prompt_cache(model)))
     group = next((g for g in (64, 32) if all(size % g == 0 for size in sizes)), None)
     # MLX has no products with batches of quantised entries on CUDA.
     if group is not None and not mx.cuda.is_available():
-        for bits in (8, 4):
-            options = {"kv_bits": bits, "kv_group_size": group, "quantized_kv_start": 0}
-            found.append(Contender(f"kv-bits {bits}", "quantized", context, options))
-    if policy.min_ctx <= context and entries < context:
-        found.append(Contender("plain cache, same entries", "plain", entries))
-        found.append(Contender("SnapKV", "snapkv", entries, {"policy": policy}))
-    return found
-
-
-def bounded_field(context: int, policy: Policy, with_full: bool) -> list[Contender]:
-    """Who reads a long prompt: a block policy, and the full cache beside it if asked for."""
-    full = [Contender("full cache", "full", context)] if with_full else []
-    most = policy.quotas(context, 1)[0].entries + policy.block
-    return [*full, Contender(str(policy), "bounded", most, {"policy": policy})]
+        found += [
+            Contender(f"--kv-bits {bits}", context, bits=bits, group_size=group) for bits in (8, 4)
+        ]
+    return found + ours
 
 
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
@@ -107,30 +116,10 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
     for layer in attention_layers(model, prompt_cache):
         keys, values = layer.cache_in(prompt_cache).keys_and_values()
-        rows = {"rotating": context, "plain": contender.entries - 1}
-        n = rows.get(contender.kind, contender.entries)
+        n = context if contender.policy is None else contender.entries
         held = [
             mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype) for x in (keys, values)
         ]
         layer.put(prompt_cache, contender.cache(layer, held[0], held[1], context))
-    mx.eval([c.state for c in prompt_cache])
+    mx.eval([cache.state for cache in prompt_cache])
     return prompt_cache
-
-
-def request_cache(model, contender: Contender) -> list[Any]:
-    """An empty prompt cache to serve a request from.
-
-    mlx-lm ignores max_kv_size for models that make their own caches, which most do, so the rotating caches
-    are put in by hand.
-    """
-    prompt_cache = make_prompt_cache(model)
-    if contender.kind == "rotating":
-        for layer in attention_layers(model, prompt_cache):
-            layer.put(prompt_cache, RotatingKVCache(contender.entries, keep=KEEP))
-    return prompt_cache
-
-
-def entries_bytes(prompt_cache: list[Any]) -> int:
-    """Bytes of the keys and values of all caches, the rotating ones that stand for full ones too."""
-    caches = zip(members(prompt_cache), layer_caches(prompt_cache))
-    return sum(ours.kv_nbytes or (c.nbytes if hasattr(c, "max_size") else 0) for c, ours in caches)

@@ -133,14 +133,14 @@ def _policies(snapkv: str | None, policies: list[str] | None) -> list[Any]:
 
 def _place(name: str) -> Path:
     """Where to write; SnapKVError if nothing can be, or it is not ours to replace."""
-    from ..reporting import ownership, plots
+    from ..reporting import files
 
     path = Path(name)
     if path.suffix not in ENDINGS:
         raise SnapKVError(f"--output must end in .html or .png, got {name!r}")
     if path.suffix == ".png":
-        plots.require_matplotlib()
-    if require_place(path) and not ownership.is_ours(path):
+        files.require_matplotlib()
+    if require_place(path) and not files.is_ours(path):
         raise SnapKVError(
             f"--output {path} is there already, and mlx-snapkv did not write it: give another name"
         )

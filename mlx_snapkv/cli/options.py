@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import SnapKVError
 from ..paths import path_of, reason, require_place
-from ..reporting import ownership, plots
+from ..reporting import files
 from ..whole_files import put_result
 
 MOST = 10_000_000  # tokens of a prompt
@@ -58,7 +58,7 @@ class ResultFiles:
 
     def __init__(self, name: str, endings: Sequence[str]):
         if any(ending.endswith(".png") for ending in endings):
-            plots.require_matplotlib()
+            files.require_matplotlib()
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
         self.base = path_of(name, "--output")
@@ -69,7 +69,7 @@ class ResultFiles:
             folder.mkdir(parents=True, exist_ok=True)
             paths = [with_suffix(self.base, ending) for ending in endings]
             self._replaced = [path for path in paths if require_place(path)]
-            foreign = [path for path in self._replaced if not ownership.is_ours(path)]
+            foreign = [path for path in self._replaced if not files.is_ours(path)]
         except (OSError, ValueError) as error:
             raise SnapKVError(f"--output {name}: {reason(error)}") from error
         if foreign:

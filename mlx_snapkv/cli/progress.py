@@ -217,11 +217,12 @@ class BatchBar(StepBars):
 class SavingBars(StepBars):
     """A bar for each kind of measurement; saves what is done."""
 
-    def __init__(self, about: dict[str, Any], files: ResultFiles | None):
+    def __init__(self, files: ResultFiles | None):
         super().__init__()
-        self._about = about
         self._files = files
 
-    def save(self, result: dict[str, list[dict[str, Any]]]) -> None:
+    def save(self, result: dict[str, Any]) -> None:
+        """One part is done, and this is the result so far."""
+        self.advance()
         if self._files is not None:
-            write_json(self._files.base, self._about | result)
+            write_json(self._files.base, result)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.report import format_bytes
-from ..reporting.ownership import PNG_METADATA
+from ..reporting.files import PNG_METADATA
 from ..reporting.setting import title
 from ..reporting.table import Table, as_markdown, setting_text
 from ..whole_files import put_figure

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..reporting.ownership import PNG_METADATA
+from ..reporting.files import PNG_METADATA
 from ..whole_files import put_figure
 from .inspection import Inspection
 

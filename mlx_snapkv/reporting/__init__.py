@@ -1,1 +1,1 @@
-"""Tables, plots and heat maps of measurements."""
+"""Tables, pictures and files of measurements."""

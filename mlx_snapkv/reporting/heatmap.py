@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..whole_files import put_figure
-from .ownership import PNG_METADATA
+from .files import PNG_METADATA
 from .setting import title
 
 LONGEST = 200  # characters of a method in a file's name

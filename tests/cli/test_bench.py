@@ -4,8 +4,7 @@ import sys
 import fork_helpers
 import pytest
 
-SMALL = ["--context", "1024", "-n", "1", "--steps", "1"]
-SMALL += ["--long-prompts", "3000", "--verified", "1024"]
+SMALL = ["--context", "1024", "-p", "1024", "--long-prompts", "3000", "-n", "1", "--steps", "1"]
 
 
 def run(*args):
@@ -17,40 +16,28 @@ def run(*args):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_tables_files_and_plots(tmp_path):
+def test_table_files_and_picture(tmp_path):
     base = tmp_path / "folder" / "result"
-    base.parent.mkdir()
-    code, out, err = run(
-        "--model",
-        "demo",
-        *SMALL,
-        "-p",
-        "1024",
-        "--needle",
-        "--questions",
-        "1",
-        "--output",
-        str(base),
-    )
+    code, out, err = run("--model", "demo", *SMALL, "--output", str(base))
     assert code == 0, err
-    for title in (
-        "Decoding by context length",
-        "Whole requests",
-        "Reading within a fixed budget",
-        "Retrieval",
-    ):
-        assert title in out
-    assert "…" not in out
-    assert "decoding 1/1" in err and "whole requests 5/5" in err
-    assert {p.name for p in base.parent.iterdir()} == {
-        "result.json", "result.md", "result-decoding.png", "result-memory.png",
-        "result-verified.png",
-    }  # fmt: skip
-    result = json.loads((base.parent / "result.json").read_text())
+    assert "Decoding and reading by context length" in out and "…" not in out
+    assert "decoding 1/1" in err and "reading 2/2" in err
+    result = json.loads(base.with_suffix(".json").read_text())
     assert result["command"].startswith("mlx-snapkv bench --model demo --context 1024")
-    assert {"versions", "commit", "machine"} <= set(result)
-    assert all(result[name] for name in ("decode", "verified", "requests", "bounded", "needle"))
-    assert (base.parent / "result-decoding.png").read_bytes().startswith(b"\x89PNG")
+    assert {"versions", "commit", "machine"} <= set(result) and result["book"] == []
+    found = {(row["context"], row["contender"]) for row in result["speed"]}
+    assert {(1024, "snapkv:budget=6.25%"), (3000, "keydiff:budget=2048")} <= found
+    assert "![speed and memory by context length](result.png)" in (
+        base.with_suffix(".md").read_text()
+    )
+    assert base.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_policies_given_are_measured_and_no_others():
+    given = ["--snapkv", "top_k=40,n_window=20", "--policy", "tova:budget=50"]
+    code, out, _ = run("--model", "demo", *SMALL, *given)
+    assert code == 0 and "tova:budget=50" in out and "snapkv:top_k=40" in out
+    assert "keydiff" not in out and "6.25%" not in out
 
 
 def test_a_book_is_measured_alone(tmp_path):
@@ -60,39 +47,19 @@ def test_a_book_is_measured_alone(tmp_path):
     assert code == 0, err
     assert "Reading a book" in out and "Asking a book" in out and "…" not in out
     assert "Decoding" not in out and "books 6/6" in err
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "result.json", "result.md", "result-peak.png", "result-seconds.png",
-    }  # fmt: skip
-
-
-def test_batches_are_measured_alone(tmp_path):
-    code, out, err = run(
-        "--model", "demo", "--batches", "1,2", "-p", "1024", "--steps", "2",
-        "--output", str(tmp_path / "result"),
-    )  # fmt: skip
-    assert code == 0, err
-    assert "Decoding many requests together" in out and "Many prompts at once" in out
-    assert "…" not in out and "Whole requests" not in out and "batches 6/6" in err
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "result.json", "result.md", "result-throughput.png",
-    }  # fmt: skip
-    assert "![throughput](result-throughput.png)" in (tmp_path / "result.md").read_text()
+    assert {p.name for p in tmp_path.iterdir()} == {"result.json", "result.md"}
 
 
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--needle"], "--needle needs a model that can answer"),
-        (["--server", "2"], "--server needs a model that can answer"),
-        (["--model", "demo", "--server", "0"], "--server must be whole numbers from 1"),
         (
             ["--context", "4k"],
             "--context must be whole numbers from 1024 to 10000000, with commas, got '4k'",
         ),
         (["--book", "--long-prompts", "2000"], "--long-prompts must be whole numbers from 2560"),
-        (["--batches", "0"], "--batches must be whole numbers from 1"),
-        (["--batches", "1", "-p", "512"], "--prompt-tokens must be whole numbers from 1024"),
-        (["--snapkv", "topk=4"], "topk"),
+        (["-p", "512"], "--prompt-tokens must be whole numbers from 1024"),
+        (["--policy", "snapkv:topk=4"], "topk"),
         (["--output", "/dev/null/x"], "--output /dev/null/x: "),
         (["--model", "nowhere"], "--model nowhere: no such folder"),
     ],

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_snapkv.reporting.ownership import is_ours
+from mlx_snapkv.reporting.files import is_ours
 
 SNAPKV = "budget=6%,n_sink=4,n_window=32"
 

@@ -1,12 +1,14 @@
-"""Which files this package's commands have written: only those are ever replaced."""
+"""The files of results: which of them this package's commands have written, for only those are ever replaced."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ..errors import SnapKVError
+
 PNG_METADATA = {"Software": "mlx-snapkv"}
 
-# What stands near a file's beginning; a .jsonl file is told by whoever goes on from it.
+# What stands near a file's beginning. Whoever goes on from a .jsonl file looks for itself.
 _MARKS = {
     ".json": b'"command": "mlx-snapkv ',
     ".md": b"\nWritten by `mlx-snapkv ",
@@ -21,3 +23,13 @@ def is_ours(path: Path) -> bool:
     mark = _MARKS.get(path.suffix, b"")
     with path.open("rb") as file:
         return mark in file.read(_BEGINNING)
+
+
+def require_matplotlib() -> None:
+    """Raises: SnapKVError: matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise SnapKVError(
+            "the plots need matplotlib: pip install 'mlx-snapkv[plots]', or leave --output out"
+        ) from None

@@ -1,0 +1,177 @@
+"""Decoding and reading by context length: the contenders in turn, in one process."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..caches.layers import kv_bytes, layer_caches, members
+from ..engine.generate import generate_step
+from ..engine.report import CompressionReport
+from ..policies import Policy, Stages
+from .contenders import Contender, compressed, contenders, decoding_cache, random_prompt
+
+WARM_UP = 3
+ANSWER = 8  # tokens decoded after each prompt
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        contexts: context lengths to decode at.
+        prompts: lengths of prompts that the full cache and all policies read.
+        long_prompts: lengths of prompts that only policies read that evict meanwhile.
+        policies: what compresses.
+        trials: prompts of each length; steps: tokens decoded at each context.
+    """
+
+    contexts: list[int]
+    prompts: list[int]
+    long_prompts: list[int]
+    policies: list[Policy | Stages]
+    trials: int
+    steps: int
+
+    def readers(self, length: int) -> list[Contender]:
+        """Who reads a prompt of so many tokens."""
+        if length in self.prompts:
+            return [Contender("full cache", length), *compressed(length, self.policies)]
+        return compressed(length, [policy for policy in self.policies if policy.reads_in_blocks])
+
+
+def measure_speed(
+    model, plan: Plan, start: Callable[[str, int], None], done: Callable[[list[Row]], None]
+) -> list[Row]:
+    """A row for each context length and contender, as the benchmark's JSON file has them.
+
+    Args:
+        start: told what is measured, and in how many parts; done: of every part, with all rows so far.
+    """
+    rows: dict[tuple[int, str], Row] = {}
+
+    def add(context: int, contender: Contender, figures: dict[str, Any]) -> None:
+        row = {"context": context, "contender": contender.name, "entries": contender.entries}
+        rows[context, contender.name] = row | figures | rows.get((context, contender.name), {})
+
+    start("decoding", len(plan.contexts))
+    for n in plan.contexts:
+        for contender, figures in decoding(model, n, plan.policies, plan.steps):
+            add(n, contender, figures)
+        done(list(rows.values()))
+    lengths = sorted({*plan.prompts, *plan.long_prompts})
+    start("reading", len(lengths))
+    for n in lengths:
+        for contender, figures in reading(model, random_prompt(n), plan.readers(n), plan.trials):
+            add(n, contender, figures)
+        done(list(rows.values()))
+    return sorted(rows.values(), key=lambda row: row["context"])
+
+
+def decoding(
+    model, context: int, policies: list[Policy | Stages], steps: int
+) -> list[tuple[Contender, dict[str, Any]]]:
+    """The contenders with their median step after a prompt of `context` tokens, and their entries' bytes."""
+    found = []
+    for contender in contenders(model, context, policies):
+        cache = decoding_cache(model, contender, context)
+        if _can_decode(model, cache):
+            found.append((contender, cache))
+    seconds = _step_in_turn(model, [cache for _, cache in found], steps)
+    figures = [
+        (contender, {"step_seconds": statistics.median(times), "kv_bytes": _entries_bytes(cache)})
+        for (contender, cache), times in zip(found, seconds)
+    ]
+    del found, cache
+    mx.clear_cache()
+    return figures
+
+
+def _can_decode(model, cache: list[Any]) -> bool:
+    """False where mlx-lm can't serve a model from such a cache (quantised entries with attention sinks)."""
+    try:
+        for _ in range(WARM_UP):
+            mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
+            _trim(cache)
+    except (ValueError, AttributeError):
+        return False
+    return True
+
+
+def _step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
+    """Seconds of every step of every cache; who goes first changes with every round."""
+    token = mx.zeros((1, 1), mx.int32)
+    seconds: list[list[float]] = [[] for _ in caches]
+    for step in range(steps):
+        for n in range(len(caches)):
+            i = (n + step) % len(caches)
+            started = time.perf_counter()
+            mx.eval(model(token, cache=caches[i]))
+            seconds[i].append(time.perf_counter() - started)
+            _trim(caches[i])
+    return seconds
+
+
+def _trim(cache: list[Any]) -> None:
+    """Undo the growth of mlx-lm's full caches, so that every step is one over the same entries."""
+    for member in members(cache):
+        if member.is_trimmable() and not hasattr(member, "max_size"):
+            member.trim(1)
+
+
+def _entries_bytes(prompt_cache: list[Any]) -> int:
+    """Bytes of the keys and values of all caches, the rotating ones that stand for full ones too."""
+    caches = zip(members(prompt_cache), layer_caches(prompt_cache))
+    return sum(ours.kv_nbytes or (c.nbytes if hasattr(c, "max_size") else 0) for c, ours in caches)
+
+
+def reading(
+    model, prompt: mx.array, field: list[Contender], trials: int
+) -> list[tuple[Contender, dict[str, Any]]]:
+    """The contenders with medians over their requests, made in turn; who goes first alternates."""
+    runs: list[list[dict[str, Any]]] = [[] for _ in field]
+    for trial in range(trials):
+        for i in range(len(field)) if trial % 2 == 0 else reversed(range(len(field))):
+            runs[i].append(_request(model, prompt, field[i]))
+    return [
+        (contender, {key: statistics.median(run[key] for run in mine) for key in mine[0]})
+        for contender, mine in zip(field, runs)
+    ]
+
+
+def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
+    """Seconds until the answer's first token, the selection included, peak memory, and the entries that stay."""
+    cache = make_prompt_cache(model)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    policy = contender.policy
+    lookahead = 0 if policy is None else policy.stages[1].n_lookahead
+    seconds, report = ask(model, prompt, cache, lookahead + ANSWER, policy=policy)
+    later = report.selection_seconds if lookahead else 0.0
+    return {
+        "read_seconds": seconds + later,
+        "peak_bytes": mx.get_peak_memory(),
+        "kv_bytes": kv_bytes(cache),
+    }
+
+
+def ask(
+    model, prompt: mx.array, cache: list[Any], max_tokens: int, **options: Any
+) -> tuple[float, CompressionReport]:
+    """Seconds until the first token of an answer, and the report."""
+    reports: list[CompressionReport] = []
+    options |= {"prompt_cache": cache, "max_tokens": max_tokens, "on_report": reports.append}
+    started = time.perf_counter()
+    steps = generate_step(prompt, model, **options)
+    next(steps)
+    seconds = time.perf_counter() - started
+    for _ in steps:
+        pass
+    return seconds, reports[0]
