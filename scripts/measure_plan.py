@@ -1,6 +1,6 @@
 """The memory that `mlx-snapkv plan` counts, against the memory that is then used, on many families of models.
 
-    python scripts/measure_plan.py                    # writes docs/plan.json and docs/plan.md
+    python scripts/measure_plan.py                    # writes docs/plan.json; then: make docs
 
 The random models are those of tests/model_configs.py, made larger. The real ones are those of `make real-models`,
 where that has been run.
@@ -15,12 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from results_page import about, mlx_versions, shared_options, table, write, written_by
+from results_page import about, mlx_versions, shared_options, write_json
 
 from mlx_snapkv import MemoryPlan, generate_step, plan_memory
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
-from mlx_snapkv.engine.report import format_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from model_configs import CONFIGS, REFUSED_CONFIGS, make_model
@@ -125,90 +124,6 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def page(result: dict[str, Any]) -> str:
-    """docs/plan.md, from its result."""
-    models: dict[str, list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        models.setdefault(row["model"], []).append(row)
-    rows = []
-    for name, mine in models.items():
-        off = [row["planned"] / row["used"] - 1 for row in mine]
-        sizes = [min(row["used"] for row in mine), max(row["used"] for row in mine)]
-        rows.append(
-            (
-                f"`{name}`" + ("" if name not in (*HELD_OUT, *REAL) else " *"),
-                str(len(mine)),
-                f"{mine[0]['tokens']:,} to {mine[-1]['tokens']:,}"
-                if name in REAL
-                else f"{mine[0]['tokens']:,}",
-                format_bytes(mine[0]["weights"]),
-                " to ".join(map(format_bytes, sizes)),
-                f"{sum(map(abs, off)) / len(off):.1%}",
-                f"{max(off, key=abs):+.1%}",
-            )
-        )
-    every = sorted(abs(row["planned"] / row["used"] - 1) for row in result["rows"])
-    text = TEXT.format(
-        written_by=written_by(result),
-        n=len(every),
-        median=f"{every[len(every) // 2]:.1%}",
-        near=sum(x < 0.1 for x in every),
-        worst=f"{every[-1]:.1%}",
-    )
-    head = ("model", "cases", "tokens", "weights", "used", "mean error", "worst")
-    return text + "\n" + "\n".join(table(head, rows)) + "\n"
-
-
-TEXT = """# Planning memory
-
-`mlx-snapkv plan --model MODEL` shows how much memory prompts will take, up to the length that the model was trained to
-read, and recommends the first of these that fits: the full cache, SnapKV, KeyDiff with smaller and smaller budgets.
-It loads no weights and answers in under a second. `--context 128k` asks for one length, `--memory 16GB` for another
-Mac. In Python it is `plan_memory(model, context, policy)`.
-
-{written_by}
-
-## What is counted
-
-mlx-lm's own loader builds the model from `config.json` and the headers of its weights. One token's caches, of which
-nothing is computed, tell what every layer stores: full attention, sliding windows, latents, linear states. The rest is
-arithmetic:
-
-- **Weights**: all parameters, quantised or not.
-- **KV cache**: entries x bytes of an entry, in steps of 256 tokens; under a policy that evicts, its budget and a block.
-- **Copies**: 1.25 layers of entries where full caches grow, 3 where a policy evicts.
-- **Scores**: query heads x chunk x entries, of one layer. MLX holds one array, two for MLA, three with attention
-  sinks, and none where Metal's kernel computes a chunk's attention (heads of 64, 80 and 128).
-- **Activations**: what a layer's projections make of a chunk (of experts, those that a token goes to), and for norms
-  and RoPE, in float32, three hidden sizes, each norm's, and four times the queries.
-- **Linear layers**: copies for convolutions, Mamba's pairs of tokens, and where the CPU loops over the tokens, the
-  states of all of them.
-- **Answer**: one token's activations, three times its logits, and the copy of a layer where a cache grows.
-
-The last layer is left out while a prompt is read: mlx-lm evaluates only the caches, so its attention is never
-computed. MLX hands work to the device ahead of time, so a layer's results are held together; that is why its numbers
-are added up.
-
-- **reading** and **answering** are the most bytes in use, weights included; a plan **fits** if the larger of both does.
-- mlx-lm quantises full caches from 5,000 tokens on; a policy's entries are quantised when they are chosen.
-- Beyond the trained length, a policy that evicts while it reads is recommended, because it keeps distances within it.
-
-Not counted: the moment of loading, tokenizers, a server's prompt store, several requests at once (`--max-kv-bytes`),
-and what a policy needs for a moment to vote. `kvzip`, which reads a prompt twice, can't be planned. The figures are for
-the device that the command runs on; they were measured on MLX's CPU backend, **never on Metal**. Of a Mac's memory, two
-thirds may be used up to 36 GiB and three quarters above, or what Metal recommends on this machine.
-
-`generate`, `chat`, `cache-prompt` and `serve` warn in one sentence if a prompt will not fit. They never refuse.
-
-## Planned and used
-
-The most bytes in use, by `mx.get_peak_memory`, for a prompt and an answer of 8 tokens, in chunks of 512 and 2,048
-tokens, with full caches and policies. Of {n} cases the median error is {median}; {near} are within 10%; the largest is
-{worst}. No constant was chosen on models with a *: other families and sizes, other weights, real models. Random models
-are in float32 unless their names say otherwise.
-"""
-
-
 def main() -> None:
     parser = shared_options(__doc__, "plan")
     real = [name for name in REAL if (FOLDER / name).is_dir()]
@@ -219,8 +134,7 @@ def main() -> None:
         "versions": mlx_versions(),
         "rows": measure(args.models),
     }
-    write(args.out, result, page(result))
-    print(page(result))
+    write_json(args.out, result)
 
 
 if __name__ == "__main__":

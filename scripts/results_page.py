@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_snapkv.cli import options
 from mlx_snapkv.cli.options import write_result
 from mlx_snapkv.reporting.setting import setting
 
@@ -59,3 +60,9 @@ def write(out: Path, result: Any, page: str) -> None:
     """Write the result to OUT.json and its page to OUT.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_result(out, result, page)
+
+
+def write_json(out: Path, result: Any) -> None:
+    """Write the result to OUT.json, of which `make docs` writes the tables."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    options.write_json(out, result)

@@ -1,6 +1,6 @@
 """What coding agents do with the server: they are installed with npm, use their tools, and outgrow the context.
 
-    python scripts/try_agents.py      # writes docs/agents.md; needs npm
+    python scripts/try_agents.py      # writes docs/agents.json; then: make docs; needs npm
 
 The embedded model can't program, so it is made to say what the user asks for. All else is real: the agents, their
 prompts, HTTP, what is read of the prompts and what was known of them, and the calls that the server finds.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from results_page import ROOT, about, mlx_versions, table, write, written_by
+from results_page import ROOT, about, mlx_versions, write_json
 
 sys.path.insert(0, str(ROOT / "tests"))
 from acting_server import SAY, acting
@@ -193,45 +193,6 @@ def _n_refused(served: Served) -> int:
     return int(sum(float(x.split()[-1]) for x in lines if 'status="400"' in x and "_total" in x))
 
 
-def page(result: dict[str, Any]) -> str:
-    """docs/agents.md, from its result."""
-    rows = []
-    for row in result["rows"]:
-        n, known = row["second_turn"]
-        rows.append(
-            (
-                f"{row['package']} {result['agents'][row['package']]}",
-                f"`{row['api']}`",
-                "yes" if row["answered"] and row["tool_ran"] else "no",
-                f"{known:,} of {n:,}",
-                f"{row['longest']:,}",
-                str(row["refused"]),
-                f"{row['after']:,}",
-                "yes" if row["still_answers"] else "no",
-            )
-        )
-    head = ("agent", "API", "answers, runs tools", "known of the second turn's prompt")
-    head += ("longest prompt read", "refused", "last prompt", "still answers")
-    text = TEXT.format(written_by=written_by(result), context=CONTEXT)
-    return text + "\n" + "\n".join(table(head, rows)) + "\n"
-
-
-TEXT = """# Agents that were tried
-
-{written_by}
-
-Each has six turns with `--memory recall` and `--max-context {context}`: it answers, runs a command through its
-tool, reads a long file twice, which is more than the context holds, and answers twice. The embedded model can't
-program: it is made to say what it is asked for, thoughts and calls among it. Agents, prompts, HTTP and what is read
-are real. How they are set up: [server](server.md#agents).
-
-- **known**: tokens of the prompt that were not read again.
-- **refused**: requests that got a 400, since their prompts were too long. Agents that know the limit shorten the
-  conversation before that, the others when they are told.
-- **last prompt**: that of the last turn, after the conversation was shortened.
-"""
-
-
 def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -242,7 +203,7 @@ def main() -> None:
         "agents": install([agent.package for agent in AGENTS]),
         "rows": [tried(agent) for agent in AGENTS],
     }
-    write(ROOT / "docs" / "agents", result, page(result))
+    write_json(ROOT / "docs" / "agents", result)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""Many prompts at once: mlx-lm's batches of full caches, and ours of compressed ones.
+
+python scripts/measure_batches.py                    # writes docs/batches.json; then: make docs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+from results_page import about, mlx_versions, shared_options, write_json
+
+from mlx_snapkv import CompressedBatchGenerator
+from mlx_snapkv.bench.contenders import Contender, compressed, decoding_cache, random_prompt
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.policies import SnapKV
+
+ANSWER = 128  # tokens decoded after each prompt: mlx-lm's own default
+WARM_UP = 3
+
+
+def generator(model, contender: Contender, batch: int) -> BatchGenerator:
+    options = {"completion_batch_size": batch}
+    if contender.policy is None:
+        return BatchGenerator(model, **options)
+    return CompressedBatchGenerator(model, reads_first=True, policy=contender.policy, **options)
+
+
+def whole_run(model, length: int, batch: int, contender: Contender) -> dict[str, Any]:
+    """Seconds until all prompts are answered and until each one's first token, and peak memory."""
+    prompts: list[Any] = [random_prompt(length).tolist() for _ in range(batch)]
+    caches = [make_prompt_cache(model) for _ in prompts]
+    first: dict[int, float] = {}
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    with contextlib.closing(generator(model, contender, batch)) as running:
+        started = time.perf_counter()
+        running.insert(prompts, [ANSWER] * batch, caches=caches)
+        while responses := running.next_generated():
+            for response in responses:
+                first.setdefault(response.uid, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+    peak = mx.get_peak_memory()
+    return {"run_seconds": seconds, "first_seconds": sorted(first.values()), "peak_bytes": peak}
+
+
+def decoding_together(
+    model, length: int, batch: int, contender: Contender, steps: int
+) -> dict[str, Any]:
+    """The median step of all requests, and the bytes of their arrays; the caches hold random entries."""
+    cache = decoding_cache(model, contender, length)
+    limit = 2 * batch + WARM_UP + steps  # so that none ends before
+    seconds: list[float] = []
+    with contextlib.closing(generator(model, contender, batch)) as running:
+        running.insert([[1]] * batch, [limit] * batch, caches=[cache] * batch)
+        while len(running.next_generated()) < batch:
+            pass
+        for _ in range(WARM_UP + steps):
+            started = time.perf_counter()
+            assert len(running.next_generated()) == batch
+            seconds.append(time.perf_counter() - started)
+        n_bytes = running.prompt_cache_nbytes
+    step = statistics.median(seconds[WARM_UP:])
+    return {"tokens_per_second": batch / step, "kv_bytes": n_bytes}
+
+
+def main() -> None:
+    parser = shared_options(__doc__, "batches")
+    parser.set_defaults(models=["demo"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
+    parser.add_argument("--steps", type=int, default=50)
+    args = parser.parse_args()
+    model = load_model(args.models[0])[0]
+    result: dict[str, Any] = {
+        **about("measure_batches.py", *sys.argv[1:]),
+        "versions": mlx_versions(),
+        "model": args.models[0],
+        "length": args.length,
+        "answer": ANSWER,
+        "rows": [],
+    }
+    policy = SnapKV(budget="6.25%")
+    for batch in args.batches:
+        for contender in (Contender("full cache", args.length), *compressed(args.length, [policy])):
+            row = {"batch": batch, "cache": contender.name, "entries": contender.entries}
+            row |= decoding_together(model, args.length, batch, contender, args.steps)
+            row |= whole_run(model, args.length, batch, contender)
+            result["rows"].append(row)
+            print(row, flush=True)
+            write_json(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Facts of one document, asked for one a turn: what every memory, number of bits and budget still finds.
+
+    python scripts/measure_facts.py                      # writes docs/facts.json; then: make docs
+
+Answers are decoded from the small cache from their first token on (`lookahead=0`): else short ones are the full
+cache's own.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_reduce
+from results_page import about, mlx_versions, shared_options, write_json
+
+from mlx_snapkv import Conversation
+from mlx_snapkv.caches.layers import file_bytes, kv_bytes
+from mlx_snapkv.caches.memories import MEMORIES
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.demo.questions import is_right, make_haystack
+
+SEED = 8_000_000
+SHARES = (8, 16, 32, 64)  # one entry in so many is kept, or resident
+SHARE = 16  # where the shares are not compared
+LEAST = 128  # entries gathered for an answer
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a conversation remembers.
+
+    Attributes:
+        table: that its row stands in: "memories", "bits" or "resident".
+        name: in that row.
+        policy: None is the full cache.
+        share: one entry in so many is kept, or resident.
+    """
+
+    table: str
+    name: str
+    policy: str | None = None
+    memory: str = "drop"
+    share: int = SHARE
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def snapkv(entries: int) -> str:
+    return f"snapkv:budget={entries},lookahead=0"
+
+
+def ways(tokens: int) -> Iterator[Way]:
+    kept = tokens // SHARE
+    keydiff = f"keydiff:budget={kept},block={BLOCK}"
+    yield Way("memories", "full cache")
+    for memory in MEMORIES:
+        yield Way("memories", f"SnapKV, {memory}", snapkv(kept), memory)
+    yield Way("memories", "KeyDiff, drop", keydiff)
+    for name, policy in (("full cache", None), ("SnapKV", snapkv(kept)), ("KeyDiff", keydiff)):
+        for bits in (8, 4):
+            options = {"kv_bits": bits, "kv_group_size": 64, "quantized_kv_start": 0}
+            yield Way("bits", f"{name}, {bits} bits", policy, options=options)
+    for share in SHARES:
+        n = tokens // share
+        alone = f"keydiff:budget={n},block={BLOCK}"
+        both = f"{alone} then {snapkv(max(n, LEAST))}"
+        yield Way("resident", "read in full, recall", snapkv(max(n, LEAST)), "recall", share)
+        yield Way("resident", "KeyDiff alone", alone, share=share)
+        yield Way("resident", "both policies, drop", both, share=share)
+        yield Way("resident", "a book: both, recall:file", both, "recall:file", share)
+
+
+def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int) -> dict[str, Any]:
+    """Right answers, bytes and seconds of one way."""
+    weights = tree_reduce(lambda n, array: n + array.nbytes, model.parameters(), 0)
+    right, peak, first, later = 0, 0, [], []
+    for n in range(documents):
+        document, asked = make_haystack(tokenizer, random.Random(SEED + n), facts, tokens)
+        given = {"policy": way.policy, "memory": way.memory, "max_tokens": 24, **way.options}
+        conversation = Conversation(model, tokenizer, **given)
+        conversation.attach(document)
+        for i, fact in enumerate(asked):
+            mx.reset_peak_memory()
+            started = time.perf_counter()
+            answer = "".join(response.text for response in conversation.send(fact.question))
+            (later if i else first).append(time.perf_counter() - started)
+            right += is_right(fact, answer)
+            peak = max(peak, mx.get_peak_memory() if i else 0)
+    held, report = kv_bytes(conversation.prompt_cache), conversation.report
+    return {
+        "right": right,
+        "asked": documents * facts,
+        "held_bytes": held,
+        "file_bytes": file_bytes(conversation.prompt_cache),
+        "decoding_bytes": report.kv_bytes_after if report and report.compressed else held,
+        "peak_bytes": peak - weights,
+        "first_seconds": statistics.median(first),
+        "later_seconds": statistics.median(later),
+    }
+
+
+def main() -> None:
+    parser = shared_options(__doc__, "facts")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--documents", type=int, default=2)
+    parser.add_argument("--facts", type=int, default=10, help="of a document")
+    args = parser.parse_args()
+    result: dict[str, Any] = {
+        **about("measure_facts.py", *sys.argv[1:]),
+        "versions": mlx_versions(),
+        **{name: getattr(args, name) for name in ("tokens", "documents", "facts")},
+        "rows": [],
+    }
+    for name in args.models:
+        model, tokenizer = load_model(name)
+        for way in ways(args.tokens):
+            found = measure(model, tokenizer, way, args.tokens, args.documents, args.facts)
+            result["rows"].append({"model": name, **asdict(way), **found})
+            print(name, way.table, way.name, way.share, found["right"], flush=True)
+            write_json(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

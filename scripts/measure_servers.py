@@ -1,0 +1,225 @@
+"""mlx-lm's server and ours, in turn, asked by several clients at once.
+
+    python scripts/measure_servers.py                    # writes docs/servers.json; then: make docs
+
+Each client asks about a document of its own and then three more questions, with everything said before sent again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+from results_page import about, mlx_versions, shared_options, write_json
+from soak_server import look
+
+from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.demo.questions import make_haystack
+
+FOLLOW_UPS = 3
+ANSWER = 64  # tokens of every answer: ending it is forbidden
+NEVER = -100.0  # OpenAI's least logit_bias
+WAIT = 600  # seconds until a server answers
+SERVERS = {
+    "mlx_lm.server": ("mlx_lm", "server"),
+    "ours, recall": ("mlx_snapkv", "serve", "--memory", "recall"),
+    "ours, drop": ("mlx_snapkv", "serve", "--memory", "drop"),
+}
+POLICY = "snapkv:budget=6.25%"
+
+
+@dataclass
+class Answer:
+    """A streamed answer: when it was asked for, when its pieces came, and the server's own counts."""
+
+    sent: float
+    text: str = ""
+    pieces: list[float] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+
+
+class Client:
+    """One who asks for the facts of a document, one after the other."""
+
+    def __init__(self, tokenizer: Any, seed: int, n_tokens: int):
+        found = make_haystack(tokenizer, random.Random(seed), 1 + FOLLOW_UPS, n_tokens)
+        self._document, self._facts = found
+        self._no_end = {str(token): NEVER for token in tokenizer.eos_token_ids}
+        self._messages: list[dict[str, str]] = []
+        self.n_right = 0
+
+    def ask(self, url: str) -> Answer:
+        """The answer to its next question."""
+        fact = self._facts[len(self._messages) // 2]
+        begin = "" if self._messages else f"{self._document}\n\n"
+        self._messages.append({"role": "user", "content": f"{begin}{fact.question}"})
+        answer = ask(url, self._messages, self._no_end)
+        self._messages.append({"role": "assistant", "content": answer.text})
+        self.n_right += fact.value in answer.text
+        return answer
+
+
+def ask(url: str, messages: list[dict[str, str]], logit_bias: dict[str, float]) -> Answer:
+    body = {
+        "messages": messages,
+        "max_tokens": ANSWER,
+        "temperature": 0.0,
+        "logit_bias": logit_bias,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    answer = Answer(time.perf_counter())
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=None) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                answer.usage = event.get("usage") or answer.usage
+                for choice in event["choices"]:
+                    if text := choice["delta"].get("content"):
+                        answer.text += text
+                        answer.pieces.append(time.perf_counter())
+    return answer
+
+
+@contextlib.contextmanager
+def float32_folder(name: str) -> Iterator[str]:
+    """What all servers are given as `--model`: an embedded one in float32, as ours loads it on a CPU by itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / name
+        shutil.copytree(MODELS[name], copy)
+        path = copy / "model.safetensors"
+        weights: Any = mx.load(str(path))
+        wide = {key: weight.astype(mx.float32) for key, weight in weights.items()}
+        mx.eval(wide)
+        mx.save_safetensors(str(path), wide, {"format": "mlx"})
+        yield str(copy)
+
+
+@contextlib.contextmanager
+def running(command: list[str]) -> Iterator[tuple[str, list[int]]]:
+    """A server's address while the block runs, and the bytes that its process has held, looked up now and then."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    place = ["--host", "127.0.0.1", "--port", str(port)]
+    url, held, over = f"http://127.0.0.1:{port}", [0], threading.Event()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([sys.executable, "-m", *command, *place], stdout=log, stderr=log)
+
+        def watch() -> None:
+            while not over.wait(0.05) and process.poll() is None:
+                held.append(look(process.pid).n_bytes)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            until = time.monotonic() + WAIT
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get(f"{url}/health").status_code == 200:
+                        break
+                if process.poll() is not None or time.monotonic() > until:
+                    log.seek(0)
+                    raise SystemExit(f"{command[:2]} did not start: {log.read().decode()[-500:]}")
+                time.sleep(0.1)
+            yield url, held
+        finally:
+            over.set()
+            process.terminate()
+            process.wait(30)
+            watcher.join()
+
+
+def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
+    """Tokens that come from when all clients of a round have their first until one has its last; and the seconds."""
+    tokens = seconds = 0.0
+    for answers in rounds:
+        begin = max(answer.pieces[0] for answer in answers)
+        end = min(answer.pieces[-1] for answer in answers)
+        if end > begin:
+            seconds += end - begin
+            for answer in answers:
+                share = sum(begin < at <= end for at in answer.pieces) / len(answer.pieces)
+                tokens += share * answer.usage["completion_tokens"]
+    return tokens, seconds
+
+
+def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> dict[str, Any]:
+    """A row: so many clients, each with a document of about `length` tokens."""
+    clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
+    with running(command) as (url, held), ThreadPoolExecutor(n_clients) as pool:
+        ask(url, [{"role": "user", "content": "Hello"}], {})  # until then, the model may be loading
+        began = time.perf_counter()
+        # All ask at once, and again when the last has its answer.
+        rounds = [
+            list(pool.map(lambda client: client.ask(url), clients)) for _ in range(1 + FOLLOW_UPS)
+        ]
+        seconds = time.perf_counter() - began
+    first, later = rounds[0], [answer for answers in rounds[1:] for answer in answers]
+    tokens, together = tokens_while_all_answer(rounds)
+    answered = sum(answer.usage["completion_tokens"] for answer in (*first, *later))
+    return {
+        "first_seconds": sorted(answer.pieces[0] - answer.sent for answer in first),
+        "follow_up_seconds": sorted(answer.pieces[0] - answer.sent for answer in later),
+        "tokens_per_second": answered / seconds,
+        "together_tokens_per_second": tokens / together if together else None,
+        "follow_up_tokens": statistics.mean(a.usage["prompt_tokens"] for a in later),
+        "cached_tokens": statistics.mean(_cached(answer) for answer in later),
+        "process_bytes": max(held),
+        "right": sum(client.n_right for client in clients),
+        "questions": len(first) + len(later),
+    }
+
+
+def _cached(answer: Answer) -> int:
+    return (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+
+def main() -> None:
+    parser = shared_options(__doc__, "servers")
+    parser.set_defaults(models=["demo"])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a document")
+    args = parser.parse_args()
+    (name,) = args.models
+    result: dict[str, Any] = {
+        **about("measure_servers.py", *sys.argv[1:]),
+        "versions": mlx_versions(),
+        "model": name,
+        "length": args.length,
+        "answer": ANSWER,
+        "rows": [],
+    }
+    tokenizer = load_model(name)[1]
+    with float32_folder(name) as folder:
+        for n in args.clients:
+            for server, command in SERVERS.items():
+                ours = command[0] == "mlx_snapkv"
+                given = ["--policy", POLICY, "--concurrency", str(n)] if ours else []
+                row = measure([*command, *given, "--model", folder], tokenizer, args.length, n)
+                result["rows"].append({"clients": n, "server": server, **row})
+                print(result["rows"][-1], flush=True)
+                write_json(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""The tables of README and docs, written from the results in docs/*.json into the places that name them.
+
+A place is `<!-- NAME -->` and `<!-- /NAME -->` in a page; `make docs` writes what is between them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import policies_page
+from results_page import ROOT, table, written_by
+
+from mlx_snapkv.bench import tables as bench
+from mlx_snapkv.cli.choices import CHOICES
+from mlx_snapkv.engine.report import format_bytes
+from mlx_snapkv.reporting.table import as_markdown, setting_text
+
+DOCS = ROOT / "docs"
+
+Row = dict[str, Any]
+
+# Which of the figures README shows.
+CONTEXT, LONG, RESIDENT = 32768, 16384, 32
+SNAPKV, WINDOW = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
+
+
+def filled(page: str) -> str:
+    """A page with its tables as they are now."""
+    for name in re.findall(r"<!-- ([\w-]+) -->", page):
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = page.split(start)
+        after = rest.split(end)[1]
+        page = "\n".join([before + start, "", *TABLES[name](), "", end + after])
+    return page
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def right(row: Row) -> str:
+    return f"{row['right']}/{row['asked']}"
+
+
+def ratio(row: Row, base: Row, figure: str) -> str:
+    return f"{row[figure] / base[figure]:.2f}x"
+
+
+# README
+
+
+def results() -> list[str]:
+    """What was measured, the full cache beside what is compressed."""
+    rows = [*_fidelity(), *_speed(), *_facts()]
+    return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
+
+
+def _source(page: str, command: str) -> tuple[str, str]:
+    return f"[{page}](docs/{page}.md)", f"`{command}`"
+
+
+def _fidelity() -> list[tuple[str, ...]]:
+    """KL of text and known answers, of the models measured."""
+    rows = []
+    for part in load("quality")["parts"]:
+        if part["task"] != "fidelity":
+            continue
+        model = part["model"].rpartition("/")[2]
+        for setting, what in (("text", "text that goes on"), ("known", "the full cache's answer")):
+            own = [s for s in part["summary"] if s["setting"] == setting]
+            kl = {s["method"]: s["kl"]["mean"] for s in own}
+            told = f"SnapKV {kl[SNAPKV]:.3f}, StreamingLLM {kl[WINDOW]:.3f}"
+            pieces = f"{own[0]['pieces']} essays of {part['length']:,} tokens"
+            named = f"KL to the full cache with 1/8 of the entries, {what}, nats a token (`{model}`, {pieces})"
+            rows.append((named, "0", told, *_source("quality", "make eval")))
+    return rows
+
+
+def _speed() -> list[tuple[str, ...]]:
+    rows = {(row["context"], row["contender"]): row for row in load("benchmarks")["speed"]}
+    snapkv, keydiff = "snapkv:budget=6.25%", "keydiff:budget=2048"
+    decoded = [rows[CONTEXT, name] for name in ("full cache", snapkv)]
+    read = [rows[LONG, name] for name in ("full cache", keydiff)]
+    what = f"tokens decoded per second after {CONTEXT:,} tokens, SnapKV with 1/16 of the entries"
+    source = _source("benchmarks", "make bench")
+    return [
+        (
+            f"{what} (random LLaMA)",
+            *(f"{1 / row['step_seconds']:.1f}" for row in decoded),
+            *source,
+        ),
+        ("KV memory then", *(format_bytes(row["kv_bytes"]) for row in decoded), *source),
+        (
+            f"seconds to read {LONG:,} tokens, `{keydiff}` (random LLaMA)",
+            *(f"{row['read_seconds']:.1f} s" for row in read),
+            *source,
+        ),
+        ("peak memory then", *(format_bytes(row["peak_bytes"]) for row in read), *source),
+    ]
+
+
+def _facts() -> list[tuple[str, ...]]:
+    result = load("facts")
+    rows = {(r["table"], r["name"], r["share"]): r for r in result["rows"] if r["model"] == "demo"}
+    source = _source("recall", "make eval")
+    full = rows["memories", "full cache", 16]
+    kept = [(way, rows["memories", f"SnapKV, {way}", 16]) for way in ("recall", "drop")]
+    book = [
+        (way, rows["resident", name, RESIDENT])
+        for way, name in (
+            ("all in a file", "a book: both, recall:file"),
+            ("KeyDiff alone", "KeyDiff alone"),
+        )
+    ]
+    small = rows["bits", "SnapKV, 4 bits", 16]
+    asked = f"{result['facts']} facts of {result['tokens']:,} tokens asked for one a turn"
+    lines = [
+        (f"{asked}, SnapKV with 1/16 (`demo`)", kept),
+        (f"the same, 1/{RESIDENT} of the entries in memory", book),
+    ]
+    return [
+        *(
+            (what, right(full), ", ".join(f"{way} {right(row)}" for way, row in found), *source)
+            for what, found in lines
+        ),
+        (
+            "KV memory of SnapKV with 1/16 of the entries in 4 bits (`demo`)",
+            *(format_bytes(row["decoding_bytes"]) for row in (full, small)),
+            *source,
+        ),
+    ]
+
+
+# What to take
+
+
+def choices() -> list[str]:
+    rows = []
+    for choice in CHOICES:
+        pages = ", ".join(f"[{page.partition('.md')[0]}]({page})" for page in choice.pages)
+        rows.append((choice.when, choice.why, pages))
+    return table(("you have", "what to do", "measured in"), rows)
+
+
+def commands() -> list[str]:
+    """A block of code for each choice."""
+    lines: list[str] = []
+    for choice in CHOICES:
+        head = f"{choice.when[0].upper()}{choice.when[1:]}:"
+        lines += [head, "", "```", _folded(choice.command), "```", ""]
+    return lines[:-1]
+
+
+def _folded(command: str) -> str:
+    """A command in lines that fit a page, broken before its options."""
+    lines = [""]
+    for word in command.replace(" --", "\n--").split("\n"):
+        fits = len(lines[-1]) + len(word) < 100 or not lines[-1]
+        lines[-1:] = [f"{lines[-1]} {word}".strip()] if fits else [lines[-1], word]
+    return " \\\n    ".join(lines)
+
+
+# What it costs
+
+
+def speed(name: str) -> list[str]:
+    result = load(name)
+    made = bench.speed(result["speed"])
+    return [setting_text(result), "", made.remark, "", as_markdown(made)]
+
+
+def books() -> list[str]:
+    result = load("books")
+    lines = [setting_text(result)]
+    for made in bench.books(result["book"]):
+        lines += ["", made.remark, "", as_markdown(made)]
+    return lines
+
+
+def batches() -> list[str]:
+    result = load("batches")
+    full = {row["batch"]: row for row in result["rows"] if row["cache"] == "full cache"}
+    rows = []
+    for row in result["rows"]:
+        base, first = full[row["batch"]], row["first_seconds"]
+        rows.append(
+            (
+                str(row["batch"]),
+                row["cache"],
+                f"{row['tokens_per_second']:.1f}, {ratio(row, base, 'tokens_per_second')}",
+                format_bytes(row["kv_bytes"]),
+                f"{row['run_seconds']:.1f} s, {ratio(row, base, 'run_seconds')}",
+                f"{first[0]:.1f} to {first[-1]:.1f} s",
+                format_bytes(row["peak_bytes"]),
+            )
+        )
+    head = ("prompts", "cache", "tokens/s", "KV memory", "whole run", "first tokens", "peak memory")
+    return [written_by(result), "", *table(head, rows)]
+
+
+def servers() -> list[str]:
+    result = load("servers")
+    base = {row["clients"]: row for row in result["rows"] if row["server"] == "mlx_lm.server"}
+    rows = []
+    for row in result["rows"]:
+        together = row["together_tokens_per_second"]
+        gain = f"{together / base[row['clients']]['together_tokens_per_second']:.2f}x"
+        rows.append(
+            (
+                str(row["clients"]),
+                row["server"],
+                f"{statistics.median(row['first_seconds']):.1f} / {row['first_seconds'][-1]:.1f} s",
+                f"{statistics.median(row['follow_up_seconds']):.2f} s",
+                f"{together:.1f}, {gain}" if together else "never",
+                f"{row['cached_tokens'] / row['follow_up_tokens']:.1%}",
+                format_bytes(row["process_bytes"]),
+                f"{row['right']}/{row['questions']}",
+            )
+        )
+    head = ("clients", "server", "first token", "of follow-ups", "tokens/s while all answer")
+    head += ("known", "process", "right")
+    return [written_by(result), "", *table(head, rows)]
+
+
+def plan() -> list[str]:
+    """Planned and used bytes, by model."""
+    result = load("plan")
+    models: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        models.setdefault(row["model"], []).append(row)
+    rows = []
+    for name, mine in models.items():
+        off = [row["planned"] / row["used"] - 1 for row in mine]
+        lengths = [f"{row['tokens']:,}" for row in mine]
+        sizes = [row["used"] for row in mine]
+        rows.append(
+            (
+                f"`{name}`",
+                str(len(mine)),
+                " to ".join(dict.fromkeys((lengths[0], lengths[-1]))),
+                format_bytes(mine[0]["weights"]),
+                f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}",
+                f"{statistics.fmean(map(abs, off)):.1%}",
+                f"{max(off, key=abs):+.1%}",
+            )
+        )
+    every = sorted(abs(row["planned"] / row["used"] - 1) for row in result["rows"])
+    near = sum(error < 0.1 for error in every)
+    told = (
+        f"Of {len(every)} cases the median error is {every[len(every) // 2]:.1%}; {near} are within 10%; "
+        f"the largest is {every[-1]:.1%}."
+    )
+    head = ("model", "cases", "tokens", "weights", "used", "mean error", "worst")
+    return [written_by(result), told, "", *table(head, rows)]
+
+
+# What is remembered
+
+
+def memories() -> list[str]:
+    """Facts found, bytes and seconds, by memory and model."""
+    result = load("facts")
+    rows = [
+        (
+            f"`{row['model']}`",
+            row["name"],
+            right(row),
+            *(format_bytes(row[f"{part}_bytes"]) for part in ("held", "file", "decoding", "peak")),
+            *(f"{row[f'{part}_seconds']:.2f} s" for part in ("first", "later")),
+        )
+        for row in result["rows"]
+        if row["table"] == "memories"
+    ]
+    head = ("model", "cache", "right", "held", "in files", "decoding", "peak", "first turn")
+    return [written_by(result), "", *table((*head, "later turns"), rows)]
+
+
+def bits() -> list[str]:
+    rows = [
+        (f"`{row['model']}`", row["name"], right(row), format_bytes(row["decoding_bytes"]))
+        for row in load("facts")["rows"]
+        if row["table"] == "bits"
+    ]
+    return table(("model", "cache", "right", "KV memory"), rows)
+
+
+def resident() -> list[str]:
+    """Facts found by the share of the entries in memory, a row for each model and way."""
+    rows = [row for row in load("facts")["rows"] if row["table"] == "resident"]
+    shares = list(dict.fromkeys(row["share"] for row in rows))
+    found = {(row["model"], row["name"], row["share"]): right(row) for row in rows}
+    ways = dict.fromkeys((row["model"], row["name"]) for row in rows)
+    body = [
+        (f"`{model}`", name, *(found[model, name, share] for share in shares))
+        for model, name in ways
+    ]
+    return table(("model", "cache", *(f"1/{share}" for share in shares)), body)
+
+
+def answers() -> list[str]:
+    """Right answers by task and way."""
+    result = load("answers")
+    tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
+    body = []
+    for way in dict.fromkeys(row["way"] for row in result["rows"]):
+        of = {row["task"]: row for row in result["rows"] if row["way"] == way}
+        same = sum(row["same"] for row in of.values())
+        asked = sum(row["asked"] for row in of.values())
+        body.append(
+            [way, *(right(of[task]) for task in tasks), f"{same}/{asked}", *_rates(*of.values())]
+        )
+    head = ("cache", *tasks, "same as full", "votes a token", "drafted")
+    return [written_by(result), "", *table(head, body)]
+
+
+def open_answers() -> list[str]:
+    """What a real model's answers take."""
+    result = load("answers")["open"]
+    speeds = [row["tokens"] / row["seconds"] for row in result["rows"]]
+    body = [
+        (row["way"], *_rates(row), f"{speed:.2f}", f"{speed / speeds[0]:.2f}x")
+        for row, speed in zip(result["rows"], speeds)
+    ]
+    head = ("cache", "votes a token", "drafted", "tokens/s", "of the full cache's")
+    return [written_by(result), *result.get("notes", []), "", *table(head, body)]
+
+
+def _rates(*rows: Row) -> tuple[str, str]:
+    tokens = sum(row["tokens"] for row in rows)
+    votes, drafted = (sum(row[what] for row in rows) / tokens for what in ("votes", "accepted"))
+    return f"{votes:.2f}", f"{drafted:.2f}"
+
+
+def agents() -> list[str]:
+    result = load("agents")
+    rows = [
+        (
+            f"{row['package']} {result['agents'][row['package']]}",
+            f"`{row['api']}`",
+            "yes" if row["answered"] and row["tool_ran"] else "no",
+            f"{row['second_turn'][1]:,} of {row['second_turn'][0]:,}",
+            f"{row['longest']:,}",
+            str(row["refused"]),
+            f"{row['after']:,}",
+            "yes" if row["still_answers"] else "no",
+        )
+        for row in result["rows"]
+    ]
+    head = ("agent", "API", "answers, runs tools", "known of the second turn's prompt")
+    head += ("longest prompt read", "refused", "last prompt", "still answers")
+    return [written_by(result), "", *table(head, rows)]
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "results": results,
+    "policies": lambda: policies_page.summary_table("docs/policies.md"),
+    "choices": choices,
+    "commands": commands,
+    "speed": lambda: speed("benchmarks"),
+    "gpu": lambda: speed("benchmarks-gpu"),
+    "books": books,
+    "batches": batches,
+    "servers": servers,
+    "plan": plan,
+    "memories": memories,
+    "bits": bits,
+    "resident": resident,
+    "answers": answers,
+    "open-answers": open_answers,
+    "agents": agents,
+}
