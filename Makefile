@@ -38,18 +38,17 @@ lint: $(VENV)/.installed-dev ## ruff, mypy, and which room may import which
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.installed ## write docs/policies.md, commands.md and models.md and the README's tables again
+docs: $(VENV)/.installed ## write docs/policies.md, commands.md, models.md and the tables of all pages again
 	$(RUN) scripts/write_docs.py
 
-bench: $(VENV)/.installed-dev ## speed and memory of all caches side by side; writes docs/benchmarks* (three hours)
-	$(RUN) -m mlx_snapkv bench --verified "" --output docs/benchmarks
-	$(RUN) -m mlx_snapkv bench --context "" -p "" --long-prompts "" --steps 30 --output docs/benchmarks-answers
-	$(RUN) -m mlx_snapkv bench --book --output docs/benchmarks-book
-	$(RUN) scripts/book_page.py
-	$(RUN) -m mlx_snapkv bench --model demo --batches 1,4,8,16 --output docs/benchmarks-batches
-	$(RUN) -m mlx_snapkv bench --model demo --server 1,4,8 --output docs/benchmarks-server
-	$(RUN) -m mlx_snapkv bench --model demo --needle --context 2048,4096,8192 --steps 20 -p 2048,4096 \
-		--long-prompts 4096,8192 --verified "" --questions 4 --output docs/benchmarks-demo
+bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and servers; writes docs/*.json and their tables (two hours)
+	$(RUN) -m mlx_snapkv bench --output build/benchmarks
+	$(RUN) -m mlx_snapkv bench --book --output build/books
+	cp build/benchmarks.json build/benchmarks.png build/books.json docs/
+	$(RUN) scripts/measure_batches.py
+	$(RUN) scripts/measure_servers.py
+	$(RUN) scripts/measure_plan.py
+	$(RUN) scripts/write_docs.py
 
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py
@@ -57,17 +56,18 @@ mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package pa
 soak: $(VENV)/.installed-dev ## a server under good, bad, slow and leaving clients: nothing may grow or die (10 minutes)
 	$(RUN) scripts/soak_server.py
 
-agents: $(VENV)/.installed-dev ## Claude Code, Codex and opencode against the server; writes docs/agents* (needs npm; ten minutes)
+agents: $(VENV)/.installed-dev ## Claude Code, Codex and opencode against the server; writes docs/agents.json and its table (needs npm; ten minutes)
 	$(RUN) scripts/try_agents.py
+	$(RUN) scripts/write_docs.py
 
 real-models: $(VENV)/.installed-real ## two small language models and essays into real-models/, for tests that need them (2 GB)
 	$(RUN) scripts/make_real_models.py
 
-eval: $(VENV)/.installed ## are facts still found? every policy, the question known or later; writes docs/quality, kv-bits, answers, book (three hours)
+eval: $(VENV)/.installed ## how far do answers move, are facts still found? writes docs/quality, facts, answers (three hours)
 	$(RUN) scripts/measure_quality.py
-	$(RUN) scripts/measure_kv_bits.py
+	$(RUN) scripts/measure_facts.py
 	$(RUN) scripts/measure_answers.py
-	$(RUN) scripts/measure_book.py
+	$(RUN) scripts/write_docs.py
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

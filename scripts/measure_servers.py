@@ -126,8 +126,9 @@ def running(command: list[str]) -> Iterator[tuple[str, list[int]]]:
         process = subprocess.Popen([sys.executable, "-m", *command, *place], stdout=log, stderr=log)
 
         def watch() -> None:
-            while not over.wait(0.05) and process.poll() is None:
-                held.append(look(process.pid).n_bytes)
+            while not over.wait(0.05):
+                with contextlib.suppress(KeyError, OSError):  # it has just ended
+                    held.append(look(process.pid).n_bytes)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()

@@ -13,7 +13,7 @@ from mlx_snapkv.policies import POLICIES, Policy
 PAGE = """# The policies
 
 Written by `python scripts/write_docs.py` from the classes in `mlx_snapkv/policies/`, never typed. `mlx-snapkv policies`
-prints the same names, options and defaults. Which one to take: [choosing-a-policy.md](choosing-a-policy.md).
+prints the same names, options and defaults. Which one to take: [choose.md](choose.md).
 
 An option is written `name=value`, as in `--policy keydiff:budget=25%,n_window=20%`. In Python they are the fields of
 the class: `KeyDiff(budget="25%", n_window="20%")`. An option that a policy does not have is an error that lists those

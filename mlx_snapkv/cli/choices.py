@@ -35,32 +35,32 @@ CHOICES = (
         "a chat, several questions about one text",
         "All entries stay in memory, every question chooses anew, and answers are decoded from few.",
         "mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall",
-        ("turns.md#demo",),
+        ("recall.md#what-conversations-find",),
     ),
     Choice(
         "an agent, or several clients at once",
         "What prompts have in common is read once, and small caches are decoded together.",
         "mlx-snapkv serve --model MODEL --snapkv top_k=4096 --memory recall",
-        ("benchmarks-batches.md#many-prompts-at-once", "turns.md#demo"),
+        ("server.md#beside-mlx-lms-server", "recall.md#what-conversations-find"),
     ),
     Choice(
         "many documents overnight",
         "Each prompt is read and compressed by itself, and small caches are decoded together.",
         "mlx-snapkv batch requests.jsonl -o answers.jsonl --model MODEL --snapkv top_k=4096",
-        ("benchmarks-batches.md#many-prompts-at-once",),
+        ("batches.md#what-it-gains",),
     ),
     Choice(
         "an answer that must equal the full cache's",
         "The small cache drafts tokens, and all entries check them.",
         f"{ASK} --snapkv top_k=4096 --memory recall --verify all",
-        ("answers.md",),
+        ("recall.md#verified-answers",),
     ),
     Choice(
         "a text too long for memory",
         "It is read within a budget, every entry goes to a file, and every question votes over all of them.",
         "mlx-snapkv chat --model MODEL --memory recall:file "
         '--policy "keydiff:budget=4096 then snapkv:top_k=1024"',
-        ("book.md#demo-4096-tokens", "benchmarks-book.md#reading-a-book"),
+        ("recall.md#books", "benchmarks.md#books"),
     ),
     Choice(
         "a document saved small, for questions that nobody knows yet",
@@ -73,6 +73,6 @@ CHOICES = (
         "the least memory, while reading and after",
         "Read within a budget, chosen by the question, and kept in 4 bits. What is evicted is gone.",
         f'{ASK} --kv-bits 4 --policy "keydiff:budget=8192 then snapkv:top_k=2048"',
-        ("kv-bits.md#demo", "benchmarks.md#reading-within-a-fixed-budget"),
+        ("choose.md#fewer-bits-as-well", "benchmarks.md#decoding-and-reading"),
     ),
 )

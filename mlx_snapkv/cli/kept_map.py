@@ -9,7 +9,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from ..inspecting.inspection import Inspection
-    from ..inspecting.ranking import Sentence
+    from ..inspecting.sentences import Sentence
 
 SHADES = " ░▒▓█"
 SENTENCES = 10

@@ -77,7 +77,7 @@ def plan(
     """Show how much memory prompts will take, what fits, and which policy to use, before a single weight is loaded.
 
     Reads a folder's configuration and the headers of its weights; of a Hugging Face repository, downloads only these.
-    How it is counted, and how near it comes: docs/plan.md.
+    How it is counted, and how near it comes: docs/benchmarks.md.
 
     \b
       mlx-snapkv plan --model demo

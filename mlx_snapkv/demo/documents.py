@@ -1,7 +1,7 @@
 """Synthetic documents: facts hidden among ordinary sentences, and questions about them.
 
-The embedded models are trained on these documents, `mlx-snapkv demo` asks about them, and the tests and
-measurements score answers on them. Everything is drawn from a `random.Random`, so a seed fixes the text.
+The embedded models were trained on such documents, `mlx-snapkv demo` asks about them, and tests and measurements
+score answers on them. Everything is drawn from a `random.Random`, so a seed fixes the text.
 """
 
 import random
@@ -26,11 +26,6 @@ class Fact:
     @property
     def question(self) -> str:
         return f"What is the {self.attribute} of the {self.subject}?"
-
-    @property
-    def lead(self) -> str:
-        """The sentence up to the value, for models that complete text instead of chatting."""
-        return f"The {self.attribute} of the {self.subject} is"
 
 
 def _digits(pattern: str) -> Callable[[random.Random], str]:

@@ -15,7 +15,7 @@ from .decision import PREFILL_STEP_SIZE, decide, gate
 from .footprint import EntrySizes, Footprint, total_bytes
 from .report import format_bytes
 
-FEW = 128  # gathered entries, below which a value hardly fits with what stands around it: docs/book.md
+FEW = 128  # gathered entries, below which a value hardly fits with what stands around it: docs/recall.md
 
 
 @dataclass(frozen=True)

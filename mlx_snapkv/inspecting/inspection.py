@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from ..engine.report import CompressionReport
-from .ranking import Sentence
+from .sentences import Sentence
 from .spans import Span
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """Where the answer's tokens looked: the attention that predicted each, averaged over a layer's query heads.
+    """What the answer's tokens attended to: the attention that predicted each, averaged over a layer's query heads.
 
     Attributes:
-        positions: int32 `(n_answer, n_layers + 1, n)`, the prompt's tokens looked at most, those first; the last of the
-            layers is the mean of all. -1 where there are fewer.
+        positions: int32 `(n_answer, n_layers + 1, n)`, the prompt's tokens with most attention first; the last of
+            the layers is the mean of all. -1 where there are fewer.
         weights: float32, the same shape, their shares of the attention, 0 to 1.
         own: float32 `(n_answer, n_layers + 1)`, the share that went to the answer's own tokens before.
         n_before: so many first tokens of the answer were predicted before the compression, from all entries held then.
@@ -32,7 +32,7 @@ class Attended:
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """What a policy kept of a prompt, and where the answer looked.
+    """What a policy kept of a prompt, and what the answer attended to.
 
     Attributes:
         policy: as its command-line string.
@@ -48,7 +48,7 @@ class Inspection:
         report: what the compression did, or why nothing was dropped: then all positions are kept.
         answer: its text.
         answer_tokens: its tokens' texts, one after the other.
-        attended: where these looked.
+        attended: what these attended to.
     """
 
     policy: str
@@ -109,12 +109,12 @@ class Inspection:
             "answer": {
                 "text": self.answer,
                 "predicted_before_compression": self.attended.n_before,
-                "tokens": [self._looked(i) for i in range(len(self.answer_tokens))],
+                "tokens": [self._token(i) for i in range(len(self.answer_tokens))],
             },
         }
 
-    def _looked(self, i: int) -> dict[str, Any]:
-        """What an answer's token is, and where it looked, over all layers."""
+    def _token(self, i: int) -> dict[str, Any]:
+        """An answer's token, and what it attended to, over all layers."""
         found = self.attended
         n = int((found.positions[i, -1] >= 0).sum())
         return {

@@ -1,4 +1,4 @@
-"""Inspections as one HTML file, which asks nobody for anything."""
+"""Inspections as one HTML file that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
 
 def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
-    """What the page tells of one inspection; places are those of groups."""
+    """What the page shows of one inspection; places are those of groups."""
     kept = found.kept
     rows = np.concatenate([layer[:n] for layer, n in zip(kept, found.heads, strict=True)])
     n_kept = (found.positions >= 0).sum(axis=2).max(axis=1).tolist()
@@ -83,15 +83,15 @@ def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
 
 
 def _answer(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
-    looked = found.attended
-    groups = np.where(looked.positions < 0, -1, group_of[looked.positions])
+    attended = found.attended
+    groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
     return {
         "tokens": list(found.answer_tokens),
-        "before": looked.n_before,
-        "per_layer": looked.positions.shape[2],
+        "before": attended.n_before,
+        "per_layer": attended.positions.shape[2],
         "positions": _text(groups.astype("<i4")),
-        "weights": _text((looked.weights * 65535).round().astype("<u2")),
-        "own": [round(float(x), 4) for x in looked.own.reshape(-1)],
+        "weights": _text((attended.weights * 65535).round().astype("<u2")),
+        "own": [round(float(x), 4) for x in attended.own.reshape(-1)],
     }
 
 

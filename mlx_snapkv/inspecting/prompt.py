@@ -1,4 +1,4 @@
-"""`inspect_prompt`: a prompt compressed and answered, with everything told about it."""
+"""`inspect_prompt`: a prompt compressed and answered, with everything that is known of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .inspection import Inspection
-from .ranking import Sentence, ranked
+from .recorder import Recorder
+from .sentences import Sentence, ranked
 from .spans import Span, special_tokens, token_spans
-from .watching import Watcher
 
 
 def inspect_prompt(
@@ -41,10 +41,10 @@ def inspect_prompt(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     prompt_progress_callback: ProgressCallback | None = None,
 ) -> Inspection:
-    """Answer a prompt as `generate` does, greedily, and tell what was kept of it and where the answer looked.
+    """Answer a prompt as `generate` does, greedily, and record what was kept of it and what the answer attended to.
 
-    The weights are those of the attention's own queries and entries, taken when it was called. To know them takes time
-    and a wait at every token, so this is no way to measure speed.
+    The weights are those of the attention's own queries and entries, taken when it was called. Every token waits for
+    them, so this is no way to measure speed.
 
     Args:
         prompt: a text, to which no chat template is applied, or token ids, as of `stream_generate`.
@@ -53,7 +53,7 @@ def inspect_prompt(
         prefill_step_size, prompt_progress_callback: as of `prefill`.
 
     Raises:
-        SnapKVError: the prompt or the answer is to be empty, the policy can't be read, or the model is not supported.
+        SnapKVError: the prompt or the answer is empty, the policy can't be read, or the model is not supported.
     """
     chosen = resolve_policy(snapkv, policy)
     if not isinstance(tokenizer, TokenizerWrapper):
@@ -66,29 +66,29 @@ def inspect_prompt(
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     for layer in layers:
-        # One that records nothing, but can be listened to where nothing is dropped.
+        # It records no queries itself, but has the attention's calls seen where nothing is dropped.
         layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
-    watcher = Watcher(layers, tokens.size, max_tokens)
+    recorder = Recorder(layers, tokens.size, max_tokens)
     given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
     start = functools.partial(mlx_generate.stream_generate, **given)
-    wanted = model, tokens, max_tokens, chosen, Recall(), watcher.on_report
+    wanted = model, tokens, max_tokens, chosen, Recall(), recorder.on_report
     options = {
         "prompt_cache": caches,
         "prefill_step_size": prefill_step_size,
         "prompt_progress_callback": prompt_progress_callback,
     }
     responses = []
-    with recording(attention_classes(model)), overheard_by(watcher.hear):
-        for response in served(start, *wanted, options, on_kept=watcher.on_kept):
-            watcher.take_down()
+    with recording(attention_classes(model)), overheard_by(recorder.on_queries):
+        for response in served(start, *wanted, options, on_kept=recorder.on_kept):
+            recorder.record()
             responses.append(response)
-    found = _Found(chosen, tokenizer, tokens.tolist(), layers, len(caches))  # type: ignore[arg-type]
-    return found.told(watcher, responses)
+    asked = _Asked(chosen, tokenizer, tokens.tolist(), layers, len(caches))  # type: ignore[arg-type]
+    return asked.inspection(recorder, responses)
 
 
 @dataclass
-class _Found:
-    """What was asked, of which model: what is needed besides a watcher and an answer to tell of them."""
+class _Asked:
+    """What was asked, of which model."""
 
     policy: Policy | Stages | None
     tokenizer: TokenizerWrapper
@@ -96,34 +96,34 @@ class _Found:
     layers: list[AttentionLayer]
     n_caches: int
 
-    def told(self, watcher: Watcher, responses: list[GenerationResponse]) -> Inspection:
+    def inspection(self, recorder: Recorder, responses: list[GenerationResponse]) -> Inspection:
         n = len(self.tokens)
         said = [response.token for response in responses if response.finish_reason != "stop"]
         whole, spans = token_spans(self.tokenizer, self.tokens + said)
         end = spans[n - 1][1]
         indices = tuple(layer.index for layer in self.layers)
         return Inspection(
-            policy=watcher.report.policy,
+            policy=recorder.report.policy,
             tokens=tuple(self.tokens),
             text=whole[:end],
             spans=tuple(spans[:n]),
             layers=indices,
             layers_without=tuple(i for i in range(self.n_caches) if i not in indices),
-            heads=tuple(watcher.n_heads),
-            positions=watcher.positions,
-            sentences=self._sentences(watcher, whole[:end], spans[:n]),
-            report=watcher.report,
+            heads=tuple(recorder.n_heads),
+            positions=recorder.positions,
+            sentences=self._sentences(recorder, whole[:end], spans[:n]),
+            report=recorder.report,
             answer="".join(response.text for response in responses),
             answer_tokens=tuple(whole[max(a, end) : b] for a, b in spans[n:]),
-            attended=watcher.attended(len(said)),
+            attended=recorder.attended(len(said)),
         )
 
-    def _sentences(self, watcher: Watcher, text: str, spans: list[Span]) -> tuple[Sentence, ...]:
-        if self.policy is None or not watcher.kept:
+    def _sentences(self, recorder: Recorder, text: str, spans: list[Span]) -> tuple[Sentence, ...]:
+        if self.policy is None or not recorder.kept:
             return ()
         n = len(self.tokens)
         _, last = self.policy.stages
         quotas = last.quotas(n, len(self.layers))
-        counts = watcher.counts(quotas, decide(self.policy, n).at)
+        counts = recorder.counts(quotas, decide(self.policy, n).at)
         special = np.isin(self.tokens, sorted(special_tokens(self.tokenizer)))
-        return ranked(text, spans, special, counts, bool(watcher.votes))
+        return ranked(text, spans, special, counts, bool(recorder.votes))

@@ -1,10 +1,15 @@
-"""Where a text's sentences end."""
+"""A text's sentences, and a prompt's in order of what is kept of them."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .spans import Span
 
 # Up to the end of a sentence or paragraph, with the white space that follows it.
 _PIECE = re.compile(r".+?(?:[.!?…][\"'”’)\]]*\s+|[。！？]\s*|\n\s*\n\s*|\Z)", re.DOTALL)
@@ -14,6 +19,30 @@ LONG_TO_READ = 200  # the same, where sentences are shown
 
 # Before a line of a list, of a table, or a heading.
 _MARKED = re.compile(r"(?<=\n)(?=[^\S\n]*[^\w\s\"'“‘(])")
+
+_ROLE = re.compile(r"\s*\w+\n")  # what templates write behind a mark: whose turn it is
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence of the prompt.
+
+    Attributes:
+        text: without the white space around it.
+        start, stop: its tokens.
+        kept: share of its entries that are kept, 0 to 1, over its tokens and all layers' KV heads.
+        chosen: the same of the entries that the policy chose among; None if all of them are kept whatever they say, as
+            the prompt's first or most recent ones.
+        votes: of the attention that the voters gave to the entries chosen, the share that went to this sentence's;
+            None if nobody votes.
+    """
+
+    text: str
+    start: int
+    stop: int
+    kept: float
+    chosen: float | None
+    votes: float | None
 
 
 def sentences_of(text: str) -> Iterator[str]:
@@ -26,3 +55,49 @@ def lines_of(text: str) -> Iterator[str]:
     """Sentences as short as a reader wants them: items of lists, rows of tables and lines of code are their own."""
     for piece in itertools.chain.from_iterable(map(_MARKED.split, sentences_of(text))):
         yield from piece.splitlines(keepends=True) if len(piece) > LONG_TO_READ else [piece]
+
+
+def ranked(
+    text: str, spans: Sequence[Span], special: np.ndarray, counts: np.ndarray, voted: bool
+) -> tuple[Sentence, ...]:
+    """The sentences of which anything is kept: those with most votes first, or else those chosen by most heads.
+
+    Args:
+        spans: of the tokens in the text.
+        special: bool `(n_tokens,)`, the tokens that are no text.
+        counts: `(5, n_tokens)`, of each token: KV heads that keep it, all heads; those that chose it, those that had
+            the choice; and the votes for those that chose it.
+        voted: somebody votes.
+    """
+    sums = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
+    all_votes = sums[4, -1] or 1
+    found = []
+    for start, stop in _tokens_of_sentences(text, spans, special):
+        kept, heads, chosen, free, votes = (float(x) for x in sums[:, stop] - sums[:, start])
+        if kept:
+            words = text[spans[start][0] : spans[stop - 1][1]].strip()
+            share, part = chosen / free if free else None, votes / all_votes if voted else None
+            found.append(Sentence(words, start, stop, kept / heads, share, part))
+    return tuple(sorted(found, key=lambda s: (-(s.votes or 0), -(s.chosen or 0), -s.kept, s.start)))
+
+
+def _tokens_of_sentences(
+    text: str, spans: Sequence[Span], special: np.ndarray
+) -> Iterator[tuple[int, int]]:
+    """First and last tokens `[start, stop)` of every sentence with a letter or digit in it."""
+    for is_special, group in itertools.groupby(range(len(spans)), key=lambda i: bool(special[i])):
+        if is_special:
+            continue
+        run = list(group)
+        start, at = run[0], spans[run[0]][0]
+        words = text[at : spans[run[-1]][1]]
+        role = _ROLE.match(words) if start and special[start - 1] else None
+        lead = [] if role is None else [role.group()]
+        for piece in (*lead, *lines_of(words[role.end() :] if role else words)):
+            at += len(piece)
+            stop = start
+            while stop <= run[-1] and spans[stop][1] <= at:
+                stop += 1
+            if piece not in lead and stop > start and any(map(str.isalnum, piece)):
+                yield start, stop
+            start = max(start, stop)

@@ -159,7 +159,7 @@ def plan_memory(
     kv_bits: int | None = None,
     **options: int,
 ) -> MemoryPlan:
-    """How much memory a prompt will take on the default device, counted from the model's shapes (docs/plan.md).
+    """How much memory a prompt will take on the default device, counted from the model's shapes (docs/benchmarks.md).
 
     Args:
         model: an mlx-lm model, its weights loaded or not.

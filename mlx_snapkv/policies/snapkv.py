@@ -58,7 +58,7 @@ class SnapKV(Policy):
             compares all entries held, the prompt's too, and drops those with the least distinct keys, and "reselect"
             those that the last `obs_window` queries attend to least.
         reserve: how many of the voted entries, those with most votes, on_full="keydiff" never drops: a number or a
-            share. The more it is, the less stays of what the answer said (docs/long-answers.md).
+            share. The more it is, the less stays of what the answer said.
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a recent window), in

@@ -1,4 +1,4 @@
-"""What becomes of a request, listened to while it is served."""
+"""What a request keeps and attends to, recorded while it is served."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..entries.attention import attention_weights
 from ..policies.budgets import Quota
 from .inspection import Attended
 
-MOST = 24  # tokens looked at that are told of each of the answer's, by layer
+MOST = 24  # prompt tokens recorded for each of the answer's, by layer
 
 
-class Watcher:
-    """Takes down what a request keeps, and where its answer's tokens look, at the attention's own calls.
+class Recorder:
+    """Records what a request keeps, and what its answer's tokens attend to, at the attention's own calls.
 
     Args:
         layers: the model's full-attention layers.
@@ -28,7 +28,7 @@ class Watcher:
         kept: positions `(n_kv_heads, n)` by layer, if anything was dropped.
         votes: for these, the same shape, if there were any.
         n_heads: KV heads of each layer; 0 of one that has not been called.
-        report: of the compression, or why there was none.
+        report: the compression's, or why there was none.
         n_before: tokens that were predicted before the compression; None until it comes.
     """
 
@@ -36,7 +36,7 @@ class Watcher:
         self._n_layers = len(layers)
         self._n_prompt = n_prompt
         self._size = n_prompt + most + 1
-        self._heard: dict[int, dict[int, mx.array]] = {}
+        self._pending: dict[int, dict[int, mx.array]] = {}
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.kept: dict[int, np.ndarray] = {}
         self.votes: dict[int, np.ndarray] = {}
@@ -51,12 +51,12 @@ class Watcher:
             self.votes[layer.number] = np.array(votes[0])
 
     def on_report(self, report: CompressionReport) -> None:
-        """What was done; the tokens to come are predicted from what was kept."""
+        """The compression's report; the tokens to come are predicted from what was kept."""
         self.report = report
         if report.compressed:
-            self.n_before = len({*self._rows, *self._heard})
+            self.n_before = len({*self._rows, *self._pending})
 
-    def hear(self, cache: Any, queries: mx.array) -> None:
+    def on_queries(self, cache: Any, queries: mx.array) -> None:
         """An attention's call: of the prompt's last token, and of every one behind it, the weights."""
         position = cache.offset - 1
         if queries.shape[2] != 1 or not self._n_prompt - 1 <= position < self._size:
@@ -69,13 +69,13 @@ class Watcher:
             mx.zeros(self._size).at[entries.positions.reshape(-1)].add(weights.reshape(-1))
         )
         self.n_heads[cache.layer.number] = H
-        self._heard.setdefault(position, {})[cache.layer.number] = by_position
+        self._pending.setdefault(position, {})[cache.layer.number] = by_position
 
-    def take_down(self) -> None:
-        """Compute what was heard, and keep of it what is told."""
-        heard, self._heard = self._heard, {}
-        mx.eval([list(layers.values()) for layers in heard.values()])
-        for position, layers in heard.items():
+    def record(self) -> None:
+        """Evaluate the attention of the last calls, and keep the largest of it."""
+        pending, self._pending = self._pending, {}
+        mx.eval([list(layers.values()) for layers in pending.values()])
+        for position, layers in pending.items():
             if len(layers) == self._n_layers:
                 weights = np.stack([np.array(layers[n]) for n in range(self._n_layers)])
                 self._rows[position] = self._most(np.vstack([weights, weights.mean(axis=0)]))
@@ -91,7 +91,7 @@ class Watcher:
         return np.where(found > 0, places, -1), found, weights[:, self._n_prompt :].sum(axis=1)
 
     def attended(self, n_answer: int) -> Attended:
-        """Where the tokens of an answer looked."""
+        """What the tokens of an answer attended to."""
         n = min(MOST, self._n_prompt)
         shape = n_answer, self._n_layers + 1, n
         positions, weights = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
@@ -115,9 +115,9 @@ class Watcher:
         return found
 
     def counts(self, quotas: list[Quota], at: int) -> np.ndarray:
-        """What `ranked` wants to know of every token, `(5, n_tokens)`.
+        """What `ranked` needs of every token, `(5, n_tokens)`.
 
-        Those heads have the choice that would not keep it anyway, as one of the first or most recent entries.
+        A head has the choice unless it keeps the token anyway, as one of the first or most recent entries.
 
         Args:
             quotas: what the layers were to keep.

@@ -1,0 +1,70 @@
+"""The measurements of our own pages, on little: what they count, not how fast anything is."""
+
+import pytest
+from mlx_lm.generate import BatchGenerator
+from model_configs import make_model
+
+from mlx_snapkv import CompressedBatchGenerator, SnapKV
+from mlx_snapkv.bench.contenders import Contender, compressed
+from scripts import measure_batches, measure_facts, measure_servers
+from scripts.measure_servers import Answer, tokens_while_all_answer
+
+ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
+
+
+def test_facts_are_asked_for_one_a_turn(demo_llama):
+    ways = {(way.table, way.name, way.share): way for way in measure_facts.ways(1024)}
+    assert len(ways) == 1 + 7 + 1 + 6 + 4 * 4
+    full, dropped = ways["memories", "full cache", 16], ways["memories", "SnapKV, drop", 16]
+    found = [measure_facts.measure(*demo_llama, way, 1024, 1, 3) for way in (full, dropped)]
+    assert [row["asked"] for row in found] == [3, 3] and found[0]["right"] == 3
+    assert found[0]["held_bytes"] == found[0]["decoding_bytes"] > 8 * found[1]["decoding_bytes"]
+
+
+@pytest.fixture(scope="module")
+def field():
+    return [Contender("full cache", 1024), *compressed(1024, [SnapKV(budget=64, on_full="slide")])]
+
+
+def test_batches_of_full_caches_are_mlx_lms(field):
+    model = make_model("llama", {"head_dim": 32})
+    kinds = [type(measure_batches.generator(model, contender, 2)) for contender in field]
+    assert kinds == [BatchGenerator, CompressedBatchGenerator]
+
+
+def test_a_batchs_bytes_are_those_of_its_arrays(field, monkeypatch):
+    monkeypatch.setattr(measure_batches, "ANSWER", 6)
+    model = make_model("llama", {"head_dim": 32})
+    full, ours = (measure_batches.decoding_together(model, 1024, 3, each, 2) for each in field)
+    # mlx-lm's buffers grow by 256
+    assert 1024 * ENTRY < full["kv_bytes"] / 3 <= (1024 + 256) * ENTRY
+    assert ours["kv_bytes"] == 3 * 64 * ENTRY
+    run = measure_batches.whole_run(model, 1024, 3, field[1])
+    first = run["first_seconds"]
+    assert len(first) == 3 and 0 < first[0] < first[-1] < run["run_seconds"]
+
+
+def test_tokens_count_from_the_last_to_begin_to_the_first_to_end():
+    early = Answer(0, pieces=[1.0, 2.0, 3.0, 4.0], usage={"completion_tokens": 4})
+    late = Answer(0, pieces=[2.5, 3.5, 4.5, 5.5], usage={"completion_tokens": 8})
+    assert tokens_while_all_answer([[early, late]]) == (2 + 2, 1.5)  # two tokens a piece
+    after = Answer(0, pieces=[4.5, 5.0], usage={"completion_tokens": 2})
+    assert tokens_while_all_answer([[early, after]]) == (0, 0)
+
+
+def test_a_client_asks_a_server_four_times(demo_llama, monkeypatch):
+    monkeypatch.setattr(measure_servers, "ANSWER", 8)
+    command = ["mlx_snapkv", "serve", "--model", "demo", "--memory", "recall"]
+    row = measure_servers.measure(command, demo_llama[1], 600, 1)
+    assert row["questions"] == 4 and row["right"] >= 3
+    assert len(row["first_seconds"]) == 1 and len(row["follow_up_seconds"]) == 3
+    assert (
+        row["follow_up_tokens"] > 600 and 0.9 < row["cached_tokens"] / row["follow_up_tokens"] < 1
+    )
+    assert row["process_bytes"] > 50_000_000
+
+
+def test_a_server_that_does_not_start_says_why(demo_llama):
+    command = ["mlx_snapkv", "serve", "--model", "nowhere"]
+    with pytest.raises(SystemExit, match=r"did not start: .*no such folder"):
+        measure_servers.measure(command, demo_llama[1], 600, 1)
