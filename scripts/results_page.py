@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import time
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,8 @@ from mlx_snapkv.cli.options import write_result
 from mlx_snapkv.reporting.setting import setting
 
 ROOT = Path(__file__).resolve().parent.parent
+
+Row = dict[str, Any]
 
 
 def shared_options(description: str | None, page: str) -> argparse.ArgumentParser:
@@ -66,3 +69,13 @@ def write_json(out: Path, result: Any) -> None:
     """Write the result to OUT.json, of which `make docs` writes the tables."""
     out.parent.mkdir(parents=True, exist_ok=True)
     options.write_json(out, result)
+
+
+def load(name: str) -> dict[str, Any]:
+    """The result docs/NAME.json."""
+    return json.loads((ROOT / "docs" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def right(row: Row) -> str:
+    """Right answers of those asked for."""
+    return f"{row['right']}/{row['asked']}"

@@ -5,27 +5,19 @@ A place is `<!-- NAME -->` and `<!-- /NAME -->` in a page; `make docs` writes wh
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import policies_page
-from results_page import ROOT, table, written_by
+import readme_results
+from results_page import Row, load, right, table, written_by
 
 from mlx_snapkv.bench import tables as bench
 from mlx_snapkv.cli.choices import CHOICES
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.reporting.table import as_markdown, setting_text
-
-DOCS = ROOT / "docs"
-
-Row = dict[str, Any]
-
-# Which of the figures README shows.
-CONTEXT, LONG, RESIDENT = 32768, 16384, 32
-SNAPKV, WINDOW = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
 
 
 def filled(page: str) -> str:
@@ -38,103 +30,8 @@ def filled(page: str) -> str:
     return page
 
 
-def load(name: str) -> dict[str, Any]:
-    return json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def right(row: Row) -> str:
-    return f"{row['right']}/{row['asked']}"
-
-
 def ratio(row: Row, base: Row, figure: str) -> str:
     return f"{row[figure] / base[figure]:.2f}x"
-
-
-# README
-
-
-def results() -> list[str]:
-    """What was measured, the full cache beside what is compressed."""
-    rows = [*_fidelity(), *_speed(), *_facts()]
-    return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
-
-
-def _source(page: str, command: str) -> tuple[str, str]:
-    return f"[{page}](docs/{page}.md)", f"`{command}`"
-
-
-def _fidelity() -> list[tuple[str, ...]]:
-    """KL of text and known answers, of the models measured."""
-    rows = []
-    for part in load("quality")["parts"]:
-        if part["task"] != "fidelity":
-            continue
-        model = part["model"].rpartition("/")[2]
-        for setting, what in (("text", "text that goes on"), ("known", "the full cache's answer")):
-            own = [s for s in part["summary"] if s["setting"] == setting]
-            kl = {s["method"]: s["kl"]["mean"] for s in own}
-            told = f"SnapKV {kl[SNAPKV]:.3f}, StreamingLLM {kl[WINDOW]:.3f}"
-            pieces = f"{own[0]['pieces']} essays of {part['length']:,} tokens"
-            named = f"KL to the full cache with 1/8 of the entries, {what}, nats a token (`{model}`, {pieces})"
-            rows.append((named, "0", told, *_source("quality", "make eval")))
-    return rows
-
-
-def _speed() -> list[tuple[str, ...]]:
-    rows = load("benchmarks")["speed"]
-
-    def pair(context: int, policy: str) -> list[Row]:
-        own = [row for row in rows if row["context"] == context]
-        return [
-            next(row for row in own if row["contender"].lower().startswith(name))
-            for name in ("full cache", policy)
-        ]
-
-    decoded, read = pair(CONTEXT, "snapkv"), pair(LONG, "keydiff")
-    source = _source("benchmarks", "make bench")
-    speeds = [f"{1 / row['step_seconds']:.1f}" for row in decoded]
-    seconds = [f"{row['read_seconds']:.1f} s" for row in read]
-    share = f"SnapKV with 1/{round(CONTEXT / decoded[1]['entries'])} of the entries (random LLaMA)"
-    what = f"tokens decoded per second after {CONTEXT:,} tokens, {share}"
-    reading = f"time to read {LONG:,} tokens, `{read[1]['contender']}` (random LLaMA)"
-    return [
-        (what, *speeds, *source),
-        ("KV memory then", *(format_bytes(row["kv_bytes"]) for row in decoded), *source),
-        (reading, *seconds, *source),
-        ("peak memory then", *(format_bytes(row["peak_bytes"]) for row in read), *source),
-    ]
-
-
-def _facts() -> list[tuple[str, ...]]:
-    result = load("facts")
-    rows = {(r["table"], r["name"], r["share"]): r for r in result["rows"] if r["model"] == "demo"}
-    source = _source("recall", "make eval")
-    full = rows["memories", "full cache", 16]
-    kept = [(way, rows["memories", f"SnapKV, {way}", 16]) for way in ("recall", "drop")]
-    book = [
-        (way, rows["resident", name, RESIDENT])
-        for way, name in (
-            ("all in a file", "a book: both, recall:file"),
-            ("KeyDiff alone", "KeyDiff alone"),
-        )
-    ]
-    small = rows["bits", "SnapKV, 4 bits", 16]
-    asked = f"{result['facts']} facts of {result['tokens']:,} tokens asked for one a turn"
-    lines = [
-        (f"{asked}, SnapKV with 1/16 (`demo`)", kept),
-        (f"the same, 1/{RESIDENT} of the entries in memory", book),
-    ]
-    return [
-        *(
-            (what, right(full), ", ".join(f"{way} {right(row)}" for way, row in found), *source)
-            for what, found in lines
-        ),
-        (
-            "KV memory of SnapKV with 1/16 of the entries in 4 bits (`demo`)",
-            *(format_bytes(row["decoding_bytes"]) for row in (full, small)),
-            *source,
-        ),
-    ]
 
 
 # What to take
@@ -363,7 +260,7 @@ def agents() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "results": results,
+    "results": readme_results.results,
     "policies": lambda: policies_page.summary_table("docs/policies.md"),
     "choices": choices,
     "commands": commands,

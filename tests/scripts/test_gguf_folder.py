@@ -13,32 +13,6 @@ TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}{% endfor %}
 SPECIAL, NORMAL, USER_DEFINED, BYTE = 3, 1, 4, 6
 
 
-def test_pairs_of_rows_become_halves():
-    rows = np.array([[0], [1], [2], [3], [10], [11], [12], [13]])  # two heads of 4
-    expected = [[0], [2], [1], [3], [10], [12], [11], [13]]
-    assert gguf_folder.halves_apart(rows, n_heads=2).tolist() == expected
-
-
-def test_rows_of_longer_heads():
-    rows = np.array([[0, 0], [3, 3], [1, 1], [4, 4], [2, 2], [5, 5]])
-    assert gguf_folder.halves_apart(rows, n_heads=1)[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    "name, family, module",
-    [
-        ("token_embd.weight", "llama", "model.embed_tokens"),
-        ("output_norm.weight", "gemma3", "model.norm"),
-        ("blk.12.attn_q.weight", "llama", "model.layers.12.self_attn.q_proj"),
-        ("blk.0.ffn_norm.weight", "llama", "model.layers.0.post_attention_layernorm"),
-        ("blk.0.ffn_norm.weight", "gemma3", "model.layers.0.pre_feedforward_layernorm"),
-        ("blk.0.post_ffw_norm.weight", "gemma3", "model.layers.0.post_feedforward_layernorm"),
-    ],
-)
-def test_a_name_is_mlx_lms(name, family, module):
-    assert gguf_folder.module_name(name, family) == module
-
-
 def test_two_pieces_merge_if_they_make_a_third_and_the_best_first():
     vocabulary = ["a", "b", "ab", "abb", "bb", "<ab>"]
     scores = [-9, -9, -3, -5, -4, 0]
