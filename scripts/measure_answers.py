@@ -11,7 +11,6 @@ import copy
 import json
 import random
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import about, mlx_versions, shared_options, write_json
+from results_page import about, clock, mlx_versions, shared_options, write_json
 
 from mlx_snapkv import SnapKV, stream_generate
 from mlx_snapkv.cli.loading import load_model
@@ -81,8 +80,6 @@ def answer(model, tokenizer, caches: list, last: list[int], most: int, options: 
     reports: list[Any] = []
     tokens, text, times = [], "", []
     options = options | {"prompt_cache": copy.deepcopy(caches), "on_report": reports.append}
-    # What others do on a busy machine does not count, where the processor computes.
-    clock = time.process_time if mx.default_device().type == mx.cpu else time.perf_counter
     for response in stream_generate(model, tokenizer, last, most, **options):
         tokens.append(response.token)
         text += response.text

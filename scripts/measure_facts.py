@@ -11,14 +11,13 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_reduce
-from results_page import about, mlx_versions, shared_options, write_json
+from results_page import about, clock, mlx_versions, shared_options, write_json
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
@@ -88,9 +87,9 @@ def measure(model, tokenizer, way: Way, tokens: int, documents: int, facts: int)
         conversation.attach(document)
         for i, fact in enumerate(asked):
             mx.reset_peak_memory()
-            started = time.perf_counter()
+            started = clock()
             answer = "".join(response.text for response in conversation.send(fact.question))
-            (later if i else first).append(time.perf_counter() - started)
+            (later if i else first).append(clock() - started)
             right += is_right(fact, answer)
             peak = max(peak, mx.get_peak_memory() if i else 0)
     held, report = kv_bytes(conversation.prompt_cache), conversation.report

@@ -22,7 +22,7 @@ from mlx_snapkv.reporting.table import as_markdown, setting_text
 
 def filled(page: str) -> str:
     """A page with its tables as they are now."""
-    for name in re.findall(r"<!-- ([\w-]+) -->", page):
+    for name in re.findall(r"<!-- ([a-z-]+) -->", page):
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = page.split(start)
         after = rest.split(end)[1]
