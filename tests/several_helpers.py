@@ -18,14 +18,17 @@ LIMIT = 120  # seconds
 ROOT = Path(__file__).parents[1]
 
 
-def started(folder: Path, *command: str, n: int = 2, limit: float = LIMIT) -> list[tuple[int, str]]:
+def started(
+    folder: Path, *command: str, limit: float = LIMIT, lines: str = ""
+) -> list[tuple[int, str]]:
     """Run `python command` as the ranks of a ring, as mlx.launch does: by rank, the exit code and all that was printed.
 
     Args:
         folder: for the ring's file.
         limit: seconds after which whoever is left is killed, which is an error.
+        lines: rank 0's standard input.
     """
-    with running(folder, *command, n=n) as ranks:
+    with running(folder, *command, lines=lines) as ranks:
         end = time.monotonic() + limit
         for rank in ranks:
             rank.process.wait(max(0.1, end - time.monotonic()))
@@ -45,20 +48,22 @@ class Rank:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *command: str, n: int = 2) -> Iterator[list[Rank]]:
+def running(folder: Path, *command: str, lines: str = "") -> Iterator[list[Rank]]:
     """The ranks of `python command`, for the block, at whose end those that are left are killed."""
+    typed = folder / "typed.txt"
+    typed.write_text(lines)
     hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(n)]))
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     same = os.environ | {"MLX_HOSTFILE": str(hosts), "PYTHONPATH": path}
     ranks = []
-    for rank in range(n):
+    for rank in range(2):
         file = folder / f"said-{rank}.txt"
-        with file.open("wb") as said:
+        with file.open("wb") as said, open(os.devnull if rank else typed) as stdin:
             process = subprocess.Popen(
                 [sys.executable, *command],
                 env=same | {"MLX_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

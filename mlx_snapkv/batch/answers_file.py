@@ -146,19 +146,6 @@ class AnswersFile:
         self._keys.add(line.key)
 
 
-class NoAnswers:
-    """The file of a rank that writes none, since rank 0 does."""
-
-    def __enter__(self) -> NoAnswers:
-        return self
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def answer(self, line: Line, body: dict[str, Any]) -> None: ...
-
-    def error(self, line: Line, code: str, sentence: str) -> None: ...
-
-
 def _write(file: int, data: bytes) -> None:
     while data:
         data = data[os.write(file, data) :]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from itertools import chain
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator
@@ -19,7 +17,6 @@ from ..engine.request import held_tokens
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import Quantization
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from ..several.part import part_of, require_same_prompt
 from .batchable import require_together
 from .groups import Groups
 from .guard import guarded_processor, guarded_sampler
@@ -74,7 +71,6 @@ class CompressedBatchGenerator(BatchGenerator):
         reads_first: bool = False,
         **kwargs: Any,
     ):
-        self._ranks = part_of(model).ranks
         chosen = resolve_policy(snapkv, policy)
         recall = Recall(memory, verify, verify_below, far)
         recall.require(chosen)
@@ -111,13 +107,11 @@ class CompressedBatchGenerator(BatchGenerator):
         logits_processors: list[list[Callable]] | None = None,
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
-        for parts in segments:
-            require_same_prompt(self.model, chain.from_iterable(parts))
         if self._plan is not None:
             given = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in given]
-            wanted = [(sum(map(len, parts)), cache) for parts, cache in zip(segments, caches)]
-            self._ranks.agreed(partial(self._require_all, wanted))
+            for parts, cache in zip(segments, caches):
+                self._require(sum(map(len, parts)), cache)
             samplers = [None if s is None else guarded_sampler(s) for s in samplers or []]
             logits_processors = [
                 [guarded_processor(p) for p in given or ()] for given in logits_processors or []
@@ -125,10 +119,6 @@ class CompressedBatchGenerator(BatchGenerator):
         return super().insert_segments(
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
         )
-
-    def _require_all(self, wanted: list[tuple[int, list]]) -> None:
-        for n_prompt, prompt_cache in wanted:
-            self._require(n_prompt, prompt_cache)
 
     def _require(self, n_prompt: int, prompt_cache: list) -> None:
         """Raises: SnapKVError: the policy can't serve such a prompt."""

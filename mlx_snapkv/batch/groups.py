@@ -12,13 +12,34 @@ import numpy as np
 from mlx_lm.generate import GenerationBatch, greedy_sampler
 
 from ..caches.layers import members
-from ..errors import sentence
+from ..errors import SnapKVError, sentence
 from ..models import attention_classes
 from ..models.patch import recording
-from ..several.part import part_of, require_alike
+from ..several.shard import shard_of
 from .entries import batched, kind_of
 from .guard import Guard
 from .job import Job
+
+
+def request_errors(model: Any) -> type[Exception]:
+    """The errors of a step that end its requests only.
+
+    Where several Macs hold the model, those are the ones that all ranks raise: after any other, ranks wait for each
+    other in the middle of the model.
+    """
+    return Exception if shard_of(model).ranks.size == 1 else SnapKVError
+
+
+def of_all_ranks(model: Any, errors: dict[int, Exception]) -> dict[int, Exception]:
+    """The requests that failed on any rank, by `uid`, given those that failed here."""
+    ranks = shard_of(model).ranks
+    if ranks.size == 1:
+        return errors
+    every = ranks.gather({uid: sentence(error) for uid, error in errors.items()})
+    for rank, theirs in enumerate(every):
+        for uid, why in theirs.items():
+            errors.setdefault(int(uid), RuntimeError(f"rank {rank}: {why}"))
+    return errors
 
 
 class Group(GenerationBatch):
@@ -56,11 +77,10 @@ class Group(GenerationBatch):
             with self.recording():
                 responses = super().next()
             mx.eval([getattr(c, "recorded", []) for c in members(self.prompt_cache)])
-        except Exception as error:
-            require_alike(self._whole_model, error)
+        except request_errors(self._whole_model) as error:
             self.filter([])
             return [self._failure(uid, error) for uid in uids]
-        return self._told(responses, self._of_all_ranks(self._errors(responses)))
+        return self._told(responses, of_all_ranks(self._whole_model, self._errors(responses)))
 
     def extracted(self, idx: int) -> list:
         """A request's caches as they are, for others to go on with."""
@@ -84,17 +104,6 @@ class Group(GenerationBatch):
             for function in functions:
                 if isinstance(function, Guard) and function.error is not None:
                     errors[uid] = function.error
-        return errors
-
-    def _of_all_ranks(self, errors: dict[int, Exception]) -> dict[int, Exception]:
-        """The errors, and those that other ranks had: what fails on one ends on all."""
-        ranks = part_of(self._whole_model).ranks
-        if ranks.size == 1:
-            return errors
-        said = ranks.gather({uid: sentence(error) for uid, error in errors.items()})
-        for rank, theirs in enumerate(said):
-            for uid, why in theirs.items():
-                errors.setdefault(int(uid), RuntimeError(f"rank {rank}: {why}"))
         return errors
 
     @property
@@ -141,8 +150,7 @@ class Single(Group):
             if self.joins:
                 self.model = self.job.model
                 self.prompt_cache = list(map(batched, self.job.caches))
-        except Exception as error:
-            require_alike(self.job.model, error)
+        except request_errors(self.job.model) as error:
             return self._told(responses, {self.job.uid: error})
         self.compress_seconds = time.perf_counter() - started
         return responses

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from ..engine.serving import NO_POLICY_REASON, reason_for_nothing
 from ..engine.split_calls import one_by_one
 from ..entries.quantization import Quantization
 from ..policies import Policy, Stages
-from ..several.part import part_of
 
 BatchReport = Callable[[int, CompressionReport], None]
 
@@ -89,8 +87,7 @@ class Job:
         self._everything: list | None = None  # if it is to be recalled
         self.caches = copy.deepcopy(prompt_cache)
         try:
-            ranks = part_of(plan.model).ranks
-            ranks.agreed(functools.partial(self._prepare, n_prompt, max_tokens))
+            self._prepare(n_prompt, max_tokens)
         except Exception as error:
             self.error = error
 

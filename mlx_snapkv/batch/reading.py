@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import PromptProcessingBatch
 
-from ..several.part import require_alike
 from .entries import batched
-from .groups import Failed, Group, Single
+from .groups import Failed, Group, Single, of_all_ranks, request_errors
 from .job import Job
 
 
@@ -26,6 +25,8 @@ class Reading(PromptProcessingBatch):
     @classmethod
     def of(cls, job: Job, prefill_step_size: int, **sequence: Any) -> Reading:
         """A batch of one prompt; `sequence` is what mlx-lm keeps of it, in lists of one."""
+        errors = {} if job.error is None else {job.uid: job.error}
+        job.error = of_all_ranks(job.model, errors).get(job.uid)
         batch = cls(job.loop_model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence)
         batch.job, batch.prompt_cache = job, job.caches
         return batch
@@ -54,8 +55,7 @@ class Reading(PromptProcessingBatch):
             self.job.begin()
             with self.job.recording():
                 super().prompt(tokens)
-        except Exception as error:
-            require_alike(self.job.model, error)
+        except request_errors(self.job.model) as error:
             self.job.error = error
 
     def generate(self, tokens: list[list[int]]) -> Group:
@@ -67,8 +67,7 @@ class Reading(PromptProcessingBatch):
                 job.before_last_token(self.tokens[0])
                 with job.recording():
                     return self._generation(tokens)
-            except Exception as error:
-                require_alike(job.model, error)
+            except request_errors(job.model) as error:
                 job.error = error
         return Failed(job.model, job, self.tokens)
 

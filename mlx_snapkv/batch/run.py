@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,18 +12,15 @@ from typing import Any
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
-from ..several.part import part_of, require_alike
 from .answer import Answer
-from .answers_file import AnswersFile, NoAnswers
+from .answers_file import AnswersFile
 from .batchable import require_together
 from .generator import CompressedBatchGenerator
 from .memory import Memory, under_way
 from .openai_answer import answer_body
 from .openai_request import Asked, Defaults, asked
 from .requests_file import Line
-from .sharing import heard, told
 
-NO_LINE = Line(0, None)  # of a rank that writes no answers
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 
 
@@ -69,8 +65,7 @@ class Run:
     """The answers to a file's lines, each written when it is whole.
 
     Attributes:
-        answers: entered as a context; what it has already is not asked again. Of several ranks rank 0 has them, and
-            the lines.
+        answers: entered as a context; what it has already is not asked again.
         options: of the `CompressedBatchGenerator`: the policy, how entries are quantised, and so on.
         name: the model's, for the answers.
         about: what the answers' field `mlx_snapkv` tells of the run.
@@ -86,7 +81,7 @@ class Run:
 
     model: Any
     tokenizer: Any
-    answers: AnswersFile | NoAnswers
+    answers: AnswersFile
     options: dict[str, Any]
     name: str
     about: dict[str, Any]
@@ -98,7 +93,6 @@ class Run:
 
     def __post_init__(self):
         require_together(self.model)
-        self._ranks = part_of(self.model).ranks
         self.progress = Progress()
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
@@ -121,8 +115,6 @@ class Run:
         """Answer, or tell what is wrong with, every line that the file of answers lacks."""
         self._started = time.perf_counter()
         requests = self._requests(lines)
-        if self._ranks.size > 1:
-            requests = self._of_all(requests)
         try:
             while self._admit(requests):
                 self._step()
@@ -138,7 +130,6 @@ class Run:
     def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
         """The lines that can be answered; the others are told at once."""
         for line in lines:
-            assert isinstance(self.answers, AnswersFile)
             if self.answers.has(line):
                 self.progress.lines += 1
                 self.progress.before += 1
@@ -147,24 +138,6 @@ class Run:
                 yield self._request(line)
             except Exception as error:  # whatever is wrong with one line, the others go on
                 self._fail(line, line.code, _sentence(error))
-
-    def _of_all(self, requests: Iterator[Request]) -> Iterator[Request]:
-        """Rank 0's requests, on every rank."""
-        own: list[Request] = []
-
-        def tell() -> dict[str, Any] | None:
-            own[:] = itertools.islice(requests, 1)
-            for request in own:
-                assert request.line.body is not None
-                return told(request.line.body, request.asked, request.seed)
-            return None
-
-        while (said := self._ranks.from_first(tell)) is not None:
-            if own:
-                yield own[0]
-                continue
-            wanted = heard(said, self.tokenizer, self.defaults)
-            yield Request(NO_LINE, wanted, None, Answer(wanted, self.tokenizer), said["seed"])
 
     def _request(self, line: Line) -> Request:
         if line.body is None:
@@ -189,7 +162,7 @@ class Run:
             self._waiting = None
             if request is None:
                 break
-            if not self._ranks.first(self._fits(request)):
+            if not self._fits(request):
                 self._waiting = request
                 break
             try:
@@ -265,7 +238,6 @@ class Run:
 
     def _give_up(self, error: Exception) -> None:
         """End all that are under way, and go on without them."""
-        require_alike(self.model, error)
         given_up, self._active = list(self._active.values()), {}
         self._generator.close()
         self._generator = self._new_generator()

@@ -180,10 +180,6 @@ class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
                 "give budget as a number or a share"
             )
 
-    def tell_uniform(self, uniform: bool) -> None:
-        """Say whether all layers hold equally many entries, when they come together from several files."""
-        self._uniform = uniform
-
     @property
     def observes(self) -> bool:  # type: ignore[override]
         return self.policy is not None and self.policy.observes_answer

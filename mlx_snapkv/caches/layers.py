@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from ..errors import UnsupportedModelError
-from ..models import Found, attentions, type_of
+from ..models import attentions, type_of
 from ..models.family import AttentionFamily
 from ..policies.budgets import Quota
 from ..several.heads import ALL_HERE, Heads
-from ..several.part import WHOLE, Part, part_of
+from ..several.shard import WHOLE, Shard, shard_of
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
 
@@ -30,7 +30,7 @@ class AttentionLayer:
         attention: the attention module, of the class that `family` describes.
         borrowers: the attention modules of later layers that have no entries of their own and read this one's.
         number, n_layers: it is this one, from 0, of so many full-attention layers of the model, wherever they are.
-        part: the part of the model that is here.
+        shard: what of the model is here.
         heads: which of the layer's KV heads are here.
     """
 
@@ -41,7 +41,7 @@ class AttentionLayer:
     borrowers: tuple[Any, ...] = ()
     number: int = 0
     n_layers: int = 1
-    part: Part = WHOLE
+    shard: Shard = WHOLE
     heads: Heads = ALL_HERE
 
     def cache_in(self, prompt_cache: list) -> Any:
@@ -139,8 +139,8 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     Raises:
         UnsupportedModelError: there is none, or the model type is not one that can be compressed.
     """
-    part = part_of(model)
-    found = part.attempt(lambda: _attentions_here(model, part))
+    shard = shard_of(model)
+    found = attentions(model)
     slots = list(_slots(prompt_cache))
     # More caches than layers: a loop over the layers, each pass with caches of its own.
     if len(slots) % len(found):
@@ -154,28 +154,17 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
         for index, member, cache, owner in owners
         if owner.attention is not None and has_all_entries(cache)
     ]
-    counts = part.counts(len(full))
+    counts = shard.counts(len(full))
     if 0 in counts:
         where = f" on rank {counts.index(0)}: start fewer ranks" if len(counts) > 1 else ""
         raise UnsupportedModelError(
             f"model type {type_of(model)!r} has no full-attention layer with a plain KV cache to compress{where}"
         )
-    before, n_layers = part.place(len(full))
+    before, n_layers = shard.place(len(full))
     return [
-        AttentionLayer(*layer, number, n_layers, part, part.heads_of(layer[2]))
+        AttentionLayer(*layer, number, n_layers, shard, shard.heads_of(layer[2]))
         for number, layer in enumerate(full, start=before)
     ]
-
-
-def _attentions_here(model, part: Part) -> list[Found]:
-    try:
-        return attentions(model)
-    except UnsupportedModelError as error:
-        if part.kind is None:
-            raise
-        raise UnsupportedModelError(
-            f"{error}, or none of this rank's layers has full attention: start fewer processes"
-        ) from error
 
 
 def token_caches(model) -> list:

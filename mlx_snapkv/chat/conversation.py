@@ -18,7 +18,7 @@ from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from ..several.part import part_of, together_through
+from ..several.shard import shard_of
 from . import saved_chat
 from .before import Before
 from .common_prefix import common_prefix
@@ -245,8 +245,7 @@ class Conversation:
         text = ""
         on_report = partial(setattr, self, "report")
         own = self.prompt_cache, len(self.read), self.policy, self._recall, on_report, options
-        served = turn(self.model, self.tokenizer, mx.array(tokens), *own)
-        responses = together_through(self.model, served)
+        responses = turn(self.model, self.tokenizer, mx.array(tokens), *own)
         try:
             for response in responses:
                 if not answered:
@@ -268,7 +267,7 @@ class Conversation:
 
     def _may_keep(self, before: Before) -> bool:
         """Whether the last turn is cheap to take back exactly: on all ranks, if they hold different layers."""
-        return all(part_of(self.model).all_layers([before.is_cheap(self)]))
+        return all(shard_of(self.model).all_layers([before.is_cheap(self)]))
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""

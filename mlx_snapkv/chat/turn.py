@@ -16,7 +16,6 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.serving import MAX_TOKENS, ReportCallback, drive, without_compression
 from ..entries.quantization import taken_from
 from ..policies import Policy, Stages
-from ..several.part import require_same_prompt
 
 
 def turn(
@@ -37,7 +36,6 @@ def turn(
         n_read: tokens that the cache has read before.
         options: of mlx-lm's `stream_generate`.
     """
-    require_same_prompt(model, tokens)
     start = functools.partial(mlx_generate.stream_generate, tokenizer=tokenizer, prompt=tokens)
     n_prompt = n_read + tokens.size
     quantization = None

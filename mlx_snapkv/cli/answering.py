@@ -24,7 +24,7 @@ def load_for_requests(
     quantize_activations: bool,
     extra_eos_token: Sequence[str] | None,
     chat_template_config: str | None,
-    pipeline: bool,
+    pipeline: bool | None = None,
 ) -> tuple[Any, Any]:
     """A model and its tokenizer; SnapKVError if the defaults of sampling are wrong for it."""
     loaded, tokenizer = load_model(

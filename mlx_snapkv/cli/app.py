@@ -8,7 +8,7 @@ import typer
 
 from .._version import __version__
 from ..errors import SnapKVError, sentence
-from ..several.launched import launched
+from ..several import launched
 from . import (
     batch,
     bench,
@@ -111,7 +111,7 @@ def fail(message: str, status: int = 2) -> None:
     if launched():
         from ..several.ranks import leave_all
 
-        leave_all(message)
+        message = leave_all(message)
     streams.speak()
     print(f"mlx-snapkv: {message}", file=sys.stderr)
     streams.leave(status)

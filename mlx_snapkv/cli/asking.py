@@ -100,14 +100,8 @@ def known(option: str, given: list[str], names: list[str]) -> list[str]:
 def output_files(
     output: str | None, endings: Sequence[str] = (".jsonl", ".json", ".md", ".png")
 ) -> ResultFiles | None:
-    """What is going to be written, by this rank."""
-    from ..several.ranks import here
-
-    def found() -> ResultFiles | None:
-        writes = output is not None and here().rank == 0
-        return ResultFiles(output, endings) if writes else None  # type: ignore[arg-type]
-
-    return here().agreed(found)
+    """What is going to be written."""
+    return None if output is None else ResultFiles(output, endings)
 
 
 def require_template(name: str, tokenizer: Any) -> None:
@@ -136,15 +130,12 @@ def measure(
     from ..evals.asking import require_compression
     from ..evals.results import Results
     from ..reporting.setting import setting as measured
-    from ..several.ranks import here
     from .print_table import print_table
 
     require_compression(model, methods, dataset.lengths)
     fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
     answers = None if files is None else with_suffix(files.base, ".jsonl")
-    with here().together():
-        results = Results(fixed, answers, ranks=here())
-        records = _ask(model, dataset, methods, settings, results, answers)
+    records = _ask(model, dataset, methods, settings, Results(fixed, answers), answers)
     summary = score_tables.summarise(records, page)
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     told = {"command": command, **fixed, **measured()}

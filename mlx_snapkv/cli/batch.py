@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from io import BytesIO
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
@@ -51,7 +50,6 @@ def batch(
     requests: Requests,
     output: Output,
     model: flags.Model,
-    pipeline: flags.Pipeline = False,
     concurrency: Concurrency = 8,
     max_kv_bytes: MaxKVBytes = None,
     chat_template_config: flags.ChatTemplateConfig = None,
@@ -90,7 +88,7 @@ def batch(
       cat requests.jsonl | mlx-snapkv batch - -o answers.jsonl --model demo \\
           --snapkv top_k=1024 --concurrency 16 --max-kv-bytes 4GB
     """
-    from ..batch.answers_file import AnswersFile, NoAnswers
+    from ..batch.answers_file import AnswersFile
     from ..batch.memory import Memory
     from ..batch.openai_request import Defaults
     from ..batch.requests_file import RequestsFile
@@ -98,7 +96,6 @@ def batch(
     from ..engine.recalling import Recall
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
-    from ..several.ranks import here
 
     chosen = resolve_policy(snapkv, policy)
     if kv_bits is not None and chosen is None:
@@ -119,18 +116,9 @@ def batch(
     recall = Recall(memory, verify, verify_below, far)
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": kv_bits}
     about |= {} if memory == "drop" else {"memory": memory, "verify": verify}
-    ranks = here()
-    first = ranks.rank == 0  # which has the files
-    if requests == "-" and ranks.size > 1:
-        raise SnapKVError(
-            "mlx.launch does not tell when standard input ends: give a file of requests"
-        )
-    with ranks.agreed(lambda: _opened(requests) if first else BytesIO()) as stream:
-        file = ranks.agreed(lambda: RequestsFile(stream))
-        common = {"model": model, **about}
-        answers = ranks.agreed(
-            lambda: AnswersFile(path_of(output, "--output"), common) if first else NoAnswers()
-        )
+    with _opened(requests) as stream:
+        file = RequestsFile(stream)
+        answers = AnswersFile(path_of(output, "--output"), {"model": model, **about})
         loaded, tokenizer = load_for_requests(
             model,
             adapter_path,
@@ -139,7 +127,6 @@ def batch(
             quantize_activations=quantize_activations,
             extra_eos_token=extra_eos_token,
             chat_template_config=chat_template_config,
-            pipeline=pipeline,
         )
         options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size, recall)
         run = Run(
@@ -148,15 +135,13 @@ def batch(
         if limit is not None:
             quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
             run.memory = Memory(loaded, chosen, quantization, prefill_step_size, limit)
-        with ranks.together():
-            _answer(run, file, quiet)
-    if not quiet and isinstance(answers, AnswersFile):
+        _answer(run, file, quiet)
+    if not quiet:
         print(_closing_line(answers, run.progress), file=sys.stderr)
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
     """Answer the file, with a bar."""
-    from ..batch.answers_file import NoAnswers
     from .progress import BatchBar
 
     with run.answers, BatchBar(file.n_lines, LINE_EVERY, quiet) as bar:
@@ -164,8 +149,6 @@ def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
         try:
             run.answer(file)
         except KeyboardInterrupt:
-            if isinstance(run.answers, NoAnswers):
-                raise
             bar.console.print(
                 f"What was answered is in {run.answers.path}; the same command goes on from there.",
                 soft_wrap=True,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..several.ranks import here
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -24,7 +22,7 @@ def telling(
     """
 
     def tell(done: int, total: int) -> None:
-        if done == 0 and here().size == 1:
+        if done == 0:
             found = cost(total)
             said = [] if found is None else [str(found), *(f"warning: {x}" for x in found.warnings)]
             for line in said:

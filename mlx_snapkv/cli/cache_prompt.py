@@ -28,7 +28,6 @@ def cache_prompt(
     prefill_step_size: flags.PrefillStepSize = 2048,
     adapter_path: flags.AdapterPath = None,
     trust_remote_code: flags.TrustRemoteCode = False,
-    pipeline: flags.Pipeline = False,
     snapkv: flags.Snapkv = None,
     policy: flags.Policy = None,
     memory: flags.Memory = "drop",
@@ -56,10 +55,8 @@ def cache_prompt(
     from ..engine.reading import require_book
     from ..engine.recalling import Recall
     from ..policies import resolve_policy
-    from ..several.ranks import here
     from .before_book import telling
     from .progress import PrefillBar, WritingBar, stderr_console
-    from .sharded import require_alone
 
     chosen = resolve_policy(snapkv, policy)
     require_book(chosen, memory)
@@ -68,16 +65,14 @@ def cache_prompt(
             "--kv-bits quantises what answers are decoded from: for all entries, give --memory recall:file:8bit or "
             "recall:file:4bit"
         )
-    if memory != "drop":
-        require_alone(memory=memory)
     path = saved.require_writable(output)
     replaced = path.exists()
-    text = here().from_first(partial(read_prompt, prompt, prompt_file))
-    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code, pipeline=pipeline)
+    text = read_prompt(prompt, prompt_file)
+    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
     require_kv_bits(loaded, kv_bits, kv_group_size)
     recall = Recall(memory, far=far)
     require_far(loaded, chosen, recall)
-    now = datetime.fromisoformat(here().first(datetime.now().isoformat()))
+    now = datetime.now()
     console = stderr_console(quiet)
     opening = partial(opening_tokens, tokenizer, text, system_prompt, now)
     tokens = waited_for(console, TOKENISING, opening)

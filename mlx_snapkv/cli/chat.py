@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
-from ..several.launched import launched
 from . import flags
 from .generation import (
     adapt_tokenizer,
@@ -62,12 +61,11 @@ def chat(
     """
     from ..chat.conversation import Conversation
     from ..policies import resolve_policy
-    from ..several.ranks import here
     from .chat_commands import CommandCompleter
     from .chat_session import Session
     from .lines import Lines
     from .sampling import Sampling
-    from .shared_lines import SharedLines
+    from .sharded import shared_lines
 
     chosen = resolve_policy(snapkv, policy)
     start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
@@ -79,8 +77,7 @@ def chat(
         quantize_activations=quantize_activations,
         pipeline=pipeline,
     )
-    if here().size > 1:
-        lines = SharedLines(lines, here())
+    lines = shared_lines(lines)
     adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
     require_kv_bits(loaded, kv_bits, kv_group_size)
     require_rotating(loaded, max_kv_size, kv_bits=kv_bits)
@@ -133,7 +130,7 @@ def run(session: Session) -> None:
                 raise
             session.say(str(error))
         except KeyboardInterrupt:
-            if not interactive or launched():
+            if not interactive or session.lines.shared:
                 raise
             session.say(f"stopped; the conversation goes on{session.waiting}")
         except StopIteration:

@@ -19,12 +19,12 @@ from ..paths import path_of
 from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
 from ..saved import require_writable
-from ..several.ranks import here
 from ..whole_files import put
 from . import sampling
 from .chat_markdown import as_markdown
 from .chat_session import Session
 from .prompt_text import read_file
+from .sharded import on_first
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CommandCompleter(Completer):
 
 def _file(session: Session, name: str) -> None:
     path = _named("/file", name)
-    text = here().from_first(partial(read_file, "/file", path))
+    text = on_first(partial(read_file, "/file", path))
     tokens = session.attach(text)
     session.names[text] = Path(path).name
     session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")
@@ -187,8 +187,8 @@ def _load(session: Session, name: str) -> None:
 
 def _export(session: Session, name: str) -> None:
     path = path_of(_named("/export", name), "/export")
-    if here().rank:
-        return
+    if session.lines.shared:
+        raise SnapKVError("/export does not run on several Macs: start the chat without mlx.launch")
     text = as_markdown(session)
     ours = str(path.absolute()) in session.exported
     if path.exists() and not ours:

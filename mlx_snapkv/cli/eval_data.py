@@ -22,7 +22,6 @@ def data(
         ),
     ],
     model: flags.Model = "demo",
-    pipeline: flags.Pipeline = False,
     policy: asking.Policies = None,
     memory: flags.Memory = "drop",
     store_dir: flags.StoreDir = None,
@@ -46,13 +45,12 @@ def data(
     mlx-snapkv eval data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """
     from ..evals.columns import PAGE, Columns, read_columns
-    from ..several.ranks import here
 
     settings = asking.settings_of(setting)
     methods = asking.methods_of(policy, memory, verify, verify_below)
-    found, copy = here().agreed(lambda: read_columns(path, task, documents))
+    found, copy = read_columns(path, task, documents)
     files = asking.output_files(output)
-    loaded, tokenizer = load_model(model, pipeline=pipeline)
+    loaded, tokenizer = load_model(model)
     dataset = Columns(tokenizer, found, copy, not ignore_chat_template)
     dataset.require_room(loaded)
     asking.measure(model, loaded, dataset, PAGE, methods, settings, files, as_json)

@@ -42,7 +42,6 @@ def fidelity(
         ),
     ],
     model: flags.Model = "demo",
-    pipeline: flags.Pipeline = False,
     setting: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,19 +87,18 @@ def fidelity(
     from ..evals import fidelity as measuring
     from ..evals.texts import Texts, read_texts
     from ..policies import resolve_policy
-    from ..several.ranks import here
     from .progress import stderr_console
 
     settings = asking.known("--setting", setting or [measuring.TEXT], list(measuring.SETTINGS))
     chosen = (resolve_policy(policy=given) for given in policy)
     methods = {measuring.FULL: None} | {str(one): one for one in chosen}
     measuring.require_compression(methods, length)
-    texts = Texts(text, here().from_first(lambda: read_texts(text)))
+    texts = Texts(text, read_texts(text))
     # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.
     n_following = continuation + 1
     texts.require_length(length + n_following)
     files = asking.output_files(output, (".jsonl", ".json", ".md"))
-    loaded, tokenizer = load_model(model, pipeline=pipeline)
+    loaded, tokenizer = load_model(model)
     measuring.require_room(loaded, methods, length)
     pieces = texts.pieces(tokenizer, length, n_following, documents)
     if texts.left_out is not None:
@@ -133,13 +131,11 @@ def _measure(
     from ..evals.fidelity import KEYS
     from ..evals.results import Results
     from ..reporting.setting import setting as measured
-    from ..several.ranks import here
     from .print_table import print_table
 
     answers = None if files is None else with_suffix(files.base, ".jsonl")
-    with here().together():
-        results = Results(fixed, answers, KEYS, here())
-        records = _run(model, tokenizer, comparison, results, answers)
+    results = Results(fixed, answers, KEYS)
+    records = _run(model, tokenizer, comparison, results, answers)
     summary = fidelity_tables.summarise(records)
     about = {"command": shlex.join(["mlx-snapkv", *sys.argv[1:]]), **fixed, **measured()}
     result = {**about, "summary": summary, "records": records}

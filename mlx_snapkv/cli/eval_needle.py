@@ -30,7 +30,6 @@ Questions = Annotated[int, typer.Option(min=1, help="Questions per length and de
 
 def needle(
     model: flags.Model = "demo",
-    pipeline: flags.Pipeline = False,
     policy: asking.Policies = None,
     setting: asking.Setting = "known",
     length: asking.Lengths = "2048,4096",
@@ -52,20 +51,17 @@ def needle(
     mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
     """
     from ..evals.needle import Needle
-    from ..several.ranks import here
 
-    files = [partial(read_file, "--haystack", file) for file in haystack or []]
-    text = "\n\n".join(here().from_first(file) for file in files)
+    text = "\n\n".join(read_file("--haystack", file) for file in haystack or [])
     if haystack and not text.strip():
         raise SnapKVError(f"--haystack {' '.join(haystack)}: there is no text in it")
     make = partial(Needle, needles=needles, text=text or None)
     grid = {"lengths": _lengths(length), "n_depths": depths, "n_documents": questions, "seed": seed}
-    _evaluate(model, make, grid, policy or [], setting, output, as_json, pipeline)
+    _evaluate(model, make, grid, policy or [], setting, output, as_json)
 
 
 def lines(
     model: flags.Model = "demo",
-    pipeline: flags.Pipeline = False,
     policy: asking.Policies = None,
     setting: asking.Setting = "known",
     length: asking.Lengths = "2048,4096",
@@ -85,7 +81,7 @@ def lines(
 
     make = partial(Lines, wording=FACTS if model in MODELS else LONGEVAL)
     grid = {"lengths": _lengths(length), "n_depths": depths, "n_documents": questions, "seed": seed}
-    _evaluate(model, make, grid, policy or POOLING, setting, output, as_json, pipeline)
+    _evaluate(model, make, grid, policy or POOLING, setting, output, as_json)
 
 
 def _lengths(text: str) -> list[int]:
@@ -103,7 +99,6 @@ def _evaluate(
     setting: str,
     output: str | None,
     as_json: bool,
-    pipeline: bool,
 ) -> None:
     """Ask, and draw a heat map of every method."""
     from ..evals.haystack import PAGE
@@ -112,7 +107,7 @@ def _evaluate(
     methods, settings = asking.methods_of(policies), asking.settings_of(setting)
     maps = [heatmap.ending(method.name, each) for method in methods for each in settings]
     files = asking.output_files(output, [".jsonl", ".json", ".md", *maps])
-    model, tokenizer = load_model(name, pipeline=pipeline)
+    model, tokenizer = load_model(name)
     asking.require_template(name, tokenizer)
     dataset, draw = make(tokenizer, **grid), heatmap.write_heatmaps
     asking.measure(name, model, dataset, PAGE, methods, settings, files, as_json, draw)

@@ -17,7 +17,6 @@ LEAST = 512  # tokens of a prompt
 
 def suite(
     model: flags.Model = "demo-tasks",
-    pipeline: flags.Pipeline = False,
     policy: asking.Policies = None,
     by_mask: asking.ByMask = None,
     memory: flags.Memory = "drop",
@@ -47,7 +46,7 @@ def suite(
     lengths = whole_numbers("--length", length, LEAST)
     methods = asking.methods_of(policy, memory, verify, verify_below, by_mask)
     files = asking.output_files(output)
-    loaded, tokenizer = load_model(model, pipeline=pipeline)
+    loaded, tokenizer = load_model(model)
     asking.require_template(model, tokenizer)
     dataset = Suite(tokenizer, tasks, lengths, documents, questions, seed)
     asking.measure(model, loaded, dataset, PAGE, methods, settings, files, as_json)

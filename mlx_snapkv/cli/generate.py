@@ -91,16 +91,15 @@ def generate(
     from ..engine.generate import stream_generate
     from ..entries.quantization import Quantization
     from ..policies import resolve_policy
-    from ..several.ranks import here
     from .before_book import telling
     from .progress import PrefillBar, stderr_console
     from .saved_start import SavedStart
-    from .sharded import require_alone
+    from .sharded import on_first, require_alone
 
     quiet = quiet or verbose.lower().startswith("f")
     chosen = resolve_policy(snapkv, policy)
     start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
-    text = here().from_first(partial(read_prompt, prompt, prompt_file))
+    text = on_first(partial(read_prompt, prompt, prompt_file))
     require_alone(draft_model=draft_model)
     loaded, tokenizer = load_model(
         model,

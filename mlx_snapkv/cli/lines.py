@@ -23,7 +23,12 @@ class Lines:
     Args:
         stream: standard input; pasted text comes in as one message if it is a terminal.
         completer: what Tab completes there.
+
+    Attributes:
+        shared: several Macs take the same lines.
     """
+
+    shared = False
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
         if stream is None:

@@ -6,16 +6,11 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
 from ..paths import path_of
 from .interrupts import listen
-from .streams import be_silent
-
-if TYPE_CHECKING:
-    from ..several.ranks import Ranks
 
 
 def load_model(
@@ -28,38 +23,17 @@ def load_model(
 ):
     """The model and tokenizer that mlx-lm loads for a folder, a hub repository or an embedded model's name.
 
-    Of several processes that `mlx.launch` has started, each loads its part; those but rank 0 print no more.
+    Of several processes that `mlx.launch` has started, each loads its shard; those but rank 0 print no more.
 
     Args:
-        pipeline: they are to have some of the layers each, not a slice of all; None is a command that one process has
-            to run by itself.
+        pipeline: each is to have some of the layers, not a slice of all; None is a command for one process.
 
     Raises:
         SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
     """
-    from ..several.ranks import here
-    from .sharded import require_shared
+    from .sharded import join, load_shared
 
-    ranks = here()
-    if ranks.rank:
-        be_silent()
-    with ranks.together():
-        require_shared(
-            ranks, pipeline, adapter_path=adapter_path, quantize_activations=quantize_activations
-        )
-        wanted = name, adapter_path, trust_remote_code, option, quantize_activations
-        return _loaded(ranks, bool(pipeline), *wanted)
-
-
-def _loaded(
-    ranks: Ranks,
-    pipeline: bool,
-    name: str,
-    adapter_path: str | None,
-    trust_remote_code: bool,
-    option: str,
-    quantize_activations: bool,
-):
+    ranks = join(pipeline, adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _place(name, option)
     exists = os.path.exists(folder)  # which is False for a name that no file can have
     adapter = None if adapter_path is None else path_of(adapter_path, "--adapter-path")
@@ -67,15 +41,13 @@ def _loaded(
         raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
     from mlx_lm import load
 
-    from .sharded import load_shared
-
     # Of prompts beyond the model's length it says that they fail, which those of our policies don't.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     listen()
     where = str(folder if exists else name)
     try:
         if ranks.size > 1:
-            model, tokenizer = load_shared(where, ranks, pipeline, trust_remote_code)
+            model, tokenizer = load_shared(where, ranks, bool(pipeline), trust_remote_code)
         else:
             model, tokenizer, *_ = load(
                 where,

@@ -18,7 +18,6 @@ from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..policies import POLICIES, Policy, Stages, resolve_policy
-from ..several.ranks import here
 from .opening import conversation
 
 
@@ -129,8 +128,7 @@ class SavedStart:
         asked = self.report.policy != NO_POLICY and not self.report.compressed
         why = f": {self.report.reason}" if asked else ""
         size = format_bytes(kv_bytes(self.prompt_cache))
-        where = " on this rank" if here().size > 1 else ""
-        held = f"now {entries} entries, KV memory {size}{where}"
+        held = f"now {entries} entries, KV memory {size}"
         return f"after {self.n_tokens} saved ones ({how}{why}), {held}"
 
     def to_dict(self) -> dict[str, Any]:

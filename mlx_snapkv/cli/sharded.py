@@ -1,13 +1,18 @@
-"""A model that several Macs hold together, loaded by each of them."""
+"""Commands on several Macs: each loads its shard of the model; the first one, rank 0, reads input and prints."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from ..errors import SnapKVError, brief
 from ..several.ranks import Ranks, here
+from .lines import Lines
 from .spelling import flag_of
+from .streams import be_silent
+
+T = TypeVar("T")
 
 INDEX = "model.safetensors.index.json"
 # What mlx and mlx-lm say of a model that can't be split so.
@@ -15,28 +20,30 @@ REASONS = ("does not support", "must be positive", "annot shard", "annot be shar
 ALONE_ONLY = "start it without mlx.launch"
 
 
-def require_shared(ranks: Ranks, pipeline: bool | None, **options: Any) -> None:
-    """Check that a command was started alike by all ranks, and with what a shared model goes together with.
+def join(pipeline: bool | None, **options: Any) -> Ranks:
+    """All processes that were started with this one. Those but rank 0 print nothing from here on.
 
     Args:
-        pipeline: None is a command that one Mac has to run by itself.
-        **options: those that don't go together with one, if they are given.
+        pipeline: the Macs split the model by layers; None is a command for one Mac.
+        **options: those that several Macs can't serve.
 
     Raises:
-        SnapKVError: that is not so.
+        SnapKVError: the command is for one Mac, an option is, or the ranks were given different options.
     """
+    ranks = here()
+    if ranks.rank:
+        be_silent()
     if ranks.size == 1:
         if pipeline:
             raise SnapKVError(
                 "--pipeline splits a model over several Macs: start the command by mlx.launch, or drop it"
             )
-        return
+        return ranks
     ranks.require_same(options=" ".join(sys.argv[1:]))
     if pipeline is None:
-        raise SnapKVError(
-            f"mlx-snapkv {sys.argv[1]} does not run on several Macs yet: {ALONE_ONLY}"
-        )
+        raise SnapKVError(f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {ALONE_ONLY}")
     require_alone(**options)
+    return ranks
 
 
 def require_alone(**options: Any) -> None:
@@ -48,10 +55,43 @@ def require_alone(**options: Any) -> None:
             )
 
 
+def on_first(work: Callable[[], T]) -> T:
+    """The result of `work`, which only rank 0 does; what it raises there is raised on all ranks."""
+    return here().from_first(work)
+
+
+class SharedLines:
+    """Rank 0's lines, one after the other on every rank; see `Lines`."""
+
+    shared = True
+
+    def __init__(self, lines: Lines, ranks: Ranks):
+        self._lines, self._ranks = lines, ranks
+        self.interactive = ranks.first(lines.interactive)
+
+    def __iter__(self) -> Iterator[str]:
+        lines = iter(self._lines)
+        while True:
+            line = self._ranks.from_first(lambda: next(lines, None))
+            if line is None:
+                return
+            yield line
+
+    def agree(self, question: str) -> bool:
+        """Whether the user at rank 0's terminal says yes."""
+        return self._ranks.from_first(lambda: self._lines.agree(question))
+
+
+def shared_lines(lines: Lines) -> Lines | SharedLines:
+    """The lines that every rank takes: rank 0's."""
+    ranks = here()
+    return lines if ranks.size == 1 else SharedLines(lines, ranks)
+
+
 def load_shared(
     folder: str, ranks: Ranks, pipeline: bool, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    """This rank's part of a model, by mlx-lm's `sharded_load`, and the tokenizer.
+    """This rank's shard of a model, by mlx-lm's `sharded_load`, and the tokenizer.
 
     Raises:
         SnapKVError: mlx-lm can't split it so.

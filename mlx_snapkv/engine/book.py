@@ -105,7 +105,7 @@ class BookRequest(RecallingRequest):
         book = self._book()
         started = time.perf_counter()
         scored = map(self._scored, self._layers, self._quotas)
-        chosen = choose_all(scored, self.decode_policy, self._quotas, self._layers[0].part)
+        chosen = choose_all(scored, self.decode_policy, self._quotas, self._layers[0].shard)
         voted = time.perf_counter()
         uniform = len({choice.kept.shape[-1] for choice in chosen}) == 1
         for layer, choice in zip(self._layers, chosen):
@@ -228,7 +228,6 @@ class BookRequest(RecallingRequest):
         report.prefill_seconds = self._prefill_seconds or 0.0
         report.selection_seconds = book.vote_seconds + book.gather_seconds + book.read_again_seconds
         report.book, report.pulled_to = book, self.pulled_to
-        report.add_up(self._layers[0].part)
 
     def compress(self) -> CompressionReport:
         """What was done when the last token was read."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..caches.layers import layer_caches
-from ..several.part import part_of
+from ..several.shard import shard_of
 from .gathering import Gathering
 from .report import Verified
 
@@ -55,7 +55,7 @@ class Checked:
                 self._pace.judged(n_right, wrong=min(1, len(self._ahead)))
             self.close()
             # By the clock, which every rank has its own of.
-            n_drafts = part_of(self._model).ranks.first(self._pace.n_drafts())
+            n_drafts = shard_of(self._model).ranks.first(self._pace.n_drafts())
             return self._round(token, n_drafts)
 
     @property

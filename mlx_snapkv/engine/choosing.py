@@ -10,10 +10,11 @@ import mlx.core as mx
 from ..caches.layers import AttentionLayer
 from ..entries.entries import Entries
 from ..entries.selection import nan_scores
+from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import Quota, shared_out, smallest_for_share
 from ..several.heads import ALL_HERE, Heads
-from ..several.part import Part
+from ..several.shard import Shard
 from .report import CompressionReport
 
 
@@ -69,15 +70,25 @@ def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
 
 
 def choose_all(
-    scored: Iterable[Scored], policy: Policy, quotas: list[Quota], part: Part
+    scored: Iterable[Scored], policy: Policy, quotas: list[Quota], shard: Shard
 ) -> list[Choice]:
-    """What a policy keeps, layer by layer; all scores are held at once only if it shares its budget out by them."""
+    """What a policy keeps, layer by layer; all scores are held at once only if it shares its budget out by them.
+
+    A failure on one rank is raised on all.
+    """
+    shard.ranks.synchronize()
+    return shard.ranks.agreed(lambda: _choices(scored, policy, quotas, shard), SnapKVError)
+
+
+def _choices(
+    scored: Iterable[Scored], policy: Policy, quotas: list[Quota], shard: Shard
+) -> list[Choice]:
     if policy.adaptive:
         held = []
         for layer in scored:
             mx.eval(layer.scores, layer.votes)
             held.append(layer)
-        scored, quotas = held, shared_out([layer.scores for layer in held], quotas, part)
+        scored, quotas = held, shared_out([layer.scores for layer in held], quotas, shard)
     return [choose(layer, policy, quota) for layer, quota in zip(scored, quotas)]
 
 

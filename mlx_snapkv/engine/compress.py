@@ -21,7 +21,6 @@ from ..entries.queries import Queries
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota
-from ..several.part import together
 from .choosing import Choice, Scored, among, choose, choose_all, score, tell_kept
 from .decision import fits_reason
 from .report import CompressionReport
@@ -30,7 +29,6 @@ from .report import CompressionReport
 KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
 
 
-@together
 def compress_prompt_cache(
     model,
     prompt_cache: list,
@@ -120,9 +118,7 @@ class Compression:
         """Compress; what it did. Raises as `compress_prompt_cache` does."""
         started = time.perf_counter()
         report = CompressionReport(str(self.policy), self.n_tokens)
-        ranks = self.layers[0].part.ranks
-        ranks.settle()
-        choices = ranks.agreed(self._choices, SnapKVError)
+        choices = self._choices()
         tell_kept(report, self.prompt_cache, self.layers, choices)
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
@@ -131,7 +127,6 @@ class Compression:
         report.kv_bytes_after = kv_bytes(self.prompt_cache)
         report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.prompt_cache))
         report.selection_seconds = time.perf_counter() - started
-        report.add_up(self.layers[0].part)
         return report
 
     @property
@@ -146,7 +141,7 @@ class Compression:
             wanted[0] = self.policy.prefill_quotas
         by_stage = [quotas_of(self.layers, quotas, self.n_tokens) for quotas in wanted]
         scored = (self._scored(layer, quotas) for layer, *quotas in zip(self.layers, *by_stage))
-        return choose_all(scored, self._stages[-1], by_stage[-1], self.layers[0].part)
+        return choose_all(scored, self._stages[-1], by_stage[-1], self.layers[0].shard)
 
     def _scored(self, layer: AttentionLayer, quotas: list[Quota]) -> Scored:
         """A layer's scores by the last policy, among what the earlier ones keep; each has its quota."""

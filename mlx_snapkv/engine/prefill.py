@@ -14,7 +14,6 @@ from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages, resolve_policy
-from ..several.part import require_same_prompt, together
 from .decision import PREFILL_STEP_SIZE, ProgressCallback, gate
 from .far import require_far
 from .making import make_request
@@ -27,7 +26,6 @@ from .split_calls import one_by_one
 mlx_generate = importlib.import_module("mlx_lm.generate")
 
 
-@together
 def prefill(
     model,
     tokens: mx.array | Sequence[int],
@@ -70,7 +68,6 @@ def prefill(
     tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
     if tokens.ndim != 1:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
-    require_same_prompt(model, tokens, policy=str(chosen))
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     options = {
         "prefill_step_size": prefill_step_size,

@@ -6,7 +6,6 @@ from ..caches.layers import attention_layers, kv_bytes
 from ..caches.memories import make_caches
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from ..several.part import part_of, together
 from .decision import PREFILL_STEP_SIZE, ProgressCallback, gate
 from .making import make_request
 from .prefill import read
@@ -27,7 +26,6 @@ def require_book(policy: Policy | Stages | None, memory: str) -> None:
         )
 
 
-@together
 def read_book(
     model,
     tokens: list[int],
@@ -73,5 +71,4 @@ def read_book(
         report.kv_bytes_before += cache.full_nbytes
         report.kv_bytes_after -= cache.store.nbytes
     report.kv_bytes_after += kv_bytes(caches)
-    report.add_up(part_of(model))
     return caches, report

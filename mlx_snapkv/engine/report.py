@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..several.part import Part
+from typing import Any
 
 NO_POLICY = "none"
 VERIFY_BELOW = 0.99  # probability under which a token votes, with verify="unsure"
@@ -90,7 +87,7 @@ class Book:
 
 @dataclass
 class CompressionReport:
-    """One request's compression.
+    """One request's compression. Of a model that several Macs hold together, figures are those of this one.
 
     Attributes:
         policy: the policy, as its command-line string, or NO_POLICY.
@@ -106,8 +103,6 @@ class CompressionReport:
         selection_seconds: scoring, ranking and gathering, all evictions while reading included.
         verified: what the answer asks of all entries; None without `verify`.
         pulled_to: tokens that the model was trained to, if the prompt is longer and its entries were pulled together.
-        ranks: of a model that several Macs hold together, what each has, in order of rank: its `layers` with a cache,
-            its `kv_bytes_before` and `kv_bytes_after`. The figures above are those of the whole model.
         book: where the other entries are, if they were evicted while the prompt was read, and nothing was forgotten.
     """
 
@@ -124,7 +119,6 @@ class CompressionReport:
     verified: Verified | None = None
     book: Book | None = None
     pulled_to: int | None = None
-    ranks: list[dict[str, Any]] | None = None
 
     @property
     def compressed(self) -> bool:
@@ -151,9 +145,7 @@ class CompressionReport:
         spare = self.kv_bytes_after > 1.05 * share * self.kv_bytes_before
         room = ", with room for more" if spare else ""
         before, after = format_bytes(self.kv_bytes_before), format_bytes(self.kv_bytes_after)
-        of_ranks = [format_bytes(each["kv_bytes_after"]) for each in self.ranks or ()]
-        where = f", on {len(of_ranks)} ranks {' + '.join(of_ranks)}" if of_ranks else ""
-        return f"KV memory {before} → {after} ({self.kv_dtype}{room}{where})"
+        return f"KV memory {before} → {after} ({self.kv_dtype}{room})"
 
     @property
     def recall_text(self) -> str:
@@ -167,23 +159,6 @@ class CompressionReport:
         if self.pulled_to is None:
             return ""
         return f"pulled together beyond the {self.pulled_to} tokens that the model was trained to"
-
-    def add_up(self, part: Part) -> None:
-        """Make the report of a rank that of the whole model; all ranks have to do it, with theirs."""
-        if part.kind is None:
-            return
-        own = ("kv_bytes_before", "kv_bytes_after")
-        mine = {"layers": len(self.entries_kept)} | {name: getattr(self, name) for name in own}
-        stored = ("resident_bytes", "stored_bytes", "file_bytes")
-        book = {} if self.book is None else {name: getattr(self.book, name) for name in stored}
-        every = part.ranks.gather([mine, book])
-        self.ranks = [each for each, _ in every]
-        for name in own:
-            setattr(self, name, sum(each[name] for each in self.ranks))
-        for name in book:
-            setattr(self.book, name, sum(each[name] for _, each in every))
-        self.entries_kept = part.all_layers(self.entries_kept)
-        self.attention_share = part.all_layers(self.attention_share)
 
     # What `entries`, `entries_kept` and `attention_share` were called before.
     rows = property(lambda self: self.entries)

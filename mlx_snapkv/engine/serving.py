@@ -16,7 +16,6 @@ from ..caches.memories import lasting_forms, recalling_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from ..several.part import require_same_prompt, together_through
 from .compress import KeptCallback
 from .decision import gate
 from .far import require_far
@@ -57,33 +56,12 @@ def served(
     `after` amends the items that come after it, given the seconds it took; `on_kept` is told what it keeps.
     """
     told = on_report or (lambda report: None)
-    require_same_prompt(
-        model, prompt, policy=str(policy), memory=str(recall), max_tokens=max_tokens
-    )
     n_prompt = len(prompt)
-    items = _served(
-        start, model, n_prompt, max_tokens, policy, recall, told, options, after, on_kept
-    )
-    return together_through(model, items)
-
-
-def _served(
-    start: Callable[..., Iterator[Any]],
-    model,
-    n_prompt: int,
-    max_tokens: int,
-    policy: Policy | Stages | None,
-    recall: Recall,
-    on_report: ReportCallback,
-    options: dict[str, Any],
-    after: Callable[[Any, float], Any],
-    on_kept: KeptCallback | None,
-) -> Iterator[Any]:
     recall.require(policy)
     require_far(model, policy, recall)
     reason = reason_for_nothing(model, policy, n_prompt, max_tokens, options, recall)
     if policy is None or reason is not None:
-        on_report(CompressionReport(str(policy or NO_POLICY), n_prompt, reason))
+        told(CompressionReport(str(policy or NO_POLICY), n_prompt, reason))
         return _continued(start, model, options)
     require_no_conflict(options)
     given = options.get("prompt_cache")
@@ -94,13 +72,13 @@ def _served(
     if recall.memory == "drop":
         request = make_request(model, policy, n_prompt, prompt_cache, *wanted)
         request.on_kept = on_kept
-        return drive(start, request, on_report, options, after, keep=given is not None)
+        return drive(start, request, told, options, after, keep=given is not None)
     caches = recalling_caches(model, prompt_cache, recall.memory, policy)
     recalling = make_request(model, policy, n_prompt, caches, *wanted)
 
     def compressed(report: CompressionReport) -> None:
         prompt_cache[:] = lasting_forms(model, caches, recall.memory)
-        on_report(report)
+        told(report)
 
     items = drive(start, recalling, compressed, options, after, keep=given is not None)
     return _all_or_nothing(items, caches)

@@ -13,7 +13,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.layers import attention_layers, file_bytes, kv_bytes
 from ..engine.decision import gate
 from ..errors import SnapKVError
-from ..several.part import part_of
 from .answering import KNOWN, Answer, Asked, Method
 from .document import Dataset, Question
 from .results import Record, Results
@@ -52,7 +51,7 @@ def run(
         for method, setting, i, where in missing:
             question = document.questions[i]
             answer = asked.answer(method, setting, question)
-            results.add(where | _told(model, question, method, answer))
+            results.add(where | _told(question, method, answer))
         on_document(bool(missing))
         records += [record for *_, where in cells if (record := results.get(where))]
     return records
@@ -78,10 +77,9 @@ def require_compression(model, methods: Sequence[Method], lengths: Sequence[int]
                 policy.prefill_quotas(length, n_layers)
 
 
-def _told(model, question: Question, method: Method, answer: Answer) -> Record:
+def _told(question: Question, method: Method, answer: Answer) -> Record:
     """What is recorded of an answer."""
-    report, ranks = answer.report, part_of(model).ranks
-    n_bytes = sum(ranks.gather(kv_bytes(answer.cache)))
+    report, n_bytes = answer.report, kv_bytes(answer.cache)
     if report.compressed:
         # With a memory the cache that was given holds all entries, and the answer's own is another.
         recalls = method.options.get("memory", "drop") != "drop"
@@ -93,7 +91,7 @@ def _told(model, question: Question, method: Method, answer: Answer) -> Record:
         "tokens": len(question.prompt),
         "entries": report.entries if report.compressed else None,
         "kv_bytes": n_bytes,
-        "file_bytes": sum(ranks.gather(file_bytes(answer.cache))),
+        "file_bytes": file_bytes(answer.cache),
         "votes": 0 if answer.report.verified is None else answer.report.verified.votes,
         "reason": None if method.policy is None else report.reason,
     }

@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..several.part import part_of
 from .results import Record
 
 STREAMS = 2  # of a CPU: each computes on a core of its own
@@ -20,17 +19,16 @@ WAITING = 32  # records under way there, each of which holds a compressed cache
 class Beside:
     """Records that hold arrays, which a CPU computes while the next text is read.
 
-    On a GPU, which has enough to do with one at a time, and where several machines have to compute in the same order,
-    the next record waits for the one before.
+    On a GPU, which is busy with one at a time, the next record waits for the one before.
 
     Args:
         add: receives every record when its arrays are numbers, in order.
     """
 
-    def __init__(self, model: Any, add: Callable[[Record], None]):
+    def __init__(self, add: Callable[[Record], None]):
         self._add, self._waiting = add, deque[Callable[[], None]]()
         device = mx.default_device()
-        beside = device.type == mx.cpu and part_of(model).ranks.size == 1
+        beside = device.type == mx.cpu
         streams = _cpu_streams() if beside else [mx.default_stream(device)]
         self._streams, self._most = itertools.cycle(streams), WAITING if beside else 0
 

@@ -26,7 +26,6 @@ from ..engine.request import held_tokens
 from ..entries.quantization import n_bytes
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from ..several.part import part_of
 from .beside import Beside
 from .divergence import Reference, log_softmax, loss
 from .frame import Frame, frame_of
@@ -119,7 +118,7 @@ class Document:
         kept = [n for n in report.entries_kept if n is not None]
         return {
             "entries": round(sum(kept) / len(kept)) if kept else report.prompt_tokens,
-            "kv_bytes": sum(part_of(self.model).ranks.gather(nbytes)),
+            "kv_bytes": nbytes,
             "reason": report.reason,
         }
 
@@ -240,7 +239,7 @@ def run(
     methods, settings = comparison.methods, comparison.settings
     asked = [None] if set(settings) == {TEXT} else comparison.questions
     framed = [(question, frame_of(tokenizer, question)) for question in asked]
-    beside = Beside(model, results.add)
+    beside = Beside(results.add)
     every: list[Record] = []
     measured = False
     for piece, (question, frame) in zip(comparison.pieces, itertools.cycle(framed)):

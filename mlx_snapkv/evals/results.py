@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import SnapKVError
 from ..whole_files import naming, put_result
-
-if TYPE_CHECKING:
-    from ..several.ranks import Ranks
 
 Record = dict[str, Any]
 
@@ -23,7 +20,6 @@ class Results:
 
     Args:
         keys: the names of a record's values that tell it from all others.
-        ranks: who answers together: rank 0 alone has the file, and tells the others what is in it.
 
     With a path, each is appended to that file as it comes; the file's first line is the setting. A last line that
     was not finished is dropped.
@@ -37,12 +33,10 @@ class Results:
         setting: dict[str, Any],
         path: Path | None = None,
         keys: tuple[str, ...] = KEYS,
-        ranks: Ranks | None = None,
     ):
         self._path = path
         self._keys = keys
-        known = self._loaded(setting) if ranks is None else self._told(setting, ranks)
-        self._records = {self._key(record): record for record in known}
+        self._records = {self._key(record): record for record in self._loaded(setting)}
 
     def get(self, wanted: Record) -> Record | None:
         """The record with the same keys as `wanted`."""
@@ -56,12 +50,6 @@ class Results:
 
     def _key(self, record: Record) -> tuple:
         return tuple(record[name] for name in self._keys)
-
-    def _told(self, setting: dict[str, Any], ranks: Ranks) -> list[Record]:
-        known = ranks.from_first(lambda: self._loaded(setting))
-        if ranks.rank:
-            self._path = None
-        return known
 
     def _loaded(self, setting: dict[str, Any]) -> list[Record]:
         """The records that the file has."""

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import UnsupportedModelError
-from ..several.local import of_heads_here
+from ..several.heads import of_heads_here
 from . import latents
 from .rope import mean_rotation, undo_rope
 from .turning import composes, turn

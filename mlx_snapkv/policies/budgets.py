@@ -9,9 +9,8 @@ import mlx.core as mx
 
 from ..entries.selection import select_positions
 from ..errors import SnapKVError
-from ..several.heads import ALL_HERE, Heads
-from ..several.part import TENSOR, WHOLE, Part
-from ..several.ranking import largest
+from ..several.heads import ALL_HERE, Heads, largest
+from ..several.shard import TENSOR, WHOLE, Shard
 
 PYRAMID = "pyramid:"
 ADAPTIVE = "adaptive:"
@@ -111,7 +110,7 @@ def is_adaptive(budget: int | str) -> bool:
     return isinstance(budget, str) and budget.startswith(ADAPTIVE)
 
 
-def shared_out(scores: list[mx.array], quotas: list[Quota], part: Part = WHOLE) -> list[Quota]:
+def shared_out(scores: list[mx.array], quotas: list[Quota], shard: Shard = WHOLE) -> list[Quota]:
     """The same entries in all, shared out anew: one ranking over all layers and heads tells how many each layer gets.
 
     The heads of a layer keep equally many: the mean of how many of theirs are among the best (compare AdaKV,
@@ -120,27 +119,27 @@ def shared_out(scores: list[mx.array], quotas: list[Quota], part: Part = WHOLE) 
     Args:
         scores: by layer, `(B, n_kv_heads, T)`.
         quotas: what each would get; sink and recent entries stay as they are.
-        part: which part of the model these layers and heads are; the ranking is over all of it.
+        shard: what of the model these layers and heads are; the ranking is over all of it.
     """
     always = [quota.n_sink + quota.n_window for quota in quotas]
     middles = [
         s[..., q.n_sink : max(q.n_sink, s.shape[-1] - q.n_window)] for s, q in zip(scores, quotas)
     ]
     wanted = [max(0, q.entries - n) for q, n in zip(quotas, always)]
-    sizes = part.all_layers([[m.shape[-1], n] for m, n in zip(middles, wanted)])
+    sizes = shard.all_layers([[m.shape[-1], n] for m, n in zip(middles, wanted)])
     room = [size for size, _ in sizes]
     free = min(sum(room), sum(n for _, n in sizes))
     if free <= 0:
         return quotas
     rows = scores[0].shape[0] * scores[0].shape[1]
-    if part.kind == TENSOR:
-        rows *= part.ranks.size
+    if shard.kind == TENSOR:
+        rows *= shard.ranks.size
     every = mx.concatenate([middle.reshape(-1) for middle in middles])
-    least = largest(every, free * rows, part.ranks)
+    least = largest(every, free * rows, shard.ranks)
     found = mx.stack([(middle > least).sum() for middle in middles])
-    if part.kind == TENSOR:
-        found = part.ranks.sum(found)
-    counts: Any = part.all_layers(found.tolist())  # type: ignore[arg-type]
+    if shard.kind == TENSOR:
+        found = shard.ranks.sum(found)
+    counts: Any = shard.all_layers(found.tolist())  # type: ignore[arg-type]
     shares = [count // rows for count in counts]
     left = free - sum(shares)
     # What rounding and ties have left goes to who lacks most.
@@ -149,7 +148,7 @@ def shared_out(scores: list[mx.array], quotas: list[Quota], part: Part = WHOLE) 
             break
         if shares[i] < room[i]:
             shares[i], left = shares[i] + 1, left - 1
-    before, _ = part.place(len(quotas))
+    before, _ = shard.place(len(quotas))
     own = shares[before:]
     return [Quota(n + m, q.n_sink, q.n_window) for n, m, q in zip(own, always, quotas)]
 

@@ -24,11 +24,11 @@ from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..paths import path_of, reason, require_place
 from ..policies import Policy, Stages
-from ..several.part import Part, part_of
-from . import book, parts
+from ..several.shard import require_whole
+from . import book
 from . import checksum as saved_checksum
 from . import header as saved_header
-from .fingerprint import fingerprint, kinship
+from .fingerprint import fingerprint
 
 FORMAT = 2  # 1 stored compressed caches otherwise; its full caches still load
 BOOK_FORMAT = 3  # the same, of a book
@@ -77,10 +77,8 @@ def save(
     Raises:
         SnapKVError: the file can't be written, or the cache does not hold these tokens.
     """
-    part = part_of(model)
-    path = part.ranks.agreed(lambda: require_writable(path))
-    if part.kind is not None and book.archives(prompt_cache):
-        raise SnapKVError("a book is saved by one Mac alone: save it without mlx.launch")
+    require_whole(model, "prompt caches can't be saved")
+    path = require_writable(path)
     ids = np.asarray(tokens, dtype=np.uint32)
     require_tokens(prompt_cache, ids.size)
     metadata = {
@@ -88,21 +86,12 @@ def save(
         "mlx_snapkv": __version__,
         "mlx_lm": mlx_lm.__version__,
         "fingerprint": fingerprint(model),
-        "kinship": kinship(model),
         "policy": str(policy),
         "tokens": _pack(ids.tobytes()),
         "notes": _pack(json.dumps(notes or {}).encode()),
         saved_checksum.KEY: saved_checksum.UNKNOWN,
     }
-    if part.kind is None:
-        _write(path, prompt_cache, metadata, progress)
-        return
-    metadata[_MARK] = str(parts.FORMAT)
-
-    def write(own: Path, more: dict[str, str]) -> None:
-        _write(own, prompt_cache, metadata | more, None)
-
-    parts.save(path, part, metadata, write)
+    _write(path, prompt_cache, metadata, progress)
 
 
 def load(path: str | Path, model) -> SavedPrompt:
@@ -114,27 +103,11 @@ def load(path: str | Path, model) -> SavedPrompt:
     Raises:
         SnapKVError: there is no such file, it is damaged or of a newer format, or it is another model's.
     """
+    require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
-    part = part_of(model)
-    with part.ranks.together():
-        return _load(path, model, part)
-
-
-def _load(path: Path, model, part: Part) -> SavedPrompt:
-    manifest = part.ranks.from_first(lambda: parts.read_manifest(path))
-    shared = manifest is not None or part.kind is not None
-    if shared:
-        found, prompt_cache = parts.read(path, manifest, part, model, _read)
-        _require_known(path, found)
-    else:
-        found, prompt_cache = _read(path)
-    if manifest is None and parts.PART_KEY in found:
-        raise SnapKVError(
-            f"{path} is one Mac's part of a prompt: give the file that names all parts"
-        )
+    found, prompt_cache = _read(path)
     ours = _is_marked(found)
-    key, own = ("kinship", kinship) if shared else ("fingerprint", fingerprint)
-    if ours and found[key] != own(model):
+    if ours and found["fingerprint"] != fingerprint(model):
         raise SnapKVError(
             f"{path} was made with another model or other weights (mlx-lm {found['mlx_lm']}): "
             "give the model it was made with"
@@ -152,18 +125,6 @@ def _load(path: Path, model, part: Part) -> SavedPrompt:
     return SavedPrompt(prompt_cache, tokens, policy, notes)
 
 
-def _require_known(path: Path, found: dict[str, str]) -> None:
-    """Raises: SnapKVError: a file does not tell what several Macs, or one that reads what they saved, have to know."""
-    if "kinship" not in found:
-        raise SnapKVError(
-            f"{path} does not tell several Macs whose it is: save the prompt again, with mlx-snapkv"
-        )
-    if book.KEY in found:
-        raise SnapKVError(
-            f"{path} holds a book, which one Mac reads alone: start without mlx.launch"
-        )
-
-
 def _is_marked(found: dict[str, str]) -> bool:
     return not {_MARK, saved_checksum.KEY}.isdisjoint(found)
 
@@ -178,7 +139,7 @@ def _read(path: Path) -> tuple[dict[str, str], list]:
         prompt_cache, _ = load_prompt_cache(str(path), return_metadata=True)
         mx.eval([cache.state for cache in prompt_cache])
     except Exception as error:  # whatever is in the file
-        if ours and found[_MARK] not in map(str, (FORMAT, BOOK_FORMAT, parts.FORMAT)):
+        if ours and found[_MARK] not in map(str, (FORMAT, BOOK_FORMAT)):
             raise SnapKVError(
                 f"{path} has format {found[_MARK]}, whose compressed caches this version can't read: "
                 "save the prompt again"
@@ -253,9 +214,9 @@ def _safetensors(path: str | Path) -> Path:
 def _require_format(path: Path, found: dict[str, str]) -> None:
     """Raises: SnapKVError: the file is not as this version wrote it."""
     number = found.get(_MARK, "")
-    if number.isdecimal() and int(number) > parts.FORMAT:
+    if number.isdecimal() and int(number) > BOOK_FORMAT:
         raise SnapKVError(
-            f"{path} has format {number}, this version reads up to {parts.FORMAT}: upgrade mlx-snapkv"
+            f"{path} has format {number}, this version reads up to {BOOK_FORMAT}: upgrade mlx-snapkv"
         )
     if not saved_checksum.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")

@@ -15,23 +15,7 @@ def fingerprint(model) -> str:
     At most `SAMPLES` values of each parameter are read, evenly spaced, so that it is as quick for a large model.
     Training changes them all; an edit of single weights in between goes unseen.
     """
-    return _hash(model, sorted(dict(tree_flatten(model.parameters())).items()))
-
-
-def kinship(model) -> str:
-    """The same of what every rank has of a model that several hold: all but its layers and its head.
-
-    Models that differ in their layers only are told apart by nothing else; training changes the embedding, too.
-    """
-    found = sorted(dict(tree_flatten(model.parameters())).items())
-    return _hash(model, [(name, values) for name, values in found if not _is_shared_out(name)])
-
-
-def _is_shared_out(name: str) -> bool:
-    return not {"layers", "lm_head"}.isdisjoint(name.split("."))
-
-
-def _hash(model, parameters: list[tuple[str, mx.array]]) -> str:
+    parameters = sorted(dict(tree_flatten(model.parameters())).items())
     samples = [_sample(values) for _, values in parameters]
     mx.eval(samples)
     digest = hashlib.sha256(f"{type(model)} {getattr(model, 'args', None)!r}".encode())

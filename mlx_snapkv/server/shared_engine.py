@@ -6,16 +6,35 @@ import contextlib
 import secrets
 from typing import Any
 
+from ..batch.groups import request_errors
 from ..batch.openai_body import Body
-from ..batch.sharing import heard, told
+from ..batch.openai_request import Asked, Defaults, processors_of, sampler_of
 from ..errors import SnapKVError, sentence
-from ..several.part import require_alike
 from ..several.ranks import Ranks
 from .engine import Engine
 from .failures import ApiError, log
 from .requests import Running, Waiting
 
-LOOK = 0.1  # seconds between two looks for the other ranks, while nothing is to do
+LOOK = 0.1  # seconds between two looks for requests, while nothing is to do
+
+SAID = ("prompt", "max_tokens", "stop", "state", "tools", "chat", "ignored")
+SAMPLING = set(Body.model_fields) - {"model", "stream"}
+
+
+def told(body: Body, wanted: Asked, seed: int) -> dict[str, Any]:
+    """A request as JSON; `seed` is what `asked` was given with the body."""
+    sampling = body.model_dump(include=SAMPLING, exclude_unset=True)
+    return {name: getattr(wanted, name) for name in SAID} | {"sampling": sampling, "seed": seed}
+
+
+def heard(said: dict[str, Any], tokenizer, defaults: Defaults) -> Asked:
+    """The request again."""
+    body, size = Body.model_validate(said["sampling"]), len(tokenizer)
+    return Asked(
+        **{name: said[name] for name in SAID},
+        sampler=sampler_of(body, tokenizer, defaults, size, said["seed"]),
+        processors=processors_of(body, size),
+    )
 
 
 class Nobody:
@@ -71,22 +90,20 @@ class SharedEngine(Engine):
                 self._wait()
             if self._stop:
                 return
-            with self._ranks.together():
-                self._take_requests()
-                if self._running and not self._told_to_stop:
-                    self._step()
+            self._take_requests()
+            if self._running and not self._told_to_stop:
+                self._step()
 
     def _wait(self) -> None:
         """Wait until there is something to do, or the server stops."""
         if self._ranks.rank:
-            self._ranks.await_call()
+            self._ranks.heartbeat.await_call()
             return
         while not (self.requests.qsize() or self._stop):
-            self._ranks.require_all_here()
             with self.requests.not_empty:
                 self.requests.not_empty.wait(LOOK)
         if not self._stop:
-            self._ranks.call()
+            self._ranks.heartbeat.call()
 
     def _take_requests(self) -> None:
         """Take in what rank 0 tells, one start at a time."""
@@ -158,8 +175,7 @@ class SharedEngine(Engine):
             return
         try:
             self._start(waiting)
-        except Exception as error:
-            require_alike(self.loaded.model, error)
+        except request_errors(self.loaded.model) as error:
             self._fail(waiting.channel, error)
 
     def _known(self, prompt: list[int]) -> tuple[list | None, int]:
@@ -201,13 +217,13 @@ class SharedEngine(Engine):
 
     def _end_all(self, error: Exception) -> None:
         if self._ranks.rank == 0 and self.failure is None:
-            self._ranks.call()
+            self._ranks.heartbeat.call()
             self._ranks.first({"stop": True})
             with contextlib.suppress(SnapKVError):  # a rank has gone already
                 for _ in range(1, self._ranks.size):
-                    self._ranks.await_call()  # from here: each has heard it
+                    self._ranks.heartbeat.await_call()  # from here: each has heard it
         elif self._told_to_stop:
-            self._ranks.call()
+            self._ranks.heartbeat.call()
         super()._end_all(error)
 
     def _share_request(self, request: Any) -> Any:

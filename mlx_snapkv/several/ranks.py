@@ -1,11 +1,10 @@
-"""The processes that `mlx.launch` has started together, and what they tell each other."""
+"""The processes that `mlx.launch` has started together, and how they exchange values."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -14,9 +13,8 @@ import numpy as np
 
 from .._version import __version__
 from ..errors import SnapKVError, brief, sentence
-from .launched import launched
-from .links import connected
-from .watch import Watch
+from . import launched
+from .heartbeat import Heartbeat, connected
 
 T = TypeVar("T")
 
@@ -24,18 +22,21 @@ T = TypeVar("T")
 class Ranks:
     """All processes of a group, of which this one is `rank`.
 
-    What is said here goes by MLX's own collectives, so that all ranks have to say it at the same point. A group of one
-    says nothing to anybody.
+    Values are exchanged by MLX's collectives, so all ranks have to make the same calls in the same order. A group of
+    one exchanges nothing.
 
     Args:
         group: mlx's group; None is this process alone.
+
+    Attributes:
+        heartbeat: ends the others when one fails.
     """
 
     def __init__(self, group: Any = None):
         self._group = group
         self.size: int = 1 if group is None else group.size()
         self.rank: int = 0 if group is None else group.rank()
-        self._watch: Watch | None = None
+        self.heartbeat = Heartbeat(self.rank, {})
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank: anything that JSON can hold."""
@@ -53,13 +54,13 @@ class Ranks:
         return self.gather(value if self.rank == 0 else None)[0]
 
     def agreed(self, work: Callable[[], T], expected: type[Exception] = Exception) -> T:
-        """What `work` gives, when it has succeeded on all ranks.
+        """The result of `work`, once it has succeeded on all ranks.
 
         Args:
-            expected: what it may raise on some ranks only, not having talked to the others since they talked to it.
+            expected: what it may raise on some ranks only, if it made no collective call before.
 
         Raises:
-            SnapKVError: it has failed on another rank, whose sentence this is; what it raises here goes before.
+            SnapKVError: it failed on another rank, with that rank's sentence. An error of this rank goes first.
         """
         if self.size == 1:
             return work()
@@ -68,16 +69,16 @@ class Ranks:
             found = work()
         except expected as error:
             problem = error
-        said = self.gather(None if problem is None else sentence(problem))
+        failures = self.gather(None if problem is None else sentence(problem))
         if problem is not None:
             raise problem
-        for rank, told in enumerate(said):
-            if told is not None:
-                raise SnapKVError(f"rank {rank}: {told}")
+        for rank, why in enumerate(failures):
+            if why is not None:
+                raise SnapKVError(f"rank {rank}: {why}")
         return found  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives on rank 0, where alone it is done; what it raises there, it does on all."""
+        """The result of `work`, which only rank 0 does; what it raises there is raised on all ranks."""
         if self.size == 1:
             return work()
         return self.first(self.agreed(work if self.rank == 0 else lambda: None))  # type: ignore[arg-type, return-value]
@@ -96,69 +97,34 @@ class Ranks:
                     )
 
     def sum(self, x: mx.array) -> mx.array:
-        """The sum over all ranks, element by element; lazy."""
+        """The element-wise sum over all ranks; lazy."""
         return x if self.size == 1 else mx.distributed.all_sum(x, group=self._group)
 
     def max(self, x: mx.array) -> mx.array:
-        """The largest over all ranks, element by element; lazy."""
+        """The element-wise maximum over all ranks; lazy."""
         return x if self.size == 1 else mx.distributed.all_max(x, group=self._group)
 
-    def settle(self) -> None:
-        """Wait for what mlx-lm's loop has begun ahead of time, whose collectives could come between those to follow.
+    def synchronize(self) -> None:
+        """Wait for what mlx-lm's loop computes ahead of time, whose collectives could mix with those to follow.
 
-        It computes on a stream of its own, and on a CPU collectives go by the stream they are asked for on.
+        The loop has a stream of its own, and on a CPU collectives are ordered by the stream that asks for them.
         """
         if self.size > 1:
             mx.synchronize(importlib.import_module("mlx_lm.generate").generation_stream)
             mx.synchronize()
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """A block that all ranks go through together: what is raised in one of them ends it for all.
-
-        Raises:
-            SnapKVError: another rank has failed, whose sentence this is. A rank that can't even raise it, since it
-                waits in the middle of the model for one that has gone, prints it and exits with status 1.
-        """
-        if self._watch is None:
-            yield
-            return
-        with self._watch.section():
-            yield
-
-    def require_all_here(self) -> None:
-        """Raises: SnapKVError: another rank has gone."""
-        if self._watch is not None:
-            self._watch.require_all_here()
-
-    def call(self) -> None:
-        """Let the other ranks know that there is something to do, for which they `await_call`."""
-        if self._watch is not None:
-            self._watch.call()
-
-    def await_call(self) -> None:
-        """Wait for a call: rank 0 for one of any other rank, those for rank 0's; SnapKVError if a rank has gone."""
-        if self._watch is not None:
-            self._watch.await_call()
-
-    def leaves(self, why: str) -> None:
-        """Let the other ranks know that this one ends, and why."""
-        if self._watch is not None:
-            self._watch.tell(why)
-
     def _gathered(self, x: mx.array) -> np.ndarray:
         """`(size, n)` of `(n,)`."""
-        with self.together():
-            self.settle()
-            found = mx.distributed.all_gather(x[None], group=self._group, stream=mx.cpu)
-            mx.eval(found)
+        self.synchronize()
+        found = mx.distributed.all_gather(x[None], group=self._group, stream=mx.cpu)
+        mx.eval(found)
         return np.array(found)
 
     def _join(self) -> Ranks:
-        """Find out that all ranks run the same, and let them sample alike."""
+        """Check that all ranks run the same versions, connect their heartbeats and seed them alike."""
         versions = {"mlx_snapkv": __version__, "mlx_lm": version("mlx-lm"), "mlx": version("mlx")}
         self.require_same(**{f"version of {name}": text for name, text in versions.items()})
-        self._watch = Watch(self.rank, connected(self))
+        self.heartbeat = Heartbeat(self.rank, connected(self))
         state: Any = mx.random.state
         high, low = self.first(state[0].tolist())
         mx.random.seed(high << 32 | low)
@@ -172,7 +138,7 @@ _here: list[Ranks] = []
 def here() -> Ranks:
     """All processes that were started with this one; `ALONE` if it was started by itself.
 
-    The first call is one that all ranks have to make.
+    All ranks have to make the first call.
 
     Raises:
         SnapKVError: their versions differ.
@@ -188,7 +154,7 @@ def here() -> Ranks:
     return _here[0]
 
 
-def leave_all(why: str) -> None:
-    """Let the ranks that this one has joined know that it ends, and why."""
-    for ranks in _here:
-        ranks.leaves(why)
+def leave_all(why: str) -> str:
+    """Tell the other ranks that this one ends; the sentence to print, another rank's if that one failed first."""
+    found = [ranks.heartbeat.leave(why) for ranks in _here]
+    return next(filter(None, found), why)

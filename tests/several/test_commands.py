@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from batch_file_helpers import SNAPKV, chat, read, said, text, write
 from several_helpers import LIMIT, ROOT, free_ports, started
 
 LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
@@ -30,81 +29,59 @@ def launched(*command):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def story(ask, demo_llama, tmp_path_factory):
-    tokens, fact = ask(demo_llama[1], 600, 3)
-    path = tmp_path_factory.mktemp("several") / "story.txt"
-    path.write_text(demo_llama[1].decode(tokens).split(fact.question)[0])
-    return path, fact
-
-
-def one(*command):
+def one(*command, **options):
     done = subprocess.run(
         [sys.executable, "-m", "mlx_snapkv", *command],
         capture_output=True,
         text=True,
         timeout=LIMIT,
+        **options,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_two_print_once_what_one_prints(story):
-    path, fact = story
+def test_two_print_once_what_one_prints(ask, demo_llama, tmp_path):
+    tokens, fact = ask(demo_llama[1], 600, 3)
+    path = tmp_path / "story.txt"
+    path.write_text(demo_llama[1].decode(tokens).split(fact.question)[0])
     command = ["generate", "--model", "demo", "--prompt-file", str(path), "--prompt", fact.question,
                "--policy", POLICY, "--json"]  # fmt: skip
     out, err = launched(*command)
     found, wanted = json.loads(out), json.loads(one(*command))
     assert found["text"] == wanted["text"]
-    for name in ("entries_kept", "kv_bytes_before", "kv_bytes_after"):
-        assert found["compression"][name] == wanted["compression"][name]
-    assert err.count("prompt tokens,") == 1 and " on 2 ranks " in err
+    assert found["compression"]["entries_kept"] == wanted["compression"]["entries_kept"]
+    assert err.count("prompt tokens,") == 1
+
+
+def test_rank_0_chats_for_both(tmp_path):
+    file = tmp_path / "facts.txt"
+    file.write_text("The access code of the amber falcon is 482913. " + "It was cold. " * 90)
+    question = "What is the access code of the amber falcon?"
+    lines = "\n".join([f"/file {file}", question, "/undo", question, "/quit"])
+    command = ["chat", "--model", "demo-qwen3-next", "--policy", POLICY]
+    wanted = one(*command, input=lines)
+    assert wanted.count("482913") == 2
+    ranks = started(tmp_path, "-m", "mlx_snapkv", *command, "--pipeline", lines=lines)
+    assert [code for code, _ in ranks] == [0, 0], ranks
+    answers = [line for line in ranks[0][1].splitlines() if "482913" in line]
+    assert answers == wanted.split() and "482913" not in ranks[1][1]
 
 
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        (
-            ["serve", "--model", "demo", "--port", "0", "--prefix-dir", "known"],
-            "--prefix-dir does not go together with several Macs",
-        ),
+        (["batch", "r.jsonl", "-o", "a.jsonl"], "mlx-snapkv batch does not run on several Macs"),
+        (["serve", "--prefix-dir", "known"], "--prefix-dir does not go together with several Macs"),
+        (["generate", "--prompt", "x", "--prompt-cache-file", "a.safetensors"],
+         "saved prompt caches can't be loaded on several Macs: start it without mlx.launch"),
         (["generate", "--model", "demo-qwen3-next", "--prompt", "x"], "add --pipeline"),
     ],
 )  # fmt: skip
-def test_what_does_not_run_is_refused_by_all(tmp_path, command, sentence):
+def test_what_does_not_run_is_refused_by_all(tmp_path, monkeypatch, command, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("r.jsonl").write_text("{}\n")
+    if "--model" not in command:
+        command = [*command, "--model", "demo"]
     for code, printed in started(tmp_path, "-m", "mlx_snapkv", *command, limit=60):
         assert code == 2 and sentence in printed and "Traceback" not in printed
-
-
-def test_two_answer_a_file_of_requests_as_one_does(tmp_path):
-    requests = [
-        *(chat(f"chat {n}", 20 * n, max_tokens=4 + n) for n in range(3)),
-        "no json",
-        text("sampled", 20, max_tokens=12, temperature=3.0, top_p=0.9, logit_bias={"5": 1.0}),
-        text("stop", 20, max_tokens=30, stop=["913", "never"]),
-    ]
-    file = write(tmp_path / "r.jsonl", requests)
-    command = ["batch", str(file), "--model", "demo", "--policy", SNAPKV, "--seed", "3",
-               "--concurrency", "3", "--max-kv-bytes", "3MB", "-o"]  # fmt: skip
-    one(*command, str(tmp_path / "one.jsonl"))
-    lines = (tmp_path / "one.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "two.jsonl").write_bytes(lines[0])  # from which it goes on
-    for code, printed in started(
-        tmp_path, "-m", "mlx_snapkv", *command, str(tmp_path / "two.jsonl")
-    ):
-        assert code == 0, printed
-    found, wanted = read(tmp_path / "two.jsonl"), read(tmp_path / "one.jsonl")
-    assert {name: said(record) for name, record in found.items()} == {
-        name: said(record) for name, record in wanted.items()
-    }
-
-
-def test_two_evaluate_as_one_does(tmp_path):
-    command = ["eval", "needle", "--length", "400", "--depths", "2",
-               "--policy", POLICY.replace("128", "64"), "--output"]  # fmt: skip
-    one(*command, str(tmp_path / "one"))
-    wanted = (tmp_path / "one.jsonl").read_text().splitlines()
-    (tmp_path / "two.jsonl").write_text("\n".join(wanted[:2]) + "\n")
-    for code, printed in started(tmp_path, "-m", "mlx_snapkv", *command, str(tmp_path / "two")):
-        assert code == 0, printed
-    assert sorted((tmp_path / "two.jsonl").read_text().splitlines()) == sorted(wanted)

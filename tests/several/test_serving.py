@@ -71,9 +71,8 @@ def conversation(client):
     follow_up = ask(client, talk(60, *more))
     assert follow_up.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 400
     sampled = ask(client, talk(3), temperature=2.0, top_p=0.9, seed=5, stop="9")
-    return [said(response)[0] for response in (first, other, follow_up, sampled)] + [
-        said(follow_up)[2]
-    ]
+    entries = said(follow_up)[2]["entries"]
+    return [said(response)[0] for response in (first, other, follow_up, sampled)], entries
 
 
 @pytest.fixture(scope="module")

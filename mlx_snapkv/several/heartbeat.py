@@ -1,0 +1,201 @@
+"""One connection from every rank to rank 0, beside MLX's own: signs of life, and why a rank has ended.
+
+MLX's collectives wait for all ranks, so a rank that fails in the middle of the model would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from ..errors import SnapKVError, sentence
+
+JOINING = 15.0  # seconds to wait for all ranks
+GRACE = 4.0  # seconds that a rank gets to end by itself after another has failed
+INTERVAL = 5.0  # seconds between signs of life
+SILENCE = 30.0  # seconds without one after which a rank counts as gone
+
+LOST = "connection to a peer was lost"  # what MLX's ring raises when a rank's process has ended
+
+
+class Heartbeat:
+    """Ends this process soon after another rank has failed, with that rank's sentence.
+
+    Args:
+        rank: this one.
+        links: by rank, its connections: rank 0 has one to each other rank, the others have one to rank 0.
+    """
+
+    def __init__(self, rank: int, links: dict[int, socket.socket]):
+        self._rank = rank
+        self._links = links
+        self._failed: str | None = None  # the sentence of the first rank that failed
+        self._left: set[int] = set()
+        self._calls = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        for other, link in links.items():
+            self._start(self._listen, other, link)
+        if links:
+            self._start(self._beat)
+            atexit.register(self._at_exit)
+
+    def call(self) -> None:
+        """Wake the ranks that wait in `await_call`."""
+        self._send({"rank": self._rank, "call": True})
+
+    def await_call(self) -> None:
+        """Wait for a call, without the processor time that waiting in one of MLX's collectives takes.
+
+        Raises:
+            SnapKVError: a rank has ended.
+        """
+        while self._links and not self._calls.acquire(timeout=1):
+            if self._left:
+                raise SnapKVError(f"rank {min(self._left)} has ended")
+
+    def leave(self, why: str | None) -> str | None:
+        """Tell the others that this rank ends; None is without a failure.
+
+        Returns:
+            The sentence of the rank that failed before this one, if that is why this one ends.
+        """
+        if why is not None:
+            until = time.monotonic() + (2.0 if LOST in why else 0.2)
+            while self._failed is None and time.monotonic() < until:
+                time.sleep(0.02)
+        failed, self._failed = self._failed, None
+        self._send({"rank": self._rank, "why": failed or why})
+        return failed
+
+    def _start(self, work: Any, *args: Any) -> None:
+        threading.Thread(target=work, args=args, daemon=True).start()
+
+    def _listen(self, other: int, link: socket.socket) -> None:
+        link.settimeout(SILENCE)
+        why = "has ended without a word"
+        try:
+            for line in link.makefile("r"):
+                self._receive(json.loads(line))
+        except TimeoutError:
+            why = f"has given no sign of life for {SILENCE:.0f} s"
+        except (OSError, ValueError):
+            pass
+        if other not in self._left:
+            self._receive({"rank": other, "why": why})
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "call" in message:
+            self._calls.release()
+        if "why" not in message:  # a sign of life
+            return
+        rank, why = message["rank"], message["why"]
+        self._left.add(rank)
+        if self._rank == 0:
+            self._send(message, but=rank)
+        if why is not None and self._failed is None:
+            self._failed = why if why.startswith("rank ") else f"rank {rank}: {why}"
+            self._start(self._end, self._failed)
+
+    def _end(self, failed: str) -> None:
+        """End this process, unless it does so itself: it may wait for the failed rank for ever."""
+        time.sleep(GRACE)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os.write(2, f"mlx-snapkv: {failed}\n".encode())
+        os._exit(1)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(INTERVAL)
+            self._send({"rank": self._rank})
+
+    def _send(self, message: dict[str, Any], but: int | None = None) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        with self._lock:
+            for other, link in self._links.items():
+                if other != but:
+                    with contextlib.suppress(OSError):
+                        link.sendall(data)
+
+    def _at_exit(self) -> None:
+        """Say farewell, or what has ended the interpreter."""
+        error = getattr(sys, "last_value", None)
+        failed = self.leave(None if error is None else sentence(error))
+        if failed is not None:
+            print(f"mlx-snapkv: {failed}", file=sys.stderr)
+
+
+def connected(ranks: Any) -> dict[int, socket.socket]:
+    """This rank's connections; none, which rank 0 says, if some rank can't reach rank 0. All ranks have to call it."""
+
+    def listen() -> socket.socket | None:
+        return socket.create_server(("", 0)) if ranks.rank == 0 else None
+
+    try:
+        listener = ranks.agreed(listen)
+        where = listener and [_addresses(), listener.getsockname()[1], secrets.token_hex(16)]
+        addresses, port, token = ranks.first(where)
+
+        def connect() -> dict[int, socket.socket]:
+            if listener is not None:
+                return _accepted(listener, token, ranks.size - 1)
+            link = _reached(addresses, port)
+            link.sendall(f"{token} {ranks.rank}\n".encode())
+            return {0: link}
+
+        return ranks.agreed(connect)
+    except (OSError, SnapKVError) as error:
+        if ranks.rank == 0:
+            print(
+                f"mlx-snapkv: the ranks have no connection for signs of life ({error}): if one fails, others may wait "
+                "for it",
+                file=sys.stderr,
+            )
+        return {}
+
+
+def _addresses() -> list[str]:
+    """Where rank 0 may be reached: what mlx.launch was given, and the machine's name."""
+    found = []
+    with (
+        contextlib.suppress(OSError, ValueError, LookupError),
+        open(os.environ["MLX_HOSTFILE"]) as file,
+    ):
+        found += [address.rpartition(":")[0] for address in json.load(file)[0]]
+    found.append(os.environ.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0])
+    return list(dict.fromkeys([*filter(None, found), socket.gethostname()]))
+
+
+def _reached(addresses: list[str], port: int) -> socket.socket:
+    problem = OSError("rank 0 has no address")
+    for address in addresses:
+        try:
+            return socket.create_connection((address, port), timeout=JOINING / len(addresses))
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def _accepted(listener: socket.socket, token: str, n: int) -> dict[int, socket.socket]:
+    """The connections of the `n` other ranks, which know the token."""
+    links: dict[int, socket.socket] = {}
+    until = time.monotonic() + JOINING
+    with listener:
+        while len(links) < n:
+            listener.settimeout(max(0.01, until - time.monotonic()))
+            link, _ = listener.accept()
+            link.settimeout(JOINING)
+            said = link.recv(100).decode(errors="replace").split()
+            if len(said) == 2 and secrets.compare_digest(said[0], token):
+                links[int(said[1])] = link
+            else:
+                link.close()
+    return links

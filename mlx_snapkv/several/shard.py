@@ -1,0 +1,124 @@
+"""The shard of a model that is here: all of it, a slice of every layer's heads, or some of its layers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
+
+from ..errors import SnapKVError
+from . import launched
+from .heads import ALL_HERE, Heads
+from .ranks import ALONE, Ranks, here
+
+TENSOR, PIPELINE = "tensor", "pipeline"
+SPLIT = (ShardedToAllLinear, QuantizedShardedToAllLinear)
+LOOKED_AT = 8  # layers of a model, to find out whether it is split
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's shard of a model.
+
+    Attributes:
+        ranks: those that hold the model together.
+        kind: TENSOR: each has a slice of every layer's heads. PIPELINE: each has some layers, rank 0 the last ones.
+            None: all of the model is here.
+    """
+
+    ranks: Ranks = ALONE
+    kind: str | None = None
+    _counts: dict[int, list[int]] = field(default_factory=dict)
+
+    def heads_of(self, attention: Any) -> Heads:
+        """Which heads of an attention module are here."""
+        return Heads(self.ranks) if self.kind == TENSOR and is_split(attention) else ALL_HERE
+
+    def counts(self, n_here: int) -> list[int]:
+        """By rank, how many layers of a kind it has; `n_here` are here. All ranks have to ask."""
+        if self.kind != PIPELINE:
+            return [n_here]
+        if n_here not in self._counts:
+            self._counts[n_here] = self.ranks.gather(n_here)
+        return self._counts[n_here]
+
+    def place(self, n_here: int) -> tuple[int, int]:
+        """Of `n_here` layers here, how many of the model come before them, and how many it has."""
+        counts = self.counts(n_here)
+        after = self.ranks.rank + 1 if self.kind == PIPELINE else 1
+        return sum(counts[after:]), sum(counts)
+
+    def all_layers(self, values: list[Any]) -> list[Any]:
+        """The values of every layer of the model, in order, given those of the layers here."""
+        if self.kind != PIPELINE:
+            return values
+        return [value for theirs in reversed(self.ranks.gather(values)) for value in theirs]
+
+
+WHOLE = Shard()
+_shards: dict[int, Shard] = {}
+
+
+def shard_of(model: Any) -> Shard:
+    """This rank's shard of a model that mlx-lm's `sharded_load` has loaded, or its `shard` or `pipeline` has split.
+
+    Of a split model, all ranks have to make the first call.
+
+    Raises:
+        SnapKVError: the ranks run different versions, or others than those that were started together hold it.
+    """
+    if id(model) in _shards:
+        return _shards[id(model)]
+    kind, size = _split(model)
+    shard = WHOLE
+    if kind is not None:
+        ranks = here()
+        if ranks.size != size:
+            raise SnapKVError(
+                f"this model is split over {size} of {ranks.size} processes: split it over all that were started "
+                "together"
+            )
+        shard = Shard(ranks, kind)
+    elif launched():
+        return shard  # it may be split later
+    # Looked for once: this is asked at every step.
+    _shards[id(model)] = shard
+    weakref.finalize(model, _shards.pop, id(model), None)
+    return shard
+
+
+def require_whole(model: Any, what: str) -> None:
+    """Raises: SnapKVError: several Macs hold the model, and `what` is for one."""
+    if shard_of(model).kind is not None:
+        raise SnapKVError(f"{what} on several Macs: start it without mlx.launch")
+
+
+def is_split(module: Any) -> bool:
+    """Whether a module sums what several ranks compute from their heads."""
+    return any(isinstance(m, SPLIT) and m.group.size() > 1 for m in module.modules())
+
+
+def _split(model: Any) -> tuple[str | None, int]:
+    """How a model is split, and over how many."""
+    for module in _trunk(model):
+        size = getattr(module, "pipeline_size", 1)
+        if size > 1:
+            return PIPELINE, size
+    for layer in model.layers[:LOOKED_AT]:
+        for module in layer.modules():
+            if isinstance(module, SPLIT) and module.group.size() > 1:
+                return TENSOR, module.group.size()
+    return None, 1
+
+
+def _trunk(model: Any) -> Iterator[Any]:
+    """The model, and what it wraps."""
+    seen = [model]
+    for module in seen:
+        yield module
+        if len(seen) < LOOKED_AT:
+            found = (getattr(module, name, None) for name in ("language_model", "model"))
+            seen += [inner for inner in found if inner is not None]

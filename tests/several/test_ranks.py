@@ -1,0 +1,79 @@
+"""Two processes keep and answer what one does, however they share the model; a rank that fails ends both."""
+
+import json
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from several_cases import ANSWERS, POLICIES, REFUSED, run
+from several_helpers import ROOT, started
+
+from mlx_snapkv.several.heads import _number, _ordered, largest
+from mlx_snapkv.several.ranks import ALONE
+
+CASES, FAULTS = (str(ROOT / "tests" / f"several_{name}.py") for name in ("cases", "faults"))
+KINDS = {"tensor": "demo", "pipeline": "demo-qwen3-next"}
+STARTING = 15  # seconds that processes get to start and to load the model on a busy machine
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def found(request, tmp_path_factory):
+    """How the model is shared, and what one process and two have found."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    for code, said in started(folder, CASES, str(folder), KINDS[kind], kind):
+        assert code == 0, said
+    two = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    model = request.getfixturevalue("demo_llama" if kind == "tensor" else "demo_qwen")
+    return kind, run(*model, REFUSED[KINDS[kind]]), two
+
+
+def together(kind, kept):
+    """What two ranks keep, by layer and head of the model."""
+    if kind == "pipeline":
+        assert not set(kept[0]) & set(kept[1])
+        return kept[0] | kept[1]
+    return {layer: heads + kept[1][layer] for layer, heads in kept[0].items()}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_two_keep_and_answer_what_one_does(found, name):
+    kind, one, two = found
+    assert together(kind, [rank[name]["kept"] for rank in two]) == one[name]["kept"]
+    assert two[0][name]["said"] == two[1][name]["said"] == one[name]["said"]
+    assert sum(rank[name]["kv_bytes"] for rank in two) == one[name]["kv_bytes"]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_are_the_same_however_they_are_decoded(found, name):
+    _, one, two = found
+    if name in one:
+        assert two[0][name] == two[1][name] == one[name]
+
+
+@pytest.mark.parametrize(
+    ("how", "other", "own"),
+    [
+        ("raise", "rank 1: MemoryError: no room for the entries", "no room for the entries"),
+        ("kill", "rank 1: has ended without a word", ""),
+        ("options", "rank 1 has another options than rank 0", "rank 1 has another options"),
+        ("save", "prompt caches can't be saved on several Macs", "start it without mlx.launch"),
+    ],
+)
+def test_a_rank_that_fails_ends_both_with_its_sentence(tmp_path, how, other, own):
+    begun = time.monotonic()
+    (code, said), (its_code, its) = started(tmp_path, FAULTS, how, limit=60)
+    assert time.monotonic() - begun < STARTING + 20
+    assert code != 0 and its_code != 0
+    assert other in said and own in its and "went well" not in said + its
+
+
+def test_the_order_of_bits_is_that_of_numbers():
+    numbers = np.array(
+        [-np.inf, -3e38, -1.5, -1e-30, 0.0, 1e-30, 1.0, 1.5, 3e38, np.inf], np.float32
+    )
+    order = _ordered(mx.array(numbers)).tolist()
+    assert order == sorted(set(order))
+    assert [_number(n).item() for n in order] == numbers.tolist()
+    assert _ordered(mx.array([-0.0])).item() == _ordered(mx.array([0.0])).item()
+    assert largest(mx.array([3.0, -1.0, 7.0, 7.0]), 3, ALONE).item() == 3.0
