@@ -30,8 +30,7 @@ from . import checksum as saved_checksum
 from . import header as saved_header
 from .fingerprint import fingerprint
 
-FORMAT = 2  # 1 stored compressed caches otherwise; its full caches still load
-BOOK_FORMAT = 3  # the same, of a book
+FORMAT = 3
 _MARK = "mlx_snapkv_format"
 
 
@@ -82,7 +81,7 @@ def save(
     ids = np.asarray(tokens, dtype=np.uint32)
     require_tokens(prompt_cache, ids.size)
     metadata = {
-        _MARK: str(BOOK_FORMAT if book.archives(prompt_cache) else FORMAT),
+        _MARK: str(FORMAT),
         "mlx_snapkv": __version__,
         "mlx_lm": mlx_lm.__version__,
         "fingerprint": fingerprint(model),
@@ -139,11 +138,6 @@ def _read(path: Path) -> tuple[dict[str, str], list]:
         prompt_cache, _ = load_prompt_cache(str(path), return_metadata=True)
         mx.eval([cache.state for cache in prompt_cache])
     except Exception as error:  # whatever is in the file
-        if ours and found[_MARK] not in map(str, (FORMAT, BOOK_FORMAT)):
-            raise SnapKVError(
-                f"{path} has format {found[_MARK]}, whose compressed caches this version can't read: "
-                "save the prompt again"
-            ) from error
         raise SnapKVError(
             f"{path} is not a prompt cache that mlx-snapkv or mlx-lm can read"
         ) from error
@@ -214,9 +208,9 @@ def _safetensors(path: str | Path) -> Path:
 def _require_format(path: Path, found: dict[str, str]) -> None:
     """Raises: SnapKVError: the file is not as this version wrote it."""
     number = found.get(_MARK, "")
-    if number.isdecimal() and int(number) > BOOK_FORMAT:
+    if number.isdecimal() and int(number) > FORMAT:
         raise SnapKVError(
-            f"{path} has format {number}, this version reads up to {BOOK_FORMAT}: upgrade mlx-snapkv"
+            f"{path} has format {number}, this version reads up to {FORMAT}: upgrade mlx-snapkv"
         )
     if not saved_checksum.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")

@@ -25,16 +25,9 @@ SHARING = [
     f"{BASE},lookahead=0",
     f"{BASE},lookahead=20,on_full=grow",
     f"{BASE},last_token=false",
-    f"{SNAPKV},mass=0.9",
-    f"{SNAPKV},on_full=reselect",
-    f"{SNAPKV},on_full=keydiff,critical=true",
-    MANY,
-    f"{MANY},pool=avg,pool_kernel=5",
-    f"{PYRAMID},on_full=slide",
-    SNAPKV.replace("budget=56", "budget=adaptive:56"),
-    "keydiff:budget=48,n_sink=2,schedule=once",
+    f"{MANY},mass=0.9,on_full=reselect",
+    f"{PYRAMID},on_full=keydiff,critical=true",
     "streaming_llm:budget=48,schedule=once",
-    "expected_attention:budget=48,schedule=once",
     "expected_attention:budget=48,n_sink=16,schedule=once",
 ]
 ALONE = [
@@ -98,15 +91,15 @@ NOT_TIMED = {"prefill_seconds": None, "selection_seconds": None, "attention_shar
 
 @pytest.mark.parametrize("policy", SHARING)
 @pytest.mark.parametrize("followed", [False, True])
-@pytest.mark.parametrize("way", ["compressed", "answering"])
-def test_alone_and_together_are_equal_to_the_bit(tiny_model, tokens, read, policy, followed, way):
+def test_alone_and_together_are_equal_to_the_bit(tiny_model, tokens, read, policy, followed):
     chosen = policy_of(policy)
     alone = read_once(tiny_model, tokens.tolist(), [chosen], [TAIL])
     alone = alone.followed_by(TAIL) if followed else alone
     together = read(tiny_model, tokens)[followed]
-    (cache, _), (other, _) = (getattr(r, way)(chosen) for r in (alone, together))
-    assert_same_entries(tiny_model, cache, other, atol=0)
-    assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, other, TAIL))
+    for way in ("compressed", "answering"):
+        (cache, _), (other, _) = (getattr(r, way)(chosen) for r in (alone, together))
+        assert_same_entries(tiny_model, cache, other, atol=0)
+        assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, other, TAIL))
     assert mx.array_equal(alone.following, together.following)
     assert alone.answer(6) == together.answer(6)
 
@@ -164,14 +157,12 @@ def test_the_full_cache_and_its_answer_are_mlx_lms_own(tiny_model, tokens, read)
 
 
 JUDGED = [
-    *(f"{SNAPKV},on_full={way}" for way in ("slide", "grow", "keydiff")),
+    f"{SNAPKV},on_full=grow",
     f"{SNAPKV},on_full=reselect",
     f"{PYRAMID},on_full=slide",
     f"{PYRAMID},on_full=keydiff",
-    f"{PYRAMID},on_full=grow",
-    "streaming_llm:budget=pyramid:48,schedule=once",
     "keydiff:budget=pyramid:48,n_sink=2,block=16",
-    *ALONE,
+    *ALONE[-2:],
 ]
 
 
@@ -195,7 +186,7 @@ def test_one_pass_is_as_one_by_one(tokens, policy, bits):
     assert_same_entries(model, cache, other, atol=10 * close)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "deepseek_v3", "plamo2", "gemma3n"])
+@pytest.mark.parametrize("model_type", ["gemma2", "deepseek_v3", "gemma3n"])
 def test_one_pass_where_layers_share_a_mask(tokens, model_type):
     """Or read each other's entries: different numbers in each then take a pass for every token."""
     model = make_model(model_type)

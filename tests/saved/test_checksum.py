@@ -38,7 +38,7 @@ def written(content, sizes):
     return file.getvalue()
 
 
-@pytest.mark.parametrize("sizes", [(), (8,), (8, len(HEAD)), (3, 4, 10, 40), [1] * 90, (70, 900)])
+@pytest.mark.parametrize("sizes", [(), (8, len(HEAD)), [1] * 90, (70, 900)])
 def test_it_is_that_of_all_bytes_but_its_digits(tmp_path, sizes):
     data = written(CONTENT, sizes)
     right = zlib.crc32(CONTENT[:PLACE] + CONTENT[PLACE + 8 :])
@@ -48,7 +48,7 @@ def test_it_is_that_of_all_bytes_but_its_digits(tmp_path, sizes):
     assert checksum.is_whole(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"123", (2).to_bytes(8, "little") + b"{}", b"\xff" * 99])
+@pytest.mark.parametrize("content", [b"123", (2).to_bytes(8, "little") + b"{}", b"\xff" * 99])
 def test_a_file_without_a_place_for_it_is_not_whole(tmp_path, content):
     with pytest.raises(ValueError):
         written(content, ())
@@ -83,7 +83,7 @@ def test_a_save_opens_its_file_once_to_write_it(path, tokens, monkeypatch):
     assert mx.array_equal(load_prompt_cache(str(path))[0].keys, cache[0].keys)
 
 
-@pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.5, 0.9, 1])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_write_that_fails_midway_is_told_with_its_reason(path, tokens, share):
     model = make_llama()
     before = saved_file(path, model, tokens).read_bytes()
@@ -95,7 +95,7 @@ def test_a_write_that_fails_midway_is_told_with_its_reason(path, tokens, share):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 9])
+@pytest.mark.parametrize("call", [1, 9])
 def test_a_full_disk_is_told(path, tokens, monkeypatch, call):
     write, calls = checksum.SealedWriter.write, [0]
 
