@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched, plain
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVCache, SnapKVError, prefill
+from mlx_snapkv import SnapKVError, prefill
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
 from mlx_snapkv.caches.layers import layer_caches
 
@@ -16,27 +16,15 @@ PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32"
 SNAPKV = f"{PLAIN},on_full=keydiff,lookahead=4"
 SNAPKV100 = SNAPKV + ",min_ctx=100"
 POLICIES = [
-    f"{SNAPKV},budget=56",
     f"{SNAPKV100},budget=40%",
     f"{PLAIN},budget=56,lookahead=0",
     f"{PLAIN},budget=56,last_token=false",
     f"{SNAPKV},budget=pyramid:56",
-    f"{SNAPKV},budget=adaptive:56",
-    f"{SNAPKV},budget=56,critical=true",
-    f"{PLAIN},budget=56,lookahead=4",
     "snapkv:n_sink=4,budget=84,n_window=64,on_full=reselect,lookahead=4",
-    "snapkv:n_sink=4,budget=84,n_window=64,on_full=keydiff,lookahead=4",
-    "keydiff:budget=48,block=16",
     "keydiff:budget=pyramid:48,block=16",
-    "keydiff:budget=40,n_window=8,schedule=once",
     f"keydiff:budget=90,block=32 then {SNAPKV},budget=50",
     "h2o:budget=48,block=16",
-    "tova:budget=48,block=16",
-    "scissorhands:budget=48,block=16",
     "streaming_llm:budget=48",
-    "key_norm:budget=48,block=16",
-    "lagkv:budget=300",
-    "expected_attention:budget=60",
     "kvzip:budget=60",
 ]
 LENGTHS = (190, 40, 260, 120, 333, 75)
@@ -57,9 +45,7 @@ def test_staggered_requests_answer_as_alone(tiny_model, policy):
     assert_unpatched()
 
 
-@pytest.mark.parametrize(
-    "policy", [f"{SNAPKV},budget=56", f"{SNAPKV100},budget=40%", "keydiff:budget=48"]
-)
+@pytest.mark.parametrize("policy", [f"{SNAPKV100},budget=40%", "keydiff:budget=48"])
 def test_quantised_entries_too(policy):
     model = make_llama(hidden_size=128)
     options = {"kv_bits": 8, "kv_group_size": 32}
@@ -181,14 +167,6 @@ def test_the_caches_really_are_small(tiny_model):
     assert run.generator.prompt_cache_nbytes < full.prompt_cache_nbytes
 
 
-def test_prompt_caches_come_back_compressed(tiny_model):
-    run = Run(tiny_model, f"{SNAPKV},budget=56")
-    run.insert(prompts_of(200, 30), 3)
-    run.finish()
-    assert any(isinstance(c, SnapKVCache) for c in run.last[0].prompt_cache)
-    assert not any(isinstance(c, SnapKVCache) for c in run.last[1].prompt_cache)
-
-
 def test_without_a_policy_it_is_mlx_lms(tiny_model):
     prompts = prompts_of(100, 140)
     answers = []
@@ -213,7 +191,7 @@ def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):
         run.generator.insert([[]])
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:4bit"])
+@pytest.mark.parametrize("memory", ["recall", "recall:4bit"])
 def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask, memory):
     """Two questions of one document at once; the second's caches are what the first one read."""
     model, tokenizer = demo_model

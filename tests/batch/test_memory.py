@@ -13,14 +13,16 @@ from mlx_snapkv.batch.run import Run
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.policies import resolve_policy
 
-GROWING = f"{SNAPKV},on_full=grow"
 SHARE = "snapkv:budget=50%,n_sink=4,n_window=16,obs_window=16,lookahead=4"
 PYRAMID = "snapkv:budget=pyramid:64,n_sink=4,n_window=16,obs_window=16,lookahead=4"
 KEYDIFF = "keydiff:budget=64,block=64"
 WAYS = [
-    (None, None), (SNAPKV, None), (SNAPKV, 8), (GROWING, None), (SHARE, None), (PYRAMID, None), (KEYDIFF, None),
+    (None, None),
+    (f"{SNAPKV},on_full=grow", 8),
+    (SHARE, None),
+    (PYRAMID, None),
     (f"{KEYDIFF} then {SNAPKV}", None),
-]  # fmt: skip
+]
 
 
 def answered(loaded, policy, bits, lines, folder, limit=None):

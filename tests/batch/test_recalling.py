@@ -17,18 +17,10 @@ SNAPKV = f"{PLAIN},lookahead=4"
 BOOK = "keydiff:budget=64,block=32,min_ctx=100 then snapkv:n_sink=4,obs_window=8,n_window=16,budget=48,lookahead=0"
 WAYS = [
     (SNAPKV, {"memory": "recall"}),
-    (SNAPKV, {"memory": "recall:file"}),
     (SNAPKV, {"memory": "recall:file:8bit"}),
-    (SNAPKV, {"memory": "recall", "verify": "unsure"}),
     (SNAPKV, {"memory": "recall:8bit", "verify": "unsure", "verify_below": 1.0}),
-    (SNAPKV, {"memory": "recall:file", "verify": "unsure"}),
-    (SNAPKV, {"memory": "recall", "verify": "all"}),
-    (SNAPKV, {"memory": "recall:4bit", "verify": "all"}),
-    (f"{PLAIN},last_token=false", {"memory": "recall", "verify": "all"}),
-    (BOOK, {"memory": "recall"}),
-    (BOOK, {"memory": "recall:file"}),
+    (f"{PLAIN},last_token=false", {"memory": "recall:4bit", "verify": "all"}),
     (BOOK, {"memory": "recall:file", "verify": "unsure"}),
-    (BOOK, {"memory": "recall", "verify": "all"}),
 ]
 LENGTHS = (190, 40, 260, 120)
 
