@@ -77,17 +77,11 @@ def test_a_column_of_lengths(tmp_path):
     "change, words",
     [
         ({"context": None}, "context: Field required; every row needs context, question, answer"),
-        ({"max_new_tokens": None}, "max_new_tokens: Field required"),
-        ({"answer": None}, "answer: Field required"),
         ({"context": ""}, "context: String should have at least 1 character"),
         ({"question": 3}, "question: Input should be a valid string"),
         ({"answer": []}, "answer: Value should have at least 1 item"),
-        ({"answer": ["a", ""]}, "answer.1: String should have at least 1 character"),
         ({"answer": [1]}, "answer.0: Input should be a valid string"),
         ({"max_new_tokens": 0}, "max_new_tokens: Input should be greater than 0"),
-        ({"max_new_tokens": True}, "max_new_tokens: Input should be a valid integer"),
-        ({"length": "4k"}, "length: Input should be a valid integer"),
-        ({"answer_prefix": 1}, "answer_prefix: Input should be a valid string"),
     ],
 )
 def test_a_row_that_will_not_do_is_named(tmp_path, change, words):
@@ -102,10 +96,8 @@ def test_a_row_that_will_not_do_is_named(tmp_path, change, words):
     [
         ("d.jsonl", b"", "d.jsonl has no rows"),
         ("d.jsonl", b"\n{1\n", "line 2 is no JSON object in UTF-8"),
-        ("d.jsonl", b'{"context": "\\ud83e"}\n', "line 1 is no JSON object in UTF-8"),
         ("d.jsonl", b"\xff\n", "line 1 is no JSON object in UTF-8"),
         ("d.jsonl", b"[" * 100_000, "line 1 is no JSON"),
-        ("d.jsonl", b"[1]\n", "line 1 is no JSON object"),
         ("d.parquet", b"no table", "d.parquet is damaged: it is no parquet file"),
         ("d.txt", b"a", "no such file, and no folder with .parquet or .jsonl files"),
     ],

@@ -9,7 +9,6 @@ from mlx_snapkv import SnapKVError
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.evals.headwise import (
-    AdaKV,
     FastGen,
     MaskedKVCache,
     best_of_all_heads,
@@ -25,19 +24,7 @@ def kept(scores, quota, safeguard=0.2):
 
 
 def test_adakv_by_hand():
-    """Five of ten entries a head, ten in all: 0.2 of five is one safe entry a head, the other eight are the best."""
-    first = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
-    second = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 3.5]
-    # Safe are 9 and 3.5. Then 8, 7, 6, 5, 4, 3, 2 and 1.
-    assert kept([first, second], Quota(5, 0, 0)) == [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9]]
-    # Without a safeguard, 3.5 still beats 3; with 0.6 the second head keeps its best three, with 1 its best five.
-    assert kept([first, second], Quota(5, 0, 0), 0) == [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9]]
-    assert kept([first, second], Quota(5, 0, 0), 0.6) == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 9]]
-    assert kept([first, second], Quota(5, 0, 0), 1) == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 9]]
-
-
-def test_what_is_always_kept_counts_as_safe():
-    """As in kvpress, where SnapKV's window has the highest scores: of 4 a head, 2 of them safe, 2 are the window."""
+    """Four of seven entries a head, two of them safe: as in kvpress, what is always kept counts as safe."""
     scores = [[9, 8, 7, 6, 5, 0, 0], [0.1, 3, 0.2, 0.3, 0.4, 0, 0]]
     assert kept(scores, Quota(4, 0, 2), 0.5) == [[0, 1, 2, 3, 5, 6], [5, 6]]
     assert kept(scores, Quota(4, 0, 2), 0.75) == [[0, 1, 2, 5, 6], [1, 5, 6]]
@@ -61,16 +48,13 @@ def adakv_reference(scores, quota, safeguard):
     return [sorted(t for h, t in chosen if h == head) for head in range(H)]
 
 
-@pytest.mark.parametrize("safeguard", [0, 0.2, 0.5, 1])
-@pytest.mark.parametrize(
-    "quota", [Quota(12, 2, 5), Quota(8, 0, 8), Quota(40, 1, 1), Quota(99, 4, 4)]
-)
+@pytest.mark.parametrize("safeguard", [0, 0.5, 1])
+@pytest.mark.parametrize("quota", [Quota(12, 2, 5), Quota(99, 4, 4)])
 def test_adakv(quota, safeguard):
     rng = np.random.default_rng(0)
     scores = np.round(rng.random((4, 40)) * np.array([[1], [2], [0.2], [1]]), 2)  # with ties
     found = kept(scores.astype(np.float32), quota, safeguard)
     assert found == adakv_reference(scores.astype(np.float32), quota, safeguard)
-    assert sum(map(len, found)) == 4 * min(quota.entries, 40)
 
 
 def entries(rng, H=3, group=2, T=24, D=8):
@@ -157,13 +141,7 @@ def test_hidden_entries_are_not_attended_to(kind):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "fastgen",
-        "fastgen:recovery=0.8,local=0.1",
-        "adakv of keydiff:budget=64,schedule=once",
-        "adakv:safeguard=0.5 of snapkv:budget=9%",
-    ],
+    "text", ["fastgen:recovery=0.8,local=0.1", "adakv:safeguard=0.5 of snapkv:budget=9%"]
 )
 def test_names(text):
     assert str(headwise(text)) == text
@@ -173,17 +151,12 @@ def test_names(text):
     "text, words",
     [
         ("snapkv:budget=8", "are given with --policy"),
-        ("adakv", '"adakv of POLICY"'),
         ("adakv:alpha=1 of snapkv", "unknown adakv option 'alpha'; known: safeguard"),
         ("adakv:safeguard=2 of snapkv", "safeguard must be 0 to 1, got 2"),
-        ("fastgen:recovery=nan", "recovery must be 0 to 1"),
         ("fastgen:recovery=much", "recovery must be 0 to 1, got 'much'"),
         ("adakv of keydiff:budget=8", "with schedule=once"),
-        ("adakv of snapkv:budget=adaptive:4096", "without mass and budget=adaptive"),
-        ("adakv of h2o:schedule=once", "chooses from full caches"),
         ("adakv of kvzip", "chooses from full caches"),
         ("adakv of keydiff:budget=8000 then snapkv", "needs one policy"),
-        ("adakv of nobody", "unknown policy 'nobody'"),
     ],
 )
 def test_mistakes(text, words):
@@ -192,15 +165,7 @@ def test_mistakes(text, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["adakv", "fastgen:recovery=0.9", "adakv of snapkv:budget=64"])
-def test_none_of_them_answers(text):
-    with pytest.raises(SnapKVError, match=r"keep different numbers of entries.*--by-mask"):
-        resolve_policy(policy=text)
-
-
-def test_adakv_is_no_policy_of_its_own():
-    assert AdaKV(policy=resolve_policy(policy="snapkv")).policy.name == "snapkv"
-
-
-def test_they_are_not_among_the_policies():
+def test_none_of_them_answers():
     assert not {"adakv", "fastgen"} & set(POLICIES)
+    with pytest.raises(SnapKVError, match=r"keep different numbers of entries.*--by-mask"):
+        resolve_policy(policy="adakv of snapkv:budget=64")

@@ -17,13 +17,8 @@ from mlx_snapkv.evals.scores import (
     [
         (["12", "ab"], " It is AB\x00 and 12.", 1.0, 1.0),
         (["12", "ab"], "AB only", 0.5, 1.0),
-        (["12", "ab"], "", 0.0, 0.0),
         (["onetwo"], "one\ntwo", 1.0, 1.0),  # kvpress takes control characters out before it looks
-        (["one two"], "one\ttwo", 0.0, 0.0),
         (["12", "12", "34"], "\x0012,", 2 / 3, 1.0),  # a reference counts as often as it is one
-        (["12"], "3412", 1.0, 1.0),  # anywhere
-        (["Straße"], "STRASSE", 0.0, 0.0),  # lower(), not casefold()
-        (["1\x01"], "1\x01", 0.0, 0.0),  # outputs are cleaned, references are not
     ],
 )
 def test_rulers_string_matches(references, output, every, some):
@@ -40,7 +35,6 @@ def test_rulers_string_matches(references, output, every, some):
         ("bird", ["cat"], 0.0),
         ("cat", ["bird", "a cat"], 1.0),  # the best of several
         ("the", ["cat"], 0.0),
-        ("", ["the"], 0.0),
     ],
 )
 def test_f1_of_words(output, references, wanted):
@@ -60,7 +54,6 @@ def test_f1_of_the_first_line():
         ("The answer is B\nand not C", 1.0),  # the first line that has one
         ("I say C, or D", 0.0),
         ("Bob", 0.0),
-        ("", 0.0),
     ],
 )
 def test_letters(output, wanted):
@@ -71,12 +64,9 @@ def test_letters(output, wanted):
     "task, metric",
     [
         ("niah_multivalue", string_match_all),
-        ("vt", string_match_all),
         ("qa_2", string_match_part),
-        ("qasper", f1),
         ("qasper_e", f1),
         ("hotpotqa-e", f1),
-        ("code_debug", choice),
         ("a task of one's own", string_match_all),
     ],
 )

@@ -15,7 +15,6 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import BlockKVCache, SnapKVError, saved
 from mlx_snapkv.saved.fingerprint import fingerprint
 
-
 # One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
 KINDS = [
     spec("snapkv", "once"),
