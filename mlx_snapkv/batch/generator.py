@@ -16,12 +16,26 @@ from ..engine.recalling import VERIFY_BELOW, Recall, require_verifiable
 from ..engine.request import held_tokens
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import Quantization
+from ..errors import UnsupportedModelError
+from ..models import type_of
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .batchable import require_together
 from .groups import Groups
-from .guard import guarded_processor, guarded_sampler
 from .job import BatchReport, Job, Plan
 from .reading import Reading
+from .sampling import guarded_processor, guarded_sampler
+
+# Model types whose batches are wrong, or an error, in mlx-lm itself (0.32).
+ALONE = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
+
+
+def require_together(model) -> None:
+    """Raises: UnsupportedModelError: mlx-lm can't decode several prompts of this model together, or does it wrong."""
+    caches = members(make_prompt_cache(model))
+    if type_of(model) in ALONE or not all(hasattr(cache, "merge") for cache in caches):
+        raise UnsupportedModelError(
+            f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
+            "answer them one after the other"
+        )
 
 
 class CompressedBatchGenerator(BatchGenerator):

@@ -17,8 +17,8 @@ from ..models import attention_classes
 from ..models.patch import recording
 from ..several.shard import shard_of
 from .entries import batched, kind_of
-from .guard import Guard
 from .job import Job
+from .sampling import Guard
 
 
 def request_errors(model: Any) -> type[Exception]:

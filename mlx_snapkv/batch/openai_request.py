@@ -14,7 +14,7 @@ from mlx_lm.server import process_message_content
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
 from .openai_body import Body, ChatBody, CompletionBody
-from .seeded import SeededSampler
+from .sampling import SeededSampler
 
 # Of the template's own parameters, those that a request may set in another way or not at all.
 FREE = {"documents", "chat_template"}

@@ -14,8 +14,7 @@ from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
 from .answer import Answer
 from .answers_file import AnswersFile
-from .batchable import require_together
-from .generator import CompressedBatchGenerator
+from .generator import CompressedBatchGenerator, require_together
 from .memory import Memory, under_way
 from .openai_answer import answer_body
 from .openai_request import Asked, Defaults, asked

@@ -47,8 +47,7 @@ Output = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Write NAME.jsonl as answers come, and go on from it if it is there; at the end NAME.json, NAME.md "
-        "and pictures.",
+        help="Write NAME.jsonl as answers come, and go on from it if it is there; at the end NAME.json and NAME.md.",
     ),
 ]
 
@@ -98,7 +97,7 @@ def known(option: str, given: list[str], names: list[str]) -> list[str]:
 
 
 def output_files(
-    output: str | None, endings: Sequence[str] = (".jsonl", ".json", ".md", ".png")
+    output: str | None, endings: Sequence[str] = (".jsonl", ".json", ".md")
 ) -> ResultFiles | None:
     """What is going to be written."""
     return None if output is None else ResultFiles(output, endings)
@@ -124,7 +123,7 @@ def measure(
     """Ask everything, print the tables, and write the files.
 
     Args:
-        plots: writes the pictures of a result beside a path, without its ending; by default one of all scores.
+        plots: writes pictures of a result beside a path, without its ending.
     """
     from ..evals import score_tables
     from ..evals.asking import require_compression
@@ -146,10 +145,7 @@ def measure(
         for table in score_tables.tables(summary, page):
             print_table(table)
     if files is not None:
-        picture = with_suffix(files.base, ".png")
-        drawn = plots(result, files.base) if plots else [picture]
-        if not plots:
-            score_tables.write_plot(result, page, picture)
+        drawn = plots(result, files.base) if plots else []
         text = score_tables.markdown(result, page, [path.name for path in drawn])
         written = [*write_result(files.base, result, text), *drawn]
         print(files.told(written), file=sys.stderr if as_json else sys.stdout)

@@ -85,7 +85,7 @@ def fidelity(
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy streaming_llm:budget=25%
     """
     from ..evals import fidelity as measuring
-    from ..evals.texts import Texts, read_texts
+    from ..evals.texts import Texts
     from ..policies import resolve_policy
     from .progress import stderr_console
 
@@ -93,7 +93,7 @@ def fidelity(
     chosen = (resolve_policy(policy=given) for given in policy)
     methods = {measuring.FULL: None} | {str(one): one for one in chosen}
     measuring.require_compression(methods, length)
-    texts = Texts(text, read_texts(text))
+    texts = Texts(text)
     # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.
     n_following = continuation + 1
     texts.require_length(length + n_following)

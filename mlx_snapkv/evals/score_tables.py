@@ -1,17 +1,13 @@
-"""The tables, the page and the picture of what was asked about documents, made of one summary."""
+"""The tables and the page of what was asked about documents, made of one summary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..engine.report import format_bytes
-from ..reporting.files import PNG_METADATA
-from ..reporting.setting import title
 from ..reporting.table import Table, as_markdown, setting_text
-from ..whole_files import put_figure
 from .answering import BY_MASK, FULL, SETTINGS
 from .paired import Difference, difference
 
@@ -187,31 +183,3 @@ def markdown(result: dict[str, Any], page: Page, plots: Sequence[str]) -> str:
         parts += [f"## {table.title}", table.remark, as_markdown(table)]
     parts += [f"![Scores](<{plot}>)" for plot in plots]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def write_plot(result: dict[str, Any], page: Page, path: Path) -> None:
-    """The score of each method, settings side by side, with the intervals around the full cache's."""
-    from matplotlib.figure import Figure
-
-    summary, points = result["summary"], page.points
-    panels = list(dict.fromkeys((s["setting"], s["length"]) for s in summary))
-    methods = list(dict.fromkeys(s["method"] for s in summary))
-    size = (2.5 + 3.2 * len(panels), 1.4 + 0.34 * len(methods))
-    figure = Figure(figsize=size, layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
-        own = {s["method"]: s for s in summary if (s["setting"], s["length"]) == panel}
-        full = points * own[FULL]["score"]
-        for y, method in enumerate(methods):
-            spread = own[method]["difference"]
-            ends = [full + points * spread["low"], full + points * spread["high"]]
-            axes.plot(ends, [y, y], color="0.6", lw=2)
-            axes.plot(points * own[method]["score"], y, "o", color="#dd4b45")
-        axes.axvline(full, color="0.4", ls=":", lw=1)
-        axes.set_title(_where(*panel).lower(), fontsize=9)
-        axes.set_xlim(-0.03 * points, 1.03 * points)
-        axes.set_xlabel("score")
-        axes.set_yticks(range(len(methods)), methods, fontsize=7)
-        axes.invert_yaxis()
-    what = title("Scores, 95% interval of the difference to the full cache", result)
-    figure.suptitle(what, fontsize=9)
-    put_figure(path, figure, dpi=120, metadata=PNG_METADATA)

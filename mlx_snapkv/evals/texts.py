@@ -13,7 +13,6 @@ from ..errors import SnapKVError
 from ..paths import path_of, reason
 
 OPTION = "--text"
-Named = list[list[str | None]]  # names with their texts; None is a file that is no text
 
 
 @dataclass(frozen=True)
@@ -31,25 +30,6 @@ class Piece:
     number: int
     tokens: list[int]
     following: list[int]
-
-
-def read_texts(paths: Sequence[str]) -> Named:
-    """Files, and all files below folders but hidden and empty ones, in order; each by its name, or that in its folder.
-
-    Raises:
-        SnapKVError: a path can't be read, or a file that was given is no UTF-8 text.
-    """
-    named: Named = []
-    for given in dict.fromkeys(paths):
-        path = path_of(given, OPTION)
-        if path.is_dir():
-            files = [(str(file.relative_to(path)), file) for file in _files_below(path)]
-            named += [[name, text] for name, file in files if (text := _read(file)) != ""]
-        elif (text := _read(path)) is None:
-            raise SnapKVError(f"{OPTION} {given} is not UTF-8 text: convert it to text first")
-        else:
-            named.append([given, text])
-    return named
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -71,28 +51,39 @@ def _read(path: Path) -> str | None:
 
 
 class Texts:
-    """A user's texts.
+    """The UTF-8 texts of files, and of all files below folders but hidden ones, in order.
 
     Args:
-        paths: what was given.
-        named: what `read_texts` found there.
+        paths: each text's name is its path, or that below the folder.
 
     Attributes:
         digest: what tells these texts from others.
 
     Raises:
-        SnapKVError: there is no text.
+        SnapKVError: a path can't be read, a file that was given is no UTF-8 text, or there is no text.
     """
 
-    def __init__(self, paths: Sequence[str], named: Named):
+    def __init__(self, paths: Sequence[str]):
         self._where = f"{OPTION} {' '.join(paths)}"
-        self._texts = {str(name): text for name, text in named if text is not None}
-        self._n_unread = len(named) - len(self._texts)
-        self._n_short = 0
-        if not any(self._texts.values()):
+        self._texts: dict[str, str] = {}
+        self._n_unread = self._n_short = 0
+        for given in dict.fromkeys(paths):
+            self._add(given)
+        if not self._texts:
             raise SnapKVError(f"{self._where}: there is no UTF-8 text")
         hashed = hashlib.sha256("\0".join(f"{n}\0{x}" for n, x in self._texts.items()).encode())
         self.digest = f"sha256 {hashed.hexdigest()[:16]}"
+
+    def _add(self, given: str) -> None:
+        path = path_of(given, OPTION)
+        in_folder = path.is_dir()
+        for file in _files_below(path) if in_folder else [path]:
+            text = _read(file)
+            if text is None and not in_folder:
+                raise SnapKVError(f"{OPTION} {given} is not UTF-8 text: convert it to text first")
+            self._n_unread += text is None
+            if text:
+                self._texts[str(file.relative_to(path)) if in_folder else given] = text
 
     def require_length(self, n_tokens: int) -> None:
         """Raises: SnapKVError: no text has so many tokens, each of which is a byte at least."""

@@ -5,7 +5,7 @@ from batch_helpers import Run, alone, prompts_of
 from model_configs import make_model
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.batch.batchable import ALONE
+from mlx_snapkv.batch.generator import ALONE
 
 POLICY = "snapkv:top_k=6,n_sink=2,n_window=8,obs_window=8,lookahead=0"
 

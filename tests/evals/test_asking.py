@@ -109,7 +109,7 @@ def test_a_run_goes_on_where_it_was(asked, tmp_path):
     assert told[2:] == [False, False]
 
 
-def test_pages_and_pictures(asked, tmp_path):
+def test_a_page_has_a_table_a_setting_and_its_pictures(asked):
     *_, records = asked
     summary = score_tables.summarise(records, PAGE)
     machine = {"processor": "p", "cores": 1, "system": "s", "device": "cpu", "blas": "b"}
@@ -123,13 +123,8 @@ def test_pages_and_pictures(asked, tmp_path):
     }
     result |= {"machine": machine, "versions": {"mlx": "1"}}
     page = score_tables.markdown(result, PAGE, ["r.png"])
-    assert (
-        "![Scores](<r.png>)" in page
-        and "## Question known, 768 tokens, by task" in page
-        and "| unsure |" in page
-    )
-    score_tables.write_plot(result, PAGE, tmp_path / "r.png")
-    assert (tmp_path / "r.png").stat().st_size > 5000
+    assert "![Scores](<r.png>)" in page and "| unsure |" in page
+    assert "## Question known, 768 tokens, by task" in page
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.texts import Texts, read_texts
+from mlx_snapkv.evals.texts import Texts
 
 
 class Letters:
@@ -38,7 +38,7 @@ def told(piece):
 
 
 def test_the_first_piece_of_each_text_comes_before_the_second_of_any(folder):
-    texts = Texts([str(folder)], read_texts([str(folder)]))
+    texts = Texts([str(folder)])
     pieces = texts.pieces(Letters(), 8, 4, 99)
     assert [told(piece) for piece in pieces] == [
         ("a/long.md", 1, "01234567", "8901"),
@@ -53,29 +53,25 @@ def test_the_first_piece_of_each_text_comes_before_the_second_of_any(folder):
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
 def test_more_pieces_go_on_where_fewer_end(folder, most):
-    texts = Texts(["x"], read_texts([str(folder)]))
+    texts = Texts([str(folder)])
     assert texts.pieces(Letters(), 8, 4, most) == texts.pieces(Letters(), 8, 4, 99)[:most]
 
 
-def test_texts_that_nobody_looked_at_are_not_left_out(folder):
-    texts = Texts(["x"], [["long", "abcd" * 9], ["short", "a"]])
-    texts.pieces(Letters(), 8, 4, 1)
-    assert texts.left_out is None
-    texts.pieces(Letters(), 8, 4, 2)
-    assert texts.left_out == "Files left out: 1 shorter than a piece."
-
-
-def test_files_are_read_as_they_are_given(folder):
+def test_files_are_read_once_and_named_as_given_or_below_their_folder(folder):
     given = [str(folder / "b.txt"), str(folder / "a"), str(folder / "b.txt")]
-    assert [name for name, _ in read_texts(given)] == [given[0], "long.md", "short.py"]
-    assert read_texts([str(folder / "marked.txt")])[0][1] == "marked"
+    texts = Texts(given)
+    assert [p.document for p in texts.pieces(Letters(), 8, 4, 2)] == [given[0], "long.md"]
+    assert texts.left_out is None  # nobody has looked at short.py
+    texts.pieces(Letters(), 8, 4, 9)
+    assert texts.left_out == "Files left out: 1 shorter than a piece."
+    (piece,) = Texts([str(folder / "marked.txt")]).pieces(Letters(), 4, 2, 9)
+    assert told(piece)[2:] == ("mark", "ed")  # without its byte order mark
 
 
 def test_other_texts_have_another_digest(folder):
-    first = Texts(["x"], read_texts([str(folder)])).digest
-    assert first == Texts(["y"], read_texts([str(folder)])).digest
+    first = Texts([str(folder)]).digest
     (folder / "b.txt").write_text("other")
-    assert first != Texts(["x"], read_texts([str(folder)])).digest
+    assert first != Texts([str(folder)]).digest
 
 
 @pytest.mark.parametrize(
@@ -84,21 +80,18 @@ def test_other_texts_have_another_digest(folder):
         ("nowhere", "--text .*nowhere: No such file"),
         ("picture.png", "is not UTF-8 text: convert it to text first"),
         ("zero", "is not UTF-8 text"),
+        (".hidden/none", "No such file"),
+        ("empty.txt", "--text .*empty.txt: there is no UTF-8 text"),
     ],
 )
 def test_mistakes(folder, name, words):
     with pytest.raises(SnapKVError, match=words):
-        read_texts([str(folder / name)])
+        Texts([str(folder / name)])
 
 
-@pytest.mark.parametrize("named", [[], [["p", None]], [["p", ""]]])
-def test_no_text_is_a_mistake(named):
-    with pytest.raises(SnapKVError, match="--text x: there is no UTF-8 text"):
-        Texts(["x"], named)
-
-
-def test_texts_that_are_too_short_are_told(folder):
-    texts = Texts(["x"], [["a", "\u00e9" * 10]])
+def test_texts_that_are_too_short_are_told(tmp_path):
+    (tmp_path / "a").write_text("\u00e9" * 10)
+    texts = Texts([str(tmp_path)])
     texts.require_length(20)  # bytes: it may have so many tokens
     with pytest.raises(SnapKVError, match="no text has the 21 tokens of a piece"):
         texts.require_length(21)
