@@ -154,9 +154,7 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
         and "Question later, 512 tokens" in out
         and "by task" not in out
     )
-    assert {p.name for p in tmp_path.iterdir()} == {
-        f"suite{e}" for e in (".jsonl", ".json", ".md", ".png")
-    }
+    assert {p.name for p in tmp_path.iterdir()} == {f"suite{e}" for e in (".jsonl", ".json", ".md")}
     recalled = ["--memory", "recall", "--verify", "unsure"]
     code, out, _ = call(
         "suite", *small, "--policy", policy, *recalled, "--output", str(base), "--json"
