@@ -14,7 +14,7 @@ def text(**fields):
 
 
 def message(**fields):
-    return chat(messages=[{"role": "user", "content": "hi", **fields}])
+    return chat(messages=[{"role": "user", **fields}])
 
 
 BAD = {
@@ -46,13 +46,17 @@ BAD = {
     "messages no list": chat(messages="hi"),
     "a message that is none": chat(messages=[5]),
     "no role": chat(messages=[{"content": "hi"}]),
-    "unknown role": message(role="wizard"),
+    "unknown role": message(role="wizard", content="hi"),
     "an image": message(
         content=[{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
     ),
+    "no content": message(),
+    "null content": message(content=None),
+    "an empty list of parts": message(content=[]),
+    "half a pair": message(content="\ud800"),
     "content a number": message(content=5),
     "tool calls that are none": message(
-        role="assistant", tool_calls=[{"function": {"arguments": "{"}}]
+        role="assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]
     ),
     "tools that are none": chat(tools=[5]),
     "a tool schema that is none": chat(tools=[{"type": "function", "function": 5}]),

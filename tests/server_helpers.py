@@ -13,12 +13,12 @@ import httpx
 from mlx_snapkv.batch.openai_request import Defaults
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.policies import resolve_policy
-from mlx_snapkv.server.engine import Engine, Limits
-from mlx_snapkv.server.loaded import Loaded
+from mlx_snapkv.server.access import Settings
+from mlx_snapkv.server.admission import Limits
+from mlx_snapkv.server.engine import Engine, Loaded
 from mlx_snapkv.server.metrics import Metrics
-from mlx_snapkv.server.prefixes import Prefixes
+from mlx_snapkv.server.prefix_cache import PrefixCache
 from mlx_snapkv.server.run import listening, serve
-from mlx_snapkv.server.settings import Settings
 
 POLICY = "snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=256,obs_window=32,lookahead=4"
 
@@ -42,7 +42,7 @@ def load_named(name, change=lambda model, tokenizer: None):
     def load():
         model, tokenizer = load_model(name)
         change(model, tokenizer)
-        return Loaded(model, tokenizer, name)
+        return Loaded(model, tokenizer, (name,))
 
     return load
 
@@ -56,7 +56,7 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generatio
     engine = Engine(
         load or load_named("demo"),
         options,
-        Prefixes(1 << 32),
+        PrefixCache(1 << 32),
         limits or Limits(),
         Defaults(max_tokens=200),
         Metrics(),

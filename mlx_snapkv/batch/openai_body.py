@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -29,7 +30,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    model: Any = None
+    model: str | None = None
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -70,7 +71,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Annotated[str, Field(min_length=1)]
-    content: Any = None
+    content: Annotated[Any, Field(validate_default=True)] = None
 
     @field_validator("role")
     @classmethod
@@ -80,7 +81,9 @@ class Message(BaseModel):
 
     @field_validator("content")
     @classmethod
-    def _text(cls, value: Any) -> Any:
+    def _text(cls, value: Any, info: Any) -> Any:
+        empty = value in (None, []) and info.data.get("role") != "assistant"
+        require(not empty, "content must not be empty", value)
         parts = value if isinstance(value, list) else []
         ok = value is None or (isinstance(value, (str, list)) and all(map(_is_text, parts)))
         require(ok, "content must be text, or a list of parts of the type text", value)
@@ -217,12 +220,10 @@ def parse(url: Any, body: Any) -> Body:
 
 def as_body(kind: type[Checked], body: Any) -> Checked:
     """A body of that kind; SnapKVError as `parse`."""
-    if not isinstance(body, dict):
-        raise SnapKVError(f"body must be an object, got {_shown(body)}")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise SnapKVError(_sentence(error)) from None
+        raise SnapKVError(problem(error.errors(include_url=False)[0], body)) from None
 
 
 def require(ok: bool, sentence: str, value: Any) -> None:
@@ -231,20 +232,45 @@ def require(ok: bool, sentence: str, value: Any) -> None:
         raise ValueError(f"{sentence}, got {_shown(value)}")
 
 
-def _sentence(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    if first["type"] == "value_error":
+def problem(error: Mapping[str, Any], body: Any) -> str:
+    """One of pydantic's errors about a body, as a sentence that names the field."""
+    place, kind, got = _place(error["loc"], body), error["type"], error["input"]
+    if kind == "json_invalid":
+        return f"the body is not JSON: {error['ctx']['error']}"
+    if not isinstance(body, dict):
+        return f"body must be an object, got {_shown(body)}"
+    if kind == "value_error":
         outer = f"{place.rpartition('.')[0]}: " if "." in place else ""
-        return outer + str(first["ctx"]["error"])
-    if first["type"] == "missing":
+        return outer + str(error["ctx"]["error"])
+    if kind == "missing":
         return f"{place} is missing"
-    if first["type"] == "too_short":
+    if kind == "too_short":
         return f"{place} must not be empty"
-    message = first["msg"].replace("Input should", f"{place} should", 1)
+    if kind.startswith("union_tag"):
+        if not isinstance(got, dict):
+            return f"{place} must be an object, got {_shown(got)}"
+        name = error["ctx"]["discriminator"].strip("'")
+        if name not in got:
+            return f"{place}.{name} is missing"
+        known = error["ctx"]["expected_tags"].replace("'", "").replace(", ", " or ")
+        return f"{place} can't be read: its {name} must be {known}, got {_shown(got[name])}"
+    message = error["msg"].replace("Input should", f"{place} should", 1)
     message = message.partition(" or instance of")[0].replace("dictionary", "object")
     told = message if place in message else f"{place}: {message}"
-    return f"{told}, got {_shown(first['input'])}"
+    return f"{told}, got {_shown(got)}"
+
+
+def _place(loc: Sequence[str | int], body: Any) -> str:
+    """Where an error is, without the names of unions' members, which pydantic has between."""
+    path, at = [], body
+    for i, step in enumerate(loc):
+        try:
+            at = at[step]
+        except (LookupError, TypeError):
+            if i + 1 < len(loc) or not isinstance(at, dict):
+                continue
+        path.append(str(step))
+    return ".".join(path)
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ import typer
 from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from ..paths import path_of
-from ..server.volatile import BILLING
+from ..server import BILLING
 from . import flags
 from .answering import batch_options, load_for_requests, most_kv_bytes
 from .interrupts import listen
@@ -124,15 +124,14 @@ def serve(
     from ..caches.memories import in_files
     from ..engine.recalling import Recall
     from ..policies import resolve_policy
-    from ..server.engine import Engine
-    from ..server.loaded import Loaded
+    from ..server.access import Settings
+    from ..server.admission import Limits
+    from ..server.engine import Engine, Loaded
     from ..server.metrics import Metrics
+    from ..server.prefix_cache import PrefixCache
     from ..server.prefix_files import PrefixFiles, tokenizer_digest
-    from ..server.prefixes import Prefixes
-    from ..server.requests import Limits
     from ..server.run import listening
     from ..server.run import serve as run
-    from ..server.settings import Settings
     from ..server.shared_engine import SharedEngine
     from ..several.ranks import here
     from .sharded import require_alone
@@ -154,7 +153,7 @@ def serve(
     usual = PREFIX_FILES if in_files(memory) else PREFIXES
     n_prefix_bytes = n_bytes("--prefix-bytes", prefix_bytes or usual)
     # Of several ranks, rank 0 says what is given up for room.
-    prefixes = Prefixes(sys.maxsize if ranks.rank else n_prefix_bytes, ranks.first)
+    prefixes = PrefixCache(sys.maxsize if ranks.rank else n_prefix_bytes, ranks.first)
     defaults = Defaults(
         max_tokens,
         temp=temp,
@@ -177,7 +176,7 @@ def serve(
             chat_template_config=chat_template_config,
             pipeline=pipeline,
         )
-        return Loaded(loaded, tokenizer, model, tuple(alias or ()))
+        return Loaded(loaded, tokenizer, (model, *(alias or ())))
 
     n_kv_bytes = most_kv_bytes(max_kv_bytes)
     n_file_bytes = n_bytes("--prefix-dir-bytes", prefix_dir_bytes)

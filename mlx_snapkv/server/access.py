@@ -2,53 +2,107 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from dataclasses import dataclass
+from ipaddress import ip_address
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .failures import ApiError
-from .settings import Settings
+from ..errors import SnapKVError
+from . import BILLING
+from .api_error import ApiError, bad_request
 
+LOCAL = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/health", "/")  # that a browser or a watchdog asks without a key
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How the server was started.
+
+    Attributes:
+        host, port: where it listens.
+        api_key: what clients must send; None asks for none, which only a local address may.
+        origins: web pages of these may ask (CORS).
+        body_bytes: of a request, at most.
+        timeout: seconds for a request; None is no limit.
+        volatile_headers: names of lines that system prompts lose at their start.
+
+    Raises:
+        SnapKVError: the address is not local, and there is no key; an origin that no browser sends.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()
+    body_bytes: int = 32 * 1024 * 1024
+    timeout: float | None = None
+    volatile_headers: tuple[str, ...] = (BILLING,)
+
+    def __post_init__(self):
+        if not self.api_key and not _is_local(self.host):
+            raise SnapKVError(
+                f"--host {self.host} lets other machines ask, so it needs --api-key: give one, or keep to 127.0.0.1"
+            )
+        for origin in self.origins:
+            scheme, _, host = origin.partition("://")
+            is_page = scheme and host and "/" not in host and origin == origin.lower()
+            if not is_page and origin != "null":  # which pages of files send
+                raise SnapKVError(
+                    "--allow-origin must be a page's scheme, host and port in small letters, such as "
+                    f"http://localhost:3000, got {origin!r}"
+                )
+
+
+async def require_utf8(request: Request) -> None:
+    """JSON can escape half of a surrogate pair, which no response could repeat. Raises: ApiError."""
+    if b"\\ud" in (await request.body()).lower():
+        try:
+            json.dumps(await request.json(), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise bad_request("the body is not UTF-8") from None
+
+
 class Access:
-    """ASGI middleware that lets pass what may; a refusal is raised as an ApiError for the handlers around it."""
+    """ASGI middleware that raises an ApiError for requests that may not pass.
+
+    Starlette's `TrustedHostMiddleware` would refuse in plain text, which is no API's error.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings):
         self._app, self._settings = app, settings
+        self._hosts = {*LOCAL, settings.host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        self._require_host(headers)
-        self._require_origin(headers)
-        self._require_key(headers, scope)
-        await self._app(scope, self._limited(headers, receive), send)
+        if scope["type"] == "http":
+            headers = MutableHeaders(scope=scope)
+            if self._settings.api_key is None:
+                self._require_own_host(headers)
+            elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+                self._require_key(headers, self._settings.api_key)
+            headers["content-type"] = "application/json"  # whatever it says: curl's -d sends a form
+            receive = self._limited(headers, receive)
+        await self._app(scope, receive, send)
 
-    def _require_host(self, headers: Headers) -> None:
-        """A web page whose name was pointed at this machine (DNS rebinding) sends that name."""
+    def _require_own_host(self, headers: Headers) -> None:
+        """Against web pages: one whose name was pointed at this machine (DNS rebinding) sends that name as the host,
+        one of another site can send requests, even if it can't read the response."""
         host = headers.get("host", "")
-        if self._settings.api_key is None and _name(host) not in self._settings.hosts:
+        if _name(host) not in self._hosts:
             raise ApiError(403, f"the Host header names {host[:80]!r}, which this server is not")
-
-    def _require_origin(self, headers: Headers) -> None:
-        """A page of another site can send requests, even if it can't read what they come to."""
         origin = headers.get("origin")
-        if origin is None or self._settings.api_key is not None or origin in self._settings.origins:
+        if origin is None or origin in self._settings.origins:
             return
-        if _name(origin.partition("://")[2]) not in self._settings.hosts:
+        if _name(origin.partition("://")[2]) not in self._hosts:
             raise ApiError(
                 403, f"pages of {origin[:80]!r} may not ask: start the server with --allow-origin"
             )
 
-    def _require_key(self, headers: Headers, scope: Scope) -> None:
-        key = self._settings.api_key
-        if key is None or scope["path"] in OPEN or scope["method"] == "OPTIONS":
-            return
+    def _require_key(self, headers: Headers, key: str) -> None:
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not secrets.compare_digest(given.encode(), key.encode()):
@@ -62,27 +116,34 @@ class Access:
 
     def _limited(self, headers: Headers, receive: Receive) -> Receive:
         most, n = self._settings.body_bytes, 0
-        told = headers.get("content-length", "0")
-        if told.isdecimal() and int(told) > most:
-            raise _too_large(most)
+
+        def require_room(n_bytes: int) -> None:
+            if n_bytes > most:
+                sentence = f"the request's body is larger than {most} bytes"
+                raise ApiError(413, sentence, code="request_too_large")
+
+        length = headers.get("content-length", "0")
+        require_room(int(length) if length.isdecimal() else 0)
 
         async def limited() -> Message:
             nonlocal n
             message = await receive()
             n += len(message.get("body", b""))
-            if n > most:
-                raise _too_large(most)
+            require_room(n)
             return message
 
         return limited
 
 
+def _is_local(host: str) -> bool:
+    if host in LOCAL:
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _name(host: str) -> str:
     """A host without its port."""
     return host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(
-        413, f"the request's body is larger than {most} bytes", code="request_too_large"
-    )

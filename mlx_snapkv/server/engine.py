@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,21 +16,39 @@ from ..batch.answer import Answer
 from ..batch.generator import CompressedBatchGenerator
 from ..batch.openai_body import Body
 from ..batch.openai_request import Defaults, asked
+from ..caches.layers import kv_bytes
 from ..engine.report import CompressionReport
 from ..errors import EntryFileError
 from ..planning.long_prompts import LongPrompts
-from .channel import Accepted, Channel, Finished, Read, Started
-from .counting import Counted
-from .failures import as_api_error, log, shutting_down, too_long
-from .likely import chosen, n_likely
-from .loaded import Loaded
+from .admission import Admission, Limits
+from .api_error import as_api_error, log, shutting_down
+from .checkpoints import Checkpoints
 from .metrics import Metrics
-from .open_requests import OpenRequests
+from .prefix_cache import PrefixCache
 from .prefix_files import PrefixFiles
-from .prefixes import Prefixes
-from .requests import Limits, Running, Waiting
-from .reuse import Reuse
-from .room import Room
+from .requests import (
+    Accepted,
+    Channel,
+    Counted,
+    EngineRequest,
+    Finished,
+    Read,
+    Started,
+    TokenLogprob,
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The one model that is served, and its tokenizer; requests never load another one.
+
+    Attributes:
+        names: what clients are told it is called; the first is the name it was loaded by.
+    """
+
+    model: Any
+    tokenizer: Any
+    names: tuple[str, ...]
 
 
 class Engine(ResponseGenerator):
@@ -44,16 +62,16 @@ class Engine(ResponseGenerator):
         load: gives the model; called in the thread of the engine, to which MLX binds what it makes.
         generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
         prefixes: what is known of prompts.
-        open_files: where that is kept besides, if anywhere.
         limits: what is taken on.
         defaults: for bodies that don't say.
+        open_files: where prefixes are kept besides, if anywhere.
     """
 
     def __init__(
         self,
         load: Callable[[], Loaded],
         generation: dict[str, Any],
-        prefixes: Prefixes,
+        prefixes: PrefixCache,
         limits: Limits,
         defaults: Defaults,
         metrics: Metrics,
@@ -65,12 +83,11 @@ class Engine(ResponseGenerator):
         self._load, self._open_files = load, open_files
         self._ready = Future[Loaded]()
         self._options = generation
-        self._running: dict[int, Running] = {}
-        self._waiting: deque[Waiting] = deque()
-        self._open = OpenRequests(limits, metrics)
-        metrics.track("requests", lambda: self.kv_bytes)
-        metrics.track("prefixes", lambda: prefixes.nbytes)
-        metrics.track("prefix_files", lambda: prefixes.file_nbytes)
+        self._running: dict[int, EngineRequest] = {}
+        self._waiting: deque[EngineRequest] = deque()
+        metrics.track_kv_bytes("requests", lambda: self.kv_bytes)
+        metrics.track_kv_bytes("prefixes", lambda: prefixes.nbytes)
+        metrics.track_kv_bytes("prefix_files", lambda: prefixes.file_nbytes)
         super().__init__(None, prefixes)  # type: ignore[arg-type]  # whose model is loaded below
         try:
             self.loaded = self._ready.result()
@@ -81,31 +98,18 @@ class Engine(ResponseGenerator):
     # From the event loop's thread.
 
     def submit(self, channel: Channel, body: Body) -> None:
-        """Queue a request.
+        """Queue a request; one that is only to be counted falls under no limit.
 
         Raises:
             ApiError: too many wait, or the server is shutting down.
         """
-        if self._stop:
+        if self._stop or not self.is_healthy:
             raise shutting_down()
-        self._open.enter()
+        if not channel.is_count:
+            self._admission.enter()
         self.requests.put((channel, body))
         if self._stop:  # perhaps after the thread has looked into the queue for the last time
             channel.put(shutting_down())
-
-    def count(self, body: Body) -> Counted:
-        """Have the tokens of a request's prompt counted; no limit counts this request.
-
-        Raises:
-            ApiError: the server is shutting down.
-        """
-        counted = Counted()
-        if self._stop or not self.is_healthy:
-            raise shutting_down()
-        self.requests.put((counted, body))
-        if self._stop:  # as in `submit`
-            counted.put(shutting_down())
-        return counted
 
     def end_answers(self) -> None:
         """End what is under way: the server is shutting down."""
@@ -125,16 +129,17 @@ class Engine(ResponseGenerator):
 
     def _run_generate(self) -> None:
         try:
-            self.loaded = self._load()
+            self.loaded = loaded = self._load()
+            model, options = loaded.model, self._options
             self.generator = self._new_generator()
-            used = self.prefixes, self.loaded, self._options
-            self._reuse, self._room = Reuse(*used), Room(*used, self.limits.kv_bytes)
-            self._long = LongPrompts(self.loaded.model, **self._options)
-            self.prefixes.files = self._open_files(self.loaded)
+            self._checkpoints = Checkpoints(self.prefixes, model, loaded.tokenizer, options)
+            self._admission = Admission(self.limits, model, options, self.prefixes, self.metrics)
+            self._long = LongPrompts(model, **options)
+            self.prefixes.files = self._open_files(loaded)
         except BaseException as error:
             self._ready.set_exception(error)
             return
-        self._ready.set_result(self.loaded)
+        self._ready.set_result(loaded)
         while not self._stop:
             try:
                 self._generate()
@@ -152,59 +157,56 @@ class Engine(ResponseGenerator):
     def _take_requests(self) -> None:
         """Take in what has come; wait for something if there is nothing to do."""
         timeout = None if self._running or self._waiting else 0.1
-        while (request := self._next_request(timeout)) is not None:
-            channel, body = request
+        while (given := self._next_request(timeout)) is not None:
+            channel, body = given
             try:
                 self._take(channel, body)
             except Exception as error:
                 self._fail(channel, error)
             timeout = None
-        while self._waiting and self._has_room(self._waiting[0]):
-            waiting = self._waiting.popleft()
+        while self._waiting and self._may_start(self._waiting[0]):
+            request = self._waiting.popleft()
             try:
-                self._start(waiting)
+                self._start(request)
             except Exception as error:
-                self._fail(waiting.channel, error)
+                self._fail(request.channel, error)
 
-    def _has_room(self, waiting: Waiting) -> bool:
-        """Whether the next request can be read; what is known of others' prompts gives way to it."""
-        if self._is_gone(waiting):
+    def _may_start(self, request: EngineRequest) -> bool:
+        if self._is_gone(request):
             return True
-        if len(self._running) >= self.limits.concurrency:
-            return False
         held = self.generator.prompt_cache_nbytes
-        return self._room.make(waiting, self._running.values(), held)
+        return self._admission.may_start(request, self._running.values(), held)
 
-    def _is_gone(self, waiting: Waiting) -> bool:
+    def _is_gone(self, request: EngineRequest) -> bool:
         """Whether nobody waits for the answer any more."""
-        return waiting.channel.cancelled
+        return request.channel.cancelled
 
-    def _take(self, channel: Any, body: Body, seed: int | None = None) -> None:
+    def _take(self, channel: Channel, body: Body, seed: int | None = None) -> None:
+        """Let a request wait; `seed` is for a body without one."""
         if channel.cancelled:
-            if isinstance(channel, Channel):
-                self._close()
+            self._close(channel)
             return
         wanted = asked(body, self.loaded.tokenizer, self.defaults, seed)
-        if isinstance(channel, Counted):
-            channel.put(len(wanted.prompt))
+        n = len(wanted.prompt)
+        if channel.is_count:
+            channel.put(Counted(n))
             return
-        n, most = len(wanted.prompt), self.limits.context
-        if most is not None and n > most:
-            raise too_long(n, most)
-        for said in self._long.warnings(n):
-            log.warning(said)
-        need, cuts = self._room.need(body, wanted), self._reuse.cuts(body, wanted.prompt)
-        self._waiting.append(Waiting(channel, wanted, n_likely(body), need, cuts))
+        need = self._admission.need(body, wanted)
+        for warning in self._long.warnings(n):
+            log.warning(warning)
+        checkpoints = self._checkpoints.places(body, wanted.prompt)
+        n_likely = getattr(body, "n_top_logprobs", None)
+        self._waiting.append(EngineRequest(channel, wanted, n_likely, need, checkpoints))
         channel.put(Accepted())
 
-    def _start(self, waiting: Waiting) -> None:
-        channel, wanted = waiting.channel, waiting.asked
-        if self._is_gone(waiting):
-            self._close()
+    def _start(self, request: EngineRequest) -> None:
+        channel, wanted = request.channel, request.asked
+        if self._is_gone(request):
+            self._close(channel)
             return
         prompt = wanted.prompt
         caches, n_known = self._known(prompt)
-        ends = [n for n in waiting.cuts if n > n_known] + [len(prompt)]
+        ends = [n for n in request.checkpoints if n > n_known] + [len(prompt)]
         starts = [n_known, *ends]
         (uid,) = self.generator.insert_segments(
             [[prompt[start:end] for start, end in zip(starts, ends)]],
@@ -214,47 +216,51 @@ class Engine(ResponseGenerator):
             samplers=None if wanted.sampler is None else [wanted.sampler],
             logits_processors=[wanted.processors],
         )
-        answer = Answer(wanted, self.loaded.tokenizer)
-        self._running[uid] = Running(**vars(waiting), answer=answer)
-        self.metrics.started(len(prompt), n_known)
+        request.answer = Answer(wanted, self.loaded.tokenizer)
+        self._running[uid] = request
+        self.metrics.prompt_tokens.inc(len(prompt))
+        self.metrics.cached_tokens.inc(n_known)
+        self.metrics.prefix_hits.inc(n_known > 0)
         channel.put(Started(len(prompt), n_known))
 
     def _known(self, prompt: list[int]) -> tuple[list | None, int]:
         """Caches that have read the beginning of a prompt, if there are such, and how many tokens that is."""
-        return self._reuse.fetch(prompt)
+        return self._checkpoints.fetch(prompt)
 
     def _step(self) -> None:
-        self._remove([uid for uid, running in self._running.items() if self._is_gone(running)])
+        self._remove([uid for uid, request in self._running.items() if self._is_gone(request)])
         read, responses = self.generator.next()
         for progress in read:
-            running = self._running[progress.uid]
-            n = running.n_prompt - progress.progress[1] + progress.progress[0]
-            if progress.end_of_segment and n in running.cuts:
+            request = self._running[progress.uid]
+            n = request.n_prompt - progress.progress[1] + progress.progress[0]
+            if progress.end_of_segment and n in request.checkpoints:
                 caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
-                self._reuse.read(running, n, tokens, caches)
-            running.channel.put(Read(n, running.n_prompt))
+                self._checkpoints.reached(request, n, tokens, caches)
+            request.channel.put(Read(n, request.n_prompt))
         for response in responses:
             self._deliver(response)
         self.kv_bytes = self.generator.prompt_cache_nbytes
-        self._give_way()
+        self._make_room()
 
-    def _give_way(self) -> None:
-        self._room.give_way(self.kv_bytes)
+    def _make_room(self) -> None:
+        self._admission.make_room(self.kv_bytes)
 
     def _deliver(self, response: Any) -> None:
-        running = self._running[response.uid]
-        channel, answer = running.channel, running.answer
+        request = self._running[response.uid]
+        channel, answer = request.channel, request.answer
+        assert answer is not None
         if response.finish_reason == "error":
             del self._running[response.uid]
-            if not (self._is_damage(response.error) and self._ask_again(running)):
+            if not (self._drops_damage(response.error) and self._retry(request)):
                 self._fail(channel, response.error)
             return
-        if running.top_logprobs is not None:
-            channel.put(chosen(response, running.top_logprobs, self.loaded.tokenizer))
+        if request.top_logprobs is not None:
+            channel.put(_logprob(response, request.top_logprobs, self.loaded.tokenizer))
         for piece in answer.add(response.token, response.finish_reason):
             channel.put(piece)
-        seconds = time.perf_counter() - running.channel.since if answer.n_tokens == 1 else None
-        self.metrics.generated(seconds)
+        self.metrics.generated_tokens.inc()
+        if answer.n_tokens == 1:
+            self.metrics.first_token_seconds.observe(time.perf_counter() - channel.since)
         if answer.finish_reason is None:
             return
         if response.finish_reason is None:  # a stop text has ended it
@@ -262,26 +268,28 @@ class Engine(ResponseGenerator):
             self.generator.remove([response.uid])
         else:
             caches, tokens = response.prompt_cache, response.all_tokens
-        self._reuse.answered(running, tokens, caches)
+        report = request.report
+        if report is not None and not report.compressed:
+            report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
+        self._checkpoints.answered(request, tokens, caches)
         del self._running[response.uid]
-        end = answer.finish_reason, answer.n_tokens, answer.n_reasoning, answer.stopped_by
-        channel.put(Finished(*end, running.report))
-        self._close()
+        channel.put(Finished(answer, report))
+        self._close(channel)
 
-    def _is_damage(self, error: Exception) -> bool:
-        """Whether what was known of a prompt is damaged; it then isn't used again."""
+    def _drops_damage(self, error: Exception) -> bool:
+        """Whether what was known of a prompt is damaged; it isn't used again then."""
         if not isinstance(error, EntryFileError) or error.path is None:
             return False
         log.warning("a prefix is not used: %s", error)
         self.prefixes.drop(error.path)
         return True
 
-    def _ask_again(self, running: Running) -> bool:
+    def _retry(self, request: EngineRequest) -> bool:
         """Let a request wait again, unless some of its answer has been told; whether it does."""
-        if running.answer.n_tokens:
+        if request.answer is None or request.answer.n_tokens:
             return False
-        again = Waiting(**{f.name: getattr(running, f.name) for f in fields(Waiting)})
-        self._waiting.appendleft(again)
+        request.answer = request.report = request.full = None
+        self._waiting.appendleft(request)
         return True
 
     def _new_generator(self) -> CompressedBatchGenerator:
@@ -301,20 +309,18 @@ class Engine(ResponseGenerator):
         self._running[uid].report = report
 
     def _recalled(self, uid: int, caches: list, tokens: list[int]) -> None:
-        self._reuse.recalled(self._running[uid], tokens, caches)
+        self._checkpoints.read(self._running[uid], tokens, caches)
 
     def _remove(self, uids: list[int]) -> None:
         if uids:
             self.generator.remove(uids)
         for uid in uids:
-            del self._running[uid]
-            self._close()
+            self._close(self._running.pop(uid).channel)
 
-    def _fail(self, channel: Any, error: Exception) -> None:
+    def _fail(self, channel: Channel, error: Exception) -> None:
         """End a request with what went wrong."""
         channel.put(as_api_error(error))
-        if isinstance(channel, Channel):
-            self._close()
+        self._close(channel)
 
     def _fail_all(self, error: Exception) -> None:
         """A step has failed: end its requests, and go on with a new batch."""
@@ -328,9 +334,22 @@ class Engine(ResponseGenerator):
     def _end_all(self, error: Exception) -> None:
         for request in [*self._running.values(), *self._waiting]:
             self._fail(request.channel, error)
-        while (request := self._next_request()) is not None:
-            self._fail(request[0], error)
+        while (given := self._next_request()) is not None:
+            self._fail(given[0], error)
 
-    def _close(self) -> None:
-        """A request has ended that clients had opened."""
-        self._open.leave()
+    def _close(self, channel: Channel) -> None:
+        """A request has ended; those that were only counted had never begun."""
+        if not channel.is_count:
+            self._admission.leave()
+
+
+def _logprob(response: Any, n: int, tokenizer: Any) -> TokenLogprob:
+    """A token's log-probability, and the `n` likeliest tokens."""
+    logprobs = response.logprobs
+    likely: list[int] = []
+    if n:
+        best = mx.argpartition(-logprobs, kth=n - 1)[:n]
+        likely = best[mx.argsort(-logprobs[best])].tolist()  # type: ignore[assignment]
+    token, *texts = [tokenizer.decode([i]) for i in (response.token, *likely)]
+    top = zip(texts, (logprobs[i].item() for i in likely))
+    return TokenLogprob(token, logprobs[response.token].item(), tuple(top))

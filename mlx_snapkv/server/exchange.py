@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from fastapi import Request
 
 from ..batch.openai_body import Body
-from .channel import Accepted, Channel, Event, Finished, Idle, Queued, Started
+from .api_error import Disconnected, timed_out
 from .engine import Engine
-from .failures import ApiError, timed_out
+from .requests import Accepted, Channel, Counted, Event, EventQueue, Finished, Idle, Started
 
 IDLE = 5.0  # seconds without an event, after which listeners are told so
 LOOK = 1.0  # seconds between two looks whether the client is still there
@@ -34,31 +34,40 @@ class Exchange:
     ):
         self._engine, self._request, self._bodies = engine, request, bodies
         self._timeout = timeout
-        self._until = None if timeout is None else time.monotonic() + timeout
-        self._look = time.monotonic() + LOOK
-        self._queue: Queued = asyncio.Queue()
+        self._since = self._looked = time.monotonic()
+        self._queue: EventQueue = asyncio.Queue()
         self._channels: list[Channel] = []
         self._early: list[tuple[int, Event]] = []
         self._n_accepted = 0
         self.started: dict[int, Started] = {}
         self.finished: dict[int, Finished] = {}
 
+    async def count(self) -> int:
+        """The tokens of the first body's prompt, which is not read; raises ApiError."""
+        try:
+            self._submit(self._bodies[0], is_count=True)
+            while True:
+                _, event = await self._next()
+                if isinstance(event, Counted):
+                    return event.n_tokens
+        finally:
+            self.end()
+
     async def begin(self) -> None:
-        """Wait until all prompts are going to be read, or wait for room that others have.
+        """Wait until all prompts are going to be read, or wait until they may start.
 
         Raises:
             ApiError: one is not; nothing has been answered then.
         """
-        loop = asyncio.get_running_loop()
         try:
-            for index, body in enumerate(self._bodies):
-                channel = Channel(loop, self._queue, index)
-                self._engine.submit(channel, body)
-                self._channels.append(channel)
+            for body in self._bodies:
+                self._submit(body)
             while not self.all_started:
                 index, event = await self._next()
-                if isinstance(event, Idle) and self._n_accepted == len(self._bodies):
-                    break
+                if isinstance(event, Idle):
+                    if self._n_accepted == len(self._bodies):
+                        return
+                    continue
                 self._early.append((index, event))
         except BaseException:
             self.end()
@@ -69,16 +78,20 @@ class Exchange:
         return len(self.started) == len(self._bodies)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Which answer, and what came of it; `Idle` when nothing has come for a while."""
+        """Which answer, and what came of it; `Idle` when nothing has come for a while, and nothing else before all
+        have started."""
         since = time.monotonic()
         try:
             while self._early or len(self.finished) < len(self._bodies):
-                index, event = self._early.pop(0) if self._early else await self._next()
+                if self._early and self.all_started:
+                    yield self._early.pop(0)
+                    continue
+                index, event = await self._next()
                 if not isinstance(event, Idle):
                     since = time.monotonic()
-                elif time.monotonic() - since < IDLE:
-                    continue
-                yield index, event
+                    self._early.append((index, event))
+                elif time.monotonic() - since >= IDLE:
+                    yield index, event
         finally:
             self.end()
 
@@ -87,9 +100,14 @@ class Exchange:
         for channel in self._channels:
             channel.cancelled = True
 
+    def _submit(self, body: Body, is_count: bool = False) -> None:
+        channel = Channel(self._queue, len(self._channels), is_count=is_count)
+        self._engine.submit(channel, body)
+        self._channels.append(channel)
+
     async def _next(self) -> tuple[int, Event]:
         """The next event, or `Idle`; raises what ended a request."""
-        if time.monotonic() > self._look:
+        if time.monotonic() > self._looked + LOOK:
             await self._require_wanted()
         try:
             index, event = await asyncio.wait_for(self._queue.get(), LOOK)
@@ -106,15 +124,8 @@ class Exchange:
 
     async def _require_wanted(self) -> None:
         """Raises: ApiError: nobody is there any more, or it has taken too long."""
-        self._look = time.monotonic() + LOOK
+        self._looked = time.monotonic()
         if await self._request.is_disconnected():
             raise Disconnected()
-        if self._until is not None and time.monotonic() > self._until:
-            raise timed_out(self._timeout or 0)
-
-
-class Disconnected(ApiError):
-    """Nobody is there to be answered."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client has gone")
+        if self._timeout is not None and self._looked > self._since + self._timeout:
+            raise timed_out(self._timeout)

@@ -21,23 +21,33 @@ from ..errors import SnapKVError
 from ..saved import book, header
 from ..saved.files import tokens_in
 from ..saved.fingerprint import fingerprint
-from .failures import log
-from .tails import covers
+from .api_error import log
 
 DIGITS = 32  # of a file's name
 NAME = re.compile(f"[0-9a-f]{{{DIGITS}}}")
-UNFINISHED = (
-    3600  # seconds: what nobody has written to for so long was left by a server that was killed
-)
+UNFINISHED = 3600  # seconds after its last write, a file that was never finished is removed
+TAIL = 16  # one token in so many may have to be read again
+
+
+def covers(other: np.ndarray, ids: np.ndarray) -> bool:
+    """Whether the tokens `other` begin with all of `ids` but the last sixteenth."""
+    n = len(ids) - len(ids) // TAIL
+    return np.array_equal(other[:n], ids[:n])
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Tells one tokenizer from another, and its chat template."""
+    about = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:DIGITS]
 
 
 @dataclass
-class Known:
+class PrefixFile:
     """A file, and the tokens that its caches have read.
 
     Attributes:
         ids: the tokens, uint32 `(n,)`.
-        whole: all entries are there, so that caches of a part of the tokens can be had.
+        whole: all entries are there, so that the caches can be cut to fewer tokens.
     """
 
     path: Path
@@ -56,7 +66,7 @@ class Known:
 
 
 class PrefixFiles:
-    """Prompt caches in a folder of their own, the oldest given up for room; only files of this setting are used.
+    """Prompt caches in a folder of their own; only files of this setting are used, the oldest are removed for room.
 
     Args:
         folder: made, for its owner alone, if it is not there.
@@ -71,7 +81,7 @@ class PrefixFiles:
     def __init__(self, folder: Path, most_bytes: int, model: Any, setting: dict[str, str]):
         self._folder, self._most_bytes = folder, most_bytes
         self._model, self._setting = model, {**setting, "model": fingerprint(model)}
-        self._known: list[Known] = []
+        self._files: list[PrefixFile] = []
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
@@ -80,52 +90,47 @@ class PrefixFiles:
         except OSError as error:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in found:
-            self._take(path)
+            try:
+                notes, tokens = tokens_in(header.read(path))
+            except SnapKVError as error:
+                log.warning("a prefix is not used: %s", error)
+                continue
+            if notes.get("setting") == self._setting:
+                self._files.append(PrefixFile(path, _ids(tokens), notes["whole"]))
         book.remove_unfinished(folder, time.time() - UNFINISHED)
 
-    def _take(self, path: Path) -> None:
-        """Take note of a file, unless it is damaged or of another setting."""
-        try:
-            notes, tokens = tokens_in(header.read(path))
-        except SnapKVError as error:
-            log.warning("a prefix is not used: %s", error)
-            return
-        if notes.get("setting") == self._setting:
-            self._known.append(Known(path, _ids(tokens), notes["whole"]))
-
-    def longest(self, tokens: list[int]) -> tuple[int, Known | None]:
+    def longest(self, tokens: list[int]) -> tuple[int, PrefixFile | None]:
         """How many of the tokens some file's caches have read, the most of all."""
-        best: tuple[int, Known | None] = 0, None
+        best: tuple[int, PrefixFile | None] = 0, None
         ids = _ids(tokens)
-        for known in self._known:
-            n = known.n_common(ids)
-            if n > best[0] and (known.whole or n == len(known.ids)):
-                best = n, known
+        for file in self._files:
+            n = file.n_common(ids)
+            if n > best[0] and (file.whole or n == len(file.ids)):
+                best = n, file
         return best
 
-    def read(self, known: Known) -> list | None:
+    def read(self, file: PrefixFile) -> list | None:
         """A file's caches; None, and a line in the log, if they are of no use."""
+        self._files.remove(file)
         try:
-            found = saved.load(known.path, self._model)
-            if found.tokens != known.tokens or found.notes.get("setting") != self._setting:
-                raise SnapKVError(f"{known.path} has become another prompt's")
-            os.utime(known.path)
+            found = saved.load(file.path, self._model)
+            if found.tokens != file.tokens or found.notes.get("setting") != self._setting:
+                raise SnapKVError(f"{file.path} has become another prompt's")
+            os.utime(file.path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
-            self._known.remove(known)
             return None
-        self._known.append(self._known.pop(self._known.index(known)))
+        self._files.append(file)
         return found.prompt_cache
 
     def drop(self, path: Path) -> None:
-        """Use a damaged file of a book's entries no more."""
-        folder = path.parent
-        self._known = [
-            known for known in self._known if book.named_folder(known.path.resolve()) != folder
+        """Use the files of a book no more, one of which, at `path`, is damaged."""
+        self._files = [
+            file for file in self._files if book.named_folder(file.path.resolve()) != path.parent
         ]
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Keep caches, unless others have all but a tail of theirs; a line in the log if there is no room."""
+        """Keep caches, unless others cover theirs; a line in the log if they can't be written."""
         caches = saved_forms(self._model, caches)
         whole = can_trim_prompt_cache(caches)
         n, known = self.longest(tokens)
@@ -137,58 +142,45 @@ class PrefixFiles:
         notes = {"setting": self._setting, "whole": whole}
         try:
             saved.save(path, self._model, caches, tokens, notes=notes)
-            for file in book.files_of(path):
-                file.chmod(0o600)
+            for part in book.files_of(path):
+                part.chmod(0o600)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not kept: %s", error)
             return
         if whole:
-            for twin in [k for k in self._known if k.whole and covers(ids, k.ids)]:
-                self._forget(twin)
-        self._known.append(Known(path, ids, whole))
+            for covered in [f for f in self._files if f.whole and covers(ids, f.ids)]:
+                self._remove(covered.path)
+        self._files.append(PrefixFile(path, ids, whole))
         self._make_room()
 
     def _make_room(self) -> None:
-        """Give up the oldest, of whatever setting and server, but for the one that was just written."""
-        there = self._by_age()
-        taken = sum(n_bytes for _, n_bytes in there)
-        while taken > self._most_bytes and len(there) > 1:
-            path, n_bytes = there.pop(0)
+        """Remove the oldest, of whatever setting and server, but not the one that was just written."""
+        by_age = self._by_age()
+        taken = sum(n_bytes for _, n_bytes in by_age)
+        for path, n_bytes in by_age[:-1]:
+            if taken <= self._most_bytes:
+                return
             taken -= n_bytes
-            self._known = [known for known in self._known if known.path != path]
-            _remove(path)
+            self._remove(path)
 
     def _by_age(self) -> list[tuple[Path, int]]:
         """The files that servers have written here, the oldest first, with what each takes."""
         found = []
         for path in self._folder.glob("*.safetensors"):
-            with contextlib.suppress(OSError):  # another server's, which has just given it up
+            with contextlib.suppress(OSError):  # another server's, which has just removed it
                 if NAME.fullmatch(path.stem):
-                    found.append((path.stat().st_mtime_ns, path, _n_bytes(path)))
+                    n_bytes = sum(part.stat().st_size for part in book.files_of(path))
+                    found.append((path.stat().st_mtime_ns, path, n_bytes))
         return [(path, n_bytes) for _, path, n_bytes in sorted(found)]
 
-    def _forget(self, known: Known) -> None:
-        self._known.remove(known)
-        _remove(known.path)
-
-
-def _remove(path: Path) -> None:
-    """Remove a prefix; a line in the log if it can't be."""
-    try:
-        book.remove(path)
-    except OSError as error:
-        log.warning("a prefix is not removed: %s can't be: %s", path, error.strerror)
+    def _remove(self, path: Path) -> None:
+        """Remove a file; a line in the log if it can't be."""
+        self._files = [file for file in self._files if file.path != path]
+        try:
+            book.remove(path)
+        except OSError as error:
+            log.warning("a prefix is not removed: %s can't be: %s", path, error.strerror)
 
 
 def _ids(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, np.uint32)
-
-
-def _n_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in book.files_of(path))
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Tells one tokenizer from another, and its chat template."""
-    about = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:DIGITS]

@@ -1,61 +1,116 @@
-"""Requests on their way through the engine, and how many of them there may be."""
+"""A request on its way through the engine, and the events that tell its HTTP handler how it goes."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..batch.answer import Answer
+from ..batch.answer import Answer, Piece
 from ..batch.openai_request import Asked
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
-from .channel import Channel
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the server takes on.
+class Accepted:
+    """A request can be answered, and waits until it may start."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A prompt of `n_prompt` tokens is going to be read, `n_cached` of them known from an earlier request."""
+
+    n_prompt: int
+    n_cached: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The tokens of a prompt that was only to be counted."""
+
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class Read:
+    """Tokens of a prompt read so far."""
+
+    n_read: int
+    n_prompt: int
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of an answer with its log-probability, and the likeliest ones with theirs; tokens as texts."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The whole answer, and what became of the prompt's cache."""
+
+    answer: Answer
+    report: CompressionReport | None
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Nothing has come for a while."""
+
+
+Event = Accepted | Started | Counted | Read | Piece | TokenLogprob | Finished | Idle | Exception
+EventQueue = asyncio.Queue[tuple[int, Event]]
+
+
+class Channel:
+    """From the engine's thread to the handler of a request, one of perhaps several that it waits for.
 
     Attributes:
-        concurrency: requests that are answered together.
-        queue: requests that may wait besides.
-        context: tokens of a prompt, at most; None is no limit.
-        kv_bytes: of keys and values that requests take, at most, and what is known of prompts besides; None is no
-            limit.
+        is_count: the prompt is only to be counted.
+        cancelled: nobody listens any more.
+        since: when the request came, by `time.perf_counter`.
     """
 
-    concurrency: int = 8
-    queue: int = 64
-    context: int | None = None
-    kv_bytes: int | None = None
+    def __init__(self, events: EventQueue, index: int = 0, *, is_count: bool = False):
+        self._loop, self._events, self._index = asyncio.get_running_loop(), events, index
+        self.is_count, self.cancelled = is_count, False
+        self.since = time.perf_counter()
+
+    def put(self, event: Event) -> None:
+        """From any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (self._index, event))
 
 
 @dataclass
-class Waiting:
-    """A request that can be answered, when there is room.
+class EngineRequest:
+    """A request that waits, or is read and answered.
 
     Attributes:
-        top_logprobs: likely tokens to be told with each; None if not even its own probability is.
-        need: what its caches will take; None if nobody wants to know.
-        cuts: after how many of its prompt's tokens what has been read is to be kept for others.
+        top_logprobs: likely tokens to be told with each; None if not even its own log-probability is.
+        need: what its caches will take; None without a limit.
+        checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
         number: what several ranks call it.
+        answer: None while it waits.
+        full: tokens, and caches with all their entries.
     """
 
     channel: Channel
     asked: Asked
     top_logprobs: int | None
     need: Need | None
-    cuts: list[int]
+    checkpoints: list[int]
     number: int = 0
+    answer: Answer | None = None
+    report: CompressionReport | None = field(default=None, init=False)
+    full: tuple[list[int], list[Any]] | None = field(default=None, init=False)
 
-
-@dataclass(kw_only=True)
-class Running(Waiting):
-    """A request that is being read or answered."""
-
-    answer: Answer
-    report: CompressionReport | None = None
-    recalled: tuple[list[int], list] | None = None  # tokens, and caches with all their entries
-    n_prompt: int = field(init=False)
-
-    def __post_init__(self):
-        self.n_prompt = len(self.asked.prompt)
+    @property
+    def n_prompt(self) -> int:
+        return len(self.asked.prompt)

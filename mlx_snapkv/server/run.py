@@ -13,11 +13,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import SnapKVError
 from ..paths import reason
+from .access import Settings
+from .api_error import bad_request
 from .app import create_app
 from .engine import Engine
-from .failures import bad_request
-from .openai_forms import OpenAIForm
-from .settings import Settings
+from .openai.completion_formatter import OpenAIFormatter
 
 GRACE = 5  # seconds that running answers, then the engine, have when the server is told to stop
 
@@ -26,14 +26,10 @@ class Protocol(H11Protocol):
     """uvicorn's HTTP, which tells clients that speak no HTTP so in JSON."""
 
     def send_400_response(self, msg: str) -> None:
-        self.transport.write(_refusal(msg))
+        body = json.dumps(OpenAIFormatter.error(bad_request(msg))).encode()
+        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
-
-
-def _refusal(message: str) -> bytes:
-    body = json.dumps(OpenAIForm.error(bad_request(message))).encode()
-    head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def listening(settings: Settings) -> socket.socket:

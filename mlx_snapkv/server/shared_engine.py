@@ -11,9 +11,9 @@ from ..batch.openai_body import Body
 from ..batch.openai_request import Asked, Defaults, processors_of, sampler_of
 from ..errors import SnapKVError, sentence
 from ..several.ranks import Ranks
+from .api_error import ApiError, log
 from .engine import Engine
-from .failures import ApiError, log
-from .requests import Running, Waiting
+from .requests import Channel, EngineRequest
 
 LOOK = 0.1  # seconds between two looks for requests, while nothing is to do
 
@@ -40,7 +40,7 @@ def heard(said: dict[str, Any], tokenizer, defaults: Defaults) -> Asked:
 class Nobody:
     """In the place of a `Channel` on ranks that have no clients."""
 
-    cancelled = False
+    is_count = cancelled = False
     since = 0.0
 
     def put(self, event: Any) -> None: ...
@@ -49,10 +49,10 @@ class Nobody:
 class SharedEngine(Engine):
     """An engine for each of the ranks, of which rank 0 has the clients.
 
-    Before every step rank 0 tells the others what it alone knows: which requests have come, which nobody waits for any
-    more, whether there is room for the next one, how many of the known prompts are still kept, and when to stop. Of
-    requests that rank 0 refuses the others never hear. A request that fails on one rank ends on all; a step that fails
-    on one leaves the others waiting in the middle of the model, and ends the server.
+    Before every step rank 0 sends the others what it alone knows: which requests have come, which nobody waits for
+    any more, whether the next one may start, how many prompts are still kept, and when to stop. The others never hear
+    of requests that rank 0 refuses. A request that fails on one rank ends on all; a step that fails on one leaves the
+    others waiting in the middle of the model, and ends the server.
 
     Args:
         ranks: all of them.
@@ -80,7 +80,6 @@ class SharedEngine(Engine):
         self._server = server
 
     def require_well(self) -> None:
-        """Raises: Exception: what has ended the server."""
         if self.failure is not None:
             raise self.failure
 
@@ -106,77 +105,73 @@ class SharedEngine(Engine):
             self._ranks.heartbeat.call()
 
     def _take_requests(self) -> None:
-        """Take in what rank 0 tells, one start at a time."""
-        while not self._told_to_stop:
+        """Do what rank 0 says, one start at a time."""
+        started = True
+        while started and not self._told_to_stop:
             news = self._ranks.first(self._news() if self._ranks.rank == 0 else None)
             assert news is not None
-            if not self._hear(news):
-                return
+            started = self._follow_news(news)
 
     def _news(self) -> dict[str, Any]:
         """What the others are to know; requests that have come wait here already."""
         come = []
-        while (request := self._next_request()) is not None:
-            channel, body = request
+        while (given := self._next_request()) is not None:
+            channel, body = given
             try:
-                said = self._taken(channel, body)
+                come += self._taken(channel, body)
             except Exception as error:
                 self._fail(channel, error)
-            else:
-                come += [] if said is None else [said]
         under_way = [*self._running.values(), *self._waiting]
-        self._gone = {one.number for one in under_way if one.channel.cancelled}
-        starts = bool(self._waiting) and self._has_room(self._waiting[0])
+        self._gone = {request.number for request in under_way if request.channel.cancelled}
+        starts = bool(self._waiting) and self._may_start(self._waiting[0])
         n_known = len(self.prefixes)
         return {"come": come, "gone": list(self._gone), "starts": starts, "n_known": n_known}
 
-    def _taken(self, channel: Any, body: Body) -> dict[str, Any] | None:
-        """A request that now waits, as the others are told of it."""
-        seed = secrets.randbits(64)
-        n_waiting = len(self._waiting)
+    def _taken(self, channel: Channel, body: Body) -> list[dict[str, Any]]:
+        """A request that now waits, as the others get it; none if it was only counted."""
+        seed, n_waiting = secrets.randbits(64), len(self._waiting)
         self._take(channel, body, seed)
         if len(self._waiting) == n_waiting:
-            return None
-        waiting = self._waiting[-1]
+            return []
+        request = self._waiting[-1]
         self._n_taken += 1
-        waiting.number = self._n_taken
-        more = {"number": waiting.number, "cuts": waiting.cuts}
-        return told(body, waiting.asked, seed) | more
+        request.number = self._n_taken
+        more = {"number": request.number, "checkpoints": request.checkpoints}
+        return [told(body, request.asked, seed) | more]
 
-    def _hear(self, news: dict[str, Any]) -> bool:
+    def _follow_news(self, news: dict[str, Any]) -> bool:
         """Do what rank 0 says; whether a request was started, so that another one may be."""
         if "stop" in news:
             self._stop = self._told_to_stop = True
             return False
         if self._ranks.rank:
-            for said in news["come"]:
-                self._waiting.append(self._heard(said))
+            self._waiting.extend(map(self._received, news["come"]))
             self._gone = set(news["gone"])
             self.prefixes.trim_to(n_sequences=news["n_known"])
         if news["starts"]:
-            self._begin(self._waiting.popleft())
+            self._start_on_all(self._waiting.popleft())
         return news["starts"]
 
-    def _heard(self, said: dict[str, Any]) -> Waiting:
+    def _received(self, said: dict[str, Any]) -> EngineRequest:
         number, wanted = said["number"], None
         try:
             wanted = heard(said, self.loaded.tokenizer, self.defaults)
         except Exception as error:  # which rank 0 learns when it is to start
             self._problems[number] = sentence(error)
         nobody: Any = Nobody()
-        return Waiting(nobody, wanted, None, None, said["cuts"], number)  # type: ignore[arg-type]
+        return EngineRequest(nobody, wanted, None, None, said["checkpoints"], number)  # type: ignore[arg-type]
 
-    def _begin(self, waiting: Waiting) -> None:
+    def _start_on_all(self, request: EngineRequest) -> None:
         """Start a request, unless some rank can't."""
-        problems = self._ranks.gather(self._problems.pop(waiting.number, None))
-        said = [f"rank {rank}: {why}" for rank, why in enumerate(problems) if why is not None]
-        if said:
-            self._fail(waiting.channel, RuntimeError(said[0]))
+        problems = self._ranks.gather(self._problems.pop(request.number, None))
+        found = [f"rank {rank}: {why}" for rank, why in enumerate(problems) if why is not None]
+        if found:
+            self._fail(request.channel, RuntimeError(found[0]))
             return
         try:
-            self._start(waiting)
+            self._start(request)
         except request_errors(self.loaded.model) as error:
-            self._fail(waiting.channel, error)
+            self._fail(request.channel, error)
 
     def _known(self, prompt: list[int]) -> tuple[list | None, int]:
         """What all ranks know of a prompt; nothing, unless it is the same."""
@@ -187,23 +182,23 @@ class SharedEngine(Engine):
             found = None, 0
         return found if len(set(self._ranks.gather(found[1]))) == 1 else (None, 0)
 
-    def _ask_again(self, running: Running) -> bool:
+    def _make_room(self) -> None:
+        if self._ranks.rank == 0:  # the others keep as many prompts
+            super()._make_room()
+
+    def _retry(self, request: EngineRequest) -> bool:
         return False  # on other ranks it may not have failed so
 
-    def _is_gone(self, waiting: Waiting) -> bool:
-        return waiting.number in self._gone
+    def _is_gone(self, request: EngineRequest) -> bool:
+        return request.number in self._gone
 
-    def _fail(self, channel: Any, error: Exception) -> None:
+    def _fail(self, channel: Channel, error: Exception) -> None:
         if self._ranks.rank == 0:
             super()._fail(channel, error)
 
-    def _give_way(self) -> None:
-        if self._ranks.rank == 0:  # of which the others hear
-            super()._give_way()
-
-    def _close(self) -> None:
+    def _close(self, channel: Channel) -> None:
         if self._ranks.rank == 0:
-            super()._close()
+            super()._close(channel)
 
     def _fail_all(self, error: Exception) -> None:
         """The ranks have come apart: the server ends."""

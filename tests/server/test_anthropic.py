@@ -1,9 +1,9 @@
 """Anthropic's endpoints, asked by Anthropic's own client."""
 
-import asyncio
 import concurrent.futures
 import json
 import random
+import time
 
 import anthropic
 import openai
@@ -11,8 +11,6 @@ import pytest
 from server_helpers import serving
 
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.server.counting import Counted
-from mlx_snapkv.server.failures import ApiError
 
 TOOL = {
     "name": "open",
@@ -247,12 +245,16 @@ def test_system_messages_in_the_middle_keep_their_place(agent):
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 BAD = {
     "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "type must be text"),
-    "a role": ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages.0.role"),
+    "a role": (
+        {"messages": [{"role": "wizard", "content": "hi"}]},
+        "messages.0 can't be read: its role must be user",
+    ),
+    "nothing said": ({"messages": [{"role": "user", "content": []}]}, "content must not be empty"),
     "no messages": ({"messages": []}, "messages must not be empty"),
     "a prefill": ({"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "none can be"),
     "a text that is none": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-        "messages.0: content.0: text should be a valid string",
+        "messages.0.content.0.text should be a valid string",
     ),
     "max_tokens": ({"max_tokens": 0}, "max_tokens should be greater"),
     "temperature": ({"temperature": 1.5}, "temperature should be less"),
@@ -265,7 +267,7 @@ BAD = {
     "tools for this model": ({"tools": [TOOL]}, "takes no tools"),
     "a form": ({"extra_body": {"output_config": {"format": {"type": "x"}}}}, "can't force a form"),
     "thinking": ({"thinking": {"type": "loud"}}, "thinking.type should be"),
-    "system": ({"system": [IMAGE]}, "system.0 can't be read"),
+    "system": ({"system": [IMAGE]}, "system.0.type should be"),
     "half a pair": ({"system": "\ud800"}, "not UTF-8"),
 }
 
@@ -318,9 +320,9 @@ def test_counting_ends_with_the_server():
         assert ending.metric("mlx_snapkv_open_requests") == 0
 
 
-def test_a_count_that_does_not_come_is_given_up():
-    counted = Counted()
-    with pytest.raises(ApiError, match="not answered within") as caught:
-        asyncio.run(counted.wait(0.01))
-    assert caught.value.status == 408 and counted.cancelled
-    counted.put(5)  # which nobody waits for
+def test_a_count_that_does_not_come_is_given_up(monkeypatch):
+    with serving(timeout=0.5) as slow:
+        monkeypatch.setattr(slow.engine, "_take", lambda *given: time.sleep(2))
+        with pytest.raises(anthropic.APIStatusError, match="not answered within") as caught:
+            connect(slow).messages.count_tokens(model="m", messages=HELLO)
+        assert caught.value.status_code == 408

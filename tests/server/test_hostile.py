@@ -14,8 +14,8 @@ from server_helpers import load_named, serving
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.server import exchange
-from mlx_snapkv.server.requests import Limits
-from mlx_snapkv.server.settings import Settings
+from mlx_snapkv.server.access import Settings
+from mlx_snapkv.server.admission import Limits
 
 
 def assert_refused(response, status=range(400, 500)):

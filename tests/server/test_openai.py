@@ -127,10 +127,11 @@ def test_a_short_prompt_goes_on_from_quantised_entries(memory):
     with serving(memory=memory) as served:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
         long, short = (chat(client, f"{fact}{filler * n}{question}") for n in (80, 20))
-        assert (
-            long.model_extra["mlx_snapkv"]["entries"]
-            and not short.model_extra["mlx_snapkv"]["entries"]
-        )
+        kept, all_of_it = (each.model_extra["mlx_snapkv"] for each in (long, short))
+        assert kept["entries"] and not all_of_it["entries"]
+        entry = kept["kv_bytes_before"] // long.usage.prompt_tokens
+        held = entry * short.usage.total_tokens
+        assert all_of_it["kv_bytes_before"] == all_of_it["kv_bytes_after"] == held > 0
         assert short.usage.prompt_tokens_details.cached_tokens > 50
         assert {each.choices[0].message.content for each in (long, short)} == {"481516"}
 

@@ -12,7 +12,7 @@ from server_helpers import POLICY, load_named, serving
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.server import prefixes
+from mlx_snapkv.server import prefix_cache
 
 SMALL = (
     POLICY.replace("25%", "96").replace("n_window=32", "n_window=40").replace("ahead=4", "ahead=0")
@@ -162,7 +162,7 @@ def test_the_hooks_of_mlx_lm_that_prefixes_stand_on():
 def test_prompts_in_files_leave_files_for_connections(monkeypatch):
     """Every prompt kept has open files in every layer; the oldest go before there are too many."""
     most, before = 200, len(os.listdir("/dev/fd"))
-    monkeypatch.setattr(prefixes.resource, "getrlimit", lambda kind: (2 * (before + most), -1))
+    monkeypatch.setattr(prefix_cache.resource, "getrlimit", lambda kind: (2 * (before + most), -1))
     with serving(policy=POLICY, memory="recall:file") as served:
         for n in range(45):
             body = {"prompt": f"{n} word " * 110, "max_tokens": 1}

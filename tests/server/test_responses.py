@@ -155,17 +155,17 @@ def test_what_codex_says_is_in_an_order_that_templates_take(obeying):
 BAD = {
     "a number": ({"input": 5}, "input must be text or a list"),
     "nothing": ({"input": []}, "input must not be empty"),
-    "a role": ({"input": [said("wizard", "hi")]}, "input.0: role should be"),
+    "a role": ({"input": [said("wizard", "hi")]}, "input.0.role should be"),
     "an image": (
         {"input": [{**PROBE, "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input.0: content.0 can't be read: its type must be input_text",
+        "input.0.content.0.type should be 'input_text'",
     ),
     "a reference": ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0 can't be read"),
-    "a call": ({"input": [{"type": "function_call", "name": "a"}]}, "input.0: call_id is missing"),
+    "a call": ({"input": [{"type": "function_call", "name": "a"}]}, "input.0.call_id is missing"),
     "an earlier response": ({"previous_response_id": "resp_1"}, "send the whole conversation"),
     "the background": ({"background": True}, "send the whole conversation"),
     "a forced tool": ({"tool_choice": "required"}, "no tool can be forced"),
-    "a tool without name": ({"tools": [{"type": "function"}]}, "tools.0: name is missing"),
+    "a tool without name": ({"tools": [{"type": "function"}]}, "tools.0.name is missing"),
     "a tool that is none": ({"tools": [5]}, "tools must have a type each"),
     "tools for this model": ({"tools": [TOOL]}, "takes no tools"),
     "infinite": (

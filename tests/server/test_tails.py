@@ -9,9 +9,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from server_helpers import serving
 
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.server.prefix_files import PrefixFiles
-from mlx_snapkv.server.prefixes import Prefixes
-from mlx_snapkv.server.tails import covers
+from mlx_snapkv.server.prefix_cache import PrefixCache
+from mlx_snapkv.server.prefix_files import PrefixFiles, covers
 
 
 def of(n, kind=KVCache):
@@ -38,7 +37,7 @@ def kept(prefixes):
 
 
 def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_others():
-    document, prefixes = list(range(320)), Prefixes(1 << 30)
+    document, prefixes = list(range(320)), PrefixCache(1 << 30)
     other, long_answer = list(range(5000, 5340)), [*document, *range(2000, 2100)]
     prefixes.insert(other, of(340))
     prefixes.insert(long_answer, of(420))
@@ -61,7 +60,7 @@ def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_ot
 
 
 def test_what_cannot_be_cut_goes_by_age_only():
-    document, prefixes = list(range(320)), Prefixes(1 << 30)
+    document, prefixes = list(range(320)), PrefixCache(1 << 30)
     for question in range(1000, 1003):
         prefixes.insert([*document, question], of(321, RotatingKVCache))
     prefixes.insert(document[:-9], of(311))
@@ -71,7 +70,7 @@ def test_what_cannot_be_cut_goes_by_age_only():
 
 def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
     one = of(320)[0].nbytes
-    prefixes = Prefixes(2 * one)
+    prefixes = PrefixCache(2 * one)
     prefixes.insert(list(range(320)), of(320))
     prefixes.insert(list(range(1000, 2500)), of(1500))
     assert len(prefixes) == 1 and prefixes.fetch(list(range(320)), 1)[1] == 318
@@ -81,11 +80,11 @@ def test_what_is_larger_than_all_room_drives_nothing_out(caplog):
 
 def test_what_memory_has_no_room_for_is_read_from_its_file(demo_llama, tmp_path, caplog):
     model, _ = demo_llama
-    prefixes, tokens = Prefixes(1), list(range(50, 250))
+    prefixes, tokens = PrefixCache(1), list(range(50, 250))
     prefixes.files = PrefixFiles(tmp_path, 1 << 30, model, {})
     caches = make_prompt_cache(model)
     model(mx.array([tokens]), cache=caches)
-    prefixes.keep(tokens, caches)
+    prefixes.write(tokens, caches)
     prompt = [*tokens[:160], 9, 9, 9]
     found, n = prefixes.fetch(prompt, 1)
     assert n == 160 and len(prefixes) == 0 and not caplog.records  # it is kept, in the file

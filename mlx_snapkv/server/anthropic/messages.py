@@ -1,17 +1,19 @@
-"""What Anthropic's `/v1/messages` takes, checked, and as the chat that it asks for."""
+"""Anthropic's `/v1/messages`: what it takes, checked, and as the chat that it asks for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from ..batch.openai_body import ChatBody, Positive, Probability, require
-from .parts import parts
-from .reading import checked
-from .turns import BREAK, Turns
+from ...batch.openai_body import ChatBody, Positive, Probability, as_body, require
+from ..chat_messages import BREAK, ChatMessages, as_parts
+from ..formatter import exchange_for, respond
+from .formatter import MessageFormatter
+
+COUNT_SECONDS = 60.0  # for a count, if the server was given no timeout
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -23,21 +25,8 @@ class _Part(BaseModel):
 
 
 class Text(_Part):
+    type: Literal["text"]
     text: str
-
-
-class Thinking(_Part):
-    thinking: str
-
-
-class Redacted(_Part):
-    """Thoughts that another server has hidden."""
-
-
-class ToolUse(_Part):
-    id: str
-    name: Name
-    input: dict[str, Any]
 
 
 class Source(_Part):
@@ -46,6 +35,7 @@ class Source(_Part):
 
 
 class Document(_Part):
+    type: Literal["document"]
     source: Source
     title: str | None = None
 
@@ -55,44 +45,53 @@ class Document(_Part):
         return f"{title}{self.source.data}{BREAK}"
 
 
-def _parts(value: Any, kinds: dict[str, type[_Part]], name: str = "content") -> list[Any]:
-    """A content's parts; a text alone is one."""
-    return [Text(text=value)] if isinstance(value, str) else parts(name, value, kinds)
+class Thinking(_Part):
+    type: Literal["thinking"]
+    thinking: str
 
 
-PLAIN: dict[str, type[_Part]] = {"text": Text, "document": Document}
+class Redacted(_Part):
+    """Thoughts that another server has hidden."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUse(_Part):
+    type: Literal["tool_use"]
+    id: str
+    name: Name
+    input: dict[str, Any]
+
+
+Plain = Annotated[Text | Document, Field(discriminator="type")]
 
 
 class ToolResult(_Part):
+    type: Literal["tool_result"]
     tool_use_id: str
-    content: Any = ""
-
-    @field_validator("content")
-    @classmethod
-    def _plain(cls, value: Any) -> Any:
-        return [] if value is None else _parts(value, PLAIN)
+    content: Annotated[list[Plain], BeforeValidator(as_parts)] = []
 
 
-PARTS: dict[str, dict[str, type[_Part]]] = {
-    "system": PLAIN,
-    "user": {**PLAIN, "tool_result": ToolResult},
-    "assistant": {
-        "text": Text,
-        "tool_use": ToolUse,
-        "thinking": Thinking,
-        "redacted_thinking": Redacted,
-    },
-}
+UserBlock = Annotated[Text | Document | ToolResult, Field(discriminator="type")]
+AssistantBlock = Annotated[Text | ToolUse | Thinking | Redacted, Field(discriminator="type")]
 
 
-class Message(_Part):
-    role: Literal["user", "assistant", "system"]
-    content: Any
+class UserMessage(_Part):
+    role: Literal["user"]
+    content: Annotated[list[UserBlock], BeforeValidator(as_parts), Field(min_length=1)]
 
-    @field_validator("content")
-    @classmethod
-    def _in_parts(cls, value: Any, info: Any) -> Any:
-        return _parts(value, PARTS.get(info.data.get("role"), {}))
+
+class AssistantMessage(_Part):
+    role: Literal["assistant"]
+    content: Annotated[list[AssistantBlock], BeforeValidator(as_parts)]
+
+
+class SystemMessage(_Part):
+    role: Literal["system"]
+    content: Annotated[list[Plain], BeforeValidator(as_parts)]
+
+
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class Tool(_Part):
@@ -109,6 +108,10 @@ class Tool(_Part):
         ok = value is None or value.get("type", "object") == "object"
         require(ok, "input_schema must be the JSON schema of an object", value)
         return value
+
+    def for_template(self) -> dict[str, Any]:
+        about = self.model_dump(include={"name", "description"}, exclude_none=True)
+        return {"type": "function", "function": {**about, "parameters": self.input_schema}}
 
 
 class ToolChoice(_Part):
@@ -131,19 +134,14 @@ class CountedMessages(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
-    model: Any = None
+    model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
-    system: Any = None
+    system: Annotated[list[Text], BeforeValidator(as_parts)] = []
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingWish | None = None
     output_config: dict[str, Any] | None = None
     output_format: Any = None
-
-    @field_validator("system")
-    @classmethod
-    def _plain(cls, value: Any) -> Any:
-        return [] if value is None else _parts(value, {"text": Text}, "system")
 
     @field_validator("messages")
     @classmethod
@@ -169,28 +167,22 @@ class CountedMessages(BaseModel):
         require(form is None, f"{info.field_name} can't force a form on an answer: drop it", form)
         return value
 
-    def chat(self, volatile: Collection[str] = ()) -> ChatBody:
-        """What is asked, in OpenAI's words.
-
-        Args:
-            volatile: names of header lines that the system prompt is to begin without.
-
-        Raises:
-            ApiError: nothing is left of the messages.
-        """
-        turns = Turns(volatile)
-        for part in self.system or []:
-            turns.say("system", part.text)
+    def chat(self) -> ChatBody:
+        """What is asked, in OpenAI's words; SnapKVError if that can't be answered."""
+        messages = ChatMessages()
+        for part in self.system:
+            messages.say("system", part.text)
         for message in self.messages:
-            _tell(turns, message)
+            _tell(messages, message)
         wish = self.thinking
         asked = {
-            "messages": turns.messages,
-            "tools": [_function(tool) for tool in self.tools or [] if tool.input_schema] or None,
+            "messages": messages.all,
+            "tools": [tool.for_template() for tool in self.tools or [] if tool.input_schema]
+            or None,
             "tool_choice": self.tool_choice.type if self.tool_choice else None,
             "chat_template_kwargs": wish and {"enable_thinking": wish.type != "disabled"},
         }
-        return checked(ChatBody, asked | self.sampling())
+        return as_body(ChatBody, asked | self.sampling())
 
     def sampling(self) -> dict[str, Any]:
         return {}
@@ -211,29 +203,39 @@ class Messages(CountedMessages):
         return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
 
-def _tell(turns: Turns, message: Message) -> None:
+def _tell(messages: ChatMessages, message: Message) -> None:
     texts: list[str] = []
 
-    def said() -> None:
+    def say() -> None:
         if texts:
-            turns.say(message.role, "".join(texts))
+            messages.say(message.role, "".join(texts))
             texts.clear()
 
-    for part in message.content or [Text(text="")]:
+    for part in message.content or [Text(type="text", text="")]:
         if isinstance(part, (Text, Document)):
             texts.append(part.text)
         elif isinstance(part, Thinking):
-            turns.think(part.thinking)
+            messages.think(part.thinking)
         elif isinstance(part, ToolUse):
-            said()
-            turns.call(part.id, part.name, json.dumps(part.input, ensure_ascii=False))
+            say()
+            messages.call(part.id, part.name, json.dumps(part.input, ensure_ascii=False))
         elif isinstance(part, ToolResult):
-            said()
-            turns.result(part.tool_use_id, BREAK.join(found.text for found in part.content))
-    said()
+            say()
+            messages.result(part.tool_use_id, BREAK.join(found.text for found in part.content))
+    say()
 
 
-def _function(tool: Tool) -> dict[str, Any]:
-    about = {} if tool.description is None else {"description": tool.description}
-    function = {"name": tool.name, **about, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+router = APIRouter(tags=["Anthropic"])
+
+
+@router.post("/v1/messages")
+async def create(request: Request, body: Messages) -> Response:
+    """Answer a conversation's last message."""
+    return await respond(request, body, [body.chat()], MessageFormatter)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
+    """The tokens of a message's prompt, which is not read."""
+    exchange = exchange_for(request, [body.chat()], COUNT_SECONDS)
+    return {"input_tokens": await exchange.count()}

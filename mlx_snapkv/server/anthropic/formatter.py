@@ -7,11 +7,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from .block_form import BlockForm
-from .blocks import Block, Change
-from .exchange import Exchange
-from .failures import ApiError
-from .respond import data
+from ..api_error import ApiError
+from ..exchange import Exchange
+from ..formatter import Block, BlockFormatter, server_sent
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -27,10 +25,10 @@ KINDS = {
 }
 
 
-class MessageForm(BlockForm):
+class MessageFormatter(BlockFormatter):
     """A message; `model` is what the client called it."""
 
-    alive = data({"type": "ping"}, "ping")
+    alive = server_sent({"type": "ping"}, "ping")
 
     def __init__(self, model: str):
         super().__init__()
@@ -38,7 +36,7 @@ class MessageForm(BlockForm):
         self._head = {**head, "model": model}
 
     def whole(self, exchange: Exchange) -> dict[str, Any]:
-        content = [_content(block) for block in self.blocks.all]
+        content = [_content(block) for block in self.blocks]
         usage = {"usage": _usage(exchange)}
         return {**self._head, "content": content, **_ending(exchange), **usage}
 
@@ -54,25 +52,25 @@ class MessageForm(BlockForm):
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
         kind = KINDS.get(
-            error.status, "invalid_request_error" if error.status < 500 else "api_error"
+            error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error"
         )
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        return {"type": "error", "error": {"type": kind, "message": error.detail}}
 
-    def streamed_error(self, error: ApiError) -> str:
-        return data(self.error(error), "error")
+    def stream_error(self, error: ApiError) -> str:
+        return server_sent(self.error(error), "error")
 
-    def changed(self, change: Change, block: Block, text: str) -> Iterator[str]:
-        index = block.index
-        if change == "start":
-            yield _event("content_block_start", index=index, content_block=_empty(block))
-        elif change == "add":
-            yield _event("content_block_delta", index=index, delta=_delta(block, text))
-        else:
-            yield _event("content_block_stop", index=index)
+    def started(self, block: Block) -> Iterator[str]:
+        yield _event("content_block_start", index=block.index, content_block=_empty(block))
+
+    def added(self, block: Block, text: str) -> Iterator[str]:
+        yield _event("content_block_delta", index=block.index, delta=_delta(block, text))
+
+    def ended(self, block: Block) -> Iterator[str]:
+        yield _event("content_block_stop", index=block.index)
 
 
 def _event(kind: str, **fields: Any) -> str:
-    return data({"type": kind, **fields}, kind)
+    return server_sent({"type": kind, **fields}, kind)
 
 
 def _empty(block: Block) -> dict[str, Any]:
@@ -100,20 +98,19 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _ending(exchange: Exchange) -> dict[str, Any]:
-    end = exchange.finished[0]
-    called = end.reason == "tool_calls"
-    by = None if called else end.stopped_by
-    reason = "stop_sequence" if by is not None else REASONS[end.reason]
+    answer = exchange.finished[0].answer
+    called = answer.finish_reason == "tool_calls"
+    by = None if called else answer.stopped_by
+    reason = "stop_sequence" if by is not None else REASONS[answer.finish_reason or "stop"]
     return {"stop_reason": reason, "stop_sequence": by}
 
 
 def _usage(exchange: Exchange) -> dict[str, Any]:
     """Anthropic's `input_tokens` are those that are not cached."""
     started = exchange.started[0]
-    n_answer = sum(end.n_tokens for end in exchange.finished.values())
     return {
         "input_tokens": started.n_prompt - started.n_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": started.n_cached,
-        "output_tokens": n_answer,
+        "output_tokens": sum(end.answer.n_tokens for end in exchange.finished.values()),
     }

@@ -7,19 +7,17 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from .block_form import BlockForm
-from .blocks import Block, Change
-from .exchange import Exchange
-from .failures import ApiError
-from .openai_forms import OpenAIForm
-from .respond import data
-from .responses_bodies import ResponsesBody
+from ..api_error import ApiError
+from ..exchange import Exchange
+from ..formatter import Block, BlockFormatter, server_sent
+from .completion_formatter import OpenAIFormatter
+from .responses_body import ResponsesBody
 
-PARTS = {"reasoning": "reasoning_text", "text": "output_text"}
+KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-class ResponseForm(BlockForm):
+class ResponsesFormatter(BlockFormatter):
     """A response to `body`; `model` is what the client called it."""
 
     alive = ": keep-alive\n\n"
@@ -33,8 +31,8 @@ class ResponseForm(BlockForm):
         self._n_events = 0
 
     def whole(self, exchange: Exchange) -> dict[str, Any]:
-        cut = exchange.finished[0].reason == "length"
-        output = [self._item(block) for block in self.blocks.all]
+        cut = exchange.finished[0].answer.finish_reason == "length"
+        output = [self._item(block) for block in self.blocks]
         if cut and output:
             output[-1]["status"] = "incomplete"
         details = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None}
@@ -51,43 +49,42 @@ class ResponseForm(BlockForm):
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        return OpenAIForm.error(error)
+        return OpenAIFormatter.error(error)
 
-    def streamed_error(self, error: ApiError) -> str:
-        told = {"code": error.code or error.kind, "message": error.message}
+    def stream_error(self, error: ApiError) -> str:
+        told = {"code": error.code or error.kind, "message": error.detail}
         return self._event("response.failed", response=self._response("failed", error=told))
 
-    def changed(self, change: Change, block: Block, text: str) -> Iterator[str]:
-        place = {"output_index": block.index}
-        if change == "start":
-            yield self._event("response.output_item.added", **place, item=self._item(block, True))
-        where = place | {"item_id": self._name(block)}
-        if block.kind == "call":
-            yield from self._arguments(change, block, text, where)
-        else:
-            yield from self._text(change, block, text, where | {"content_index": 0})
-        if change == "end":
-            yield self._event("response.output_item.done", **place, item=self._item(block))
+    def started(self, block: Block) -> Iterator[str]:
+        yield self._output_item("added", block)
+        if block.kind != "call":
+            yield self._content_part("added", block)
 
-    def _arguments(self, change: Change, block: Block, text: str, where: dict) -> Iterator[str]:
-        kind = "response.function_call_arguments"
-        if change == "add":
-            yield self._event(f"{kind}.delta", **where, delta=text)
-        elif change == "end":
-            assert block.call is not None
-            name = block.call["function"]["name"]
-            yield self._event(f"{kind}.done", **where, name=name, arguments=block.text)
-
-    def _text(self, change: Change, block: Block, text: str, where: dict) -> Iterator[str]:
-        kind = f"response.{PARTS[block.kind]}"
+    def added(self, block: Block, text: str) -> Iterator[str]:
         beside: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        if change == "start":
-            yield self._event("response.content_part.added", **where, part=_part(block, ""))
-        elif change == "add":
-            yield self._event(f"{kind}.delta", **where, delta=text, **beside)
+        yield self._block_event(f"{KINDS[block.kind]}.delta", block, delta=text, **beside)
+
+    def ended(self, block: Block) -> Iterator[str]:
+        if block.call is not None:
+            whole = {"name": block.call["function"]["name"], "arguments": block.text}
         else:
-            yield self._event(f"{kind}.done", **where, text=block.text, **beside)
-            yield self._event("response.content_part.done", **where, part=_part(block, block.text))
+            whole = {"text": block.text} | ({"logprobs": []} if block.kind == "text" else {})
+        yield self._block_event(f"{KINDS[block.kind]}.done", block, **whole)
+        if block.call is None:
+            yield self._content_part("done", block)
+        yield self._output_item("done", block)
+
+    def _output_item(self, what: str, block: Block) -> str:
+        item = self._item(block, begun=what == "added")
+        return self._event(f"response.output_item.{what}", output_index=block.index, item=item)
+
+    def _content_part(self, what: str, block: Block) -> str:
+        return self._block_event(f"content_part.{what}", block, part=_part(block))
+
+    def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
+        place = {"output_index": block.index, "item_id": self._name(block)}
+        content = {} if block.kind == "call" else {"content_index": 0}
+        return self._event(f"response.{kind}", **place, **content, **fields)
 
     def _item(self, block: Block, begun: bool = False) -> dict[str, Any]:
         """An item of the output, empty when it has only begun."""
@@ -97,7 +94,7 @@ class ResponseForm(BlockForm):
             name, arguments = block.call["function"]["name"], "" if begun else block.text
             call = {"call_id": block.call["id"], "name": name, "arguments": arguments}
             return {"type": "function_call", **head, **call}
-        content = [] if begun else [_part(block, block.text)]
+        content = [] if begun else [_part(block)]
         if block.kind == "reasoning":
             return {"type": "reasoning", **head, "summary": [], "content": content}
         return {"type": "message", **head, "role": "assistant", "content": content}
@@ -108,7 +105,7 @@ class ResponseForm(BlockForm):
 
     def _event(self, kind: str, **fields: Any) -> str:
         number, self._n_events = self._n_events, self._n_events + 1
-        return data({"type": kind, "sequence_number": number, **fields}, kind)
+        return server_sent({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         body = self._body
@@ -131,7 +128,7 @@ class ResponseForm(BlockForm):
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in body.tools or []],
+            "tools": [tool.model_dump() for tool in body.tools],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -139,18 +136,18 @@ class ResponseForm(BlockForm):
         }
 
 
-def _part(block: Block, text: str) -> dict[str, Any]:
+def _part(block: Block) -> dict[str, Any]:
     beside: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
-    return {"type": PARTS[block.kind], "text": text, **beside}
+    return {"type": KINDS[block.kind], "text": block.text, **beside}
 
 
 def _usage(exchange: Exchange) -> dict[str, Any]:
-    started, end = exchange.started[0], exchange.finished[0]
+    started, answer = exchange.started[0], exchange.finished[0].answer
     known = {"cached_tokens": started.n_cached, "cache_write_tokens": 0}
     return {
         "input_tokens": started.n_prompt,
         "input_tokens_details": known,
-        "output_tokens": end.n_tokens,
-        "output_tokens_details": {"reasoning_tokens": end.n_reasoning},
-        "total_tokens": started.n_prompt + end.n_tokens,
+        "output_tokens": answer.n_tokens,
+        "output_tokens_details": {"reasoning_tokens": answer.n_reasoning},
+        "total_tokens": started.n_prompt + answer.n_tokens,
     }

@@ -15,18 +15,18 @@ from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes
 from ..engine.report import format_bytes
 from ..saved import book
-from .failures import log
-from .prefix_files import PrefixFiles
-from .tails import covers
+from .api_error import log
+from .prefix_files import PrefixFiles, covers
 
 MODEL = "model"  # mlx-lm's store holds those of several; this server serves one
 
 
-class Prefixes(LRUPromptCache):
+class PrefixCache(LRUPromptCache):
     """mlx-lm's store of prompt caches, for one model.
 
     Caches with all entries serve any prompt that begins as theirs does; a compressed one serves only what goes on
-    exactly from the tokens it has read. Where room is short, of many questions of a document one is kept, the newest.
+    exactly from the tokens it has read. Of many questions about a document only the newest is kept when the limit
+    is reached.
 
     Args:
         most_bytes: that they may take, in memory and in files without names.
@@ -50,12 +50,12 @@ class Prefixes(LRUPromptCache):
         cache, n = self._fetch(wanted)
         if self.files is None:
             return cache, n
-        longest, known = self.files.longest(wanted)
-        if known is None or longest <= n or (found := self.files.read(known)) is None:
+        longest, file = self.files.longest(wanted)
+        if file is None or longest <= n or (found := self.files.read(file)) is None:
             return cache, n
-        if self._insert(known.tokens, found):
+        if self._insert(file.tokens, found):
             return self._fetch(wanted)
-        trim_prompt_cache(found, len(known.ids) - longest)
+        trim_prompt_cache(found, len(file.ids) - longest)
         return found, longest
 
     def _fetch(self, tokens: list[int]) -> tuple[list | None, int]:
@@ -72,12 +72,17 @@ class Prefixes(LRUPromptCache):
                 format_bytes(self._most_bytes),
             )
 
+    def write(self, tokens: list[int], caches: list) -> None:
+        """Write what is to outlive the server to a file."""
+        if tokens and self.files is not None:
+            self.files.write(tokens, caches)
+
     def _insert(self, tokens: list[int], caches: list) -> bool:
         """Keep caches, unless they alone are too much; whether they are kept."""
         if not self._agreed(_bytes_of(caches) <= self._most_bytes):
             return False
         self.insert_cache(MODEL, list(tokens), caches)
-        self._count()
+        self._count_files()
         while self.nbytes + self.file_nbytes > self._most_bytes or (
             self.file_nbytes and _many_files_are_open()
         ):
@@ -85,63 +90,60 @@ class Prefixes(LRUPromptCache):
         return True
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
-        """Give up what is over these limits: what others have all but a tail of, then the oldest."""
+        """Evict what is over these limits: first what other caches cover, then the oldest."""
+
+        def is_over() -> bool:
+            many = n_sequences is not None and len(self) > n_sequences
+            return many or (n_bytes is not None and self.nbytes > n_bytes)
+
         before = len(self)
-        if self._is_over(n_sequences, n_bytes):
-            for twin in self._twins():
-                self._give_up(twin)
-                if not self._is_over(n_sequences, n_bytes):
+        if is_over():
+            for covered in self._covered():
+                self._evict(covered)
+                if not is_over():
                     break
         super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
         if len(self) < before:
-            self._count()
+            self._count_files()
 
-    def _is_over(self, n_sequences: int | None, n_bytes: int | None) -> bool:
-        many = n_sequences is not None and len(self) > n_sequences
-        return many or (n_bytes is not None and self.nbytes > n_bytes)
-
-    def _twins(self) -> Iterator[list[int]]:
-        """The oldest tokens of which other caches, that can be cut, have read all but a tail, without those before."""
-        cut = [tokens for tokens in self._known() if can_trim_prompt_cache(self._caches(tokens))]
-        left = [np.array(tokens, np.uint32) for tokens in cut]
-        for tokens in cut:
-            own = left.pop(0)
-            if any(covers(other, own) for other in left):
+    def _covered(self) -> Iterator[list[int]]:
+        """The oldest tokens that other caches cover, and can be cut to."""
+        trimmable = [tokens for tokens in self._known() if can_trim_prompt_cache(self._of(tokens))]
+        others = [np.array(tokens, np.uint32) for tokens in trimmable]
+        for tokens in trimmable:
+            own = others.pop(0)
+            if any(covers(other, own) for other in others):
                 yield tokens
             else:
-                left.append(own)
-
-    def _give_up(self, tokens: list[int]) -> None:
-        entry = self._trie.pop(MODEL, tokens)
-        self._lru.remove(MODEL, tokens)
-        self._n_bytes -= entry.nbytes
-        self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
+                others.append(own)
 
     def drop(self, path: Path) -> None:
         """Use caches no more whose entries are in a damaged file, in memory or in files."""
         for tokens in list(self._known()):
-            archives = book.archives(self._caches(tokens))
-            stores = (cache.store for cache in archives)
+            stores = (cache.store for cache in book.archives(self._of(tokens)))
             if any(isinstance(store, FileStore) and store.reads(path) for store in stores):
-                self._give_up(tokens)
-        self._count()
+                self._evict(tokens)
+        self._count_files()
         if self.files is not None:
             self.files.drop(path)
+
+    def _count_files(self) -> None:
+        self.file_nbytes = sum(file_bytes(self._of(tokens)) for tokens in self._known())
+
+    # mlx-lm's private fields, which a test of the contract watches.
 
     def _known(self) -> Iterator[list[int]]:
         """All tokens that caches have read, the oldest first."""
         return (key[1] for least_recent in self._lru._lrus.values() for key in least_recent)
 
-    def _caches(self, tokens: list[int]) -> list:
+    def _of(self, tokens: list[int]) -> list:
         return self._trie.get(MODEL, tokens).prompt_cache
 
-    def _count(self) -> None:
-        self.file_nbytes = sum(file_bytes(self._caches(tokens)) for tokens in self._known())
-
-    def keep(self, tokens: list[int], caches: list) -> None:
-        """Write to a file what is to outlive the server."""
-        if tokens and self.files is not None:
-            self.files.write(tokens, caches)
+    def _evict(self, tokens: list[int]) -> None:
+        entry = self._trie.pop(MODEL, tokens)
+        self._lru.remove(MODEL, tokens)
+        self._n_bytes -= entry.nbytes
+        self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
 
 
 def _bytes_of(caches: list) -> int:

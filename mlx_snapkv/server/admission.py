@@ -1,0 +1,129 @@
+"""Which requests are taken on, and when each may start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..batch.memory import Memory, under_way
+from ..batch.openai_body import Body
+from ..batch.openai_request import Asked
+from ..engine.decision import PREFILL_STEP_SIZE
+from ..engine.footprint import Need
+from ..entries.quantization import Quantization
+from .api_error import ApiError, prompt_too_long
+from .metrics import Metrics
+from .prefix_cache import PrefixCache
+from .requests import EngineRequest
+
+USUAL_ANSWER = 2048  # tokens that memory is reserved for, where a request does not say
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes on; None is no limit.
+
+    Attributes:
+        concurrency: requests that are answered together.
+        queue: requests that may wait besides.
+        context: tokens of a prompt.
+        kv_bytes: KV memory of requests and of the prefix cache.
+    """
+
+    concurrency: int = 8
+    queue: int = 64
+    context: int | None = None
+    kv_bytes: int | None = None
+
+
+class Admission:
+    """Keeps requests within the limits; the prefix cache makes room for them.
+
+    Args:
+        generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        model: Any,
+        generation: dict[str, Any],
+        prefixes: PrefixCache,
+        metrics: Metrics,
+    ):
+        self._limits, self._prefixes, self._metrics = limits, prefixes, metrics
+        self._verifies = generation.get("verify") is not None
+        self._lock, self._n_open = threading.Lock(), 0
+        self._memory: Memory | None = None
+        if limits.kv_bytes is not None:
+            bits = generation.get("kv_bits")
+            how = None if bits is None else Quantization(bits, generation["kv_group_size"])
+            step_size = generation.get("prefill_step_size", PREFILL_STEP_SIZE)
+            self._memory = Memory(model, generation.get("policy"), how, step_size, limits.kv_bytes)
+
+    def enter(self) -> None:
+        """Count a request that has come, from any thread; ApiError if too many wait."""
+        with self._lock:
+            n_waiting = self._n_open - self._limits.concurrency
+            if n_waiting >= self._limits.queue:
+                raise _busy(n_waiting)
+            self._n_open += 1
+        self._metrics.open_requests.inc()
+
+    def leave(self) -> None:
+        """Count it no more: it has been answered, or has failed."""
+        with self._lock:
+            self._n_open -= 1
+        self._metrics.open_requests.dec()
+
+    def need(self, body: Body, asked: Asked) -> Need | None:
+        """The memory that a request will take; None without a limit.
+
+        Raises:
+            ApiError: the prompt is longer than allowed.
+            SnapKVError: it needs more than there will ever be.
+        """
+        n, most = len(asked.prompt), self._limits.context
+        if most is not None and n > most:
+            advice = "shorten it, or start the server with a larger --max-context"
+            raise prompt_too_long(f"{n} tokens > {most} maximum; {advice}")
+        if self._memory is None:
+            return None
+        wanted = body.max_completion_tokens or body.max_tokens
+        return self._memory.need(n, wanted or min(asked.max_tokens, USUAL_ANSWER))
+
+    def may_start(
+        self, request: EngineRequest, running: Iterable[EngineRequest], held: int
+    ) -> bool:
+        """Whether a request can be read next to those running, whose caches hold `held` bytes.
+
+        If so, the prefix cache is trimmed to leave room for it.
+        """
+        running = list(running)
+        if len(running) >= self._limits.concurrency:
+            return False
+        if self._memory is None or request.need is None:
+            return True
+        active = under_way(running, self._verifies)
+        if not self._memory.fits(request.need, active, held):
+            return False
+        taken = self._memory.with_another(request.need, active, held)
+        self._prefixes.trim_to(n_bytes=self._memory.limit - taken)
+        return True
+
+    def make_room(self, held: int) -> None:
+        """Trim the prefix cache to what requests, whose caches hold `held` bytes, leave of the limit."""
+        if self._memory is not None:
+            self._prefixes.trim_to(n_bytes=self._memory.limit - held)
+
+
+def _busy(n_waiting: int) -> ApiError:
+    return ApiError(
+        429,
+        f"{n_waiting} requests are waiting already: try again later",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "5"},
+    )
