@@ -131,7 +131,8 @@ def test_a_short_prompt_goes_on_from_quantised_entries(memory):
         assert kept["entries"] and not all_of_it["entries"]
         entry = kept["kv_bytes_before"] // long.usage.prompt_tokens
         held = entry * short.usage.total_tokens
-        assert all_of_it["kv_bytes_before"] == all_of_it["kv_bytes_after"] == held > 0
+        assert all_of_it["kv_bytes_before"] == all_of_it["kv_bytes_after"]
+        assert all_of_it["kv_bytes_after"] == pytest.approx(held, rel=0.03)
         assert short.usage.prompt_tokens_details.cached_tokens > 50
         assert {each.choices[0].message.content for each in (long, short)} == {"481516"}
 
