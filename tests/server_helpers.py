@@ -62,10 +62,7 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generatio
         Metrics(),
     )
     started = threading.Event()
-    stop: list = []
-    thread = threading.Thread(
-        target=serve, args=(engine, settings, place, started.set), kwargs={"on_server": stop.append}
-    )
+    thread = threading.Thread(target=serve, args=(engine, settings, place, started.set))
     thread.start()
     assert started.wait(30)
     url = f"http://127.0.0.1:{place.getsockname()[1]}"
@@ -73,7 +70,7 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generatio
         with httpx.Client(base_url=url, timeout=60) as client:
             yield Served(url, engine, client)
     finally:
-        stop[0].should_exit = True
+        engine.server.should_exit = True
         thread.join(30)
     assert not thread.is_alive()
 

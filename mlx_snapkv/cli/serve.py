@@ -203,8 +203,7 @@ def serve(
         address = place.getsockname()
         url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
         started = partial(print, _first_line(model, url), flush=True)
-        run(engine, settings, place, started, engine.watched_by)
-        engine.require_well()
+        run(engine, settings, place, started)
 
 
 def _first_line(model: str, url: str) -> str:

@@ -65,7 +65,16 @@ class Engine(ResponseGenerator):
         limits: what is taken on.
         defaults: for bodies that don't say.
         open_files: where prefixes are kept besides, if anywhere.
+
+    Attributes:
+        kv_bytes: of requests that are read or answered, after the last step.
+        failure: what has ended the server; alone, an engine outlives all failures.
+        server: uvicorn's, which is to exit then.
     """
+
+    kv_bytes = 0
+    failure: Exception | None = None
+    server: Any = None
 
     def __init__(
         self,
@@ -79,7 +88,6 @@ class Engine(ResponseGenerator):
     ):
         self.limits, self.defaults, self.metrics = limits, defaults, metrics
         self.prefixes = prefixes
-        self.kv_bytes = 0  # of requests that are read or answered, after the last step
         self._load, self._open_files = load, open_files
         self._ready = Future[Loaded]()
         self._options = generation
@@ -118,12 +126,6 @@ class Engine(ResponseGenerator):
     def await_end(self, seconds: float) -> None:
         """Wait until the step under way is done and all answers are ended, at most so long."""
         self._generation_thread.join(seconds)
-
-    def watched_by(self, server: Any) -> None:
-        """Know uvicorn's server, which is to exit should this fail for good: alone it never does."""
-
-    def require_well(self) -> None:
-        """Raises: Exception: what has ended the server."""
 
     # In the thread of its own.
 
@@ -255,7 +257,8 @@ class Engine(ResponseGenerator):
                 self._fail(channel, response.error)
             return
         if request.top_logprobs is not None:
-            channel.put(_logprob(response, request.top_logprobs, self.loaded.tokenizer))
+            logprobs = response.token, response.logprobs, request.top_logprobs
+            channel.put(TokenLogprob.of(*logprobs, self.loaded.tokenizer))
         for piece in answer.add(response.token, response.finish_reason):
             channel.put(piece)
         self.metrics.generated_tokens.inc()
@@ -341,15 +344,3 @@ class Engine(ResponseGenerator):
         """A request has ended; those that were only counted had never begun."""
         if not channel.is_count:
             self._admission.leave()
-
-
-def _logprob(response: Any, n: int, tokenizer: Any) -> TokenLogprob:
-    """A token's log-probability, and the `n` likeliest tokens."""
-    logprobs = response.logprobs
-    likely: list[int] = []
-    if n:
-        best = mx.argpartition(-logprobs, kth=n - 1)[:n]
-        likely = best[mx.argsort(-logprobs[best])].tolist()  # type: ignore[assignment]
-    token, *texts = [tokenizer.decode([i]) for i in (response.token, *likely)]
-    top = zip(texts, (logprobs[i].item() for i in likely))
-    return TokenLogprob(token, logprobs[response.token].item(), tuple(top))

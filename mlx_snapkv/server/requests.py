@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from ..batch.answer import Answer, Piece
 from ..batch.openai_request import Asked
 from ..engine.footprint import Need
@@ -49,6 +51,17 @@ class TokenLogprob:
     token: str
     logprob: float
     top: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def of(cls, token: int, logprobs: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
+        """From the log-probabilities `(vocab_size,)` that the token was chosen by."""
+        likely: list[int] = []
+        if n_top:
+            best = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
+            likely = best[mx.argsort(-logprobs[best])].tolist()  # type: ignore[assignment]
+        text, *texts = [tokenizer.decode([i]) for i in (token, *likely)]
+        top = zip(texts, (logprobs[i].item() for i in likely))
+        return cls(text, logprobs[token].item(), tuple(top))
 
 
 @dataclass(frozen=True)

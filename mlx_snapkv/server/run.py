@@ -49,17 +49,15 @@ def listening(settings: Settings) -> socket.socket:
 
 
 def serve(
-    engine: Engine,
-    settings: Settings,
-    place: socket.socket,
-    on_start: Callable[[], None],
-    on_server: Callable[[uvicorn.Server], None] = lambda server: None,
+    engine: Engine, settings: Settings, place: socket.socket, on_start: Callable[[], None]
 ) -> None:
-    """Serve until told to stop; answers under way are ended then.
+    """Serve until told to stop, or `should_exit` of the engine's `server` is set; answers under way are ended then.
 
     Args:
         on_start: called when requests are taken.
-        on_server: receives the server, which ends when its `should_exit` is set.
+
+    Raises:
+        Exception: what has ended the engine.
     """
     config = uvicorn.Config(
         create_app(engine, settings),
@@ -69,13 +67,14 @@ def serve(
         timeout_graceful_shutdown=GRACE,
         server_header=False,
     )
-    server = _Server(config, engine, on_start)
-    on_server(server)
+    engine.server = _Server(config, engine, on_start)
     try:
         with contextlib.suppress(KeyboardInterrupt):  # which uvicorn passes on when it has ended
-            server.run(sockets=[place])
+            engine.server.run(sockets=[place])
     finally:
         engine.stop_and_join()
+    if engine.failure is not None:
+        raise engine.failure
 
 
 class _Server(uvicorn.Server):

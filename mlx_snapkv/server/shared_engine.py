@@ -56,15 +56,10 @@ class SharedEngine(Engine):
 
     Args:
         ranks: all of them.
-
-    Attributes:
-        failure: what has ended the server.
     """
 
     def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any):
         self._ranks = ranks
-        self.failure: Exception | None = None
-        self._server: Any = None
         self._gone: set[int] = set()
         self._problems: dict[int, str] = {}
         self._n_taken = 0
@@ -74,12 +69,6 @@ class SharedEngine(Engine):
     def follow(self) -> None:
         """Take part until rank 0 stops; raises what has ended the server otherwise."""
         self._generation_thread.join()
-        self.require_well()
-
-    def watched_by(self, server: Any) -> None:
-        self._server = server
-
-    def require_well(self) -> None:
         if self.failure is not None:
             raise self.failure
 
@@ -207,8 +196,8 @@ class SharedEngine(Engine):
         running, self._running = self._running, {}
         for request in running.values():
             self._fail(request.channel, ends)
-        if self._server is not None:
-            self._server.should_exit = True
+        if self.server is not None:
+            self.server.should_exit = True
 
     def _end_all(self, error: Exception) -> None:
         if self._ranks.rank == 0 and self.failure is None:

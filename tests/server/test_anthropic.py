@@ -1,6 +1,5 @@
 """Anthropic's endpoints, asked by Anthropic's own client."""
 
-import concurrent.futures
 import json
 import random
 import time
@@ -91,7 +90,7 @@ def test_a_stream_is_the_whole_message_in_events(client, document):
 
 
 def test_pings_while_a_long_prompt_is_read(client, demo_llama):
-    text, facts = make_haystack(demo_llama[1], random.Random(12), 2, 7000)
+    text, facts = make_haystack(demo_llama[1], random.Random(12), 2, 4500)
     question = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
     given = {"model": "m", "max_tokens": 20, "messages": question, "stream": True}
     with client.messages.with_streaming_response.create(**given) as response:
@@ -115,16 +114,6 @@ def test_contents_as_blocks(client, document):
     )
     sums = [m.usage.input_tokens + m.usage.cache_read_input_tokens for m in (plain, message)]
     assert sums[0] == sums[1] and plain.usage.cache_read_input_tokens > 1400
-
-
-def test_four_at_once(client, document):
-    text, facts = document
-
-    def answer(fact):
-        return text_of(ask(client, f"{text}\n\n{fact.question}"))
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(answer, facts)) == [fact.value for fact in facts]
 
 
 def test_stop_sequences_and_sampling(client):
@@ -299,7 +288,7 @@ def test_other_refusals(client):
 
 
 def test_nested_inputs_are_refused_or_told(served):
-    for depth in (50, 200, 400, 600, 800, 900, 940, 960, 980, 1200):
+    for depth in (50, 600, 900, 940, 980, 1200):
         deep = '{"a":' * depth + "1" + "}" * depth
         call = f'{{"type": "tool_use", "id": "a", "name": "b", "input": {deep}}}'
         body = f"""{{"max_tokens": 4, "messages": [{{"role": "user", "content": "The key"}},

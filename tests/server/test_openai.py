@@ -119,12 +119,11 @@ def test_models(client):
     assert client.models.retrieve("org/other-name").id == "org/other-name"
 
 
-@pytest.mark.parametrize("memory", ["recall:8bit", "recall:file:4bit"])
-def test_a_short_prompt_goes_on_from_quantised_entries(memory):
+def test_a_short_prompt_goes_on_from_quantised_entries():
     """Below the gate it decodes with others, in mlx-lm's batches, which hold plain entries only."""
     fact, filler = "The access code of the opal oak is 481516.", " The door is open."
     question = "\n\nWhat is the access code of the opal oak?"
-    with serving(memory=memory) as served:
+    with serving(memory="recall:file:4bit") as served:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
         long, short = (chat(client, f"{fact}{filler * n}{question}") for n in (80, 20))
         kept, all_of_it = (each.model_extra["mlx_snapkv"] for each in (long, short))
@@ -145,12 +144,10 @@ def test_mistakes_are_the_clients_own_exceptions(client):
         client.files.list()
 
 
-@pytest.mark.parametrize(
-    "policy, memory", [(POLICY, "drop"), (None, "drop"), (POLICY, "recall:8bit")]
-)
-def test_other_policies_and_memories(policy, memory, document):
+@pytest.mark.parametrize("policy", [POLICY, None])
+def test_without_a_memory(policy, document):
     text, facts = document
-    with serving(policy=policy, memory=memory) as served:
+    with serving(policy=policy, memory="drop") as served:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
         messages = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
         first = chat(client, "", messages=messages)
@@ -164,4 +161,4 @@ def test_other_policies_and_memories(policy, memory, document):
         other = chat(client, f"{text}\n\n{facts[2].question}")
         assert other.choices[0].message.content == facts[2].value
         n_known = other.usage.prompt_tokens_details.cached_tokens
-        assert (n_known == 0) == (policy is not None and memory == "drop")
+        assert (n_known == 0) == (policy is not None)

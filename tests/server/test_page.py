@@ -204,8 +204,7 @@ def test_a_short_document_says_why_it_is_not_compressed(page, demo_llama):
 
 
 @NO_BROWSER
-@pytest.mark.parametrize("width", [360, 1100])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (1100, False)])
 def test_it_fits_and_can_be_read(page, document, width, dark):
     page.size(width, 700, dark)
     page.paste(document[0])

@@ -19,7 +19,6 @@ SMALL = (
 )
 BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
 WAYS = [
-    (SMALL, "recall", {"verify": "unsure"}),
     (SMALL, "recall:8bit", {"verify": "all"}),
     (SMALL, "recall:file", {"verify": "unsure"}),
     (BOOK, "recall:file:8bit", {"verify": "unsure"}),
@@ -94,8 +93,7 @@ def test_a_system_prompt_is_read_once(document, policy, memory):
             assert cached == 0 and anew == wanted and again["entries"] == about["entries"]
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:file"])
-def test_as_many_vote_of_a_known_prompt_as_of_a_new_one(document, memory):
+def test_as_many_vote_of_a_known_prompt_as_of_a_new_one(document):
     """Also where caches can't be cut, of the same prompt once more, and of a short question about what is known."""
     text, facts = document
     system = {"role": "system", "content": text}
@@ -108,7 +106,7 @@ def test_as_many_vote_of_a_known_prompt_as_of_a_new_one(document, memory):
         cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
         return cached, [token["logprob"] for token in found["choices"][0]["logprobs"]["content"]]
 
-    with serving(load_named("demo-qwen3-next"), policy=POLICY, memory=memory) as served:
+    with serving(load_named("demo-qwen3-next"), policy=POLICY, memory="recall:file") as served:
         known = [told(served, prompt) for prompt in prompts]
         assert known[0][0] == 0 and min(cached for cached, _ in known[1:]) > 700
         for prompt, (_, wanted) in zip(prompts, known):

@@ -1,6 +1,5 @@
 """OpenAI's responses, asked by OpenAI's own client."""
 
-import concurrent.futures
 import json
 import random
 
@@ -97,16 +96,6 @@ def test_a_response_that_is_cut_is_incomplete(client):
     assert last.response.output[0].content[0].text == response.output_text
 
 
-def test_four_at_once(client, document):
-    text, facts = document
-
-    def answer(fact):
-        return ask(client, f"{text}\n\n{fact.question}").output_text
-
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(answer, facts)) == [fact.value for fact in facts]
-
-
 def test_thoughts_and_tools(obeying):
     order = f"SAY: <think>It is shut.</think>\n\nI open it.\n{CALL}"
     # what Codex sends along: tools that a service runs, and fields for it
@@ -180,10 +169,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("stream", [False, True])
-def test_mistakes_are_the_clients_own_exceptions(client, name, stream):
+def test_mistakes_are_the_clients_own_exceptions(client, name):
     body, told = BAD[name]
-    content = json.dumps({"input": "The key of", "max_output_tokens": 4, "stream": stream} | body)
+    content = json.dumps({"input": "The key of", "max_output_tokens": 4, "stream": True} | body)
     options = {"headers": {"content-type": "application/json"}}
     with pytest.raises(openai.BadRequestError, match=told) as caught:
         client.post("/responses", cast_to=object, content=content.encode(), options=options)
@@ -192,7 +180,7 @@ def test_mistakes_are_the_clients_own_exceptions(client, name, stream):
 
 
 def test_nested_tools_are_refused_or_told(served):
-    for depth in (50, 200, 400, 600, 800, 900, 940, 960, 980, 1200):
+    for depth in (50, 600, 900, 940, 980, 1200):
         deep = '{"a":' * depth + "1" + "}" * depth
         tool = f'{{"type": "function", "name": "b", "parameters": {deep}}}'
         for stream in ("true", "false"):

@@ -92,7 +92,7 @@ def test_what_memory_has_no_room_for_is_read_from_its_file(demo_llama, tmp_path,
     assert mx.allclose(after, model(mx.array([prompt]))[:, -1], atol=1e-4)
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+@pytest.mark.parametrize("memory", ["recall:8bit", "recall:file"])
 def test_questions_of_one_document_share_it(demo_llama, memory):
     """Beside another document, in the room of two."""
     (text, facts), (other, _) = (
