@@ -1,6 +1,6 @@
 """Where the command starts, `mlx-snapkv` or `python -m mlx_snapkv`."""
 
-from .cli.interrupts import stop_at_once
+from .cli.process import stop_at_once
 
 
 def main() -> None:

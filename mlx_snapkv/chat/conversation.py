@@ -20,12 +20,11 @@ from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
 from . import saved_chat
-from .before import Before
 from .common_prefix import common_prefix
 from .continuation import mlx_lm_suffix, rendered
 from .requirements import require_known, require_usable
-from .state import STATE, ChatState, first_messages
-from .turn import turn
+from .saved_chat import STATE, ChatState, first_messages
+from .turn import Before, turn
 
 
 class Conversation:

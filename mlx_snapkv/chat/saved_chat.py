@@ -1,5 +1,6 @@
 """Conversations in files."""
 
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,37 @@ from ..caches.memories import book_memory, filled, make_caches, require_memory, 
 from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
-from .state import ChatState, first_messages
+
+
+@dataclass
+class ChatState:
+    """What a conversation goes on from, but for the model and the options of its answers.
+
+    All attributes are named as the conversation's own, which see. `prompt_cache` is of the kinds that `policy`
+    and `memory` ask for.
+
+    Attributes:
+        said: what every message of the user's was made of: its documents, then what was typed.
+    """
+
+    prompt_cache: list
+    policy: Policy | Stages | None = None
+    memory: str = "drop"
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    said: list[list[str]] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    pending_tokens: list[int] = field(default_factory=list)
+    n_unknown: int = 0
+
+
+STATE = frozenset(f.name for f in fields(ChatState))
+
+
+def first_messages(system: str | None) -> list[dict[str, str]]:
+    """The messages of a conversation in which nothing has been said."""
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def save(path: str | Path, model, state: ChatState) -> None:
@@ -76,10 +107,9 @@ def _take_notes(state: ChatState, notes: dict[str, Any]) -> None:
     """What `save` has noted of a conversation, or `mlx-snapkv cache-prompt` of a text."""
     state.system = notes.get("system", notes.get("system_prompt"))
     state.messages = notes.get("messages", first_messages(state.system))
-    asked = [m["content"] for m in state.messages if m["role"] == "user"]
-    state.said = notes.get("said", [[content] for content in asked])  # earlier files don't tell
+    state.said = notes.get("said", [])
     state.attached = notes.get("attached", [notes["text"]] if "text" in notes else [])
-    state.pending_tokens = notes.get("pending_tokens", notes.get("owed", []))  # its earlier name
+    state.pending_tokens = notes.get("pending_tokens", [])
     state.n_unknown = notes.get("n_unknown", 0)
 
 

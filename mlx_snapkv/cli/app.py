@@ -9,23 +9,22 @@ import typer
 from .._version import __version__
 from ..errors import SnapKVError, sentence
 from ..several import launched
-from . import (
-    batch,
-    bench,
-    cache_prompt,
-    chat,
-    demo,
-    evaluate,
-    generate,
-    inspecting,
-    models,
-    plan,
-    policies,
-    serve,
-    streams,
-)
-from .command import Command
-from .spelling import in_flags
+from . import process
+from .batch import batch
+from .bench import bench
+from .cache_prompt import cache_prompt
+from .chat import chat
+from .command import Command, in_flags, with_options
+from .demo import demo
+from .eval_answers import data, lines, needle, suite
+from .eval_fidelity import fidelity
+from .eval_lm import lm
+from .generate import generate
+from .inspecting import inspect
+from .models import models
+from .plan import plan
+from .policies import policies
+from .serve import serve
 
 INTERRUPTED = 130  # exit code
 
@@ -36,18 +35,19 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("generate", cls=Command)(generate.generate)
-app.command("chat", cls=Command)(chat.chat)
-app.command("batch", cls=Command)(batch.batch)
-app.command("serve", cls=Command)(serve.serve)
-app.command("cache-prompt", cls=Command)(cache_prompt.cache_prompt)
-app.command("inspect", cls=Command)(inspecting.inspect)
-app.command("plan", cls=Command)(plan.plan)
-app.command("demo", cls=Command)(demo.demo)
-app.command("models", cls=Command)(models.models)
-app.command("policies", cls=Command)(policies.policies)
-app.command("bench", cls=Command)(bench.bench)
-app.add_typer(evaluate.app, name="eval")
+evaluations = typer.Typer(help="Ask about long documents, with the full cache and with policies.")
+COMMANDS = generate, chat, batch, serve, cache_prompt, inspect, plan, demo, models, policies, bench
+for group, commands in ((app, COMMANDS), (evaluations, (fidelity, data, lm, needle, lines, suite))):
+    for function in commands:
+        name = function.__name__.replace("_", "-")
+        group.command(name, cls=Command)(with_options(function))
+app.add_typer(evaluations, name="eval")
+
+
+@evaluations.callback(invoke_without_command=True)
+def evaluate(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.callback(invoke_without_command=True)
@@ -66,9 +66,9 @@ def main() -> None:
 
     An answer that can't be written is exit code 1, in silence if its reader has gone.
     """
-    streams.hold_standard_descriptors()
-    if not isinstance(sys.stderr, streams.Telling):
-        sys.stderr = streams.Telling(sys.stderr)  # type: ignore[assignment]
+    process.hold_standard_descriptors()
+    if not isinstance(sys.stderr, process.Telling):
+        sys.stderr = process.Telling(sys.stderr)  # type: ignore[assignment]
     if sys.stdout is None:
         fail("standard output is closed, so there is nowhere to answer", status=1)
     _require_temporary_folder()
@@ -83,7 +83,7 @@ def main() -> None:
         if launched():
             fail("stopped", INTERRUPTED)
         print("\nmlx-snapkv: stopped", file=sys.stderr)
-        streams.leave(INTERRUPTED)
+        process.leave(INTERRUPTED)
     except BrokenPipeError:
         os._exit(1)  # the usual exit would try to write the rest
     except OSError as error:  # a full disk; no mistake of the command's
@@ -96,7 +96,7 @@ def main() -> None:
             raise
         fail(error.format_message())
     else:
-        streams.leave(status if isinstance(status, int) else 0)
+        process.leave(status if isinstance(status, int) else 0)
 
 
 def _require_temporary_folder() -> None:
@@ -112,6 +112,6 @@ def fail(message: str, status: int = 2) -> None:
         from ..several.ranks import leave_all
 
         message = leave_all(message)
-    streams.speak()
+    process.speak()
     print(f"mlx-snapkv: {message}", file=sys.stderr)
-    streams.leave(status)
+    process.leave(status)

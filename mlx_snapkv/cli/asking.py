@@ -1,55 +1,89 @@
-"""What the evaluations of answers share: their options, and the way from these to tables and files."""
+"""What the evaluations share: their options, and the way from records to tables and files."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from .._version import __version__
 from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
-from .options import ResultFiles, with_suffix, write_result
+from .options import AsJson
+from .result_files import ResultFiles, write_result
 
 if TYPE_CHECKING:
     from ..evals.answering import Method
-    from ..evals.score_tables import Page
-
-LINE_EVERY = 30.0  # seconds
+    from ..reporting.table import Table
 
 Policies = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--policy",
         metavar="POLICY",
         help="As for generate, such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several.",
     ),
 ]
-ByMask = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--by-mask",
-        metavar="METHOD",
-        help='Head-wise budgets, whose right answers are measured by hiding entries: "adakv of POLICY" or fastgen; '
-        "repeat it to compare several.",
-    ),
-]
 Setting = Annotated[
-    str, typer.Option(help="Whether the question is in the prompt: known, later or both.")
+    str, Option(help="Whether the question is in the prompt: known, later or both.")
 ]
-Lengths = Annotated[str, typer.Option("--length", help="Tokens of the prompts, with commas.")]
-Output = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Write NAME.jsonl as answers come, and go on from it if it is there; at the end NAME.json and NAME.md.",
-    ),
-]
+Lengths = Annotated[str, Option("--length", help="Tokens of the prompts, with commas.")]
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """What becomes of a result: it is printed, and written to files."""
+
+    output: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="Write NAME.jsonl as results come, and go on from it if it is there; at the end NAME.json and "
+            "NAME.md.",
+        ),
+    ] = None
+    as_json: AsJson = False
+
+    def files(self, *endings: str) -> ResultFiles | None:
+        """What is going to be written."""
+        if self.output is None:
+            return None
+        return ResultFiles(self.output, (".jsonl", ".json", ".md", *endings))
+
+    def finish(
+        self,
+        files: ResultFiles | None,
+        result: dict[str, Any],
+        tables: Iterable[Table],
+        page: str,
+        pictures: Sequence[Path] = (),
+    ) -> None:
+        """Print the tables or a JSON object, and write the result with its page."""
+        from .print_table import print_table
+
+        if self.as_json:
+            print(json.dumps(result))
+        else:
+            for table in tables:
+                print_table(table)
+        if files is not None:
+            written = [*write_result(files.base, result, page), *pictures]
+            print(files.told(written), file=sys.stderr if self.as_json else sys.stdout)
+
+
+def result_of(
+    fixed: dict[str, Any], summary: list[dict[str, Any]], records: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A result as it is written: the command and the machine, what was fixed, and what was found."""
+    from ..reporting.setting import setting
+
+    command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
+    return {"command": command, **fixed, **setting(), "summary": summary, "records": records}
 
 
 def methods_of(
@@ -57,7 +91,7 @@ def methods_of(
     memory: str = "drop",
     verify: str | None = None,
     verify_below: float = VERIFY_BELOW,
-    by_mask: list[str] | None = None,
+    by_mask: Sequence[str] | None = None,
 ) -> list[Method]:
     """The full cache, each policy with the memory and the verification, and what is measured by mask."""
     from ..engine.recalling import Recall
@@ -81,12 +115,11 @@ def methods_of(
 def settings_of(setting: str) -> list[str]:
     from ..evals.answering import SETTINGS
 
-    return (
-        list(SETTINGS) if setting == "both" else known("--setting", [setting], [*SETTINGS, "both"])
-    )
+    both = [*SETTINGS, "both"]
+    return list(SETTINGS) if setting == "both" else known("--setting", [setting], both)
 
 
-def known(option: str, given: list[str], names: list[str]) -> list[str]:
+def known(option: str, given: Sequence[str], names: Sequence[str]) -> list[str]:
     """What was given, each once; SnapKVError if it is none of the names."""
     for name in given:
         if name not in names:
@@ -94,85 +127,3 @@ def known(option: str, given: list[str], names: list[str]) -> list[str]:
                 f"{option} must be {', '.join(names[:-1])} or {names[-1]}, got {name!r}"
             )
     return list(dict.fromkeys(given))
-
-
-def output_files(
-    output: str | None, endings: Sequence[str] = (".jsonl", ".json", ".md")
-) -> ResultFiles | None:
-    """What is going to be written."""
-    return None if output is None else ResultFiles(output, endings)
-
-
-def require_template(name: str, tokenizer: Any) -> None:
-    """Raises: SnapKVError: a model without a chat template can't be asked anything."""
-    if not tokenizer.has_chat_template:
-        raise SnapKVError(f"--model {name}: it has no chat template, so it can't be asked anything")
-
-
-def measure(
-    name: str,
-    model: Any,
-    dataset: Any,
-    page: Page,
-    methods: Sequence[Method],
-    settings: Sequence[str],
-    files: ResultFiles | None,
-    as_json: bool,
-    plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
-) -> None:
-    """Ask everything, print the tables, and write the files.
-
-    Args:
-        plots: writes pictures of a result beside a path, without its ending.
-    """
-    from ..evals import score_tables
-    from ..evals.asking import require_compression
-    from ..evals.results import Results
-    from ..reporting.setting import setting as measured
-    from .print_table import print_table
-
-    require_compression(model, methods, dataset.lengths)
-    fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
-    answers = None if files is None else with_suffix(files.base, ".jsonl")
-    records = _ask(model, dataset, methods, settings, Results(fixed, answers), answers)
-    summary = score_tables.summarise(records, page)
-    command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
-    told = {"command": command, **fixed, **measured()}
-    result: dict[str, Any] = {**told, "summary": summary, "records": records}
-    if as_json:
-        print(json.dumps(result))
-    else:
-        for table in score_tables.tables(summary, page):
-            print_table(table)
-    if files is not None:
-        drawn = plots(result, files.base) if plots else []
-        text = score_tables.markdown(result, page, [path.name for path in drawn])
-        written = [*write_result(files.base, result, text), *drawn]
-        print(files.told(written), file=sys.stderr if as_json else sys.stdout)
-
-
-def _ask(
-    model: Any,
-    dataset: Any,
-    methods: Sequence[Method],
-    settings: Sequence[str],
-    results: Any,
-    answers: Path | None,
-) -> list[dict[str, Any]]:
-    from ..evals.asking import run
-    from .progress import DocumentBar
-
-    try:
-        with DocumentBar(len(dataset), LINE_EVERY) as bar:
-            return run(model, dataset, methods, settings, results, bar.done)
-    except KeyboardInterrupt:
-        if answers is not None:
-            tell_how_to_go_on(answers, bar.console)
-        raise
-
-
-def tell_how_to_go_on(answers: Path, console: Any) -> None:
-    console.print(
-        f"What was answered is in {answers}; the same command goes on from there.",
-        soft_wrap=True,
-    )

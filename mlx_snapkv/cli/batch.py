@@ -3,80 +3,57 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-import typer
+from typer import Argument, Option
 
-from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from ..paths import path_of, reason
-from . import flags
-from .answering import batch_options, load_for_requests, most_kv_bytes
+from . import options
+from .values import n_bytes
 
 if TYPE_CHECKING:
     from ..batch.answers_file import AnswersFile
     from ..batch.requests_file import RequestsFile
     from ..batch.run import Progress, Run
 
-LINE_EVERY = 30.0  # seconds
 
-Requests = Annotated[
-    str, typer.Argument(help="File of requests, one a line, or - for stdin.", metavar="REQUESTS")
-]
-Output = Annotated[
-    str,
-    typer.Option(
-        "--output", "-o", help="File of answers, one a line; the same command goes on from it."
-    ),
-]
-Concurrency = Annotated[int, typer.Option(min=1, max=1024, help="Requests at once, at most.")]
-MaxKVBytes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE", help="KV memory, such as 4GB, that requests wait rather than exceed."
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=2**64 - 1,
-        help="Seed of the sampling, for requests that bring none of their own.",
-    ),
-]
+@dataclass(frozen=True)
+class FileOptions:
+    """The files, and how many of their lines are answered at once."""
+
+    requests: Annotated[
+        str, Argument(help="File of requests, one a line, or - for stdin.", metavar="REQUESTS")
+    ]
+    output: Annotated[
+        str,
+        Option(
+            "--output", "-o", help="File of answers, one a line; the same command goes on from it."
+        ),
+    ]
+    concurrency: options.Concurrency = 8
+    max_kv_bytes: options.MaxKVBytes = None
+    seed: Annotated[
+        int | None,
+        Option(
+            min=0,
+            max=2**64 - 1,
+            help="Seed of the sampling, for requests that bring none of their own.",
+        ),
+    ] = None
+    quiet: options.Quiet = False
 
 
 def batch(
-    requests: Requests,
-    output: Output,
-    model: flags.Model,
-    concurrency: Concurrency = 8,
-    max_kv_bytes: MaxKVBytes = None,
-    chat_template_config: flags.ChatTemplateConfig = None,
-    extra_eos_token: flags.ExtraEosToken = None,
-    max_tokens: flags.MaxTokens = 256,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 1.0,
-    min_p: flags.MinP = 0.0,
-    top_k: flags.TopK = 0,
-    min_tokens_to_keep: flags.MinTokensToKeep = 1,
-    xtc_probability: flags.XtcProbability = 0.0,
-    xtc_threshold: flags.XtcThreshold = 0.1,
-    seed: Seed = None,
-    kv_group_size: flags.KVGroupSize = 64,
-    kv_bits: flags.KVBits = None,
-    prefill_step_size: flags.PrefillStepSize = 2048,
-    adapter_path: flags.AdapterPath = None,
-    quantize_activations: flags.QuantizeActivations = False,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    snapkv: flags.Snapkv = None,
-    policy: flags.Policy = None,
-    memory: flags.Memory = "drop",
-    store_dir: flags.StoreDir = None,
-    verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = VERIFY_BELOW,
-    far: flags.Far = None,
-    quiet: flags.Quiet = False,
+    *,
+    files: FileOptions,
+    model: options.ModelOptions,
+    tokenizer: options.TokenizerOptions,
+    sampling: options.SamplingOptions,
+    cache: options.CacheOptions,
+    policy: options.PolicyOptions,
+    retention: options.RetentionOptions,
 ) -> None:
     """Answer a file of requests, OpenAI's batch lines, several at once on compressed KV caches.
 
@@ -93,67 +70,55 @@ def batch(
     from ..batch.openai_request import Defaults
     from ..batch.requests_file import RequestsFile
     from ..batch.run import Run
-    from ..engine.recalling import Recall
-    from ..entries.quantization import Quantization
-    from ..policies import resolve_policy
 
-    chosen = resolve_policy(snapkv, policy)
-    if kv_bits is not None and chosen is None:
+    chosen = policy.resolve()
+    if cache.kv_bits is not None and chosen is None:
         raise SnapKVError(
             "--kv-bits in a batch is for compressed entries: add --policy, or drop it"
         )
-    limit = most_kv_bytes(max_kv_bytes)
-    defaults = Defaults(
-        max_tokens,
-        temp=temp,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        min_tokens_to_keep=min_tokens_to_keep,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-    )
-    recall = Recall(memory, verify, verify_below, far)
-    about = {"policy": None if chosen is None else str(chosen), "kv_bits": kv_bits}
-    about |= {} if memory == "drop" else {"memory": memory, "verify": verify}
-    with _opened(requests) as stream:
-        file = RequestsFile(stream)
-        answers = AnswersFile(path_of(output, "--output"), {"model": model, **about})
-        loaded, tokenizer = load_for_requests(
-            model,
-            adapter_path,
-            defaults,
-            trust_remote_code=trust_remote_code,
-            quantize_activations=quantize_activations,
-            extra_eos_token=extra_eos_token,
-            chat_template_config=chat_template_config,
-        )
-        options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size, recall)
-        run = Run(
-            loaded, tokenizer, answers, options, model, about, defaults, concurrency, seed=seed
-        )
+    limit = most_kv_bytes(files.max_kv_bytes)
+    about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
+    if retention.memory != "drop":
+        about |= {"memory": retention.memory, "verify": retention.verify}
+    with _opened(files.requests) as stream:
+        lines = RequestsFile(stream)
+        path = path_of(files.output, "--output")
+        answers = AnswersFile(path, {"model": model.model, **about})
+        loaded, adapted = load_for_requests(model, tokenizer, sampling)
+        keywords = {"policy": chosen, **retention.keywords(), **cache.keywords()}
+        asked = loaded, adapted, answers, keywords, model.model, about, Defaults(**vars(sampling))
+        run = Run(*asked, files.concurrency, seed=files.seed)
         if limit is not None:
-            quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
-            run.memory = Memory(loaded, chosen, quantization, prefill_step_size, limit)
-        _answer(run, file, quiet)
-    if not quiet:
+            run.memory = Memory(loaded, chosen, cache.quantization, cache.prefill_step_size, limit)
+        _answer(run, lines, files.quiet)
+    if not files.quiet:
         print(_closing_line(answers, run.progress), file=sys.stderr)
+
+
+def most_kv_bytes(text: str | None) -> int | None:
+    """What --max-kv-bytes says; None is no limit."""
+    return None if text is None else n_bytes("--max-kv-bytes", text)
+
+
+def load_for_requests(
+    model: options.ModelOptions,
+    tokenizer: options.TokenizerOptions,
+    sampling: options.SamplingOptions,
+) -> tuple[Any, Any]:
+    """A model and its tokenizer; SnapKVError if the defaults of sampling are wrong for it."""
+    loaded, adapted = model.load()
+    tokenizer.adapt(adapted)
+    sampling.generation(adapted)  # which finds mistakes
+    return loaded, adapted
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
     """Answer the file, with a bar."""
     from .progress import BatchBar
 
-    with run.answers, BatchBar(file.n_lines, LINE_EVERY, quiet) as bar:
+    with run.answers, BatchBar(file.n_lines, run.answers.path, quiet) as bar:
         run.on_progress = bar.update
-        try:
-            run.answer(file)
-        except KeyboardInterrupt:
-            bar.console.print(
-                f"What was answered is in {run.answers.path}; the same command goes on from there.",
-                soft_wrap=True,
-            )
-            raise
+        run.answer(file)
 
 
 def _closing_line(answers: AnswersFile, progress: Progress) -> str:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .interrupts import listen
 from .loading import load_model
-from .options import ResultFiles, whole_numbers, with_suffix, write_result
+from .process import listen
+from .result_files import ResultFiles, write_result
+from .values import whole_numbers
 
 if TYPE_CHECKING:
     from ..bench.speed import Plan
@@ -104,7 +105,7 @@ def bench(
         print_table(table)
         print()
     if files is not None:
-        picture = None if book else with_suffix(files.base, ".png")
+        picture = None if book else files.path(".png")
         written = write_result(
             files.base, result, markdown(result, picture.name if picture else None)
         )

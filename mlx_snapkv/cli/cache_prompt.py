@@ -1,41 +1,37 @@
 """`mlx-snapkv cache-prompt`: a long text, read once and saved."""
 
+from __future__ import annotations
+
 import sys
 from contextlib import closing
 from datetime import datetime
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..errors import SnapKVError
-from . import flags
-from .fitting import tell_if_too_long
-from .generation import require_kv_bits
-from .loading import load_model
-from .opening import opening_tokens
-from .prompt_text import read_prompt
+from . import options
+from .notices import tell_if_too_long, telling_cost
+from .prompt_text import opening_tokens
 from .waiting import TOKENISING, waited_for
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def cache_prompt(
-    model: flags.Model,
-    output: Annotated[str, typer.Option("--output", "-o", help="The .safetensors file to write.")],
-    prompt: flags.Prompt = None,
-    prompt_file: flags.PromptFile = None,
-    system_prompt: flags.SystemPrompt = None,
-    prefill_step_size: flags.PrefillStepSize = 2048,
-    adapter_path: flags.AdapterPath = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    snapkv: flags.Snapkv = None,
-    policy: flags.Policy = None,
-    memory: flags.Memory = "drop",
-    store_dir: flags.StoreDir = None,
-    far: flags.Far = None,
-    kv_bits: flags.KVBits = None,
-    kv_group_size: flags.KVGroupSize = 64,
-    quiet: flags.Quiet = False,
+    *,
+    model: options.ModelOptions,
+    output: Annotated[str, Option("--output", "-o", help="The .safetensors file to write.")],
+    prompt: options.TextOptions,
+    cache: options.CacheOptions,
+    policy: options.PolicyOptions,
+    retention: options.MemoryOptions,
+    far: options.Far = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Read a long text once and save its KV cache, compressed if a policy is given.
 
@@ -48,59 +44,77 @@ def cache_prompt(
       mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors --memory recall:file \\
           --policy "keydiff:budget=4096 then snapkv:top_k=1024"
     """
-    from .. import saved
-    from ..caches.memories import saved_forms
-    from ..engine.book_cost import book_cost
     from ..engine.far import require_far
     from ..engine.reading import require_book
     from ..engine.recalling import Recall
-    from ..policies import resolve_policy
-    from .before_book import telling
-    from .progress import PrefillBar, WritingBar, stderr_console
+    from ..saved import require_writable
+    from .progress import stderr_console
 
-    chosen = resolve_policy(snapkv, policy)
+    chosen, memory = policy.resolve(), retention.memory
     require_book(chosen, memory)
-    if memory != "drop" and kv_bits is not None:
+    if memory != "drop" and cache.kv_bits is not None:
         raise SnapKVError(
             "--kv-bits quantises what answers are decoded from: for all entries, give --memory recall:file:8bit or "
             "recall:file:4bit"
         )
-    path = saved.require_writable(output)
-    replaced = path.exists()
-    text = read_prompt(prompt, prompt_file)
-    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
-    require_kv_bits(loaded, kv_bits, kv_group_size)
-    recall = Recall(memory, far=far)
-    require_far(loaded, chosen, recall)
+    path = require_writable(output)
+    text = prompt.read()
+    loaded, tokenizer = model.load()
+    cache.require(loaded)
+    require_far(loaded, chosen, Recall(memory, far=far))
     now = datetime.now()
     console = stderr_console(quiet)
-    opening = partial(opening_tokens, tokenizer, text, system_prompt, now)
+    opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = waited_for(console, TOKENISING, opening)
-    options: dict[str, Any] = {"prefill_step_size": prefill_step_size}
-    quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+    keywords = {"policy": chosen, "memory": memory, "far": far, **cache.keywords()}
+    tell_if_too_long(console, loaded, len(tokens), **keywords)
+    notes = {"text": text, "system_prompt": prompt.system_prompt, "time": now.isoformat()}
+    _save(path, loaded, tokens, keywords, notes, console)
+
+
+def _save(
+    path: Path,
+    model: Any,
+    tokens: list[int],
+    keywords: dict[str, Any],
+    notes: dict[str, Any],
+    console: Console,
+) -> None:
+    """Read the text, write its caches, and say what they are."""
+    from .. import saved
+    from ..caches.memories import saved_forms
+    from ..engine.book_cost import book_cost
+    from .progress import PrefillBar, WritingBar
+
+    policy, memory, replaced = keywords["policy"], keywords["memory"], path.exists()
     folder = path.resolve().parent
-    cost = partial(book_cost, loaded, chosen, memory, asks=False, saved_in=folder)
-    ways: dict[str, Any] = {"policy": chosen, "memory": memory, "far": far, **options, **quantised}
-    tell_if_too_long(console, loaded, len(tokens), **ways)
+    cost = partial(book_cost, model, policy, memory, asks=False, saved_in=folder)
     with closing(PrefillBar(console)) as bar:
-        options["prompt_progress_callback"] = telling(console, cost, bar.update)
-        cache, report = _read(loaded, tokens, chosen, recall, options, quantised)
-    notes = {"text": text, "system_prompt": system_prompt, "time": now.isoformat()}
+        update = telling_cost(console, cost, bar.update)
+        cache, report = _read(model, tokens, **keywords, prompt_progress_callback=update)
     used = report.policy if report.compressed else NO_POLICY
     if memory != "drop":
-        notes["memory"], used = memory, str(chosen)
+        notes["memory"], used = memory, str(policy)
     with closing(WritingBar(console)) as writing:
-        forms = saved_forms(loaded, cache)
-        saved.save(path, loaded, forms, tokens, used, notes, writing.update)
-    if not quiet:
-        where = f"saved in {path}{', in place of the one that was there' if replaced else ''}"
-        if writing.n_bytes:
-            where += f", and all entries in a folder beside it ({format_bytes(writing.n_bytes)})"
+        forms = saved_forms(model, cache)
+        saved.save(path, model, forms, tokens, used, notes, writing.update)
+    where = f"saved in {path}{', in place of the one that was there' if replaced else ''}"
+    if writing.done:
+        where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
+    if not console.quiet:
         print(f"{_told(report, forms, memory)} | {where}", file=sys.stderr)
 
 
 def _read(
-    model, tokens: list[int], policy: Any, recall: Any, options: dict, quantised: dict
+    model: Any,
+    tokens: list[int],
+    *,
+    policy: Any,
+    memory: str,
+    far: str | None,
+    kv_bits: int | None,
+    kv_group_size: int,
+    **keywords: Any,
 ) -> tuple[list, CompressionReport]:
     """The text's caches, as the policy and the memory want them, and what was done."""
     import mlx.core as mx
@@ -109,13 +123,14 @@ def _read(
     from ..engine.prefill import prefill, read
     from ..engine.reading import read_book
 
+    quantised: dict[str, Any] = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     if policy is None:
         cache = make_prompt_cache(model)
-        read(model, mx.array(tokens), cache, options | quantised)
+        read(model, mx.array(tokens), cache, keywords | quantised)
         return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
-    if recall.memory != "drop":
-        return read_book(model, tokens, policy, recall.memory, far=recall.far, **options)
-    return prefill(model, tokens, policy, far=recall.far, **options, **quantised)
+    if memory != "drop":
+        return read_book(model, tokens, policy, memory, far=far, **keywords)
+    return prefill(model, tokens, policy, far=far, **keywords, **quantised)
 
 
 def _told(report: CompressionReport, cache: list, memory: str) -> str:

@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
-from . import flags
-from .generation import (
-    adapt_tokenizer,
-    quantized_from,
-    require_kv_bits,
-    require_rotating,
-    seed_sampling,
-)
-from .loading import load_model
+from . import options
+from .generation import seed_sampling
 
 if TYPE_CHECKING:
     from .chat_session import Session
 
 
 def chat(
-    model: flags.Model,
-    adapter_path: flags.AdapterPath = None,
-    quantize_activations: flags.QuantizeActivations = False,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    pipeline: flags.Pipeline = False,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 1.0,
-    min_p: flags.MinP = 0.0,
-    top_k: flags.TopK = 0,
-    min_tokens_to_keep: flags.MinTokensToKeep = 1,
-    xtc_probability: flags.XtcProbability = 0.0,
-    xtc_threshold: flags.XtcThreshold = 0.1,
-    seed: flags.Seed = None,
-    max_tokens: flags.MaxTokens = 256,
-    system_prompt: flags.SystemPrompt = None,
-    chat_template_config: flags.ChatTemplateConfig = None,
-    extra_eos_token: flags.ExtraEosToken = None,
-    prefill_step_size: flags.PrefillStepSize = 2048,
-    max_kv_size: flags.MaxKVSize = None,
-    kv_group_size: flags.KVGroupSize = 64,
-    kv_bits: flags.KVBits = None,
-    quantized_kv_start: flags.QuantizedKVStart = None,
-    snapkv: flags.Snapkv = None,
-    policy: flags.Policy = None,
-    memory: flags.Memory = "drop",
-    store_dir: flags.StoreDir = None,
-    verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = VERIFY_BELOW,
-    far: flags.Far = None,
+    *,
+    model: options.ShardedModelOptions,
+    sampling: options.SamplingOptions,
+    seed: options.Seed = None,
+    system_prompt: options.SystemPrompt = None,
+    tokenizer: options.TokenizerOptions,
+    cache: options.MLXCacheOptions,
+    policy: options.PolicyOptions,
+    retention: options.RetentionOptions,
 ) -> None:
     """Chat with a model; commands start with a slash, /help lists them.
 
@@ -60,55 +32,29 @@ def chat(
       mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
     """
     from ..chat.conversation import Conversation
-    from ..policies import resolve_policy
     from .chat_commands import CommandCompleter
     from .chat_session import Session
     from .lines import Lines
-    from .sampling import Sampling
     from .sharded import shared_lines
 
-    chosen = resolve_policy(snapkv, policy)
-    start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
-    lines: Any = Lines(sys.stdin, CommandCompleter())
-    loaded, tokenizer = load_model(
-        model,
-        adapter_path,
-        trust_remote_code,
-        quantize_activations=quantize_activations,
-        pipeline=pipeline,
-    )
-    lines = shared_lines(lines)
-    adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
-    require_kv_bits(loaded, kv_bits, kv_group_size)
-    require_rotating(loaded, max_kv_size, kv_bits=kv_bits)
+    chosen = policy.resolve()
+    generation = cache.generation(chosen)
+    lines = Lines(sys.stdin, CommandCompleter())
+    loaded, adapted = model.load()
+    shared = shared_lines(lines)
+    tokenizer.adapt(adapted)
+    cache.require(loaded)
     seed_sampling(seed)
-    sampling = Sampling(
-        temp=temp,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        min_tokens_to_keep=min_tokens_to_keep,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-        max_tokens=max_tokens,
-    )
     conversation = Conversation(
         loaded,
-        tokenizer,
+        adapted,
         policy=chosen,
-        memory=memory,
-        verify=verify,
-        verify_below=verify_below,
-        far=far,
         system=system_prompt,
-        **sampling.options(tokenizer),
-        prefill_step_size=prefill_step_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        max_kv_size=max_kv_size,
-        **start_at,
+        **retention.keywords(),
+        **sampling.generation(adapted),
+        **generation,
     )
-    run(Session(model, conversation, sampling, lines))
+    run(Session(model.model, conversation, sampling, shared))
 
 
 def run(session: Session) -> None:

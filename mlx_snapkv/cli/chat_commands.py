@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
 from prompt_toolkit.document import Document
@@ -20,11 +21,12 @@ from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
 from ..saved import require_writable
 from ..whole_files import put
-from . import sampling
-from .chat_markdown import as_markdown
-from .chat_session import Session
+from .chat_session import Session, as_markdown
+from .options import SamplingOptions
 from .prompt_text import read_file
 from .sharded import on_first
+
+SETTINGS = get_type_hints(SamplingOptions, include_extras=True)  # of /set: types with bounds
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,33 @@ def _retry(session: Session, _: str) -> None:
 def _set(session: Session, rest: str) -> None:
     name, _, value = rest.partition(" ")
     if name:
-        session.sample(session.sampling.changed(name, value.strip()))
-    session.say(str(session.sampling))
+        session.sample(_changed(session.sampling, name, value.strip()))
+    values = (f"{name} {value:g}" for name, value in vars(session.sampling).items())
+    session.say(", ".join(values))
+
+
+def _changed(sampling: SamplingOptions, name: str, text: str) -> SamplingOptions:
+    """The sampling with another value of one setting.
+
+    Raises:
+        SnapKVError: there is no such setting, or its flag would not take that value.
+    """
+    name = name.lstrip("-").replace("-", "_")
+    if name not in SETTINGS:
+        close = suggestion(name, SETTINGS)
+        known = ", ".join(f"/set {setting}" for setting in SETTINGS)
+        raise UnknownOptionError(f"unknown setting {name}{close}: one of {known}")
+    kind, option = get_args(SETTINGS[name])
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    low, high = option.min, option.max
+    if value is None or not low <= value <= (value if high is None else high):
+        bounds = f"from {low}" if high is None else f"from {low} to {high}"
+        number = "a whole number" if kind is int else "a number"
+        raise SnapKVError(f"/set {name} must be {number} {bounds}, got {text!r}")
+    return replace(sampling, **{name: value})
 
 
 def _reset(session: Session, _: str) -> None:
@@ -255,9 +282,7 @@ COMMANDS = {
     ),
     "/undo": Command("", "take back the last turn", _undo),
     "/retry": Command("", "answer the last question again", _retry),
-    "/set": Command(
-        "[NAME VALUE]", "how answers are sampled", _set, WordCompleter(list(sampling.NAMES))
-    ),
+    "/set": Command("[NAME VALUE]", "how answers are sampled", _set, WordCompleter(list(SETTINGS))),
     "/verify": Command(
         "unsure|all|none",
         "how later answers are verified by all entries",

@@ -7,12 +7,14 @@ from typing import Any
 
 from ..chat.conversation import Conversation
 from ..engine.book_cost import BookCost, book_cost
-from .before_book import telling
-from .fitting import tell_if_too_long
 from .lines import Lines
+from .notices import tell_if_too_long, telling_cost
+from .options import SamplingOptions
 from .progress import PrefillBar, stderr_console
-from .sampling import Sampling
+from .sharded import SharedLines
 from .waiting import TOKENISING, waited_for
+
+_TITLES = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
 
 
 class Session:
@@ -28,7 +30,13 @@ class Session:
         speed: of the last turn, in words.
     """
 
-    def __init__(self, model: str, conversation: Conversation, sampling: Sampling, lines: Lines):
+    def __init__(
+        self,
+        model: str,
+        conversation: Conversation,
+        sampling: SamplingOptions,
+        lines: Lines | SharedLines,
+    ):
         self.model = model
         self.conversation = conversation
         self.sampling = sampling
@@ -69,7 +77,7 @@ class Session:
         now = self.conversation
         n_before = len(now.read)
         cost = partial(_long_turn, now, n_before)
-        send = partial(now.send, text, telling(self._console, cost, bar.update))
+        send = partial(now.send, text, telling_cost(self._console, cost, bar.update))
         responses: Any = waited_for(self._console, TOKENISING, send)
         try:
             for last in responses:
@@ -136,10 +144,10 @@ class Session:
         )
         self.policy_wanted = self.conversation.policy
 
-    def sample(self, sampling: Sampling) -> None:
+    def sample(self, sampling: SamplingOptions) -> None:
         """Sample answers this way from now on."""
         self.sampling = sampling
-        self.conversation.generation.update(sampling.options(self.conversation.tokenizer))
+        self.conversation.generation.update(sampling.generation(self.conversation.tokenizer))
 
 
 def _long_turn(conversation: Conversation, n_before: int, n_new: int) -> BookCost | None:
@@ -148,3 +156,18 @@ def _long_turn(conversation: Conversation, n_before: int, n_new: int) -> BookCos
     if policy is None or n_new <= policy.stages[0].block:
         return None
     return book_cost(conversation.model, policy, conversation.memory, n_new, n_before=n_before)
+
+
+def as_markdown(session: Session) -> str:
+    """The conversation, with the names of its documents in place of their text."""
+    conversation = session.conversation
+    said = iter(conversation.said)
+    lines = [f"# Chat with {session.model}", "", session.ways]
+    for message in conversation.messages:
+        role, content = message["role"], message["content"]
+        lines += ["", f"## {_TITLES[role]}", ""]
+        if role == "user":
+            *documents, content = next(said)
+            lines += [f"*File: {session.name_of(text)}*\n" for text in documents]
+        lines.append(content.strip())
+    return "\n".join(lines) + "\n"

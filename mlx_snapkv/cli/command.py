@@ -1,16 +1,66 @@
-"""The class of all commands: an option that would do nothing is a mistake."""
+"""How a function becomes a command: its option groups as options, and sentences that name what was typed."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Callable
-from typing import Any
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, get_type_hints
 
 from typer.core import TyperCommand
 
 from ..errors import SnapKVError
-from .spelling import flag_of
 
 Given = dict[str, Any]
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes the fields of the function's option groups as options of its own.
+
+    An option group is a dataclass whose fields are annotated as typer's options. The command makes each group from its
+    fields' values and calls the function with it; parameters that are not groups stay as they are.
+    """
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if is_dataclass(parameter.annotation):
+            groups[name] = parameter.annotation
+            parameters += _options_of(parameter.annotation)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        function(**made, **given)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    types = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_default(field),
+            annotation=types[field.name],
+        )
+        for field in fields(group)
+    ]
+
+
+def _default(field: Field) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
 def _keeps_files(given: Given) -> bool:
@@ -30,11 +80,17 @@ NEEDS: dict[str, tuple[str, Callable[[Given], bool]]] = {
 }
 LATER = ("verify_below", "store_dir")  # which a chat may need when it is under way
 
+# What a prompt saved before has settled.
+SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
+
 
 class Command(TyperCommand):
-    """Raises: SnapKVError: an option does nothing without another one."""
+    """Raises: SnapKVError: an option does nothing without another one, or beside it."""
 
     def invoke(self, ctx: Any) -> Any:
+        if ctx.params.get("prompt_cache_file") is not None:
+            for flag in (flag_of(name) for name in SETTLED if ctx.params[name] is not None):
+                raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
         for name, (other, is_met) in NEEDS.items():
             if name not in ctx.params or (name in LATER and self.name == "chat"):
                 continue
@@ -43,3 +99,30 @@ class Command(TyperCommand):
                 flag = flag_of(name)
                 raise SnapKVError(f"{flag} does nothing without {other}: give that, or drop {flag}")
         return super().invoke(ctx)
+
+
+# Arguments of the library that are flags by the same name.
+FLAGS = (
+    "memory", "verify", "verify_below", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
+    "num_draft_tokens", "draft_model", "prefill_step_size",
+)  # fmt: skip
+_VALUE = re.compile(rf"(?<![\w./:=,-])({'|'.join(FLAGS)})=(?=\w)")
+_NAME = re.compile(
+    rf"(?<![\w./:=,-])(?<!/set )({'|'.join(n for n in FLAGS if '_' in n)})(?![\w=./-])"
+)
+_BOTH = re.compile(r"\bsnapkv and policy\b")
+_FIRST = re.compile(rf"^({'|'.join(FLAGS)})(?= must be )")
+
+
+def flag_of(name: str) -> str:
+    """The flag of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+def in_flags(text: str) -> str:
+    """A sentence of the library for those who typed flags: its `memory=recall` is `--memory recall`."""
+    text = _VALUE.sub(lambda found: f"{flag_of(found[1])} ", text)
+    text = _BOTH.sub("--snapkv and --policy", text)
+    for names in (_NAME, _FIRST):
+        text = names.sub(lambda found: flag_of(found[1]), text)
+    return text

@@ -18,9 +18,9 @@ from ..engine.report import format_bytes
 from ..errors import SnapKVError
 from ..paths import path_of, reason
 from ..whole_files import put
-from . import flags
 from .loading import load_model
-from .options import MOST
+from .options import DocumentSeed, Facts, Model
+from .values import MOST
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,10 +39,10 @@ class Answer:
 
 
 def demo(
-    model: flags.Model = "demo",
+    model: Model = "demo",
     tokens: Annotated[int, typer.Option(min=1024, max=MOST, help="Length of the document.")] = 2048,
-    questions: flags.Facts = 3,
-    seed: flags.DocumentSeed = 0,
+    questions: Facts = 3,
+    seed: DocumentSeed = 0,
     save_document: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Keep the document in this file, to ask more about it."),

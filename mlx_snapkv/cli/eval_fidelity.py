@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
-import typer
+from typer import Option
 
 from .._version import __version__
-from . import asking, flags
+from .asking import Policies, ResultOptions, known, result_of
 from .loading import load_model
-from .options import ResultFiles, with_suffix, write_result
-
-if TYPE_CHECKING:
-    from ..evals.fidelity import Comparison
-    from ..evals.results import Results
+from .options import Model
 
 QUESTIONS = (
     "Summarise the text above in three sentences.",
@@ -26,58 +19,46 @@ QUESTIONS = (
 )
 
 
-def fidelity(
+@dataclass(frozen=True)
+class FidelityOptions:
+    """What is read, compressed and judged."""
+
     text: Annotated[
         list[str],
-        typer.Option(
+        Option(
             metavar="PATH",
             help="Text file, or folder of text files with all below it; repeat it for several.",
         ),
-    ],
-    policy: Annotated[
-        list[str],
-        typer.Option(
-            metavar="POLICY",
-            help="As for generate, such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several.",
-        ),
-    ],
-    model: flags.Model = "demo",
+    ]
+    policy: Policies
+    model: Model = "demo"
     setting: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="What is judged: how the text goes on (text), or the full cache's own answer to a question that the "
             "policy sees (known) or that comes after the compression (later). Repeat it for several. By default text."
         ),
-    ] = None,
+    ] = None
     length: Annotated[
         int,
-        typer.Option(
-            min=16, help="Tokens of a piece, which is compressed; a text may have several."
-        ),
-    ] = 1400,
+        Option(min=16, help="Tokens of a piece, which is compressed; a text may have several."),
+    ] = 1400
     continuation: Annotated[
-        int, typer.Option(min=1, help="Tokens judged after each piece, or of an answer, at most.")
-    ] = 64,
+        int, Option(min=1, help="Tokens judged after each piece, or of an answer, at most.")
+    ] = 64
     documents: Annotated[
-        int, typer.Option(min=1, help="Pieces, at most: the first of each text, then the second.")
-    ] = 20,
+        int, Option(min=1, help="Pieces, at most: the first of each text, then the second.")
+    ] = 20
     question: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Question for the settings known and later; of several, each piece is asked one, in turn. "
             "By default three that suit any text."
         ),
-    ] = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Write NAME.jsonl as pieces are judged, and go on from it if it is there; at the end NAME.json and "
-            "NAME.md.",
-        ),
-    ] = None,
-    as_json: flags.AsJson = False,
-) -> None:
+    ] = None
+
+
+def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     """Compare a model's predictions after a compressed prompt with those after the full one, on your own texts.
 
     It needs no questions with known answers. A piece is read once, whatever the number of policies.
@@ -85,84 +66,42 @@ def fidelity(
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy streaming_llm:budget=25%
     """
     from ..evals import fidelity as measuring
+    from ..evals import fidelity_tables
+    from ..evals.results import Results
     from ..evals.texts import Texts
     from ..policies import resolve_policy
-    from .progress import stderr_console
+    from .progress import DocumentBar, stderr_console
 
-    settings = asking.known("--setting", setting or [measuring.TEXT], list(measuring.SETTINGS))
-    chosen = (resolve_policy(policy=given) for given in policy)
-    methods = {measuring.FULL: None} | {str(one): one for one in chosen}
-    measuring.require_compression(methods, length)
-    texts = Texts(text)
+    settings = known("--setting", options.setting or [measuring.TEXT], measuring.SETTINGS)
+    chosen = (resolve_policy(policy=text) for text in options.policy or [])
+    methods = {measuring.FULL: None} | {str(policy): policy for policy in chosen}
+    measuring.require_compression(methods, options.length)
+    texts = Texts(options.text)
     # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.
-    n_following = continuation + 1
-    texts.require_length(length + n_following)
-    files = asking.output_files(output, (".jsonl", ".json", ".md"))
-    loaded, tokenizer = load_model(model)
-    measuring.require_room(loaded, methods, length)
-    pieces = texts.pieces(tokenizer, length, n_following, documents)
+    n_following = options.continuation + 1
+    texts.require_length(options.length + n_following)
+    files = result.files()
+    model, tokenizer = load_model(options.model)
+    measuring.require_room(model, methods, options.length)
+    pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     if texts.left_out is not None:
         stderr_console().print(texts.left_out, soft_wrap=True)
-    questions = question or list(QUESTIONS)
-    comparison = measuring.Comparison(pieces, methods, settings, questions, continuation)
+    questions = options.question or list(QUESTIONS)
+    comparison = measuring.Comparison(pieces, methods, settings, questions, options.continuation)
     fixed = {
         "task": "fidelity",
-        "text": text,
+        "text": options.text,
         "texts": texts.digest,
-        "length": length,
-        "continuation": continuation,
+        "length": options.length,
+        "continuation": options.continuation,
         "questions": questions,
-        "model": model,
+        "model": options.model,
         "mlx-snapkv": __version__,
     }
-    _measure(loaded, tokenizer, comparison, fixed, files, as_json)
-
-
-def _measure(
-    model: Any,
-    tokenizer: Any,
-    comparison: Comparison,
-    fixed: dict[str, Any],
-    files: ResultFiles | None,
-    as_json: bool,
-) -> None:
-    """Judge all, print the tables, and write the files."""
-    from ..evals import fidelity_tables
-    from ..evals.fidelity import KEYS
-    from ..evals.results import Results
-    from ..reporting.setting import setting as measured
-    from .print_table import print_table
-
-    answers = None if files is None else with_suffix(files.base, ".jsonl")
-    results = Results(fixed, answers, KEYS)
-    records = _run(model, tokenizer, comparison, results, answers)
-    summary = fidelity_tables.summarise(records)
-    about = {"command": shlex.join(["mlx-snapkv", *sys.argv[1:]]), **fixed, **measured()}
-    result = {**about, "summary": summary, "records": records}
-    if as_json:
-        print(json.dumps(result))
-    else:
-        for table in fidelity_tables.tables(summary):
-            print_table(table)
-    if files is not None:
-        written = write_result(files.base, result, fidelity_tables.markdown(result))
-        print(files.told(written), file=sys.stderr if as_json else sys.stdout)
-
-
-def _run(
-    model: Any,
-    tokenizer: Any,
-    comparison: Comparison,
-    results: Results,
-    answers: Path | None,
-) -> list[dict[str, Any]]:
-    from ..evals.fidelity import run
-    from .progress import DocumentBar
-
-    try:
-        with DocumentBar(len(comparison.pieces), asking.LINE_EVERY) as bar:
-            return run(model, tokenizer, comparison, results, bar.done)
-    except KeyboardInterrupt:
-        if answers is not None:
-            asking.tell_how_to_go_on(answers, bar.console)
-        raise
+    answers = None if files is None else files.path(".jsonl")
+    results = Results(fixed, answers, measuring.KEYS)
+    with DocumentBar(len(pieces), answers) as bar:
+        records = measuring.run(model, tokenizer, comparison, results, bar.done)
+    found = result_of(fixed, fidelity_tables.summarise(records), records)
+    tables = fidelity_tables.tables(found["summary"])
+    result.finish(files, found, tables, fidelity_tables.markdown(found))

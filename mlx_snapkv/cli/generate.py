@@ -7,71 +7,56 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ..engine.report import NO_POLICY, VERIFY_BELOW, CompressionReport
+from typer import Option
+
+from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
-from . import flags
-from .fitting import tell_if_too_long
-from .generation import (
-    adapt_tokenizer,
-    make_sampler,
-    quantized_from,
-    require_kv_bits,
-    require_rotating,
-    seed_sampling,
-)
-from .loading import load_draft_model, load_model
-from .prompt_text import encode, read_prompt
-from .spelling import flag_of
+from . import options
+from .generation import seed_sampling
+from .notices import tell_if_too_long, telling_cost
 from .waiting import TOKENISING, waited_for
 
 if TYPE_CHECKING:
     from mlx_lm.generate import GenerationResponse
 
     from .progress import PrefillBar
+    from .saved_start import SavedStart
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is printed beside the answer, and how."""
+
+    quiet: options.Quiet = False
+    verbose: Annotated[str, Option(help="mlx-lm's name for it: False is --quiet.")] = "True"
+    as_json: options.AsJson = False
+
+    def __post_init__(self):
+        if self.verbose.lower() not in ("true", "t", "false", "f"):
+            raise SnapKVError(f"--verbose must be True or False, got {self.verbose!r}")
+
+    @property
+    def silent(self) -> bool:
+        return self.quiet or self.verbose.lower().startswith("f")
 
 
 def generate(
-    model: flags.Model,
-    prompt: flags.Prompt = None,
-    prompt_file: flags.PromptFile = None,
-    system_prompt: flags.SystemPrompt = None,
-    prefill_response: flags.PrefillResponse = None,
-    chat_template_config: flags.ChatTemplateConfig = None,
-    extra_eos_token: flags.ExtraEosToken = None,
-    max_tokens: flags.MaxTokens = 256,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 1.0,
-    min_p: flags.MinP = 0.0,
-    top_k: flags.TopK = 0,
-    min_tokens_to_keep: flags.MinTokensToKeep = 1,
-    xtc_probability: flags.XtcProbability = 0.0,
-    xtc_threshold: flags.XtcThreshold = 0.1,
-    seed: flags.Seed = None,
-    max_kv_size: flags.MaxKVSize = None,
-    kv_group_size: flags.KVGroupSize = 64,
-    kv_bits: flags.KVBits = None,
-    quantized_kv_start: flags.QuantizedKVStart = None,
-    prefill_step_size: flags.PrefillStepSize = 2048,
-    ignore_chat_template: flags.IgnoreChatTemplate = False,
-    draft_model: flags.DraftModel = None,
-    num_draft_tokens: flags.NumDraftTokens = 3,
-    adapter_path: flags.AdapterPath = None,
-    quantize_activations: flags.QuantizeActivations = False,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    pipeline: flags.Pipeline = False,
-    snapkv: flags.Snapkv = None,
-    policy: flags.Policy = None,
-    memory: flags.Memory = "drop",
-    store_dir: flags.StoreDir = None,
-    verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = VERIFY_BELOW,
-    far: flags.Far = None,
-    prompt_cache_file: flags.PromptCacheFile = None,
-    quiet: flags.Quiet = False,
-    verbose: flags.Verbose = "True",
-    json_output: flags.AsJson = False,
+    *,
+    model: options.ShardedModelOptions,
+    prompt: options.PromptOptions,
+    prompt_cache_file: Annotated[
+        str | None, Option(help="A prompt saved by cache-prompt, to be continued.")
+    ] = None,
+    tokenizer: options.TokenizerOptions,
+    sampling: options.SamplingOptions,
+    seed: options.Seed = None,
+    cache: options.MLXCacheOptions,
+    draft: options.DraftOptions,
+    policy: options.PolicyOptions,
+    retention: options.RetentionOptions,
+    output: OutputOptions,
 ) -> None:
     """Answer a prompt, with a compressed KV cache if a policy is given.
 
@@ -87,164 +72,93 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
-    from ..engine.book_cost import book_cost
-    from ..engine.generate import stream_generate
-    from ..entries.quantization import Quantization
-    from ..policies import resolve_policy
-    from .before_book import telling
-    from .progress import PrefillBar, stderr_console
+    from .progress import stderr_console
     from .saved_start import SavedStart
     from .sharded import on_first, require_alone
 
-    quiet = quiet or verbose.lower().startswith("f")
-    chosen = resolve_policy(snapkv, policy)
-    start_at: dict[str, Any] = quantized_from(quantized_kv_start, chosen)
-    text = on_first(partial(read_prompt, prompt, prompt_file))
-    require_alone(draft_model=draft_model)
-    loaded, tokenizer = load_model(
-        model,
-        adapter_path,
-        trust_remote_code,
-        quantize_activations=quantize_activations,
-        pipeline=pipeline,
-    )
-    adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
-    draft = None
-    if draft_model is not None:
-        draft = load_draft_model(draft_model, tokenizer, trust_remote_code)
+    chosen = policy.resolve()
+    keywords = {"policy": chosen, **retention.keywords(), **cache.generation(chosen)}
+    text = on_first(prompt.read)
+    require_alone(draft_model=draft.draft_model)
+    loaded, adapted = model.load()
+    tokenizer.adapt(adapted)
+    keywords |= draft.load(adapted, model.trust_remote_code)
+    console = stderr_console(output.silent)
     start = None
     if prompt_cache_file is None:
-        require_kv_bits(loaded, kv_bits, kv_group_size)
-        require_rotating(loaded, max_kv_size, kv_bits=kv_bits, draft_model=draft_model)
-        encoded = partial(
-            encode,
-            tokenizer,
-            text,
-            system_prompt,
-            ignore_chat_template,
-            prefill_response=prefill_response,
-        )
+        cache.require(loaded, draft.draft_model)
+        tokens = waited_for(console, TOKENISING, partial(prompt.encode, adapted, text))
+        tell_if_too_long(console, loaded, len(tokens), max_tokens=sampling.max_tokens, **keywords)
     else:
-        _require_unset(
-            system_prompt=system_prompt,
-            prefill_response=prefill_response,
-            max_kv_size=max_kv_size,
-            draft_model=draft_model,
+        start = SavedStart(
+            prompt_cache_file, model.model, loaded, chosen, retention.memory, cache.quantization
         )
-        quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
-        at_once = chosen if memory == "drop" else None
-        start = SavedStart(prompt_cache_file, model, loaded, at_once, quantization)
-        chosen, memory = start.ways(chosen, memory)
-        encoded = partial(start.encode, tokenizer, text, ignore_chat_template)
-    console = stderr_console(quiet)
-    tokens = waited_for(console, TOKENISING, encoded)
-    if start is None:
-        tell_if_too_long(
-            console,
-            loaded,
-            len(tokens),
-            policy=chosen,
-            memory=memory,
-            verify=verify,
-            far=far,
-            max_tokens=max_tokens,
-            max_kv_size=max_kv_size,
-            kv_bits=kv_bits,
-            kv_group_size=kv_group_size,
-            prefill_step_size=prefill_step_size,
-        )
+        keywords |= start.options
+        encode = partial(start.encode, adapted, text, prompt.ignore_chat_template)
+        tokens = waited_for(console, TOKENISING, encode)
     seed_sampling(seed)
-    sampler = make_sampler(
-        tokenizer,
-        temp=temp,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        min_tokens_to_keep=min_tokens_to_keep,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-    )
-    bar = PrefillBar(console)
-    n_before = 0 if start is None else start.n_tokens
-    cost = partial(book_cost, loaded, chosen, memory, n_before=n_before)
-    telling_console = stderr_console(quiet or json_output)
-    reports: list[CompressionReport] = []
-    responses = stream_generate(
-        loaded,
-        tokenizer,
-        tokens,
-        max_tokens,
-        draft,
-        num_draft_tokens=num_draft_tokens,
-        policy=chosen if start is None or memory != "drop" else None,
-        memory=memory,
-        verify=verify,
-        verify_below=verify_below,
-        far=far,
-        on_report=reports.append,
-        prompt_cache=None if start is None else start.prompt_cache,
-        sampler=sampler,
-        max_kv_size=max_kv_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        prefill_step_size=prefill_step_size,
-        prompt_progress_callback=telling(telling_console, cost, bar.update),
-        **start_at,
-    )
-    recalls = chosen is not None and memory != "drop"
-    answer = _Answer(drafted=draft is not None)
-
-    def close(how: str = "") -> None:
-        if not quiet and answer.last is not None:
-            told = kept_text(*reports, max_kv_size=max_kv_size, memory=memory)
-            kept = told if start is None or recalls else start.kept
-            print(how + closing_line(answer.last, kept, answer.accepted), file=sys.stderr)
-
-    try:
-        answer.take(responses, bar, show=not json_output)
-    except KeyboardInterrupt:
-        close("stopped: ")
-        raise
-    if json_output:
-        result = _as_json(model, answer, reports[0] if start is None or recalls else start.report)
-        if start is not None:
-            result["prompt_cache"] = start.to_dict()
-        print(json.dumps(result, ensure_ascii=False))
-    close()
-
-
-def _require_unset(**options: object) -> None:
-    """Raises: SnapKVError: an option is given that a saved prompt has settled."""
-    for name, given in options.items():
-        if given is not None:
-            raise SnapKVError(
-                f"{flag_of(name)} can't be combined with --prompt-cache-file: drop it"
-            )
+    keywords |= sampling.generation(adapted)
+    _Answer(model.model, loaded, adapted, keywords, start, output).print(tokens)
 
 
 @dataclass
 class _Answer:
-    """What has come of an answer.
+    """An answer, printed as it comes, and the figures at its end.
 
     Attributes:
-        drafted: whether there is a draft model.
-        texts: of the tokens so far.
+        name: the model's, as the user gave it.
+        keywords: of `stream_generate`.
+        start: the saved prompt that the answer continues, if there is one.
         last: the newest response.
         n_drafted: how many tokens the draft model gave.
     """
 
-    drafted: bool
+    name: str
+    model: Any
+    tokenizer: Any
+    keywords: dict[str, Any]
+    start: SavedStart | None
+    output: OutputOptions
     texts: list[str] = field(default_factory=list)
+    reports: list[CompressionReport] = field(default_factory=list)
     last: Any = None
     n_drafted: int = 0
 
-    @property
-    def accepted(self) -> float | None:
-        """Share of the tokens that came from the draft model, if there is one."""
-        return self.n_drafted / self.last.generation_tokens if self.drafted else None
+    def print(self, tokens: list[int]) -> None:
+        """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
+        from ..engine.book_cost import book_cost
+        from ..engine.generate import stream_generate
+        from .progress import PrefillBar, stderr_console
 
-    def take(self, responses: Iterator[GenerationResponse], bar: PrefillBar, show: bool) -> None:
-        """All responses; their text is streamed to stdout if it is to be shown."""
+        bar = PrefillBar(stderr_console(self.output.silent))
+        cost = partial(
+            book_cost,
+            self.model,
+            self.keywords["policy"],
+            self.keywords["memory"],
+            n_before=0 if self.start is None else self.start.n_tokens,
+        )
+        telling_console = stderr_console(self.output.silent or self.output.as_json)
+        responses = stream_generate(
+            self.model,
+            self.tokenizer,
+            tokens,
+            on_report=self.reports.append,
+            prompt_progress_callback=telling_cost(telling_console, cost, bar.update),
+            **self.keywords,
+        )
+        try:
+            self._take(responses, bar)
+        except KeyboardInterrupt:
+            self._close("stopped: ")
+            raise
+        if self.output.as_json:
+            print(json.dumps(self._to_dict(), ensure_ascii=False))
+        self._close()
+
+    def _take(self, responses: Iterator[GenerationResponse], bar: PrefillBar) -> None:
+        """All responses; their text is streamed to stdout unless it is to be part of a JSON object."""
+        show = not self.output.as_json
         try:
             for self.last in responses:
                 self.texts.append(self.last.text)
@@ -255,6 +169,44 @@ class _Answer:
             bar.close()
             if self.texts and show:
                 print(flush=True)
+
+    def _close(self, how: str = "") -> None:
+        """Print the line of figures."""
+        if self.output.silent or self.last is None:
+            return
+        max_kv_size, memory = self.keywords["max_kv_size"], self.keywords["memory"]
+        if self._continued is not None:
+            kept = self._continued.kept
+        else:
+            kept = kept_text(*self.reports, max_kv_size=max_kv_size, memory=memory)
+        print(how + closing_line(self.last, kept, self._accepted), file=sys.stderr)
+
+    @property
+    def _continued(self) -> SavedStart | None:
+        """The saved prompt, if the answer goes on from its entries as they are."""
+        return self.start if self.keywords["policy"] is None else None
+
+    @property
+    def _accepted(self) -> float | None:
+        """Share of the tokens that came from the draft model, if there is one."""
+        if "draft_model" not in self.keywords:
+            return None
+        return self.n_drafted / self.last.generation_tokens
+
+    def _to_dict(self) -> dict[str, Any]:
+        report = self.reports[0] if self._continued is None else self._continued.report
+        names = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps")
+        fields = {name: getattr(self.last, name) for name in (*names, "finish_reason")}
+        accepted = {} if self._accepted is None else {"acceptance_rate": self._accepted}
+        return {
+            "model": self.name,
+            "text": "".join(self.texts),
+            **fields,
+            **accepted,
+            "peak_memory_gb": self.last.peak_memory,
+            "compression": report.to_dict(),
+            **({} if self.start is None else {"prompt_cache": self.start.to_dict()}),
+        }
 
 
 def kept_text(
@@ -294,15 +246,4 @@ def closing_line(response: GenerationResponse, kept: str, accepted: float | None
     return (
         f"{response.prompt_tokens} prompt tokens, {kept} | prompt {response.prompt_tps:.1f} tokens/s, "
         f"generation {response.generation_tps:.1f} tokens/s{drafted}, peak memory {response.peak_memory:.3g} GB"
-    )
-
-
-def _as_json(model: str, answer: _Answer, report: CompressionReport) -> dict[str, Any]:
-    fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason")
-    accepted = answer.accepted
-    return (
-        {"model": model, "text": "".join(answer.texts)}
-        | {name: getattr(answer.last, name) for name in fields}
-        | ({} if accepted is None else {"acceptance_rate": accepted})
-        | {"peak_memory_gb": answer.last.peak_memory, "compression": report.to_dict()}
     )

@@ -1,4 +1,4 @@
-"""What `generate` and `chat` tell tokenizer and sampler alike, from mlx-lm's flags."""
+"""Tokenizer, sampler and cache as mlx-lm's flags ask for them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from ..entries.quantization import Quantization
 
 # Of the template's own parameters, those that may be given beside its free ones.
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
@@ -54,21 +57,20 @@ def make_sampler(tokenizer, *, top_k: int, min_tokens_to_keep: int, **options: A
     )
 
 
-def require_kv_bits(model, kv_bits: int | None, kv_group_size: int) -> None:
-    """Find out before anything is read whether a model's entries can be quantised so; SnapKVError if not."""
+def require_quantization(model, quantization: Quantization | None) -> None:
+    """Raises: SnapKVError: a model's entries can't be quantised so, found out before anything is read."""
     from mlx_lm.models.cache import make_prompt_cache
 
     from ..caches.layers import attention_layers
     from ..caches.quantizable import require_quantizable
-    from ..entries.quantization import Quantization
 
-    if kv_bits is None:
+    if quantization is None:
         return
     try:
         layers = attention_layers(model, make_prompt_cache(model))
     except UnsupportedModelError:  # whose entries are mlx-lm's alone
         return
-    require_quantizable(model, layers, Quantization(kv_bits, kv_group_size))
+    require_quantizable(model, layers, quantization)
 
 
 def require_rotating(
@@ -88,18 +90,6 @@ def require_rotating(
         raise SnapKVError("--max-kv-size has no effect beside --draft-model: drop one of them")
     if kv_bits is not None:
         raise SnapKVError("--kv-bits can't quantise the cache of --max-kv-size: drop one of them")
-
-
-def quantized_from(start: int | None, policy: Any) -> dict[str, int]:
-    """mlx-lm's option for `--quantized-kv-start`, if it is given; SnapKVError if a policy is, too."""
-    if start is None:
-        return {}
-    if policy is not None:
-        raise SnapKVError(
-            "--quantized-kv-start is for the full cache: a policy's entries are quantised when they are compressed; "
-            "drop it or the policy"
-        )
-    return {"quantized_kv_start": start}
 
 
 def _has_token(tokenizer, token: str) -> bool:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from ..errors import SnapKVError
 from ..paths import require_place
 from ..whole_files import put_result
-from . import flags
-from .generation import adapt_tokenizer
-from .loading import load_model
-from .prompt_text import encode, read_prompt
+from . import options
 from .waiting import TOKENISING, waited_for
 
 if TYPE_CHECKING:
@@ -25,39 +23,30 @@ if TYPE_CHECKING:
 ENDINGS = (".html", ".png")
 MOST = 2  # policies side by side
 
-Policies = Annotated[
-    list[str] | None,
-    typer.Option("--policy", metavar="POLICY", help="As for generate; give two to compare them."),
-]
-Output = Annotated[
-    str | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help="A page to look around in (.html), or a picture for a paper (.png).",
-    ),
-]
-
 
 def inspect(
-    model: flags.Model,
-    prompt: flags.Prompt = None,
-    prompt_file: flags.PromptFile = None,
-    system_prompt: flags.SystemPrompt = None,
-    prefill_response: flags.PrefillResponse = None,
-    chat_template_config: flags.ChatTemplateConfig = None,
-    extra_eos_token: flags.ExtraEosToken = None,
-    max_tokens: flags.MaxTokens = 256,
-    prefill_step_size: flags.PrefillStepSize = 2048,
-    ignore_chat_template: flags.IgnoreChatTemplate = False,
-    adapter_path: flags.AdapterPath = None,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    snapkv: flags.Snapkv = None,
-    policy: Policies = None,
-    output: Output = None,
-    quiet: flags.Quiet = False,
-    json_output: flags.AsJson = False,
+    *,
+    model: options.ModelOptions,
+    prompt: options.PromptOptions,
+    tokenizer: options.TokenizerOptions,
+    max_tokens: options.MaxTokens = 256,
+    prefill_step_size: options.PrefillStepSize = 2048,
+    snapkv: options.Snapkv = None,
+    policy: Annotated[
+        list[str] | None,
+        Option("--policy", metavar="POLICY", help="As for generate; give two to compare them."),
+    ] = None,
+    output: Annotated[
+        str | None,
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="A page to look around in (.html), or a picture for a paper (.png).",
+        ),
+    ] = None,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show what a policy keeps of a prompt: by layer and position, by sentence, and where the answer looked.
 
@@ -71,46 +60,28 @@ def inspect(
           --policy keydiff:budget=25% --policy streaming_llm:budget=25% -o kept.png
     """
     from ..inspecting.prompt import inspect_prompt
+    from .kept_map import print_inspections
     from .progress import PrefillBar, stderr_console
 
     chosen = _policies(snapkv, policy)
     path = None if output is None else _place(output)
-    text = read_prompt(prompt, prompt_file)
-    loaded, tokenizer = load_model(model, adapter_path, trust_remote_code)
-    adapt_tokenizer(tokenizer, extra_eos_token, chat_template_config)
+    text = prompt.read()
+    loaded, adapted = model.load()
+    tokenizer.adapt(adapted)
     console = stderr_console(quiet)
-    encoded = partial(
-        encode,
-        tokenizer,
-        text,
-        system_prompt,
-        ignore_chat_template,
-        prefill_response=prefill_response,
-    )
-    tokens = waited_for(console, TOKENISING, encoded)
+    tokens = waited_for(console, TOKENISING, partial(prompt.encode, adapted, text))
+    asked = loaded, adapted, tokens, max_tokens
     found = []
     for each in chosen:
-        bar = PrefillBar(console)
-        try:
-            found.append(
-                inspect_prompt(
-                    loaded,
-                    tokenizer,
-                    tokens,
-                    max_tokens,
-                    policy=each,
-                    prefill_step_size=prefill_step_size,
-                    prompt_progress_callback=bar.update,
-                )
-            )
-        finally:
-            bar.close()
-    if json_output:
-        print(json.dumps(_as_json(model, found), ensure_ascii=False))
+        with closing(PrefillBar(console)) as bar:
+            keywords = {"policy": each, "prompt_progress_callback": bar.update}
+            found.append(inspect_prompt(*asked, prefill_step_size=prefill_step_size, **keywords))
+    if as_json:
+        print(json.dumps(_as_json(model.model, found), ensure_ascii=False))
     else:
-        _show(found)
+        print_inspections(found)
     if path is not None:
-        _write(found, model, tokenizer, path)
+        _write(found, model.model, adapted, path)
         if not quiet:
             print(f"wrote {path}", file=sys.stderr)
 
@@ -145,15 +116,6 @@ def _place(name: str) -> Path:
             f"--output {path} is there already, and mlx-snapkv did not write it: give another name"
         )
     return path
-
-
-def _show(found: list[Inspection]) -> None:
-    from .kept_map import print_inspection
-
-    for i, each in enumerate(found):
-        if i:
-            print("\n")
-        print_inspection(each)
 
 
 def _write(found: list[Inspection], model: str, tokenizer: Any, path: Path) -> None:

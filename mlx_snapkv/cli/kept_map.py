@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -17,8 +18,15 @@ WIDEST = 160  # columns of a map
 COLOR = "cyan"
 
 
-def print_inspection(found: Inspection) -> None:
+def print_inspections(inspections: Sequence[Inspection]) -> None:
     """What was kept, drawn as wide as the terminal."""
+    for i, found in enumerate(inspections):
+        if i:
+            print("\n")
+        _print(found)
+
+
+def _print(found: Inspection) -> None:
     console = Console(highlight=False)
     console.print(Text(found.policy, style="bold"))
     console.print(Text(str(found.report)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
 from ..paths import path_of
-from .interrupts import listen
+from .process import listen
 
 
 def load_model(
@@ -35,20 +35,19 @@ def load_model(
 
     ranks = join(pipeline, adapter_path=adapter_path, quantize_activations=quantize_activations)
     folder = _place(name, option)
-    exists = os.path.exists(folder)  # which is False for a name that no file can have
     adapter = None if adapter_path is None else path_of(adapter_path, "--adapter-path")
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
-    from mlx_lm import load
-
     # Of prompts beyond the model's length it says that they fail, which those of our policies don't.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     listen()
-    where = str(folder if exists else name)
+    where = str(folder) if os.path.exists(folder) else name  # which no file may be able to have
     try:
         if ranks.size > 1:
             model, tokenizer = load_shared(where, ranks, bool(pipeline), trust_remote_code)
         else:
+            from mlx_lm import load
+
             model, tokenizer, *_ = load(
                 where,
                 adapter_path=None if adapter is None else str(adapter),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from . import flags
+from .options import AsJson
 
 
-def models(as_json: flags.AsJson = False) -> None:
+def models(as_json: AsJson = False) -> None:
     """List the model types that can be compressed, and the refused ones with the reason."""
     from rich.console import Console
     from rich.table import Column, Table

@@ -7,11 +7,10 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from ..errors import SnapKVError
-from . import flags
-from .options import MOST, n_bytes
+from .options import AsJson, CacheOptions, MaxTokens, Model, PolicyOptions
+from .values import n_bytes, n_tokens, tokens_text
 
 if TYPE_CHECKING:
     from ..planning.machine import Machine
@@ -51,28 +50,26 @@ class Plans:
 
 
 def plan(
-    model: flags.Model,
+    *,
+    model: Model,
     context: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="TOKENS",
             help="Tokens of a prompt, such as 128k; by default from 4k to the model's trained length.",
         ),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="SIZE",
             help="Memory of another Mac, such as 16GB, in the place of this machine's.",
         ),
     ] = None,
-    snapkv: flags.Snapkv = None,
-    policy: flags.Policy = None,
-    kv_bits: flags.KVBits = None,
-    kv_group_size: flags.KVGroupSize = 64,
-    max_tokens: flags.MaxTokens = 256,
-    prefill_step_size: flags.PrefillStepSize = 2048,
-    as_json: flags.AsJson = False,
+    policy: PolicyOptions,
+    cache: CacheOptions,
+    max_tokens: MaxTokens = 256,
+    as_json: AsJson = False,
 ) -> None:
     """Show how much memory prompts will take, what fits, and which policy to use, before a single weight is loaded.
 
@@ -86,44 +83,27 @@ def plan(
     """
     from ..models.length import trained_length
     from ..planning.plan import Planner
-    from ..policies import resolve_policy
     from .loading import load_without_weights
 
-    chosen = resolve_policy(snapkv, policy)
-    asked = None if chosen is None else policy or str(chosen)
+    chosen = policy.resolve()
+    asked = None if chosen is None else policy.policy or str(chosen)
     length = None if context is None else n_tokens("--context", context)
     machine = _machine(memory)
     loaded = load_without_weights(model)
     trained = trained_length(loaded)
     planner = Planner(
         loaded,
-        kv_group_size=kv_group_size,
+        kv_group_size=cache.kv_group_size,
         max_tokens=max_tokens,
-        prefill_step_size=prefill_step_size,
+        prefill_step_size=cache.prefill_step_size,
     )
     contexts = _contexts(trained) if length is None else [length]
-    choices = [_choose(planner, n, asked, kv_bits, machine.usable) for n in contexts]
+    choices = [_choose(planner, n, asked, cache.kv_bits, machine.usable) for n in contexts]
     plans = Plans(model, machine, trained, choices)
     if as_json:
         print(json.dumps(_as_json(plans)))
     else:
         _print(plans)
-
-
-def n_tokens(option: str, text: str) -> int:
-    """Tokens from a number and, if there is one, a unit of 1,024s: "4096", "128k", "1M"."""
-    number, unit = text.strip().lower(), 1
-    if number[-1:] in ("k", "m"):
-        number, unit = number[:-1], 1 << (10 if number[-1] == "k" else 20)
-    try:
-        found = int(float(number) * unit)
-    except (ValueError, OverflowError):
-        found = 0
-    if not 1 <= found <= MOST:
-        raise SnapKVError(
-            f"{option} must be a number of tokens from 1 to {MOST}, such as 4096, 128k or 1M, got {text!r}"
-        )
-    return found
 
 
 def _machine(memory: str | None) -> Machine:
@@ -223,10 +203,10 @@ def _print(plans: Plans) -> None:
     last = plans.choices[-1]
     if last.best is None:
         usable = format_bytes(plans.machine.usable)
-        print(f"Nothing fits {tokens(last.context)} tokens into {usable}.")
+        print(f"Nothing fits {tokens_text(last.context)} tokens into {usable}.")
     fit = [(choice.best, choice.why) for choice in plans.choices if choice.best is not None]
     for plan, why in fit[-1:]:
-        print(f"For {tokens(plan.context)} tokens, recommended: {_way(plan)}, because {why}.")
+        print(f"For {tokens_text(plan.context)} tokens, recommended: {_way(plan)}, because {why}.")
         print(f"  {_command(plans.model, plan)}")
         if plan.reason is not None:
             print(f"Nothing is compressed: {plan.reason}.")
@@ -262,7 +242,7 @@ def _table(plans: Plans) -> Table:
             peaks = format_bytes(plan.reading), format_bytes(plan.answering)
             fits = "yes" if plan.peak <= plans.machine.usable else "no"
             fits = "recommended" if plan == choice.best else fits
-            context = "" if i else tokens(plan.context)
+            context = "" if i else tokens_text(plan.context)
             table.add(context, _way(plan), format_bytes(plan.kv), *small, *peaks, fits)
     return table
 
@@ -270,11 +250,3 @@ def _table(plans: Plans) -> Table:
 def _way(plan: MemoryPlan) -> str:
     policy = plan.policy or FULL
     return policy if plan.kv_bits is None else f"{policy}, {plan.kv_bits} bits"
-
-
-def tokens(n: int) -> str:
-    """A number of tokens as it may be typed: 131,072 is "128k"."""
-    for unit, size in (("M", 1 << 20), ("k", 1 << 10)):
-        if n >= size and n % size == 0:
-            return f"{n // size}{unit}"
-    return str(n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -20,11 +21,12 @@ from rich.progress import (
 from rich.text import Text
 from rich.theme import Theme
 
-from .options import ResultFiles, write_json
-from .slow_blas import LONG, tell_slow_blas
+from .result_files import ResultFiles, write_json
 
 if TYPE_CHECKING:
     from ..batch.run import Progress as BatchProgress
+
+LINE_EVERY = 30.0  # seconds between two lines off a terminal
 
 # The terminal's own colours, of which only green and red stand out on dark and on light ones alike.
 PALETTE = Theme(
@@ -51,34 +53,34 @@ class _TokenSpeed(ProgressColumn):
         return Text(f"{task.completed / seconds:,.0f} tokens/s" if seconds else "")
 
 
-class PrefillBar:
-    """A bar with tokens/s and time left: give `update` to mlx-lm as its `prompt_progress_callback`.
+class CallbackBar:
+    """A bar that a callback with what is done, of how much, moves: `update`. On a terminal it is gone at the end.
 
-    On a terminal it is gone when the prompt is read; elsewhere its last state stays as one line.
+    Attributes:
+        done: so far.
     """
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, what: str, *columns: ProgressColumn, quiet: bool = False):
+        self.done = 0
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn(what),
             BarColumn(),
-            TextColumn("{task.completed:,}/{task.total:,}"),
-            _TokenSpeed(),
+            *columns,
             TimeRemainingColumn(),
             console=console,
             transient=console.is_terminal,
-            disable=console.quiet,
+            disable=quiet or console.quiet,
         )
-        self._task = self._progress.add_task("reading the prompt", start=False, total=0)
+        self._task = self._progress.add_task("", start=False, total=0)
 
     def update(self, done: int, total: int) -> None:
-        if done == 0:
-            if total >= LONG:
-                tell_slow_blas(self._progress.console)
+        self.done = done
+        if done < total and not self._progress.live.is_started:
             self._progress.start()
             self._progress.start_task(self._task)
         self._progress.update(self._task, completed=done, total=total)
         if done == total:
-            self._progress.stop()
+            self.close()
 
     def close(self) -> None:
         """Stop drawing, whatever happened; calling it again does nothing."""
@@ -86,50 +88,33 @@ class PrefillBar:
             self._progress.stop()
 
 
-class WritingBar:
-    """A bar with bytes, their speed and the time left: give `update` to `saved.save` as its `progress`.
-
-    On a terminal it is gone when all is written; elsewhere nothing is shown.
-
-    Attributes:
-        n_bytes: written so far.
-    """
+class PrefillBar(CallbackBar):
+    """Tokens read: give `update` to mlx-lm as its `prompt_progress_callback`. Off a terminal its last state stays."""
 
     def __init__(self, console: Console):
-        self.n_bytes = 0
-        self._progress = Progress(
-            TextColumn("writing the entries"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=console.quiet or not console.is_terminal,
-        )
-        self._task: Any = None
+        count = TextColumn("{task.completed:,}/{task.total:,}")
+        super().__init__(console, "reading the prompt", count, _TokenSpeed())
 
-    def update(self, done: int, total: int) -> None:
-        self.n_bytes = done
-        if self._task is None:
-            self._progress.start()
-            self._task = self._progress.add_task("", total=total)
-        self._progress.update(self._task, completed=done)
 
-    def close(self) -> None:
-        self._progress.stop()
+class WritingBar(CallbackBar):
+    """Bytes written: give `update` to `saved.save` as its `progress`. Off a terminal nothing is shown."""
+
+    def __init__(self, console: Console):
+        columns = DownloadColumn(), TransferSpeedColumn()
+        super().__init__(console, "writing the entries", *columns, quiet=not console.is_terminal)
 
 
 class StepBars:
     """Bars of whatever is done in steps, with time left; off a terminal a line now and then, and at the end of each.
 
     Args:
+        answers: a file that the same command goes on from, which Ctrl-C says.
         line_every: seconds between two lines, at least.
     """
 
-    def __init__(self, line_every: float = 0.0, quiet: bool = False):
+    def __init__(self, answers: Path | None = None, line_every: float = 0.0, quiet: bool = False):
         self.console = stderr_console(quiet)
-        self._line_every = line_every
+        self._answers, self._line_every = answers, line_every
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -144,8 +129,13 @@ class StepBars:
         self._progress.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress.stop()
+        if kind is KeyboardInterrupt and self._answers is not None:
+            self.console.print(
+                f"What was answered is in {self._answers}; the same command goes on from there.",
+                soft_wrap=True,
+            )
 
     def start(self, what: str, parts: int, done: int = 0, **fields: Any) -> None:
         self._task = self._progress.add_task(what, total=parts, completed=done, **fields)
@@ -170,8 +160,8 @@ class StepBars:
 class DocumentBar(StepBars):
     """A bar of an evaluation's documents; after the first one it says how long the others will take."""
 
-    def __init__(self, n_documents: int, line_every: float):
-        super().__init__(line_every)
+    def __init__(self, n_documents: int, answers: Path | None = None):
+        super().__init__(answers, LINE_EVERY)
         self._left, self._said = n_documents, False
 
     def __enter__(self):
@@ -199,8 +189,8 @@ class DocumentBar(StepBars):
 class BatchBar(StepBars):
     """A bar of a file's lines, with the tokens read and answered a second: give `update` to a `Run`."""
 
-    def __init__(self, n_lines: int, line_every: float, quiet: bool):
-        super().__init__(line_every, quiet)
+    def __init__(self, n_lines: int, answers: Path | None, quiet: bool):
+        super().__init__(answers, LINE_EVERY, quiet)
         self._progress.columns = (*self._progress.columns, TextColumn("{task.fields[speed]}"))
         self._n_lines = n_lines
 

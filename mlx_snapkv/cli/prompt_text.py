@@ -8,8 +8,12 @@ import sys
 from datetime import datetime
 from typing import BinaryIO
 
+from ..chat.common_prefix import common_prefix
 from ..errors import SnapKVError, brief
 from ..paths import path_of
+
+# Beginnings of questions: what their prompts share can be read before the question is known.
+PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")
 
 
 def encode(
@@ -62,6 +66,28 @@ def _dated(tokenizer, today: datetime | None) -> dict[str, str]:
         return {}
     call = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
     return {"chat_template": call.sub(lambda found: json.dumps(today.strftime(found[2])), template)}
+
+
+def opening_tokens(
+    tokenizer, text: str, system_prompt: str | None, today: datetime | None = None
+) -> list[int]:
+    """Token ids that start the prompt of every question about `text`.
+
+    Raises:
+        SnapKVError: the chat template fails, or puts the question first.
+    """
+    prompts = [conversation(tokenizer, text, q, system_prompt, today) for q in PROBES]
+    shared = prompts[0][: common_prefix(prompts)]
+    if not shared:
+        raise SnapKVError("this model's chat template puts nothing before a question to be saved")
+    return shared
+
+
+def conversation(
+    tokenizer, text: str, question: str, system_prompt: str | None, today: datetime | None
+) -> list[int]:
+    """Token ids of a whole prompt: a text and a question about it, as `generate` puts them together."""
+    return encode(tokenizer, f"{text}\n\n{question}", system_prompt, False, today)
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:

@@ -18,23 +18,24 @@ from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..policies import POLICIES, Policy, Stages, resolve_policy
-from .opening import conversation
+from .prompt_text import conversation
 
 
 class SavedStart:
-    """A saved prompt, loaded for a model and compressed if a policy is given.
+    """A saved prompt, loaded for a model, compressed if that is asked for, and continued by an answer.
 
     Args:
         file: the name that the user gave.
         name: the model's name, as the user gave it.
         model: the model of that name.
-        policy: how to compress a saved full cache.
+        policy, memory: of the answer. Without a memory the policy compresses a saved full cache at once.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
     Attributes:
-        prompt_cache: what the answer continues.
+        options: of the answer: `prompt_cache`, and the `policy` and `memory` that serve it, a book's own unless others
+            are given.
+        n_tokens: of the saved prompt.
         report: what compressing it on loading did.
-        memory: of a book, what it was saved with; else "drop".
 
     Raises:
         SnapKVError: the file is not for this model, or its entries can't be compressed so.
@@ -46,47 +47,44 @@ class SavedStart:
         name: str,
         model,
         policy: Policy | Stages | None,
+        memory: str,
         quantization: Quantization | None,
     ):
         self._file = file
         self._saved = saved.load(file, model)
-        self.prompt_cache = self._saved.prompt_cache
+        caches = self._saved.prompt_cache
         if self._saved.tokens is None:
             _require_name(file, name, self._saved.notes.get("model"))
-        self._is_compressed = is_compressed(self.prompt_cache)
-        quantised = any(cache.quantization for cache in layer_caches(self.prompt_cache))
+        self._is_compressed = is_compressed(caches)
+        quantised = any(cache.quantization for cache in layer_caches(caches))
         if quantization is not None and (self._is_compressed or quantised):
             how = "compressed" if self._is_compressed else "quantised"
             raise SnapKVError(
                 f"{file} is {how} already, its entries stay as they are: drop --kv-bits"
             )
-        self.n_tokens = n_tokens(self.prompt_cache)
+        self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
-        self.memory = self._memory
-        if policy is not None and self.memory == "drop":
-            self.report = self._compress(model, policy, quantization)
-
-    def ways(self, policy: Policy | Stages | None, memory: str) -> tuple:
-        """The policy and memory of the answer: those that were given, or a book's own.
-
-        Raises:
-            SnapKVError: a policy is given for a book, which has one.
-        """
-        if self.memory == "drop" or self._saved.policy == NO_POLICY:
-            return policy, memory
-        if policy is not None:
-            raise SnapKVError(
-                f"{self._file} is a book, saved with the policy {self._saved.policy}: drop the policy"
-            )
-        own = resolve_policy(policy=self._saved.policy)
-        return own, self.memory if memory == "drop" else memory
+        own = self._own_memory
+        if own != "drop" and self._saved.policy != NO_POLICY:
+            if policy is not None:
+                raise SnapKVError(
+                    f"{file} is a book, saved with the policy {self._saved.policy}: drop the policy"
+                )
+            policy = resolve_policy(policy=self._saved.policy)
+            memory = own if memory == "drop" else memory
+        elif memory == "drop":
+            if policy is not None:
+                self.report = self._compress(model, policy, quantization)
+            policy = None
+        self.options = {"policy": policy, "memory": memory, "prompt_cache": caches}
 
     @property
-    def _memory(self) -> str:
+    def _own_memory(self) -> str:
+        """Of a book, what it was saved with; else "drop"."""
         noted = self._saved.notes if self._saved.tokens is not None else {}
         if "messages" in noted:  # no answer starts from those
             return "drop"
-        return noted.get("memory") or book_memory(self.prompt_cache) or "drop"
+        return noted.get("memory") or book_memory(self._saved.prompt_cache) or "drop"
 
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Token ids of what follows the saved prompt.
@@ -123,11 +121,11 @@ class SavedStart:
     @property
     def kept(self) -> str:
         """What the answer starts from, for the closing line."""
-        entries = max(cache.n_entries for cache in layer_caches(self.prompt_cache))
+        entries = max(cache.n_entries for cache in layer_caches(self._saved.prompt_cache))
         how = "full cache" if self.policy == NO_POLICY else self.policy
         asked = self.report.policy != NO_POLICY and not self.report.compressed
         why = f": {self.report.reason}" if asked else ""
-        size = format_bytes(kv_bytes(self.prompt_cache))
+        size = format_bytes(kv_bytes(self._saved.prompt_cache))
         held = f"now {entries} entries, KV memory {size}"
         return f"after {self.n_tokens} saved ones ({how}{why}), {held}"
 
@@ -156,7 +154,9 @@ class SavedStart:
         if quantization is not None:
             fresh = make_prompt_cache(model)
             require_quantizable(model, attention_layers(model, fresh), quantization)
-        return compress_prompt_cache(model, self.prompt_cache, policy, quantization=quantization)
+        return compress_prompt_cache(
+            model, self._saved.prompt_cache, policy, quantization=quantization
+        )
 
 
 def _require_name(file: str, name: str, made_with: str | None) -> None:

@@ -5,113 +5,151 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from ..paths import path_of
 from ..server import BILLING
-from . import flags
-from .answering import batch_options, load_for_requests, most_kv_bytes
-from .interrupts import listen
-from .options import n_bytes
+from . import options
+from .batch import load_for_requests, most_kv_bytes
+from .process import listen
+from .values import n_bytes
+
+if TYPE_CHECKING:
+    from ..server.access import Settings
+    from ..server.admission import Limits
+    from ..server.engine import Loaded
+    from ..server.prefix_files import PrefixFiles
 
 KEY_VARIABLE = "MLX_SNAPKV_API_KEY"
 PREFIXES = "4GB"
 PREFIX_FILES = "20GB"
 
 
-def serve(
-    model: flags.Model,
-    pipeline: flags.Pipeline = False,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 is any free one.")] = 8080,
+@dataclass(frozen=True)
+class HTTPOptions:
+    """Where the server listens, and to whom."""
+
+    host: Annotated[str, Option(help="Address to listen at.")] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port to listen at; 0 is any free one.")] = 8080
     api_key: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"What clients must send; or set {KEY_VARIABLE}. Other addresses than 127.0.0.1 need one."
         ),
-    ] = None,
+    ] = None
     allow_origin: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Web page that may ask (CORS); repeat it."),
-    ] = None,
+        list[str] | None, Option(metavar="URL", help="Web page that may ask (CORS); repeat it.")
+    ] = None
     alias: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Another name that clients see; requests may use any."),
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, max=1024, help="Requests at once, at most.")
-    ] = 8,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get a 429.")] = 64,
-    max_context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt, at most; longer ones get a 400.")
-    ] = None,
-    max_kv_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="KV memory, such as 8GB, that requests wait rather than exceed."
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds for a request, at most.")
-    ] = None,
+        Option(metavar="NAME", help="Another name that clients see; requests may use any."),
+    ] = None
+    timeout: Annotated[float | None, Option(min=0.1, help="Seconds for a request, at most.")] = None
     volatile_header: Annotated[
         list[str],
-        typer.Option(
+        Option(
             metavar="NAME",
             help="Lines 'NAME: …' at the start of a system prompt to leave out, so that what follows stays known; "
             f"repeat it, or give '' to keep all. By default Claude Code's {BILLING}.",
         ),
-    ] = [BILLING],  # noqa: B006
+    ] = field(default_factory=lambda: [BILLING])
+
+    def settings(self) -> Settings:
+        from ..server.access import Settings
+
+        return Settings(
+            self.host,
+            self.port,
+            self.api_key or os.environ.get(KEY_VARIABLE) or None,
+            tuple(self.allow_origin or ()),
+            timeout=self.timeout,
+            volatile_headers=tuple(self.volatile_header),
+        )
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What the server takes on at once."""
+
+    concurrency: options.Concurrency = 8
+    queue: Annotated[int, Option(min=0, help="Requests that may wait; more get a 429.")] = 64
+    max_context: Annotated[
+        int | None, Option(min=1, help="Tokens of a prompt, at most; longer ones get a 400.")
+    ] = None
+    max_kv_bytes: options.MaxKVBytes = None
+
+    def limits(self) -> Limits:
+        from ..server.admission import Limits
+
+        n_kv_bytes = most_kv_bytes(self.max_kv_bytes)
+        return Limits(self.concurrency, self.queue, self.max_context, n_kv_bytes)
+
+
+@dataclass(frozen=True)
+class PrefixOptions:
+    """What stays of the prompts that have been read."""
+
     prefix_bytes: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="SIZE",
             help=f"Room for what earlier prompts have read; by default {PREFIXES} in memory, {PREFIX_FILES} in files.",
         ),
-    ] = None,
+    ] = None
     prefix_dir: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR", help="Keep it in this folder, too, so that it outlives the server."
-        ),
-    ] = None,
+        Option(metavar="DIR", help="Keep it in this folder, too, so that it outlives the server."),
+    ] = None
     prefix_dir_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Room for that; the oldest give way.")
-    ] = PREFIX_FILES,
-    chat_template_config: flags.ChatTemplateConfig = None,
-    extra_eos_token: flags.ExtraEosToken = None,
+        str, Option(metavar="SIZE", help="Room for that; the oldest give way.")
+    ] = PREFIX_FILES
+
+    def most_bytes(self, memory: str) -> int:
+        """What --prefix-bytes says; by default for entries where this memory has them."""
+        from ..caches.memories import in_files
+
+        usual = PREFIX_FILES if in_files(memory) else PREFIXES
+        return n_bytes("--prefix-bytes", self.prefix_bytes or usual)
+
+    def files(self, setting: dict[str, str], found: Loaded) -> PrefixFiles | None:
+        """The folder of prefixes, if there is one, for this model and what is set about its entries."""
+        from ..server.prefix_files import PrefixFiles, tokenizer_digest
+
+        if self.prefix_dir is None:
+            return None
+        folder = path_of(self.prefix_dir, "--prefix-dir")
+        n_file_bytes = n_bytes("--prefix-dir-bytes", self.prefix_dir_bytes)
+        told = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
+        return PrefixFiles(folder, n_file_bytes, found.model, told)
+
+
+@dataclass(frozen=True)
+class AnswerOptions(options.SamplingOptions):
+    """Sampling and length where a request does not say."""
+
     max_tokens: Annotated[
         int,
-        typer.Option(
-            "--max-tokens", "-m", min=1, help="Of an answer, where a request does not say."
-        ),
-    ] = 32768,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 1.0,
-    min_p: flags.MinP = 0.0,
-    top_k: flags.TopK = 0,
-    min_tokens_to_keep: flags.MinTokensToKeep = 1,
-    xtc_probability: flags.XtcProbability = 0.0,
-    xtc_threshold: flags.XtcThreshold = 0.1,
-    kv_group_size: flags.KVGroupSize = 64,
-    kv_bits: flags.KVBits = None,
-    prefill_step_size: flags.PrefillStepSize = 2048,
-    adapter_path: flags.AdapterPath = None,
-    quantize_activations: flags.QuantizeActivations = False,
-    trust_remote_code: flags.TrustRemoteCode = False,
-    snapkv: flags.Snapkv = None,
-    policy: flags.Policy = None,
-    memory: flags.Memory = "drop",
-    store_dir: flags.StoreDir = None,
-    verify: flags.Verify = None,
-    verify_below: flags.VerifyBelow = VERIFY_BELOW,
-    far: flags.Far = None,
+        Option("--max-tokens", "-m", min=1, help="Of an answer, where a request does not say."),
+    ] = 32768
+
+
+def serve(
+    *,
+    model: options.ShardedModelOptions,
+    http: HTTPOptions,
+    limits: LimitOptions,
+    prefixes: PrefixOptions,
+    tokenizer: options.TokenizerOptions,
+    sampling: AnswerOptions,
+    cache: options.CacheOptions,
+    policy: options.PolicyOptions,
+    retention: options.RetentionOptions,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
 
@@ -121,79 +159,57 @@ def serve(
     """
     require_server("serve")
     from ..batch.openai_request import Defaults
-    from ..caches.memories import in_files
-    from ..engine.recalling import Recall
-    from ..policies import resolve_policy
-    from ..server.access import Settings
-    from ..server.admission import Limits
-    from ..server.engine import Engine, Loaded
+    from ..server.engine import Loaded
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
-    from ..server.prefix_files import PrefixFiles, tokenizer_digest
-    from ..server.run import listening
-    from ..server.run import serve as run
-    from ..server.shared_engine import SharedEngine
     from ..several.ranks import here
     from .sharded import require_alone
 
-    require_alone(prefix_dir=prefix_dir)
+    require_alone(prefix_dir=prefixes.prefix_dir)
     ranks = here()
-    settings = None
-    if ranks.rank == 0:
-        settings = Settings(
-            host,
-            port,
-            api_key or os.environ.get(KEY_VARIABLE) or None,
-            tuple(allow_origin or ()),
-            timeout=timeout,
-            volatile_headers=tuple(volatile_header),
-        )
-    chosen = resolve_policy(snapkv, policy)
-    recall = Recall(memory, verify, verify_below, far)
-    usual = PREFIX_FILES if in_files(memory) else PREFIXES
-    n_prefix_bytes = n_bytes("--prefix-bytes", prefix_bytes or usual)
-    # Of several ranks, rank 0 says what is given up for room.
-    prefixes = PrefixCache(sys.maxsize if ranks.rank else n_prefix_bytes, ranks.first)
-    defaults = Defaults(
-        max_tokens,
-        temp=temp,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        min_tokens_to_keep=min_tokens_to_keep,
-        xtc_probability=xtc_probability,
-        xtc_threshold=xtc_threshold,
-    )
+    settings = http.settings() if ranks.rank == 0 else None
+    chosen = policy.resolve()
+    n_prefix_bytes = prefixes.most_bytes(retention.memory)
+    n_bytes("--prefix-dir-bytes", prefixes.prefix_dir_bytes)  # which finds mistakes
 
     def load() -> Loaded:
-        loaded, tokenizer = load_for_requests(
-            model,
-            adapter_path,
-            defaults,
-            trust_remote_code=trust_remote_code,
-            quantize_activations=quantize_activations,
-            extra_eos_token=extra_eos_token,
-            chat_template_config=chat_template_config,
-            pipeline=pipeline,
-        )
-        return Loaded(loaded, tokenizer, (model, *(alias or ())))
+        found = load_for_requests(model, tokenizer, sampling)
+        return Loaded(*found, (model.model, *(http.alias or ())))
 
-    n_kv_bytes = most_kv_bytes(max_kv_bytes)
-    n_file_bytes = n_bytes("--prefix-dir-bytes", prefix_dir_bytes)
-    bits = "None" if kv_bits is None else f"{kv_bits} in groups of {kv_group_size}"
-    setting = {"policy": str(chosen), "memory": memory, "far": str(far), "kv_bits": bits}
-
-    def open_files(found: Loaded) -> PrefixFiles | None:
-        if prefix_dir is None:
-            return None
-        told = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
-        folder = path_of(prefix_dir, "--prefix-dir")
-        return PrefixFiles(folder, n_file_bytes, found.model, told)
-
+    bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else "None"
+    setting = {
+        "policy": str(chosen),
+        "memory": retention.memory,
+        "far": str(retention.far),
+        "kv_bits": bits,
+    }
     listen()  # here, since the model is loaded in another thread, which may not
-    options = batch_options(chosen, prefill_step_size, kv_bits, kv_group_size, recall)
-    limits = Limits(concurrency, queue, max_context, n_kv_bytes)
-    given = load, options, prefixes, limits, defaults, Metrics(), open_files
+    _run(
+        settings,
+        model.model,
+        load,
+        {"policy": chosen, **retention.keywords(), **cache.keywords()},
+        # Of several ranks, rank 0 says what is given up for room.
+        PrefixCache(sys.maxsize if ranks.rank else n_prefix_bytes, ranks.first),
+        limits.limits(),
+        Defaults(**vars(sampling)),
+        Metrics(),
+        partial(prefixes.files, setting),
+    )
+
+
+def _run(settings: Settings | None, model: str, *given: Any) -> None:
+    """Serve until it is stopped, on rank 0; on the others, which have no settings, follow it.
+
+    Args:
+        given: what an `Engine` is made of.
+    """
+    from ..server.engine import Engine
+    from ..server.run import listening, serve
+    from ..server.shared_engine import SharedEngine
+    from ..several.ranks import here
+
+    ranks = here()
     if settings is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all
         SharedEngine(ranks, *given).follow()
@@ -203,7 +219,7 @@ def serve(
         address = place.getsockname()
         url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
         started = partial(print, _first_line(model, url), flush=True)
-        run(engine, settings, place, started)
+        serve(engine, settings, place, started)
 
 
 def _first_line(model: str, url: str) -> str:

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from ..errors import SnapKVError, brief
 from ..several.ranks import Ranks, here
+from .command import flag_of
 from .lines import Lines
-from .spelling import flag_of
-from .streams import be_silent
+from .process import be_silent
 
 T = TypeVar("T")
 

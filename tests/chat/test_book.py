@@ -141,8 +141,10 @@ def test_an_interrupted_turn_leaves_no_limit_behind(demo_llama):
     assert all(cache.n_entries == cache.offset for cache in caches)
 
 
-@pytest.mark.parametrize("policy", [BOOK, "keydiff:budget=128,block=256"])
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+@pytest.mark.parametrize(
+    "policy, memory",
+    [(BOOK, "recall:8bit"), (BOOK, "recall:file"), ("keydiff:budget=128,block=256", "recall")],
+)
 def test_a_turn_with_a_document_of_its_own_can_be_taken_back(demo_model, policy, memory):
     """Entries have given way to it, and come back; also when a later message was given up."""
     ways = {"policy": policy, "memory": memory}

@@ -36,8 +36,12 @@ def read_by_mlx_lm(tmp_path, monkeypatch, loaded_llama):
     return read
 
 
-@pytest.mark.parametrize("bits", [(), ("--kv-bits", "8", "--kv-group-size", "32")])
-@pytest.mark.parametrize("memory", ["drop", "recall", "recall:8bit", "recall:file"])
+BITS = ("--kv-bits", "8", "--kv-group-size", "32")
+
+
+@pytest.mark.parametrize(
+    "memory, bits", [("drop", ()), ("recall", BITS), ("recall:8bit", ()), ("recall:file", BITS)]
+)
 def test_every_turn_chooses_among_its_rows(loaded_llama, read_by_mlx_lm, memory, bits):
     path, facts = read_by_mlx_lm(*bits)
     chat = Conversation.load(path, *loaded_llama, policy=SMALL, memory=memory, max_tokens=12)
@@ -49,7 +53,7 @@ def test_every_turn_chooses_among_its_rows(loaded_llama, read_by_mlx_lm, memory,
     assert right[0] and (memory == "drop" or all(right))
 
 
-@pytest.mark.parametrize("bits", [(), ("--kv-bits", "8", "--kv-group-size", "32")])
+@pytest.mark.parametrize("bits", [(), BITS])
 def test_without_a_policy_it_goes_on_in_full(loaded_llama, read_by_mlx_lm, bits):
     path, facts = read_by_mlx_lm(*bits)
     chat = Conversation.load(path, *loaded_llama, max_tokens=12)

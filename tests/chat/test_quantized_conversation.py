@@ -134,15 +134,15 @@ def test_a_failure_while_reading_leaves_it_as_it_was(demo_model, haystack, polic
     assert ask(failing, facts[2]) == ask(plain, facts[2])
 
 
-@pytest.mark.parametrize("policy", DROPPING)
-@pytest.mark.parametrize("options, bits", [(BITS, 8), ({}, None), (BITS | {"kv_bits": 4}, 4)])
-def test_saved_it_goes_on_with_the_bits_asked_for(
-    demo_model, haystack, policy, options, bits, tmp_path
-):
+@pytest.mark.parametrize(
+    "policy, bits", [*((policy, 8) for policy in DROPPING), (SNAPKV, None), (KEYDIFF, 4)]
+)
+def test_saved_it_goes_on_with_the_bits_asked_for(demo_model, haystack, policy, bits, tmp_path):
     """Options of the answers are not saved: rows of other bits are unpacked, then packed as the next turn wants."""
     conversation, _ = started(demo_model, haystack, policy)
     path = tmp_path / "chat.safetensors"
     conversation.save(path)
+    options = {} if bits is None else BITS | {"kv_bits": bits}
     loaded = Conversation.load(path, *demo_model, max_tokens=12, **options)
     assert bits_of(loaded.prompt_cache) == {8}
     _, facts = haystack

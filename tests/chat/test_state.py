@@ -1,18 +1,16 @@
 """What a file holds of a conversation comes back as it was, without the conversation."""
 
-import random
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from chat_helpers import SMALL, ask
+from chat_helpers import SMALL
 from saved_helpers import read
 from tiny_models import make_llama
 
-from mlx_snapkv import Conversation, SnapKVError, saved
+from mlx_snapkv import SnapKVError
 from mlx_snapkv.chat import saved_chat
-from mlx_snapkv.chat.state import ChatState, first_messages
-from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.chat.saved_chat import ChatState, first_messages
 from mlx_snapkv.policies import resolve_policy
 
 SAID = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "ünï"}]
@@ -54,30 +52,3 @@ def test_nothing_read_is_nothing_to_save(path):
     with pytest.raises(SnapKVError, match="nothing has been said yet"):
         saved_chat.save(path, make_llama(), ChatState([], messages=SAID))
     assert not path.exists()
-
-
-def test_pending_tokens_are_found_under_their_earlier_name(path, tokens):
-    model = make_llama()
-    notes = {"messages": SAID, "attached": [], "owed": [7, 8, 9], "memory": "drop", "system": None}
-    saved.save(path, model, read(model, tokens, None), tokens, notes=notes)
-    assert saved_chat.load(path, model).pending_tokens == [7, 8, 9]
-
-
-def test_a_conversation_with_pending_tokens_goes_on_from_an_earlier_file(demo_llama, path):
-    """With all entries recalled, the answer is pending until the next turn reads it."""
-    model, tokenizer = demo_llama
-    document, facts = make_haystack(tokenizer, random.Random(5), 3, 400)
-    policy = "keydiff:budget=64,schedule=once"
-    conversation = Conversation(model, tokenizer, policy=policy, memory="recall", max_tokens=12)
-    conversation.attach(document)
-    ask(conversation, facts[0].question)
-    assert conversation.pending_tokens
-    conversation.save(path)
-    found = saved.load(path, model)
-    notes = {("owed" if k == "pending_tokens" else k): v for k, v in found.notes.items()}
-    assert "owed" in notes
-    saved.save(path, model, found.prompt_cache, found.tokens, found.policy, notes)
-    loaded = Conversation.load(path, model, tokenizer, max_tokens=12)
-    assert loaded.pending_tokens == conversation.pending_tokens
-    for fact in facts[1:]:
-        assert ask(loaded, fact.question) == ask(conversation, fact.question)

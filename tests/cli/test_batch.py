@@ -258,14 +258,12 @@ def test_kv_memory_has_a_limit(batch):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--policy", "keydif"], "unknown policy 'keydif'"),
         (["--kv-bits", "4"], "--kv-bits in a batch is for compressed entries"),
         (["--kv-bits", "4", "--policy", SNAPKV, "--kv-group-size", "128"], "--kv-group-size must be one of"),
         (["--max-kv-bytes", "many"], "--max-kv-bytes must be a number of bytes, such as 500MB or 4GB, got 'many'"),
         (["--max-kv-bytes", "nan"], "--max-kv-bytes must be a number of bytes"),
         (["--top-k", "999999"], "--top-k must be below the vocabulary's"),
         (["--concurrency", "0"], "--concurrency"),
-        (["--model", "nowhere"], "--model nowhere: no such folder"),
     ],
 )  # fmt: skip
 def test_a_mistake_at_the_start_is_one_line(batch, tmp_path, options, words):

@@ -50,7 +50,7 @@ def test_files_are_where_the_user_wants_them(call, story, tmp_path, monkeypatch)
     "options, message",
     [
         (
-            ["--store-dir", "nowhere"],
+            ["--memory", "recall:file", "--store-dir", "nowhere"],
             "--store-dir nowhere is no folder: make it, or give another one",
         ),
         (["--memory", "recall:file", "--verify", "all"], "must be in memory"),

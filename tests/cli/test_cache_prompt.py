@@ -15,8 +15,7 @@ from request_helpers import plain
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.chat.continuation import mlx_lm_suffix
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.cli.opening import opening_tokens
-from mlx_snapkv.cli.prompt_text import encode
+from mlx_snapkv.cli.prompt_text import encode, opening_tokens
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.prefill import mlx_generate
@@ -92,8 +91,9 @@ def test_a_full_cache_is_compressed_on_loading(call, book, cache):
     assert "full cache: the saved prompt's 600 tokens are below min_ctx=9000" in err
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-qwen3-next"])
-@pytest.mark.parametrize("schedule", ["schedule=block,block=64", "schedule=once"])
+@pytest.mark.parametrize(
+    "model, schedule", [("demo", "schedule=block,block=64"), ("demo-qwen3-next", "schedule=once")]
+)
 def test_rows_are_quantised_when_saved_or_when_loaded(call, book, cache, model, schedule):
     policy = ["--policy", f"keydiff:budget=50%,{schedule}"]
     bits = ["--kv-bits", "8", "--kv-group-size", "32"]

@@ -90,11 +90,6 @@ def test_answers_are_decoded_from_quantised_rows(document):
     assert (code, out, err.count("\n")) == (2, "", 1) and "must be one of [32, 64]" in err
 
 
-def test_an_unknown_memory_is_one_line():
-    code, out, err = script([], *POLICY[:-1], "recall:2bit")
-    assert (code, out) == (2, "") and "or recall:file:4bit, got 'recall:2bit'" in err
-
-
 def test_reset_policy_and_system_start_again(document):
     path, facts = document
     lines = [f"/file {path}", facts[0].question, "/reset", "/stats", "/policy none", "/policy"]
@@ -220,12 +215,6 @@ def test_a_backslash_joins_lines():
 def test_a_mistake_in_a_script_ends_it_with_one_line(line, words):
     code, out, err = script([line, "never sent"])
     assert (code, out) == (2, "") and words in err and len(err.strip().splitlines()) == 1
-
-
-def test_a_seed_that_there_is_not_is_one_line():
-    done = fork_helpers.run([*COMMAND, "--seed", "-1"], input="", capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--seed" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])

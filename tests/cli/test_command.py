@@ -1,11 +1,76 @@
-"""Options that would do nothing, and sentences that name what was typed."""
+"""Option groups, options that would do nothing, and sentences that name what was typed."""
 
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import commands_page
 import pytest
+import typer
 
-from mlx_snapkv.cli.spelling import in_flags
+from mlx_snapkv.cli.command import in_flags, with_options
 
 ASK = ["generate", "--model", "demo", "-q", "-m", "2", "--prompt", "x"]
 SERVE = ["serve", "--model", "demo", "--port", "0"]
+
+# Where a flag means something of a command's own.
+OWN = {
+    "--output",
+    "--memory of plan",
+    "--policy of inspect",
+    "--max-tokens of serve",
+    "--seed of batch",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    needed: Annotated[int, typer.Option(min=1)]
+    text: Annotated[str, typer.Option("--text", "-t", help="Some.")] = "x"
+    many: Annotated[list[str], typer.Option()] = field(default_factory=lambda: ["y"])
+
+
+@dataclass(frozen=True)
+class Larger(Group):
+    text: Annotated[str, typer.Option("--text", help="More.")] = "z"
+    last: Annotated[bool, typer.Option("--last")] = False
+
+
+def test_a_command_takes_the_options_of_its_groups():
+    made = []
+    app = typer.Typer()
+
+    @app.command()
+    @with_options
+    def command(*, group: Larger, own: Annotated[float, typer.Option()] = 0.5):
+        made.append((group, own))
+
+    app(["--needed", "3", "--own", "2"], standalone_mode=False)
+    app(
+        ["--needed", "1", "--text", "t", "--many", "a", "--many", "b", "--last"],
+        standalone_mode=False,
+    )
+    assert made == [(Larger(3, "z", ["y"], False), 2.0), (Larger(1, "t", ["a", "b"], True), 0.5)]
+
+
+def test_a_flag_is_the_same_in_every_command():
+    meanings = defaultdict(set)
+    for name, command in commands_page.commands():
+        if name.split()[0] in (
+            "generate",
+            "chat",
+            "batch",
+            "serve",
+            "cache-prompt",
+            "inspect",
+            "plan",
+        ):
+            for option in command.params:
+                flag = option.opts[0]
+                if not {flag, f"{flag} of {name}"} & OWN:
+                    meanings[flag].add((tuple(option.opts), str(option.default), option.help))
+    assert len(meanings) > 50
+    assert {flag for flag, found in meanings.items() if len(found) > 1} == set()
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,11 @@ import sys
 import fork_helpers
 import pytest
 
-from mlx_snapkv.cli import app
 
-
-def test_the_demo_shows_what_compression_keeps(monkeypatch, capsys):
+def test_the_demo_shows_what_compression_keeps(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(sys, "argv", ["mlx-snapkv", "demo", "--tokens", "1024", "--questions", "2"])
-    with pytest.raises(SystemExit) as exit:
-        app.main()
-    out = capsys.readouterr().out
-    assert exit.value.code == 0
+    code, out, _ = call("demo", "--tokens", "1024", "--questions", "2")
+    assert code == 0
     figures = {
         line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]]
         for line in out.splitlines()
@@ -67,8 +62,6 @@ def test_its_colours_are_the_terminals_own(term):
         assert b"32" in codes and codes <= {b"0", b"1", b"2", b"3", b"31", b"32", b"39"}
 
 
-def test_a_document_must_have_some_length(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["mlx-snapkv", "demo", "--tokens", "5"])
-    with pytest.raises(SystemExit) as exit:
-        app.main()
-    assert exit.value.code == 2 and "Invalid value for '--tokens'" in capsys.readouterr().err
+def test_a_document_must_have_some_length(call):
+    code, _, err = call("demo", "--tokens", "5")
+    assert code == 2 and "Invalid value for '--tokens'" in err

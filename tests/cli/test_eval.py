@@ -36,13 +36,8 @@ def test_files_are_written_and_the_next_run_reads_them(call, tmp_path):
     base.parent.mkdir()
     args = ["needle", *SMALL, "--policy", KEYDIFF, "--output", str(base)]
     code, first, _ = call(*args)
-    names = {
-        "r.1.jsonl",
-        "r.1.json",
-        "r.1.md",
-        "r.1-full-cache-known.png",
-        "r.1-keydiff-budget=25pct-block=128-known.png",
-    }
+    pictures = "-full-cache-known.png", "-keydiff-budget=25pct-block=128-known.png"
+    names = {f"r.1{ending}" for ending in (".jsonl", ".json", ".md", *pictures)}
     assert code == 0 and {p.name for p in base.parent.iterdir()} == names
     stored = (base.parent / "r.1.jsonl").read_bytes()
     code, second, err = call(*args)
@@ -80,18 +75,8 @@ def test_own_text(call, tmp_path):
 
 def test_an_interrupt_says_how_to_go_on(tmp_path):
     base = tmp_path / "r"
-    command = [
-        sys.executable,
-        "-m",
-        "mlx_snapkv",
-        "eval",
-        "needle",
-        *SMALL,
-        "--questions",
-        "999",
-        "--output",
-        str(base),
-    ]
+    options = [*SMALL, "--questions", "999", "--output", str(base)]
+    command = [sys.executable, "-m", "mlx_snapkv", "eval", "needle", *options]
     process = fork_helpers.Popen(command, stderr=subprocess.PIPE, text=True)
     file = base.with_name("r.jsonl")
     wait_for(process, file, 3)
@@ -106,7 +91,6 @@ def test_an_interrupt_says_how_to_go_on(tmp_path):
             ["needle", "--policy", "snapkv:top_k=8000"],
             "snapkv:top_k=8000 would compress nothing here: the prompt's 4096 entries",
         ),
-        (["needle", "--policy", "keydif"], "unknown policy 'keydif' (did you mean 'keydiff'?)"),
         (["needle", "--policy", "snapkv:budget=1%,n_window=99"], "budget must be at least 103"),
         (
             ["needle", "--length", "4k"],
@@ -118,7 +102,6 @@ def test_an_interrupt_says_how_to_go_on(tmp_path):
         (["needle", "--haystack", "/nowhere"], "--haystack /nowhere: No such file"),
         (["needle", "--haystack", "/dev/null"], "--haystack /dev/null: there is no text in it"),
         (["needle", "--output", "/dev/null/x"], "--output /dev/null/x: "),
-        (["needle", "--model", "nowhere"], "--model nowhere: no such folder"),
         (["lines", "--haystack", "x"], "--haystack"),
         (["needle", "--setting", "sooner"], "--setting must be known, later or both"),
         (["infinitebench"], "infinitebench"),
@@ -148,21 +131,15 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
     small = ["--length", "512", "--documents", "1", "--questions", "1", "--task", "single"]
     base = tmp_path / "suite"
     code, out, _ = call("suite", *small, "--policy", policy, "--output", str(base))
-    assert (
-        code == 0
-        and "Question known, 512 tokens" in out
-        and "Question later, 512 tokens" in out
-        and "by task" not in out
-    )
+    assert code == 0 and "Question known, 512 tokens" in out
+    assert "Question later, 512 tokens" in out and "by task" not in out
     assert {p.name for p in tmp_path.iterdir()} == {f"suite{e}" for e in (".jsonl", ".json", ".md")}
     recalled = ["--memory", "recall", "--verify", "unsure"]
-    code, out, _ = call(
-        "suite", *small, "--policy", policy, *recalled, "--output", str(base), "--json"
-    )
-    result = json.loads(out)
-    assert code == 0 and [
-        s["method"].count("memory recall, verify unsure") for s in result["summary"]
-    ] == [0, 0, 1, 1]
+    args = ["--policy", policy, *recalled, "--output", str(base), "--json"]
+    code, out, _ = call("suite", *small, *args)
+    methods = [s["method"] for s in json.loads(out)["summary"]]
+    assert code == 0
+    assert ["memory recall, verify unsure" in name for name in methods] == [False] * 2 + [True] * 2
     lines = base.with_suffix(".jsonl").read_text().splitlines()
     assert len(lines) == 1 + 2 + 2 + 2  # the setting, the full cache once, and both ways
 
@@ -186,19 +163,8 @@ def test_mistakes_in_the_suite_are_one_line(call, options, message):
 def test_head_wise_budgets_are_measured_by_mask(call):
     """Beside the policy itself; the table says so, and claims no memory for it."""
     policy = "snapkv:budget=6%,n_sink=4,n_window=16,obs_window=16"
-    args = [
-        "suite",
-        "--task",
-        "single",
-        "--setting",
-        "known",
-        "--length",
-        "600",
-        "--documents",
-        "1",
-    ]
-    args += ["--questions", "1", "--policy", policy, "--by-mask", "fastgen:recovery=0.9"]
-    code, out, _ = call(*args)
+    args = "suite --task single --setting known --length 600 --documents 1 --questions 1".split()
+    code, out, _ = call(*args, "--policy", policy, "--by-mask", "fastgen:recovery=0.9")
     rows = [line for line in out.splitlines() if line.strip().startswith("fastgen")]
     assert code == 0 and "fastgen:recovery=0.9, by mask" in rows[0]
     assert rows[0].rstrip().endswith("by mask") and "By mask: all entries are held" in out

@@ -108,7 +108,6 @@ NOWHERE = ["--model", "/nowhere"]  # mistakes that are told before a model is lo
         (["--text", "/dev/null", *POLICIES, *NOWHERE], "there is no UTF-8 text"),
         (["--text", "{}/picture.png", *POLICIES, *NOWHERE], "is not UTF-8 text: convert it"),
         (["--text", "{}/short.txt", *POLICIES, *NOWHERE], "no text has the 1,465 tokens"),
-        (["--text", "{}", "--policy", "keydif", *NOWHERE], "unknown policy 'keydif'"),
         (["--text", "{}", "--policy", "snapkv", *NOWHERE], "snapkv would compress nothing here"),
         (
             ["--text", "{}", *POLICIES, "--setting", "both", *NOWHERE],

@@ -1,8 +1,6 @@
 """A text longer than the model was trained to, in the terminal."""
 
 import random
-import subprocess
-import sys
 
 import pytest
 from mlx_lm.utils import load_tokenizer
@@ -24,75 +22,69 @@ def folder(tmp_path_factory):
     return folder, facts[0]
 
 
-def run(command, folder, *options, stdin=""):
-    """(exit code, stdout, stderr)"""
-    model = ["--model", str(folder / "model")]
-    args = [sys.executable, "-m", "mlx_snapkv", command, *model, *options]
-    done = subprocess.run(args, capture_output=True, text=True, input=stdin)
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def run(call, folder):
+    """run(command, *options) -> (exit code, stdout, stderr), of that model."""
+
+    def invoke(command, *options, **how):
+        return call(command, "--model", str(folder[0] / "model"), *options, **how)
+
+    return invoke
 
 
-def test_generate_tells_that_it_was_pulled_together(folder):
+def test_generate_tells_that_it_was_pulled_together(run, folder):
     folder, fact = folder
     text = ["--prompt-file", str(folder / "book.txt"), "--prompt", fact.question, "-m", "12"]
     ways = ["--policy", THEN, "--memory", "recall"]
-    code, out, err = run("generate", folder, *text, *ways)
+    code, out, err = run("generate", *text, *ways)
     assert code == 0 and fact.value in out
     closing = err.strip().splitlines()[-1]
     assert f"pulled together beyond the {LENGTH} tokens that the model was trained to" in closing
-    code, _, err = run("generate", folder, *text, *ways, "--far", "keep")
+    code, _, err = run("generate", *text, *ways, "--far", "keep")
     assert code == 0 and "pulled" not in err
 
 
-def test_chat_and_cache_prompt(folder):
+def test_chat_and_cache_prompt(run, folder):
     folder, fact = folder
     book = str(folder / "book.txt")
     lines = f"/file {book}\n{fact.question}\n/stats\n"
     ways = ["--policy", THEN, "--memory", "recall", "--far", "pull", "-m", "12"]
-    code, out, err = run("chat", folder, *ways, stdin=lines)
+    code, out, err = run("chat", *ways, stdin=lines.encode())
     assert code == 0 and fact.value in out and "pulled together" in err
-    saved = [
-        "--prompt-file",
-        book,
-        "--policy",
-        "keydiff:budget=96,block=128",
-        "-o",
-        str(folder / "x.safetensors"),
-    ]
-    code, _, err = run("cache-prompt", folder, *saved)
+    saved = ["--prompt-file", book, "-o", str(folder / "x.safetensors")]
+    code, _, err = run("cache-prompt", *saved, "--policy", "keydiff:budget=96,block=128")
     assert code == 0 and "pulled together" in err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "cache-prompt"])
-def test_what_cant_be_is_one_sentence(folder, command):
+def test_what_cant_be_is_one_sentence(run, folder, command):
     folder, _ = folder
     more = {
         "generate": ["--prompt", "x"],
         "chat": [],
         "cache-prompt": ["--prompt", "x", "-o", str(folder / "y.safetensors")],
     }[command]
-    code, out, err = run(command, folder, *more, "--snapkv", "top_k=64", "--far", "pull")
+    code, out, err = run(command, *more, "--snapkv", "top_k=64", "--far", "pull")
     assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
     assert "--far pull needs a policy that evicts while a prompt is read" in err
-    code, out, err = run(command, folder, *more, "--far", "near")
+    code, out, err = run(command, *more, "--far", "near")
     assert (code, out) == (2, "") and "far must be keep or pull, got 'near'" in err
 
 
-def test_a_prompt_that_is_left_beyond_is_told_of(folder, call):
+def test_a_prompt_that_is_left_beyond_is_told_of(run, folder):
     folder, fact = folder
-    model = ["--model", str(folder / "model")]
     book = ["--prompt-file", str(folder / "book.txt")]
     said = f"more than the {LENGTH} that this model was trained to read: answers may be wrong"
     helps = "; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
-    asked = ["generate", *model, *book, "--prompt", fact.question, "-m", "1"]
+    asked = ["generate", *book, "--prompt", fact.question, "-m", "1"]
     snapkv = ["--snapkv", "top_k=60,n_sink=4,n_window=32"]
     for ways in ([], snapkv):
-        code, _, err = call(*asked, *ways)
+        code, _, err = run(*asked, *ways)
         assert code == 0 and f"{said}{helps}" in err
     for ways in (["--policy", THEN], [*snapkv, "--far", "keep"], ["--quiet"]):
-        code, _, err = call(*asked, *ways)
+        code, _, err = run(*asked, *ways)
         assert code == 0 and said not in err
-    code, _, err = call("chat", *model, stdin=f"/file {folder / 'book.txt'}\n".encode())
+    code, _, err = run("chat", stdin=f"/file {folder / 'book.txt'}\n".encode())
     assert code == 0 and said in err
-    code, _, err = call("cache-prompt", *model, *book, "-o", str(folder / "beyond.safetensors"))
+    code, _, err = run("cache-prompt", *book, "-o", str(folder / "beyond.safetensors"))
     assert code == 0 and said in err

@@ -1,5 +1,6 @@
-"""Repositories that can't be had: each reason is told as it is."""
+"""Repositories of the Hugging Face hub: planned from few bytes, and refused with the reason."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,14 +9,84 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from mlx_snapkv.demo import MODELS
+
 CACHED = "models--somebody--small/snapshots/0123456789abcdef"
-COMMAND = [sys.executable, "-m", "mlx_snapkv", "generate", "-p", "x", "--model"]
 
 
-def asked(cache, name="nobody/nothing", **environment):
+class Hub(BaseHTTPRequestHandler):
+    """The files of the server's `files`, as the real hub sends them, or its `refusal` of every request."""
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        if self.server.refusal:
+            status, code = self.server.refusal
+            return self._send(status, b"", {"X-Error-Code": code})
+        name = self.path.rpartition("/resolve/main/")[2]
+        if self.path.startswith("/api/models/") and "/resolve/" not in self.path:
+            return self._send(200, json.dumps({"id": "somebody/big", "sha": "a" * 40}).encode())
+        if name not in self.server.files:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        data = self.server.files[name]
+        start, _, stop = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+        if not start:
+            return self._send(200, data)
+        part = data[int(start) : int(stop) + 1] if stop else data[int(start) :]
+        span = f"bytes {start}-{int(start) + len(part) - 1}/{len(data)}"
+        return self._send(206, part, {"Content-Range": span})
+
+    def _send(self, status, data, headers=None):
+        self.send_response(status)
+        known = {"ETag": f'"{self.path[-5:]}"', "X-Repo-Commit": "a" * 40}
+        for name, value in {**known, **(headers or {}), "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.server.sent += len(data)
+            self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub():
+    """A hub with one repository: the embedded model's configuration and headers, and weights of zeros."""
+    folder = MODELS["demo"]
+    weights = (folder / "model.safetensors").read_bytes()
+    header = weights[: 8 + int.from_bytes(weights[:8], "little")]
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.files = {
+            "config.json": (folder / "config.json").read_bytes(),
+            "model.safetensors": header + bytes(len(weights) - len(header)),
+        }
+        server.sent, server.refusal = 0, None
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def run(command, cache, endpoint, name, **environment):
+    """The command in a process of its own, which alone reads these variables."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint
+        if isinstance(endpoint, str)
+        else f"http://127.0.0.1:{endpoint.server_port}",
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        **environment,
+    }
+    words = [sys.executable, "-m", "mlx_snapkv", *command.split(), "--model", name]
+    return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+
+def refused(cache, endpoint="http://127.0.0.1:9", name="nobody/nothing", **environment):
     """What is said on stderr."""
-    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", **environment}
-    done = subprocess.run([*COMMAND, name], capture_output=True, text=True, env=environment)
+    done = run("generate -p x", cache, endpoint, name, **environment)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     return done.stderr
 
@@ -31,35 +102,15 @@ def cache(tmp_path):
     return tmp_path
 
 
-def test_offline_says_so_and_what_is_cached(cache):
-    said = asked(cache, HF_HUB_OFFLINE="1")
+def test_without_a_network_it_is_said_what_is_cached(cache, tmp_path):
+    said = refused(cache, HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set, and the local cache holds no such repository" in said
     assert "(it has somebody/small)" in said
-
-
-def test_no_network_says_so(cache, tmp_path):
-    said = asked(tmp_path / "none", HF_ENDPOINT="http://127.0.0.1:9")
-    assert (
-        f"can't be reached, and the local cache holds no such repository ({tmp_path}/none" in said
-    )
-    said = asked(cache, "somebody/small", HF_ENDPOINT="http://127.0.0.1:9")
+    said = refused(tmp_path / "none")
+    reached = "can't be reached, and the local cache holds no such repository"
+    assert f"{reached} ({tmp_path}/none" in said
+    said = refused(cache, name="somebody/small")
     assert "config.json names no model_type" in said  # what is cached is used
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Refuses every request with the server's `refusal`, as the real hub words it."""
-
-    def do_GET(self):
-        status, code = self.server.refusal
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
-
-    def log_message(self, *args):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -69,10 +120,20 @@ class Hub(BaseHTTPRequestHandler):
         ((403, "GatedRepo"), "access has to be granted"),
     ],
 )
-def test_what_the_hub_refuses(tmp_path, refusal, words):
-    with HTTPServer(("127.0.0.1", 0), Hub) as hub:
-        hub.refusal = refusal
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        said = asked(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}")
-        hub.shutdown()
-    assert words in said
+def test_what_the_hub_refuses(hub, tmp_path, refusal, words):
+    hub.refusal = refusal
+    assert words in refused(tmp_path, hub)
+
+
+def test_a_repository_is_planned_without_its_weights(hub, tmp_path):
+    done = run("plan --context 4k --json", tmp_path, hub, "somebody/big")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    size = len(hub.files["model.safetensors"])
+    assert found["weights"] == pytest.approx(size, rel=0.02)
+    assert hub.sent < size / 4 and not list(tmp_path.rglob("*.safetensors"))
+    assert "somebody/big" in found["taken"][0]["command"]
+    del hub.files["model.safetensors"]
+    done = run("plan --context 4k", tmp_path / "other", hub, "somebody/big")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert "safetensors" in done.stderr

@@ -1,8 +1,6 @@
 """Standard streams that are closed, full or not read, and Ctrl-C, as the shell gives them."""
 
-import contextlib
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -13,7 +11,6 @@ import pytest
 
 MODULE = [sys.executable, "-m", "mlx_snapkv"]
 LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
-OPENBLAS = "*/openblas-pthread/libopenblas.so.0"
 PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
 
 
@@ -24,26 +21,24 @@ def shell(redirected, *args):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("redirected", ["2>/dev/full", "2>&-", "<&-", "<&- 2>&-"])
+@pytest.mark.parametrize("redirected", ["2>/dev/full", "<&- 2>&-"])
 def test_an_answer_needs_no_other_stream(redirected):
     code, out, err = shell(redirected, *PLAIN)
     assert (code, out) == (0, "482913\n") and "Traceback" not in err
 
 
-@pytest.mark.parametrize("args", [PLAIN, ["policies"], ["--version"]], ids=lambda args: args[0])
+@pytest.mark.parametrize("args", [PLAIN, ["--version"]], ids=lambda args: args[0])
 def test_an_answer_that_has_nowhere_to_go_is_told_at_once(args):
     closed = "mlx-snapkv: standard output is closed, so there is nowhere to answer\n"
     assert shell(">&-", *args) == (1, "", closed)
 
 
-@pytest.mark.parametrize("args", [["policies"], ["models"], ["--help"]], ids=lambda args: args[0])
+@pytest.mark.parametrize("args", [["models"], ["--help"]], ids=lambda args: args[0])
 def test_an_answer_that_cannot_be_written(args):
     assert shell(">/dev/full", *args) == (1, "", "mlx-snapkv: No space left on device\n")
 
 
-@pytest.mark.parametrize(
-    "args", [[*PLAIN, "-q"], ["policies"], ["models"], ["--version"]], ids=lambda args: args[0]
-)
+@pytest.mark.parametrize("args", [[*PLAIN, "-q"], ["models"]], ids=lambda args: args[0])
 def test_a_reader_that_has_gone_is_exit_code_1_in_silence(args):
     read, write = os.pipe()
     os.close(read)
@@ -63,36 +58,6 @@ def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path)
     assert (code, out, err) == (130, "", "\nmlx-snapkv: stopped\n")
 
 
-@pytest.mark.skipif(not list(Path("/usr/lib").glob(OPENBLAS)), reason="OpenBLAS is not here")
-def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(tmp_path):
-    file = tmp_path / "long.txt"
-    file.write_text("It was cold at the market. " * 400)
-    (library,) = Path("/usr/lib").glob(OPENBLAS)
-    hint = f"Long prompts are read several times faster with LD_PRELOAD={library}"
-    for preloaded, args, told in (
-        ("", ["--prompt-file", str(file)], 1),
-        (str(library), ["--prompt-file", str(file)], 0),
-        ("", [], 0),
-    ):
-        environment = os.environ | {"LD_PRELOAD": preloaded, "TERM": "xterm"}
-        said = told_a_terminal([*MODULE, *PLAIN, "-m", "1", *args], environment)
-        assert said.replace("\r\n", "").count(hint) == told
-
-
-def told_a_terminal(command, environment):
-    """What a command writes to stderr, a terminal that is read meanwhile: a full one would stop the command."""
-    terminal, its = pty.openpty()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its, env=environment)
-    os.close(its)
-    said = b""
-    with contextlib.suppress(OSError):  # its other end is closed
-        while data := os.read(terminal, 1 << 16):
-            said += data
-    os.close(terminal)
-    assert process.wait() == 0
-    return said.decode(errors="ignore")
-
-
 def interrupted(ready, *args):
     """The command, sent Ctrl-C as soon as `ready(process)`: (exit code, stdout, stderr)."""
     process = subprocess.Popen(
@@ -108,7 +73,7 @@ def interrupted(ready, *args):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("library", ["pydantic_core", "mlx/core", "_multiarray_umath"])
+@pytest.mark.parametrize("library", ["pydantic_core", "mlx/core"])
 def test_ctrl_c_while_the_program_starts(library):
     def loaded(process):
         return library in Path(f"/proc/{process.pid}/maps").read_text()

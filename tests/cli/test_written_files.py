@@ -128,7 +128,7 @@ def test_a_folder_for_results_is_made_before_the_model_is_loaded_or_refused(call
 @pytest.mark.parametrize(
     "told, command",
     [
-        ("--store-dir {}", "generate --model demo --prompt x --store-dir {}"),
+        ("--store-dir {}", "generate --model demo --prompt x --memory recall:file --store-dir {}"),
         ("--output {}", "eval needle --model demo --output {}"),
         ("{}", "batch --model demo --output answers.jsonl {}"),
         ("--save-document {}", "demo --save-document {}"),

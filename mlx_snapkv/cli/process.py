@@ -1,10 +1,11 @@
-"""Standard streams that are closed, full or not read."""
+"""The process: its standard streams, closed, full or not read, its end, and Ctrl-C while it starts."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import signal
 import sys
 from typing import Any, TextIO
 
@@ -72,3 +73,23 @@ def leave(status: int) -> None:
     except OSError:
         os._exit(status or 1)  # the usual exit would try again
     sys.exit(status)
+
+
+def stop_at_once() -> None:
+    """Let Ctrl-C end the process, until `listen`; where it was ignored, it still is.
+
+    There is nothing to lose yet, and libraries may not be left half imported.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+
+
+def listen() -> None:
+    """Let Ctrl-C be a KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _stop(*_: Any) -> None:
+    os.write(2, b"\nmlx-snapkv: stopped\n")
+    os._exit(130)

@@ -1,0 +1,243 @@
+"""`mlx-snapkv eval needle`, `lines`, `suite` and `data`: questions whose right answers are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from .._version import __version__
+from ..demo import MODELS
+from ..demo.tasks import TASKS
+from ..errors import SnapKVError
+from .asking import (
+    Lengths,
+    Policies,
+    ResultOptions,
+    Setting,
+    known,
+    methods_of,
+    result_of,
+    settings_of,
+)
+from .loading import load_model
+from .options import DocumentSeed, IgnoreChatTemplate, Model, VerifyOptions
+from .prompt_text import read_file
+from .values import whole_numbers
+
+if TYPE_CHECKING:
+    from ..evals.answering import Method
+    from ..evals.haystack import Haystack
+    from ..evals.score_tables import Page
+    from .result_files import ResultFiles
+
+LEAST = 256  # tokens of a prompt
+LEAST_OF_SUITE = 512
+POOLED = "snapkv:budget=12.5%,n_window=32,obs_window=32,lookahead=0"
+POOLING = [*(f"{POOLED},pool=avg,pool_kernel={width}" for width in (1, 7, 21)), POOLED]
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """Who is asked for facts at which depths of prompts of which lengths."""
+
+    model: Model = "demo"
+    policy: Policies = None
+    setting: Setting = "known"
+    length: Lengths = "2048,4096"
+    depths: Annotated[
+        int, Option(min=1, max=101, help="Depths to hide at, evenly from start to end.")
+    ] = 5
+    questions: Annotated[int, Option(min=1, help="Questions per length and depth.")] = 1
+    seed: DocumentSeed = 0
+
+
+def needle(
+    *,
+    grid: GridOptions,
+    needles: Annotated[
+        int, Option(min=1, max=1000, help="Facts hidden in a document; one is asked for.")
+    ] = 1,
+    haystack: Annotated[
+        list[str] | None,
+        Option(metavar="FILE", help="Text to hide facts in; repeat it for several files."),
+    ] = None,
+    result: ResultOptions,
+) -> None:
+    """Hide a fact at every depth of prompts of every length, and ask for it at the end.
+
+    mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
+    """
+    from ..evals.needle import Needle
+
+    text = "\n\n".join(read_file("--haystack", file) for file in haystack or [])
+    if haystack and not text.strip():
+        raise SnapKVError(f"--haystack {' '.join(haystack)}: there is no text in it")
+    _evaluate(partial(Needle, needles=needles, text=text or None), grid, grid.policy or [], result)
+
+
+def lines(*, grid: GridOptions, result: ResultOptions) -> None:
+    """Ask for one of many lines that differ in a name and a number only (LongEval's lines).
+
+    Without --policy, SnapKV with 1/8 of the entries: without pooling, pooled over 7 and 21 as in the paper, and its
+    default. These use lookahead=0: with its default the full cache would answer the whole number. The embedded
+    models, which don't know LongEval's words, get lines of their own.
+    """
+    from ..evals.lines import FACTS, LONGEVAL, Lines
+
+    wording = FACTS if grid.model in MODELS else LONGEVAL
+    _evaluate(partial(Lines, wording=wording), grid, grid.policy or POOLING, result)
+
+
+def _evaluate(
+    make: Callable[..., Haystack], grid: GridOptions, policies: Sequence[str], result: ResultOptions
+) -> None:
+    """Ask, and draw a heat map of every method."""
+    from ..evals.haystack import PAGE
+    from ..reporting import heatmap
+
+    lengths = list(dict.fromkeys(whole_numbers("--length", grid.length, LEAST)))
+    if not lengths:
+        raise SnapKVError("--length is empty: give at least one number of tokens")
+    methods, settings = methods_of(policies), settings_of(grid.setting)
+    maps = [heatmap.ending(method.name, each) for method in methods for each in settings]
+    files = result.files(*maps)
+    model, tokenizer = _load(grid.model)
+    dataset = make(
+        tokenizer,
+        lengths=lengths,
+        n_depths=grid.depths,
+        n_documents=grid.questions,
+        seed=grid.seed,
+    )
+    asked = grid.model, model, dataset, PAGE
+    _measure(*asked, methods, settings, result, files, heatmap.write_heatmaps)
+
+
+def suite(
+    *,
+    model: Model = "demo-tasks",
+    policy: Policies = None,
+    by_mask: Annotated[
+        list[str] | None,
+        Option(
+            "--by-mask",
+            metavar="METHOD",
+            help='Head-wise budgets, whose right answers are measured by hiding entries: "adakv of POLICY" or '
+            "fastgen; repeat it to compare several.",
+        ),
+    ] = None,
+    retention: VerifyOptions,
+    task: Annotated[
+        list[str] | None,
+        Option(metavar="TASK", help=f"Of {', '.join(TASKS)}; repeat it. By default all."),
+    ] = None,
+    setting: Setting = "both",
+    length: Lengths = "2048",
+    documents: Annotated[int, Option(min=1, help="Documents per task and length.")] = 4,
+    questions: Annotated[int, Option(min=1, help="Questions a document, at most.")] = 5,
+    seed: DocumentSeed = 0,
+    result: ResultOptions,
+) -> None:
+    """Ask harder questions: look-alikes, several facts, values overwritten, chains; the full cache's answers beside.
+
+    mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
+    """
+    from ..evals.suite import PAGE, Suite
+
+    tasks = known("--task", task or list(TASKS), list(TASKS))
+    settings = settings_of(setting)
+    lengths = whole_numbers("--length", length, LEAST_OF_SUITE)
+    methods = methods_of(policy, **retention.keywords(), by_mask=by_mask)
+    files = result.files()
+    loaded, tokenizer = _load(model)
+    dataset = Suite(tokenizer, tasks, lengths, documents, questions, seed)
+    _measure(model, loaded, dataset, PAGE, methods, settings, result, files)
+
+
+def data(
+    *,
+    path: Annotated[
+        str,
+        Option(
+            "--data",
+            metavar="PATH",
+            help="A .parquet or .jsonl file, or a folder of them, with the columns context, question, answer and "
+            "max_new_tokens, perhaps answer_prefix, task and length.",
+        ),
+    ],
+    model: Model = "demo",
+    policy: Policies = None,
+    retention: VerifyOptions,
+    task: Annotated[
+        list[str] | None,
+        Option(metavar="TASK", help="Repeat it for several. By default all there."),
+    ] = None,
+    setting: Setting = "both",
+    documents: Annotated[
+        int | None,
+        Option(min=1, help="Documents per task, from the first on. By default all."),
+    ] = None,
+    ignore_chat_template: IgnoreChatTemplate = False,
+    result: ResultOptions,
+) -> None:
+    """Ask what a data set asks: RULER, LongBench, InfiniteBench, LooGLE or your own, in the columns kvpress uses.
+
+    mlx-snapkv eval data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
+    """
+    from ..evals.columns import PAGE, Columns, read_columns
+
+    settings = settings_of(setting)
+    methods = methods_of(policy, **retention.keywords())
+    found, copy = read_columns(path, task, documents)
+    files = result.files()
+    loaded, tokenizer = load_model(model)
+    dataset = Columns(tokenizer, found, copy, not ignore_chat_template)
+    dataset.require_room(loaded)
+    _measure(model, loaded, dataset, PAGE, methods, settings, result, files)
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    """A model and its tokenizer; SnapKVError without a chat template, since it can't be asked anything."""
+    model, tokenizer = load_model(name)
+    if not tokenizer.has_chat_template:
+        raise SnapKVError(f"--model {name}: it has no chat template, so it can't be asked anything")
+    return model, tokenizer
+
+
+def _measure(
+    name: str,
+    model: Any,
+    dataset: Any,
+    page: Page,
+    methods: Sequence[Method],
+    settings: Sequence[str],
+    options: ResultOptions,
+    files: ResultFiles | None,
+    plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
+) -> None:
+    """Ask everything, print the tables, and write the files.
+
+    Args:
+        plots: writes pictures of a result beside a path, without its ending.
+    """
+    from ..evals import score_tables
+    from ..evals.asking import require_compression, run
+    from ..evals.results import Results
+    from .progress import DocumentBar
+
+    require_compression(model, methods, dataset.lengths)
+    fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
+    answers = None if files is None else files.path(".jsonl")
+    results = Results(fixed, answers)
+    with DocumentBar(len(dataset), answers) as bar:
+        records = run(model, dataset, methods, settings, results, bar.done)
+    result = result_of(fixed, score_tables.summarise(records, page), records)
+    pictures = [] if files is None or plots is None else plots(result, files.base)
+    text = score_tables.markdown(result, page, [path.name for path in pictures])
+    tables = score_tables.tables(result["summary"], page)
+    options.finish(files, result, tables, text, pictures)
