@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from .loading import load_model
 from .process import listen
@@ -24,51 +25,80 @@ BOOKS = "16384,65536,262144"
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 
 
-def bench(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model folder, repository or embedded name; default: a random LLaMA."),
-    ] = None,
+@dataclass(frozen=True)
+class BenchOptions:
+    """Which policies are measured, at which lengths, and how often."""
+
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            "--policy",
-            help=f"Policy to compare, once or more; default: {' and '.join(POLICIES)}.",
-        ),
-    ] = None,
-    snapkv: Annotated[
-        str | None, typer.Option(help="The same for SnapKV: its options alone.")
-    ] = None,
-    context: Annotated[str, typer.Option(help="Context lengths to decode at.")] = CONTEXTS,
+        Option(help=f"Policy to compare, once or more; default: {' and '.join(POLICIES)}."),
+    ] = None
+    snapkv: Annotated[str | None, Option(help="The same for SnapKV: its options alone.")] = None
+    context: Annotated[str, Option(help="Context lengths to decode at.")] = CONTEXTS
     prompt_tokens: Annotated[
         str,
-        typer.Option(
+        Option(
             "--prompt-tokens",
             "-p",
             help="Prompt lengths that the full cache and all policies read.",
         ),
-    ] = PROMPTS,
+    ] = PROMPTS
     long_prompts: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Prompt lengths that only policies read that evict meanwhile; "
             f"default: {LONG_PROMPTS}, with --book {BOOKS}."
         ),
-    ] = None,
+    ] = None
     book: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--book",
             help="Only this: prompts of --long-prompts tokens read with every entry in a file, then questions.",
         ),
-    ] = False,
+    ] = False
     num_trials: Annotated[
-        int, typer.Option("--num-trials", "-n", min=1, help="Prompts read of each length.")
-    ] = 3,
-    steps: Annotated[int, typer.Option(min=1, max=200, help="Steps decoded per cache.")] = 50,
+        int, Option("--num-trials", "-n", min=1, help="Prompts read of each length.")
+    ] = 3
+    steps: Annotated[int, Option(min=1, max=200, help="Steps decoded per cache.")] = 50
+
+    def plan(self) -> Plan:
+        """What is measured; a mistake in the options shows before anything is."""
+        from ..bench.book import READS
+        from ..bench.speed import Plan
+        from ..policies import resolve_policy
+
+        named = self.policy or ([] if self.snapkv else POLICIES)
+        chosen = [resolve_policy(self.snapkv), *(resolve_policy(policy=text) for text in named)]
+        given = [one for one in chosen if one is not None]
+        fills = READS.quotas(0, 1)[0].entries + READS.block  # tokens that fill a budget's buffers
+        lengths = self.long_prompts
+        if lengths is None:
+            lengths = BOOKS if self.book else LONG_PROMPTS
+        plan = Plan(
+            contexts=whole_numbers("--context", self.context, LEAST),
+            prompts=whole_numbers("--prompt-tokens", self.prompt_tokens, LEAST),
+            long_prompts=whole_numbers("--long-prompts", lengths, fills),
+            policies=given,
+            trials=self.num_trials,
+            steps=self.steps,
+        )
+        for n in (*plan.contexts, *plan.prompts, *plan.long_prompts):
+            for policy in given:
+                policy.prefill_quotas(n, 1)
+        return plan
+
+
+def bench(
+    *,
+    model: Annotated[
+        str | None,
+        Option(help="Model folder, repository or embedded name; default: a random LLaMA."),
+    ] = None,
+    options: BenchOptions,
     output: Annotated[
         str | None,
-        typer.Option(help="Write NAME.json, NAME.md and a picture, NAME.png.", metavar="NAME"),
+        Option(help="Write NAME.json, NAME.md and a picture, NAME.png.", metavar="NAME"),
     ] = None,
 ) -> None:
     """Measure decoding and reading by context length: the full cache, mlx-lm's own options, and policies, in turn."""
@@ -80,8 +110,7 @@ def bench(
     from .print_table import print_table
     from .progress import SavingBars
 
-    lengths = long_prompts if long_prompts is not None else BOOKS if book else LONG_PROMPTS
-    plan = _plan(snapkv, policy, context, prompt_tokens, lengths, num_trials, steps)
+    plan, book = options.plan(), options.book
     endings = (".json", ".md") if book else (".json", ".md", ".png")
     files = None if output is None else ResultFiles(output, endings)
     listen()
@@ -113,35 +142,3 @@ def bench(
             write_picture(result, picture)
             written.append(picture)
         print(files.told(written))
-
-
-def _plan(
-    snapkv: str | None,
-    policies: list[str] | None,
-    context: str,
-    prompts: str,
-    long_prompts: str,
-    trials: int,
-    steps: int,
-) -> Plan:
-    """What is measured; a mistake in the options shows before anything is."""
-    from ..bench.book import READS
-    from ..bench.speed import Plan
-    from ..policies import resolve_policy
-
-    named = policies or ([] if snapkv else POLICIES)
-    chosen = [resolve_policy(snapkv), *(resolve_policy(policy=text) for text in named)]
-    given = [one for one in chosen if one is not None]
-    fills = READS.quotas(0, 1)[0].entries + READS.block  # tokens that fill a budget's buffers
-    plan = Plan(
-        contexts=whole_numbers("--context", context, LEAST),
-        prompts=whole_numbers("--prompt-tokens", prompts, LEAST),
-        long_prompts=whole_numbers("--long-prompts", long_prompts, fills),
-        policies=given,
-        trials=trials,
-        steps=steps,
-    )
-    for n in (*plan.contexts, *plan.prompts, *plan.long_prompts):
-        for policy in given:
-            policy.prefill_quotas(n, 1)
-    return plan
