@@ -3,9 +3,11 @@
 import copy
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..entries.entries import Entries
+from ..entries.key_index import KeyIndex
 from ..entries.quantization import Stored, n_bytes, rows
 from ..errors import Missing
 from ..policies import Policy
@@ -46,6 +48,7 @@ class ArchivedKVCache(Everything, BlockKVCache):
         unlimited = Quota(UNLIMITED, 0, 0)
         super().__init__(None, unlimited, KVCache.step, layer=layer, newest=1)
         self.store = store
+        self._index: KeyIndex | None = None
         self._at_mark: tuple[int, dict[str, Any]] = (-1, {})
 
     def limit(
@@ -81,9 +84,33 @@ class ArchivedKVCache(Everything, BlockKVCache):
 
     def _store(self) -> None:
         """Append what the store has not got yet."""
-        n_new = self.offset - self.store.n_entries
+        n_before = self.store.n_entries
+        n_new = self.offset - n_before
         if n_new > 0:
-            self.store.append(*rows((self.keys, self.values), self._n - n_new, self._n))
+            new = rows((self.keys, self.values), self._n - n_new, self._n)
+            self.store.append(*new)
+            self._add_to_index(Entries(*new, quantization=self.quantization, layer=self.layer).keys, n_before)
+
+    def _add_to_index(self, keys: mx.array, n_before: int) -> None:
+        """Add the keys behind the first `n_before`; the first of all say what it is made for."""
+        if n_before == 0:
+            asked = self.layer.grouped(self.queries, keys.shape[1]) if self._queries else None
+            self._index = KeyIndex(keys, asked)
+        if self._index is not None:
+            self._index.truncate(n_before)
+            self._index.append(keys)
+
+    @property
+    def index(self) -> KeyIndex | None:
+        """Of the keys in the store; None if it has not been made, as after loading."""
+        if self._index is None or len(self._index) < self.store.n_entries:
+            return None
+        self._index.truncate(self.store.n_entries)
+        return self._index
+
+    @index.setter
+    def index(self, index: KeyIndex) -> None:
+        self._index = index
 
     def offload(self) -> None:
         self._store()
@@ -107,7 +134,7 @@ class ArchivedKVCache(Everything, BlockKVCache):
     def with_store(self, store: Store) -> "ArchivedKVCache":
         """The same, resident entries and queries, with another store of all entries; this one stays as it is."""
         other = copy.copy(self)
-        vars(other).update(snapshot(vars(self)), store=store)
+        vars(other).update(snapshot(vars(self)), store=store, _index=copy.deepcopy(self._index))
         return other
 
     def fill(self, entries: Entries) -> None:
@@ -157,7 +184,7 @@ class ArchivedKVCache(Everything, BlockKVCache):
     @state.setter
     def state(self, v: tuple) -> None:
         BlockKVCache.state.fset(self, v)  # type: ignore[attr-defined]
-        self.store = _CLOSED
+        self.store, self._index = _CLOSED, None
         self._at_mark = (-1, {})
 
     @property

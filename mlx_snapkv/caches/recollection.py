@@ -1,5 +1,6 @@
 """All entries of a layer while an answer is decoded from a few: what its tokens vote over, and gather from."""
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..entries.attention import KeyBlocks
+from ..entries.attention import KeyBlocks, latest_votes
 from ..entries.entries import Entries
+from ..entries.key_index import CANDIDATES, KeyIndex
 from ..entries.queries import Queries
 from .pull import Pull
 from .sources import Chain, Plain, Source
+
+READ_TOKENS = 8192  # of keys that an index is made of at a time
+SAMPLED_PARTS = 4  # of those, whose spread it is made for
 
 
 class Recollection:
@@ -21,12 +26,20 @@ class Recollection:
         sources: where the prompt's are read from; they stay as they are.
         layer: the layer of the model.
         pull: how far apart queries and keys may be; None is as far as they are.
+        index: of the keys, by which votes find the likeliest entries; None: all are read.
     """
 
-    def __init__(self, sources: list[Source], layer: Any, pull: Pull | None = None):
+    def __init__(
+        self,
+        sources: list[Source],
+        layer: Any,
+        pull: Pull | None = None,
+        index: KeyIndex | None = None,
+    ):
         self.layer = layer
         self._latent = layer is not None and layer.latent
         self._pull = pull
+        self.index = index
         self._answer = KVCache()
         self._entries: Chain[Source] = Chain([*sources, Plain(self._answer)])
 
@@ -56,6 +69,18 @@ class Recollection:
             return entries
         near, _ = self._pull.nearer(entries, end)
         return near
+
+    def make_index(self, queries: mx.array | None) -> KeyIndex:
+        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`."""
+        n = len(self)
+        parts = [range(start, min(start + READ_TOKENS, n)) for start in range(0, n, READ_TOKENS)]
+        sampled = parts[:: math.ceil(len(parts) / SAMPLED_PARTS)]
+        index = KeyIndex(
+            mx.concatenate([self.keys(part.start, part.stop) for part in sampled], axis=2), queries
+        )
+        for part in parts:
+            index.append(self.keys(part.start, part.stop))
+        return index
 
     def keys(self, start: int, stop: int) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
@@ -122,3 +147,13 @@ class _Recalled(Entries):
     @property
     def _voted_keys(self) -> KeyBlocks:
         return self._everything.blocks()
+
+    def _votes_of_last(self, *counts: int) -> mx.array:
+        index, asked = self._everything.index, self.voters
+        few = self.budget is None or len(self) <= CANDIDATES * self.budget
+        if index is None or few or asked.pages is not None:
+            return latest_votes(self._voted_keys, asked, counts)
+        return index.latest_votes(asked, counts, self.budget, self._keys_at)
+
+    def _keys_at(self, positions: mx.array) -> mx.array:
+        return self._everything.gather(positions).keys

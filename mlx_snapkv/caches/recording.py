@@ -25,6 +25,7 @@ class FullRecorder(Everything, Recorder, LayerCache):
     """
 
     repeated: Any = None
+    index: Any = None  # is made for a request
     _shared_votes: dict[tuple[int, int, int], mx.array] | None = None
 
     def observe(

@@ -21,6 +21,7 @@ from ..caches.layers import (
     quotas_of,
 )
 from ..caches.recollection import Recollection
+from ..caches.refreshed import RefreshedKVCache
 from ..caches.sources import First
 from ..entries.queries import Queries
 from ..policies.budgets import Quota
@@ -132,6 +133,8 @@ class BookRequest(RecallingRequest):
         if verify is not None:
             self._report.verified = self._verified
             self._verify(self._verified)
+        elif self._refreshes:
+            self._refresh(self._report)
         if verify == "unsure":
             logits = self.loop_model(tokens[:, n:], cache=self.caches)
             mx.eval(logits)
@@ -193,6 +196,23 @@ class BookRequest(RecallingRequest):
             small.inherit_statistics(layer.cache_in(self.prompt_cache))
             mx.eval(small.state)
             layer.put(self.caches, small)
+
+    def _everything(self, layer: AttentionLayer) -> Recollection:
+        everything = super()._everything(layer)
+        if everything.index is None:
+            cache = layer.cache_in(self.prompt_cache)
+            cache.index = everything.index = everything.make_index(self._asking(layer))
+        return everything
+
+    def _refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
+        """Over all entries but those of the tokens that were read again, which it gets as they came out of that."""
+        (stored,) = layer.cache_in(self.prompt_cache).sources()
+        n = self.decision.n_prompt - self._n_again
+        everything = Recollection([First(stored, n)], layer, self.pull)
+        refreshed = RefreshedKVCache(everything, self._everything(layer).index, quota, layer)
+        again = layer.cache_in(self._small).held()
+        refreshed.append(again.between(len(again) - self._n_again, len(again)))
+        return refreshed
 
     def _recollection(self, layer: AttentionLayer) -> Recollection:
         """All entries, the tokens that were read again as they came out of that."""

@@ -28,6 +28,7 @@ def generate_step(
     verify: str | None = None,
     verify_below: float = VERIFY_BELOW,
     far: str | None = None,
+    refresh: str = "turn",
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, mx.array]]:
@@ -44,6 +45,8 @@ def generate_step(
             evicts while it reads keeps to its budget, and the prompt's last tokens vote over all entries in the end.
         verify: what the answer does with the entries that stay. None: nothing. "unsure": a token of less probability
             than `verify_below` votes over all of them, and is decoded again from those it votes for.
+        refresh: "token": with a memory, every token of the answer chooses anew which entries it reads; `budget` says how
+            many. "turn": the prompt chooses for the whole answer.
         far: "pull": entries farther away than the model was trained to are turned, by its own RoPE, as if they were
             nearer; it takes a policy that evicts while the prompt is read. "keep": they stay where they are. By default
             they are pulled if the prompt is longer than that, and it is possible.
@@ -66,7 +69,7 @@ def generate_step(
     prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     start = functools.partial(mlx_generate.generate_step, prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
-    recall = Recall(memory, verify, verify_below, far)
+    recall = Recall(memory, verify, verify_below, far, refresh)
     return served(start, model, prompt, max_tokens, chosen, recall, on_report, kwargs)
 
 
@@ -83,6 +86,7 @@ def stream_generate(
     verify: str | None = None,
     verify_below: float = VERIFY_BELOW,
     far: str | None = None,
+    refresh: str = "turn",
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
@@ -96,7 +100,7 @@ def stream_generate(
         `generation_tps` leaves out the time that the selection took.
     """
     chosen = resolve_policy(snapkv, policy)
-    recall = Recall(memory, verify, verify_below, far)
+    recall = Recall(memory, verify, verify_below, far, refresh)
     if draft_model is not None and memory != "drop":
         raise SnapKVError(f"a draft model can't be combined with memory={memory}: drop one of them")
     tokens = encode_prompt(tokenizer, prompt)

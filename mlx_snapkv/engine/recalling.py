@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..caches.layers import AttentionLayer, copies_but_entries, members
+from ..caches.layers import AttentionLayer, copies_but_entries, kv_bytes, members, quotas_of
 from ..caches.memories import in_files, require_memory
 from ..caches.recollection import Recollection
+from ..caches.refreshed import RefreshedKVCache
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
+from ..policies.budgets import Quota
 from .checked import Checked
 from .gathering import Gathering
 from .report import VERIFY_BELOW, CompressionReport, Verified
@@ -18,6 +20,7 @@ from .unsure import Unsure
 from .wrapper import Answered
 
 VERIFY = ("unsure", "all")
+REFRESH = ("turn", "token")
 FAR = ("keep", "pull")
 
 
@@ -30,6 +33,8 @@ class Recall:
         verify: None: nothing, they are for later turns. "unsure": a token whose probability is less than `below` votes
             over all entries, and is decoded again from those it votes for.
         below: that probability, above 0 and at most 1; with 1 every token votes.
+        refresh: when an answer chooses anew among all entries: "turn": never, the prompt has chosen. "token": at every
+            token, by an index of the keys.
         far: "pull": entries farther away than the model was trained to are seen from nearer. "keep": they are not.
             None: they are if a prompt is longer than that, and it is possible.
 
@@ -41,9 +46,12 @@ class Recall:
     verify: str | None = None
     below: float = VERIFY_BELOW
     far: str | None = None
+    refresh: str = "turn"
 
     def __post_init__(self):
         require_memory(self.memory)
+        if self.refresh not in REFRESH:
+            raise SnapKVError(f"refresh must be {' or '.join(REFRESH)}, got {self.refresh!r}")
         if self.far not in (None, *FAR):
             raise SnapKVError(f"far must be {' or '.join(FAR)}, got {self.far!r}")
         if self.verify is None:
@@ -130,8 +138,12 @@ class RecallingRequest(Request):
         return list(self.prompt_cache)
 
     @property
+    def _refreshes(self) -> bool:
+        return self.recall.refresh == "token" and self.pull is None
+
+    @property
     def _observes_answer(self) -> bool:
-        return super()._observes_answer or self.recall.verify is not None
+        return super()._observes_answer or self._refreshes or self.recall.verify is not None
 
     def _replace(self) -> CompressionReport:
         """Put compressed caches into `caches`, and the turn's entries to where they are kept.
@@ -148,7 +160,29 @@ class RecallingRequest(Request):
             if self.recall.verify is not None:
                 report.verified = self._verified
                 self._verify(report.verified)
+            elif self._refreshes:
+                self._refresh(report)
         return report
+
+    def _refresh(self, report: CompressionReport) -> None:
+        """Let the answer's tokens choose anew."""
+        quotas = quotas_of(self._layers, self.decode_policy.quotas, self.decision.n_prompt)
+        for layer, quota in zip(self._layers, quotas):
+            if self.decode_policy.counts_by_scores:
+                n = layer.entries_in(self.caches).n_entries
+                quota = Quota(n, quota.n_sink, quota.n_window)
+            layer.put(self.caches, self._refreshed(layer, quota))
+        report.kv_bytes_after = kv_bytes(self.caches)
+
+    def _refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
+        everything = self._everything(layer)
+        index = everything.make_index(self._asking(layer))
+        return RefreshedKVCache(everything, index, quota, layer)
+
+    def _asking(self, layer: AttentionLayer) -> mx.array | None:
+        """The prompt's last queries, each KV head's readers together, if they were recorded."""
+        cache = layer.cache_in(self.prompt_cache)
+        return cache.held(1).voters.heads if cache.n_queries else None
 
     def _timed(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call before the compression: one token's, but for the first, takes what the full cache's take."""
@@ -162,7 +196,8 @@ class RecallingRequest(Request):
         return logits
 
     def _everything(self, layer: AttentionLayer) -> Recollection:
-        return Recollection(layer.cache_in(self.prompt_cache).sources(), layer, self.pull)
+        cache = layer.cache_in(self.prompt_cache)
+        return Recollection(cache.sources(), layer, self.pull, cache.index)
 
     def _recollection(self, layer: AttentionLayer) -> Recollection:
         """All entries, as the answer's tokens are to ask them."""

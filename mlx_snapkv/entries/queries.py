@@ -188,6 +188,14 @@ class Recorder:
             queries, self._told = mx.concatenate(self._told, axis=1), []
             self._take_queries(queries, scale, sinks, read)
 
+    def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """The entries that the attention function is to see, in place of those that it was given."""
+        return keys, values
+
+    def asks_again(self) -> bool:
+        """Whether the attention module is to be called once more, with the entries that its queries have chosen."""
+        return False
+
     def _take_queries(
         self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
     ) -> None:

@@ -1,8 +1,12 @@
 """Which entries stay: scores to positions. Pure functions of arrays, no model and no cache."""
 
+import math
+
 import mlx.core as mx
 
 from ..errors import SnapKVError
+
+GROUP = 2048  # scores that a GPU sorts in one step
 
 
 def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
@@ -45,6 +49,32 @@ def top_positions(scores: mx.array, k: int) -> mx.array:
     chosen = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= spare))
     ranked = mx.where(chosen, mx.arange(T, dtype=mx.uint32), mx.array(T, mx.uint32))
     return mx.sort(ranked, axis=-1)[..., :k]
+
+
+def top_of_groups(scores: mx.array, k: int) -> mx.array:
+    """About the `k` highest of `(..., T)` scores, unordered uint32 positions `(..., n_of_groups(T, k))`.
+
+    Long rows are dealt out, like cards, to groups of at most `GROUP` scores, and each gives its best: neighbours are in
+    different groups, so that a run of high scores is kept whole. A GPU sorts a group in one step.
+    """
+    T = scores.shape[-1]
+    if k >= T:
+        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), scores.shape)
+    n_groups = math.ceil(T / GROUP)
+    each = n_of_groups(T, k) // n_groups
+    size = math.ceil(T / n_groups)
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, size * n_groups - T)]
+    dealt = mx.pad(-scores, padding, constant_values=mx.inf)
+    dealt = mx.unflatten(dealt, -1, (size, n_groups)).swapaxes(-1, -2)
+    best = mx.argpartition(dealt, each - 1, axis=-1)[..., :each].astype(mx.uint32)
+    places = best * n_groups + mx.arange(n_groups, dtype=mx.uint32)[:, None]
+    return places.flatten(-2)
+
+
+def n_of_groups(T: int, k: int) -> int:
+    """How many of `T` scores `top_of_groups` gives: `k` or all, or a multiple of the groups' number."""
+    n_groups = math.ceil(T / GROUP)
+    return T if k >= T else n_groups * max(1, k // n_groups)
 
 
 def take_entries(buffer: mx.array, positions: mx.array) -> mx.array:

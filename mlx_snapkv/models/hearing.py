@@ -35,8 +35,10 @@ class Call:
     arguments: tuple
     heard: list[Any] = field(default_factory=list)
 
-    def tell(self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) -> None:
-        """Leave the queries of the attention function's call with the recorder."""
+    def tell(
+        self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
+    ) -> tuple[Any, Any]:
+        """Leave the queries of the attention function's call with the recorder; the entries to attend to."""
         read = None
         if self.family.latent:
             queries, read = latents.asked(
@@ -46,6 +48,7 @@ class Call:
         self.recorder.record(queries, scale, sinks, read=read, borrowed=borrowed)
         if self.recorder.waits_for_readers:
             _lent()[id(keys)] = keys, self.recorder
+        return self.recorder.attended(keys, values)
 
     def _positional(self) -> mx.array:
         """What an MLA module's queries have besides those that the attention function is given."""
@@ -94,17 +97,19 @@ def forget() -> None:
     _active.lent = {}
 
 
-def told(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) -> None:
-    """An attention function was called: whose entries it reads is told its queries."""
+def told(
+    queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
+) -> tuple[Any, Any]:
+    """An attention function was called: whose entries it reads is told its queries; the entries to attend to."""
     call = current()
     if call is not None:
-        call.tell(queries, keys, values, scale, sinks)
-        return
+        return call.tell(queries, keys, values, scale, sinks)
     _, recorder = _lent().get(id(keys), (None, None))
     if recorder is not None:
         recorder.record(queries, scale, sinks, borrowed=True)
         if not recorder.waits_for_readers:
             del _lent()[id(keys)]
+    return keys, values
 
 
 def masked(queries: mx.array, keys: Any, mask: Any) -> Any:
@@ -129,7 +134,7 @@ def attention_of_mlx(mlx: Any) -> Any:
     """`mlx.core`, as a module sees it that calls its attention function."""
 
     def attend(queries, keys, values, **kwargs):
-        told(queries, keys, values, kwargs["scale"], kwargs.get("sinks"))
+        keys, values = told(queries, keys, values, kwargs["scale"], kwargs.get("sinks"))
         return mlx.fast.scaled_dot_product_attention(queries, keys, values, **kwargs)
 
     return _Namespace(mlx, fast=_Namespace(mlx.fast, scaled_dot_product_attention=attend))

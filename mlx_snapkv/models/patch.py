@@ -35,7 +35,7 @@ def _attend_and_record(attend):
 
     @functools.wraps(attend)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, *args, **kwargs):
-        hearing.told(queries, keys, values, scale, kwargs.get("sinks"))
+        keys, values = hearing.told(queries, keys, values, scale, kwargs.get("sinks"))
         mask = hearing.masked(queries, keys, mask)
         return attend(queries, keys, values, cache, scale, mask, *args, **kwargs)
 
@@ -57,7 +57,11 @@ def _recorder_among(values: Iterable[Any]) -> Any:
 
 
 def _call_and_record(call):
-    """An attention class's `__call__` that records if, and only if, it is handed a recording cache."""
+    """An attention class's `__call__` that records if, and only if, it is handed a recording cache.
+
+    A cache that has chosen entries by the queries recorded, and could not hand them to the attention function, asks for
+    a second call. What the first one computed besides the queries is never evaluated.
+    """
 
     @functools.wraps(call)
     def __call__(self, *args, **kwargs):
@@ -67,7 +71,7 @@ def _call_and_record(call):
         with hearing.listening(Call(recorder, self, family_of(type(self)), args)) as heard:  # type: ignore[arg-type]
             result = call(self, *args, **kwargs)
             heard.finish()
-        return result
+        return call(self, *args, **kwargs) if recorder.asks_again() else result
 
     return __call__
 

@@ -1,0 +1,160 @@
+"""The cache of an answer whose every token chooses anew which entries of the prompt it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, create_attention_mask
+
+from ..entries.entries import Entries
+from ..entries.key_index import KeyIndex
+from ..entries.quantization import n_bytes
+from ..entries.queries import Read
+from ..entries.selection import n_of_groups, top_of_groups
+from ..errors import TrimError
+from ..policies.budgets import Quota
+from .contract import LayerCache
+from .recollection import Recollection
+
+
+class RefreshedKVCache(LayerCache):
+    """Reads, at each token, the entries of the prompt that its own queries rank highest, and all of the answer's.
+
+    The attention module is called with the new entries alone. Its queries choose, and the attention function sees what
+    they chose; where a module computes with the entries before it calls that function, it is called a second time.
+
+    Tokens that come together choose together.
+
+    Args:
+        everything: all entries of the prompt, `(B, n_kv_heads, n, head_dim)`; they stay as they are.
+        index: of their keys.
+        quota: how many of them a token reads: sink and window always, the rest by its queries.
+        layer: the layer of the model.
+
+    Attributes:
+        offset: position of the next token.
+    """
+
+    is_compressed = True
+    observes = True
+
+    def __init__(self, everything: Recollection, index: KeyIndex, quota: Quota, layer: Any):
+        n = len(everything)
+        self.offset = n
+        self.layer = layer
+        self._everything, self._index = everything, index
+        self._first = min(quota.n_sink, n)
+        self._stop = max(self._first, n - quota.n_window)
+        self._n_chosen = max(0, quota.entries - quota.n_sink - quota.n_window)
+        self._always = KVCache()  # sink, window, and the answer
+        sink, window = mx.arange(self._first), mx.arange(self._stop, n)
+        self._always.update_and_fetch(*self._at(mx.concatenate([sink, window])).plain())
+        mx.eval(self._always.keys, self._always.values)
+        self._new: tuple[Any, Any] | None = None  # what the attention module was given
+        self._chosen: tuple[mx.array, mx.array] | None = None  # what it is to be given
+
+    def _at(self, positions: mx.array) -> Entries:
+        """The entries of all heads at positions `(n,)`."""
+        shape = (*self._everything.blocks().shape[:2], positions.size)
+        return self._everything.gather(mx.broadcast_to(positions.astype(mx.uint32), shape))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Add keys and values; those alone in an attention module's first call, the chosen ones in its second."""
+        self.offset += keys.shape[2]
+        if self._chosen is not None:
+            chosen, self._chosen = self._chosen, None
+            return chosen
+        self._always.update_and_fetch(keys, values)
+        self._new = keys, values
+        return self._new
+
+    def append(self, entries: Entries) -> None:
+        """Add entries that were made elsewhere, of the next tokens: they are always read."""
+        self._always.update_and_fetch(*entries.plain())
+        self.offset += len(entries)
+
+    def record(
+        self,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        read: Read | None = None,
+        borrowed: bool = False,
+    ) -> None:
+        """Choose by the queries `(B, n_heads, L, head_dim)` of the tokens that were added last."""
+        if borrowed or self._new is None:
+            return
+        queries = queries if read is None else read(queries)
+        self._chosen = self._entries(queries * scale)
+
+    def _entries(self, queries: mx.array) -> tuple[mx.array, mx.array]:
+        always = self._always.keys_and_values()
+        if self._n_chosen == 0 or self._first == self._stop:
+            return always[0], always[1]
+        heads = self.layer.grouped(queries, always[0].shape[1])
+        scores = self._index.relevance(heads, self._stop)[..., self._first :]
+        places = top_of_groups(scores, self._n_chosen) + self._first
+        chosen = self._everything.gather(places).plain()
+        keys, values = (mx.concatenate(pair, axis=2) for pair in zip(chosen, always))
+        return keys, values
+
+    def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """What was chosen, if the attention function was given what the cache gave, and nobody else reads that."""
+        new, chosen = self._new, self._chosen
+        if new is None or chosen is None or keys is not new[0] or values is not new[1]:
+            return keys, values
+        if self.layer.latent or self.layer.borrowers:
+            return keys, values
+        self._new = self._chosen = None
+        return chosen
+
+    def asks_again(self) -> bool:
+        """Whether what was chosen is still to be seen; the tokens added last then come once more."""
+        if self._chosen is None or self._new is None:
+            return False
+        self.offset -= self._new[0].shape[2]
+        self._new = None
+        return True
+
+    @property
+    def waits_for_readers(self) -> bool:
+        return False
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """The mask of the next update of `N` tokens."""
+        return create_attention_mask(N, self.n_entries, return_array, window_size)
+
+    @property
+    def state(self) -> tuple:
+        return self._always.keys, self._always.values
+
+    def held(self, n_queries: int = 0) -> Entries:
+        raise TypeError("what an answer reads is chosen anew at every token")
+
+    @property
+    def n_entries(self) -> int:
+        """Entries that a token reads."""
+        chosen = n_of_groups(self._stop - self._first, self._n_chosen) if self._n_chosen else 0
+        return chosen + self._always.offset
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of what a token reads."""
+        keys, values = self._always.keys_and_values()
+        return n_bytes((keys[:, :, :1], values[:, :, :1])) * self.n_entries
+
+    def size(self) -> int:
+        return self.n_entries
+
+    def empty(self) -> bool:
+        return False
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def rollback(self, n: int) -> None:
+        if n > self.offset - len(self._everything):
+            raise TrimError("only an answer's tokens can be taken back")
+        self._always.trim(n)
+        self.offset -= n

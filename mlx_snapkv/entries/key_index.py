@@ -1,0 +1,150 @@
+"""An index of keys: which entries queries attend to most, found without reading the keys.
+
+Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel counts by
+how large queries are in it, so that the components are those of the logits' variance: a quarter of `head_dim`, in 8 bits
+each, which is an eighth of the keys' bytes in bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+
+from .attention import latest_votes
+from .queries import Queries
+from .selection import top_of_groups
+
+SAMPLE = 4096  # keys that the components are taken from, at most
+REACH = 5 / 127  # standard deviations that a step of a component's 8 bits is wide
+BLOCK = 8192  # tokens whose codes are one array, and whose logits are made at a time
+# Of float32 logits and codes, below which all are made at once, without a wait.
+WHOLE_BYTES = {mx.cpu: 16 << 20, mx.gpu: 256 << 20}[mx.default_device().type]
+CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
+
+
+class KeyIndex:
+    """Codes of a layer's keys, in order of position.
+
+    Args:
+        keys: `(B, n_kv_heads, n, head_dim)`, of which the components are taken; they are not appended.
+        queries: `(B, n_heads, m, head_dim)`, each KV head's readers together; None: all channels count alike.
+    """
+
+    def __init__(self, keys: mx.array, queries: mx.array | None = None):
+        B, H, n, D = keys.shape
+        sample = keys[:, :, :: math.ceil(n / SAMPLE)].astype(mx.float32)
+        weights = mx.ones((B, H, 1, D))
+        if queries is not None:
+            squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, H, -1, D)
+            weights = mx.sqrt(squares.mean(axis=2) + 1e-12)[:, :, None]
+        self._mean = sample.mean(axis=2, keepdims=True)
+        centred = (sample - self._mean) * weights
+        covariance = centred.swapaxes(-1, -2) @ centred / sample.shape[2]
+        variances, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # ascending
+        size = max(1, D // 4)
+        vectors = vectors[..., : -size - 1 : -1]
+        step = REACH * mx.sqrt(mx.maximum(variances[..., : -size - 1 : -1], 1e-12))[:, :, None]
+        self._of_keys = weights.swapaxes(-1, -2) * vectors / step
+        self._of_queries = vectors * step / weights.swapaxes(-1, -2)
+        mx.eval(self._mean, self._of_keys, self._of_queries)
+        self._codes: list[mx.array] = []  # int8 `(B, n_kv_heads, BLOCK, size)`, the last one of fewer
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes held."""
+        return sum(codes.nbytes for codes in self._codes)
+
+    def append(self, keys: mx.array) -> None:
+        """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
+        self.truncate(self._n)
+        codes = (keys.astype(mx.float32) - self._mean) @ self._of_keys
+        codes = mx.clip(mx.round(codes), -127, 127).astype(mx.int8)
+        if self._codes and self._n % BLOCK:
+            codes = mx.concatenate([self._codes.pop(), codes], axis=2)
+        self._n += keys.shape[2]
+        self._codes += mx.split(codes, range(BLOCK, codes.shape[2], BLOCK), axis=2)
+        mx.eval(self._codes)
+
+    def truncate(self, n: int) -> None:
+        """Hold the first `n` tokens only."""
+        self._n = min(n, self._n)
+        self._codes = [
+            codes[:, :, : self._n - start]
+            for start, codes in zip(range(0, self._n, BLOCK), self._codes)
+        ]
+
+    def __deepcopy__(self, memo: dict) -> KeyIndex:
+        other = copy.copy(self)
+        other._codes = list(self._codes)
+        return other
+
+    def relevance(self, heads: mx.array, n: int) -> mx.array:
+        """How near each of the first `n` keys comes to the largest logit of any of the queries.
+
+        In nats below it, so that 0 is the best: the maximum over queries, and over a GQA group. It orders entries nearly
+        as the softmax does, and takes no exponentials.
+
+        Args:
+            heads: `(B, n_heads, m, head_dim)`, scaled as the attention scales them, each KV head's readers together.
+
+        Returns:
+            `(B, n_kv_heads, n)` float32.
+        """
+        B, H, _, size = self._of_queries.shape
+        queries = heads.astype(mx.float32).reshape(B, H, -1, heads.shape[3]) @ self._of_queries
+        parts = [codes[:, :, : n - i * BLOCK] for i, codes in enumerate(self._codes)]
+        parts = parts[: math.ceil(n / BLOCK)]
+
+        def logits(codes: mx.array) -> mx.array:
+            return codes.astype(mx.float32) @ queries.swapaxes(-1, -2)
+
+        if 4 * B * H * n * (queries.shape[2] + size) <= WHOLE_BYTES:
+            every = mx.concatenate([logits(codes) for codes in parts], axis=2)
+            return (every - every.max(axis=2, keepdims=True)).max(axis=-1)
+        top = _in_turn(lambda codes: logits(codes).max(axis=2), parts)
+        most = mx.stack(top, axis=2).max(axis=2, keepdims=True)
+        below = _in_turn(lambda codes: (logits(codes) - most).max(axis=-1), parts)
+        return mx.concatenate(below, axis=-1)
+
+    def latest_votes(
+        self,
+        observed: Queries,
+        counts: tuple[int, ...],
+        budget: int,
+        keys_at: Callable[[mx.array], mx.array],
+    ) -> mx.array:
+        """`entries.attention.latest_votes`, exact among the likeliest entries; the others have none.
+
+        Args:
+            budget: how many entries are to be chosen by the votes.
+            keys_at: gives the keys `(B, n_kv_heads, k, head_dim)` at uint32 positions `(B, n_kv_heads, k)`.
+        """
+        B, H, _, _ = self._of_queries.shape
+        first, T = observed.places.start, self._n
+        n = min(first, CANDIDATES * budget)
+        relevance = self.relevance(observed.heads * observed.scale, first)
+        likeliest = mx.sort(top_of_groups(relevance, n), axis=-1)
+        own = mx.broadcast_to(mx.arange(first, T, dtype=mx.uint32), (B, H, T - first))
+        places = mx.concatenate([likeliest, own], axis=-1)
+        moved = likeliest.shape[-1] - first
+        asked = range(observed.places.start + moved, observed.places.stop + moved)
+        found = latest_votes(keys_at(places), replace(observed, places=asked), counts)
+        votes = mx.zeros((len(counts), B, H, T))
+        return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
+
+
+def _in_turn(make: Callable[[mx.array], mx.array], parts: list[mx.array]) -> list[mx.array]:
+    """What is made of each part, with the memory of one."""
+    made = []
+    for part in parts:
+        made.append(make(part))
+        mx.eval(made[-1])
+    return made
