@@ -12,7 +12,7 @@ from ..caches.layers import attention_layers, members
 from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
 from ..engine.far import require_far
-from ..engine.recalling import VERIFY_BELOW, Recall, require_verifiable
+from ..engine.recalling import Recall, require_verifiable
 from ..engine.request import held_tokens
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import Quantization
@@ -50,8 +50,8 @@ class CompressedBatchGenerator(BatchGenerator):
         model: an mlx-lm model.
         snapkv, policy: as of `generate_step`; without one of them, and without `turns`, this is mlx-lm's generator.
         kv_bits, kv_group_size: of compressed entries, if they are to be quantised; full ones stay plain.
-        memory, verify, verify_below, far: what becomes of the entries that are not kept, and what answers do with
-            them, as of `generate_step`. Answers that are verified decode by themselves, in turn with the others.
+        memory, verify, refresh, far: what becomes of the entries that are not kept, and what answers do with
+            them, as of `generate_step`. Answers that go on reading all entries decode by themselves, in turn with the others.
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
             from, and those tokens; entries of `memory="drop"` are gone.
@@ -77,7 +77,7 @@ class CompressedBatchGenerator(BatchGenerator):
         kv_group_size: int = 64,
         memory: str = "drop",
         verify: str | None = None,
-        verify_below: float = VERIFY_BELOW,
+        refresh: str = "token",
         far: str | None = None,
         on_report: BatchReport | None = None,
         on_recall: Callable[[int, list, list[int]], None] | None = None,
@@ -86,7 +86,7 @@ class CompressedBatchGenerator(BatchGenerator):
         **kwargs: Any,
     ):
         chosen = resolve_policy(snapkv, policy)
-        recall = Recall(memory, verify, verify_below, far)
+        recall = Recall(memory, verify, refresh, far)
         recall.require(chosen)
         require_far(model, chosen, recall)
         if chosen is None and not turns:

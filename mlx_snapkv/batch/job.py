@@ -150,10 +150,10 @@ class Job:
             return
         report = self._request.compress()
         self.is_compressed = True
-        verify = self._plan.recall.verify
-        if verify != "all":  # which goes on reading into them
+        recall = self._plan.recall
+        if recall.verify is None:  # which goes on reading into them
             self._tell_recalled(tokens)
-        if verify is None:
+        if not recall.asks:
             self._request.end()
             self._request = None
         self._plan.on_report(self.uid, report)

@@ -20,7 +20,7 @@ def decode_cache(
     policy: Policy,
     quota: Quota,
     uniform: bool,
-    gathers: bool = False,
+    reads_again: bool = False,
 ) -> EvictingCache:
     """A layer's cache for what follows the prompt.
 
@@ -31,17 +31,17 @@ def decode_cache(
         policy: what the prompt was compressed by.
         quota: what it left the layer.
         uniform: all layers hold equally many entries.
-        gathers: what it holds is to be gathered anew as the newest query votes, so nothing gives way by itself.
+        reads_again: the prompt's last tokens are to be read on it, so nothing gives way.
     """
     how = kept.quantization
-    if gathers or not policy.keeps_shape:
-        most = Quota(UNLIMITED, 0, 0) if gathers or policy.grows else quota
+    if reads_again or not policy.keeps_shape:
+        most = Quota(UNLIMITED, 0, 0) if reads_again or policy.grows else quota
         block = BlockKVCache(
             policy,
             most,
             policy.answer_block(quota.n_window),
             layer=layer,
-            newest=1 if gathers else None,
+            newest=1 if reads_again else None,
             uniform=uniform,
             quantization=how,
         )

@@ -17,6 +17,7 @@ from .sources import Chain, Plain, Source
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED_PARTS = 4  # of those, whose spread it is made for
+FEW = 8192  # entries that are as well asked themselves
 
 
 class Recollection:
@@ -70,9 +71,11 @@ class Recollection:
         near, _ = self._pull.nearer(entries, end)
         return near
 
-    def make_index(self, queries: mx.array | None) -> KeyIndex:
-        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`."""
+    def make_index(self, queries: mx.array | None) -> KeyIndex | None:
+        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are few and at hand."""
         n = len(self)
+        if n <= FEW and not self.waits:
+            return None
         parts = [range(start, min(start + READ_TOKENS, n)) for start in range(0, n, READ_TOKENS)]
         sampled = parts[:: math.ceil(len(parts) / SAMPLED_PARTS)]
         index = KeyIndex(
@@ -150,7 +153,7 @@ class _Recalled(Entries):
 
     def _votes_of_last(self, *counts: int) -> mx.array:
         index, asked = self._everything.index, self.voters
-        few = self.budget is None or len(self) <= CANDIDATES * self.budget
+        few = self.budget is None or len(self) <= max(FEW, CANDIDATES * self.budget)
         if index is None or few or asked.pages is not None:
             return latest_votes(self._voted_keys, asked, counts)
         return index.latest_votes(asked, counts, self.budget, self._keys_at)

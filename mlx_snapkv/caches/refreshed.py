@@ -7,10 +7,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
+from ..entries.attention import attention_votes
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
 from ..entries.quantization import n_bytes
-from ..entries.queries import Read
+from ..entries.queries import Queries, Read
 from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
@@ -21,14 +22,14 @@ from .recollection import Recollection
 class RefreshedKVCache(LayerCache):
     """Reads, at each token, the entries of the prompt that its own queries rank highest, and all of the answer's.
 
-    The attention module is called with the new entries alone. Its queries choose, and the attention function sees what
-    they chose; where a module computes with the entries before it calls that function, it is called a second time.
+    The attention module is given zeros. Its queries choose, and the attention function sees what they chose; where a
+    module computes with the entries before it calls that function, it is called a second time.
 
     Tokens that come together choose together.
 
     Args:
         everything: all entries of the prompt, `(B, n_kv_heads, n, head_dim)`; they stay as they are.
-        index: of their keys.
+        index: of their keys; None: these are asked themselves.
         quota: how many of them a token reads: sink and window always, the rest by its queries.
         layer: the layer of the model.
 
@@ -39,9 +40,9 @@ class RefreshedKVCache(LayerCache):
     is_compressed = True
     observes = True
 
-    def __init__(self, everything: Recollection, index: KeyIndex, quota: Quota, layer: Any):
+    def __init__(self, everything: Recollection, index: KeyIndex | None, quota: Quota, layer: Any):
         n = len(everything)
-        self.offset = n
+        self.offset = self._n_prompt = n
         self.layer = layer
         self._everything, self._index = everything, index
         self._first = min(quota.n_sink, n)
@@ -51,8 +52,10 @@ class RefreshedKVCache(LayerCache):
         sink, window = mx.arange(self._first), mx.arange(self._stop, n)
         self._always.update_and_fetch(*self._at(mx.concatenate([sink, window])).plain())
         mx.eval(self._always.keys, self._always.values)
-        self._new: tuple[Any, Any] | None = None  # what the attention module was given
+        self._n_new = 0
+        self._zeros: tuple[Any, Any] | None = None  # what the attention module was given
         self._chosen: tuple[mx.array, mx.array] | None = None  # what it is to be given
+        self._seen = self._always.keys_and_values()  # what it was given last
 
     def _at(self, positions: mx.array) -> Entries:
         """The entries of all heads at positions `(n,)`."""
@@ -60,14 +63,23 @@ class RefreshedKVCache(LayerCache):
         return self._everything.gather(mx.broadcast_to(positions.astype(mx.uint32), shape))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add keys and values; those alone in an attention module's first call, the chosen ones in its second."""
+        """Add keys and values; zeros in an attention module's first call, which nobody computes, then what was chosen."""
         self.offset += keys.shape[2]
         if self._chosen is not None:
-            chosen, self._chosen = self._chosen, None
-            return chosen
+            self._seen, self._chosen = self._chosen, None
+            return self._seen
         self._always.update_and_fetch(keys, values)
-        self._new = keys, values
-        return self._new
+        self._n_new = keys.shape[2]
+        self._zeros = (self._no_entries(keys), self._no_entries(values))
+        return self._zeros
+
+    def _no_entries(self, like: mx.array) -> mx.array:
+        B, H, _, D = like.shape
+        return mx.zeros((B, H, self.n_entries, D), like.dtype)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the newest tokens read, for layers that have no entries of their own and borrow these."""
+        return self._seen
 
     def append(self, entries: Entries) -> None:
         """Add entries that were made elsewhere, of the next tokens: they are always read."""
@@ -83,38 +95,46 @@ class RefreshedKVCache(LayerCache):
         borrowed: bool = False,
     ) -> None:
         """Choose by the queries `(B, n_heads, L, head_dim)` of the tokens that were added last."""
-        if borrowed or self._new is None:
+        if borrowed or self._zeros is None:
             return
         queries = queries if read is None else read(queries)
-        self._chosen = self._entries(queries * scale)
+        heads = self.layer.family.grouped(queries, self._zeros[0].shape[1])
+        self._chosen = self._entries(heads, scale, sinks)
 
-    def _entries(self, queries: mx.array) -> tuple[mx.array, mx.array]:
+    def _entries(
+        self, heads: mx.array, scale: float, sinks: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
         always = self._always.keys_and_values()
         if self._n_chosen == 0 or self._first == self._stop:
             return always[0], always[1]
-        heads = self.layer.grouped(queries, always[0].shape[1])
-        scores = self._index.relevance(heads, self._stop)[..., self._first :]
-        places = top_of_groups(scores, self._n_chosen) + self._first
+        if self._index is not None:
+            scores = self._index.relevance(heads * scale, self._stop)
+        else:
+            tokens = range(self._n_prompt, self._n_prompt + heads.shape[2])
+            asked = Queries(heads, tokens, scale, sinks, cap=self.layer.cap)
+            scores = attention_votes(self._everything.blocks(), asked)
+        middle = scores[..., self._first : self._stop]
+        places = top_of_groups(middle, self._n_chosen) + self._first
         chosen = self._everything.gather(places).plain()
         keys, values = (mx.concatenate(pair, axis=2) for pair in zip(chosen, always))
         return keys, values
 
     def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """What was chosen, if the attention function was given what the cache gave, and nobody else reads that."""
-        new, chosen = self._new, self._chosen
-        if new is None or chosen is None or keys is not new[0] or values is not new[1]:
+        given, chosen = self._zeros, self._chosen
+        if given is None or chosen is None or keys is not given[0] or values is not given[1]:
             return keys, values
         if self.layer.latent or self.layer.borrowers:
             return keys, values
-        self._new = self._chosen = None
+        self._zeros = self._chosen = None
         return chosen
 
     def asks_again(self) -> bool:
         """Whether what was chosen is still to be seen; the tokens added last then come once more."""
-        if self._chosen is None or self._new is None:
+        if self._chosen is None or self._zeros is None:
             return False
-        self.offset -= self._new[0].shape[2]
-        self._new = None
+        self.offset -= self._n_new
+        self._zeros = None
         return True
 
     @property
@@ -130,7 +150,8 @@ class RefreshedKVCache(LayerCache):
         return self._always.keys, self._always.values
 
     def held(self, n_queries: int = 0) -> Entries:
-        raise TypeError("what an answer reads is chosen anew at every token")
+        """Those that every token reads."""
+        return Entries(*self._always.keys_and_values())
 
     @property
     def n_entries(self) -> int:
@@ -154,7 +175,7 @@ class RefreshedKVCache(LayerCache):
         return False
 
     def rollback(self, n: int) -> None:
-        if n > self.offset - len(self._everything):
+        if n > self.offset - self._n_prompt:
             raise TrimError("only an answer's tokens can be taken back")
         self._always.trim(n)
         self.offset -= n

@@ -12,7 +12,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.memories import make_caches
-from ..engine.recalling import VERIFY_BELOW, Recall
+from ..engine.recalling import Recall
 from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from ..engine.rewind import rollback_beyond, rolled_back_to
@@ -39,7 +39,7 @@ class Conversation:
             between turns, "recall:file", "recall:file:8bit", "recall:file:4bit": with entries in temporary files. A
             policy that evicts while it reads (`keydiff`, alone or before another) then reads within its budget, and
             every turn votes over all entries that were ever stored.
-        verify, verify_below: what an answer does with the entries that are kept besides; see `generate_step`.
+        verify, refresh: what an answer does with the entries that are kept besides; see `generate_step`.
         far: what becomes of entries farther away than the model was trained to; see `generate_step`.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
@@ -67,7 +67,7 @@ class Conversation:
         policy: Policy | Stages | str | None = None,
         memory: str = "drop",
         verify: str | None = None,
-        verify_below: float = VERIFY_BELOW,
+        refresh: str = "token",
         far: str | None = None,
         system: str | None = None,
         **generation: Any,
@@ -78,7 +78,7 @@ class Conversation:
         self.model = model
         self.tokenizer = tokenizer
         self.generation = generation
-        self.memory, self.verify, self.verify_below = memory, verify, verify_below
+        self.memory, self.verify, self.refresh = memory, verify, refresh
         self.far = far
         self.policy = resolve_policy(policy=policy)
         require_usable(model, self.policy, self._recall, generation)
@@ -87,7 +87,7 @@ class Conversation:
 
     @property
     def _recall(self) -> Recall:
-        return Recall(self.memory, self.verify, self.verify_below, self.far)
+        return Recall(self.memory, self.verify, self.refresh, self.far)
 
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all.
@@ -95,7 +95,7 @@ class Conversation:
         Raises:
             SnapKVError: the conversation's memory or policy does not allow it.
         """
-        Recall(self.memory, verify, self.verify_below, self.far).require(self.policy)
+        Recall(self.memory, verify, self.refresh, self.far).require(self.policy)
         self.verify = verify
 
     def reset(self) -> None:

@@ -63,7 +63,7 @@ class BookRequest(RecallingRequest):
 
     @property
     def _observes(self) -> bool:
-        return super()._observes or self.recall.verify is not None
+        return super()._observes or self.recall.asks
 
     def _prefill_caches(self) -> list:
         quotas = quotas_of(self._layers, self.policy.prefill_quotas, self.decision.n_prompt)
@@ -120,24 +120,14 @@ class BookRequest(RecallingRequest):
 
     def _read_again(self, chosen: list[Choice], uniform: bool) -> mx.array:
         """Read the last tokens over what was gathered, and make the answer's caches; logits after the prompt."""
-        verify = self.recall.verify
         tokens = mx.concatenate(self._again, axis=1)
-        n = self._n_again - (verify == "unsure")  # whose last token is verified, too
-        if n:
-            logits = self.model(tokens[:, :n], cache=self._small)[:, -1:]
-            mx.eval(logits, [c.state for c in self._small])
-        self._settle(chosen, uniform, n)
+        logits = self.model(tokens, cache=self._small)[:, -1:]
+        mx.eval(logits, [c.state for c in self._small])
+        self._settle(chosen, uniform)
         self.loop_model.answering = None
-        if verify == "all":
+        if self.recall.verify is not None:
             logits = self._read_over_everything(tokens)
-        if verify is not None:
-            self._report.verified = self._verified
-            self._verify(self._verified)
-        elif self._refreshes:
-            self._refresh(self._report)
-        if verify == "unsure":
-            logits = self.loop_model(tokens[:, n:], cache=self.caches)
-            mx.eval(logits)
+        self._answer_from_all(self._report)
         self._small, self._again = [], []
         return logits
 
@@ -164,7 +154,7 @@ class BookRequest(RecallingRequest):
         at = self.decision.n_prompt - self._n_again
         kept = self._everything(layer).gather(choice.kept[..., : -self._n_again], at)
         wanted = at, self.decode_policy, choice.quota, uniform
-        cache = decode_cache(layer, kept, choice.scores, *wanted, gathers=True)
+        cache = decode_cache(layer, kept, choice.scores, *wanted, reads_again=True)
         mx.eval(cache.state)
         layer.put(self._small, cache)
 
@@ -176,9 +166,9 @@ class BookRequest(RecallingRequest):
         mx.eval(logits, [c.state for c in full])
         return logits
 
-    def _settle(self, chosen: list[Choice], uniform: bool, n_read: int) -> None:
+    def _settle(self, chosen: list[Choice], uniform: bool) -> None:
         """Let the answer's caches be what the policy decodes from."""
-        at = self.decision.n_prompt - self._n_again + n_read
+        at = self.decision.n_prompt
         self.caches[:] = self._small
         for layer, choice in zip(self._layers, chosen):
             kept = layer.cache_in(self._small).held()
@@ -190,7 +180,6 @@ class BookRequest(RecallingRequest):
                 self.decode_policy,
                 choice.quota,
                 uniform,
-                gathers=self.recall.verify is not None,
             )
             small.inherit(layer.cache_in(self._small))
             small.inherit_statistics(layer.cache_in(self.prompt_cache))
@@ -213,18 +202,6 @@ class BookRequest(RecallingRequest):
         again = layer.cache_in(self._small).held()
         refreshed.append(again.between(len(again) - self._n_again, len(again)))
         return refreshed
-
-    def _recollection(self, layer: AttentionLayer) -> Recollection:
-        """All entries, the tokens that were read again as they came out of that."""
-        if self.recall.verify == "all":
-            return self._everything(layer)
-        (stored,) = layer.cache_in(self.prompt_cache).sources()
-        n = self.decision.n_prompt - self._n_again
-        everything = Recollection([First(stored, n)], layer, self.pull)
-        again = layer.cache_in(self._small).held()
-        again = again.between(len(again) - (self._n_again - 1), len(again))
-        everything.append(*again.plain())
-        return everything
 
     def _book(self) -> Book:
         """Where the entries are, once those that are resident only are stored, too."""

@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from ..caches.layers import layer_caches
 from ..several.shard import shard_of
-from .gathering import Gathering
 from .report import Verified
 
 MOST_DRAFTS = 16
@@ -29,14 +28,13 @@ class Checked:
     Args:
         model: an mlx-lm model whose attention classes are patched.
         full: its caches with all entries.
-        small: its caches to draft with.
+        small: its caches to draft with, which read some of those.
         verified: where tokens and drafts are counted.
     """
 
-    def __init__(self, model, full: list, small: list, gathering: Gathering, verified: Verified):
+    def __init__(self, model, full: list, small: list, verified: Verified):
         self._model = model
         self._full, self._small = full, small
-        self._gathering = gathering
         self._verified = verified
         self._n_drafts = 0  # of the last round
         self._ahead: list[tuple[int, mx.array]] = []  # drafts, and the logits after each
@@ -80,9 +78,6 @@ class Checked:
         if n_drafts == 0:
             self._unread.append(token)
             return self._of_full_caches(mx.array([[token]]))
-        if self._gathering.is_due(self._small):
-            self._gathering.gather(self._small)
-            self._unread = []
         started = time.perf_counter()
         tokens = [mx.array([[token]])]
         unread = mx.array([[*self._unread, token]])

@@ -99,7 +99,6 @@ class Compression:
         n_tokens: the prompt's length, which shares of it refer to.
         n_voters: queries that vote, if the caches recorded them.
         queries: given ones, by cache.
-        gathers: the caches are to be gathered anew as the answer goes on; see `decode_cache`.
         on_kept: told of every layer.
     """
 
@@ -111,7 +110,6 @@ class Compression:
     n_voters: int = 0
     queries: list[mx.array | None] | None = None
     quantization: Quantization | None = None
-    gathers: bool = False
     on_kept: KeptCallback | None = None
 
     def run(self) -> CompressionReport:
@@ -210,7 +208,6 @@ class Compression:
             decode_policy,
             choice.quota,
             uniform,
-            self.gathers,
         )
         small.pull = pull
         del entries, kept

@@ -53,7 +53,7 @@ def _problem(model, policy: Policy | Stages | None, recall: Recall) -> str | Non
         what = "there is none" if policy is None else f"{policy} reads all of a prompt first"
         return f"needs a policy that evicts while a prompt is read, such as keydiff, and {what}"
     if recall.verify == "all":
-        return "can't be combined with verify=all, which reads all entries where they are: use verify=unsure"
+        return "can't be combined with verify=all, which reads all entries where they are: leave verify out"
     length = trained_length(model)
     if length is None:
         return (

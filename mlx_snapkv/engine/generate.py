@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .prefill import mlx_generate
-from .recalling import VERIFY_BELOW, Recall
+from .recalling import Recall
 from .report import CompressionReport
 from .serving import MAX_TOKENS, ReportCallback, reason_for_nothing, served, without_compression
 from .speculative import DraftedRequest, require_rewindable
@@ -26,9 +26,8 @@ def generate_step(
     policy: Policy | Stages | str | None = None,
     memory: str = "drop",
     verify: str | None = None,
-    verify_below: float = VERIFY_BELOW,
+    refresh: str = "token",
     far: str | None = None,
-    refresh: str = "turn",
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, mx.array]]:
@@ -43,10 +42,10 @@ def generate_step(
             "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory, quantised or in files, and in a
             `prompt_cache` that was given; the answer's tokens are to be read again with what follows. A policy that
             evicts while it reads keeps to its budget, and the prompt's last tokens vote over all entries in the end.
-        verify: what the answer does with the entries that stay. None: nothing. "unsure": a token of less probability
-            than `verify_below` votes over all of them, and is decoded again from those it votes for.
-        refresh: "token": with a memory, every token of the answer chooses anew which entries it reads; `budget` says how
-            many. "turn": the prompt chooses for the whole answer.
+        verify: "all": the answer's tokens are drafted, and checked on all entries: it is the full cache's own. None:
+            they are not.
+        refresh: "token": with a memory, every token of the answer chooses anew, by an index of the keys, which entries it
+            reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer, which is faster.
         far: "pull": entries farther away than the model was trained to are turned, by its own RoPE, as if they were
             nearer; it takes a policy that evicts while the prompt is read. "keep": they stay where they are. By default
             they are pulled if the prompt is longer than that, and it is possible.
@@ -69,7 +68,7 @@ def generate_step(
     prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     start = functools.partial(mlx_generate.generate_step, prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
-    recall = Recall(memory, verify, verify_below, far, refresh)
+    recall = Recall(memory, verify, refresh, far)
     return served(start, model, prompt, max_tokens, chosen, recall, on_report, kwargs)
 
 
@@ -84,9 +83,8 @@ def stream_generate(
     policy: Policy | Stages | str | None = None,
     memory: str = "drop",
     verify: str | None = None,
-    verify_below: float = VERIFY_BELOW,
+    refresh: str = "token",
     far: str | None = None,
-    refresh: str = "turn",
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
@@ -100,7 +98,7 @@ def stream_generate(
         `generation_tps` leaves out the time that the selection took.
     """
     chosen = resolve_policy(snapkv, policy)
-    recall = Recall(memory, verify, verify_below, far, refresh)
+    recall = Recall(memory, verify, refresh, far)
     if draft_model is not None and memory != "drop":
         raise SnapKVError(f"a draft model can't be combined with memory={memory}: drop one of them")
     tokens = encode_prompt(tokenizer, prompt)

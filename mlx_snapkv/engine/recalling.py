@@ -1,6 +1,5 @@
 """Requests whose prompt's entries all stay, beside the few that the answer is decoded from."""
 
-import time
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -13,14 +12,12 @@ from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
 from .checked import Checked
-from .gathering import Gathering
-from .report import VERIFY_BELOW, CompressionReport, Verified
+from .report import CompressionReport, Verified
 from .request import Request
-from .unsure import Unsure
 from .wrapper import Answered
 
-VERIFY = ("unsure", "all")
-REFRESH = ("turn", "token")
+VERIFY = ("all",)
+REFRESH = ("token", "turn")
 FAR = ("keep", "pull")
 
 
@@ -30,11 +27,9 @@ class Recall:
 
     Attributes:
         memory: one of `MEMORIES`.
-        verify: None: nothing, they are for later turns. "unsure": a token whose probability is less than `below` votes
-            over all entries, and is decoded again from those it votes for.
-        below: that probability, above 0 and at most 1; with 1 every token votes.
-        refresh: when an answer chooses anew among all entries: "turn": never, the prompt has chosen. "token": at every
-            token, by an index of the keys.
+        verify: "all": the answer's tokens are drafted, and checked on all entries. None: they are not.
+        refresh: when an answer chooses among all entries: "token": every token anew, by an index of the keys. "turn":
+            the prompt, for the whole answer.
         far: "pull": entries farther away than the model was trained to are seen from nearer. "keep": they are not.
             None: they are if a prompt is longer than that, and it is possible.
 
@@ -44,9 +39,8 @@ class Recall:
 
     memory: str = "drop"
     verify: str | None = None
-    below: float = VERIFY_BELOW
+    refresh: str = "token"
     far: str | None = None
-    refresh: str = "turn"
 
     def __post_init__(self):
         require_memory(self.memory)
@@ -62,13 +56,16 @@ class Recall:
             raise SnapKVError(
                 f"verify={self.verify} asks entries that memory=drop does not keep: give memory=recall"
             )
-        if self.verify == "all" and in_files(self.memory):
+        if in_files(self.memory):
             raise SnapKVError(
                 f"verify=all reads all entries again and again, so they must be in memory, not memory={self.memory}: "
-                "give memory=recall, recall:8bit or recall:4bit, or verify=unsure"
+                "give memory=recall, recall:8bit or recall:4bit, or leave verify out"
             )
-        if not 0 < self.below <= 1:
-            raise SnapKVError(f"verify_below must be above 0 and at most 1, got {self.below}")
+
+    @property
+    def asks(self) -> bool:
+        """Whether an answer goes on reading entries that its prompt did not choose."""
+        return self.memory != "drop" and (self.verify is not None or self.refresh == "token")
 
     def require(self, policy: Policy | Stages | None) -> None:
         """Raises: SnapKVError: entries that stay can't be chosen from by this policy, or there is none to verify."""
@@ -101,7 +98,7 @@ def require_verifiable(recall: Recall, n_caches: int, n_full: int) -> None:
     if recall.verify == "all" and n_full < n_caches:
         raise SnapKVError(
             f"verify=all takes tokens back, and {n_caches - n_full} of {n_caches} layers can't "
-            "(linear or sliding-window attention): use verify=unsure"
+            "(linear or sliding-window attention): leave verify out"
         )
 
 
@@ -122,10 +119,8 @@ class RecallingRequest(Request):
         self._checked: Checked | None = None
         super().__post_init__()
         if self.recall.verify is not None:
-            self._verified, self._warm = Verified(self.recall.verify), False
+            self._verified = Verified()
             self.loop_model = Answered(self.model)
-        if self.recall.verify == "unsure" and not in_files(self.recall.memory):
-            self.loop_model.answering = self._timed
         require_verifiable(self.recall, len(list(members(self.prompt_cache))), len(self._layers))
 
     def _prefill_caches(self) -> list:
@@ -139,7 +134,9 @@ class RecallingRequest(Request):
 
     @property
     def _refreshes(self) -> bool:
-        return self.recall.refresh == "token" and self.pull is None
+        """Entries that were pulled together are chosen once, and so are those that a model takes from its caches itself."""
+        takes_itself = any(layer.family.method != "__call__" for layer in self._layers)
+        return self.recall.refresh == "token" and self.pull is None and not takes_itself
 
     @property
     def _observes_answer(self) -> bool:
@@ -152,17 +149,21 @@ class RecallingRequest(Request):
             SnapKVError: there is no room for them there; some then stay in memory.
         """
         small = copies_but_entries(self.prompt_cache, self._layers)
-        report = self._compressed(small, gathers=self.recall.verify is not None)
+        report = self._compressed(small)
         self.caches[:] = small
         if report.compressed:
             for layer in self._layers:
                 layer.cache_in(self.prompt_cache).offload()
-            if self.recall.verify is not None:
-                report.verified = self._verified
-                self._verify(report.verified)
-            elif self._refreshes:
-                self._refresh(report)
+            self._answer_from_all(report)
         return report
+
+    def _answer_from_all(self, report: CompressionReport) -> None:
+        """Once `caches` hold what the prompt has chosen: let the answer read on in all entries, if it is to."""
+        if self._refreshes or self.recall.verify is not None:
+            self._refresh(report)
+        if self.recall.verify is not None:
+            report.verified = self._verified
+            self._verify()
 
     def _refresh(self, report: CompressionReport) -> None:
         """Let the answer's tokens choose anew."""
@@ -173,6 +174,7 @@ class RecallingRequest(Request):
                 quota = Quota(n, quota.n_sink, quota.n_window)
             layer.put(self.caches, self._refreshed(layer, quota))
         report.kv_bytes_after = kv_bytes(self.caches)
+        report.refreshed = max(layer.entries_in(self.caches).n_entries for layer in self._layers)
 
     def _refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         everything = self._everything(layer)
@@ -184,24 +186,9 @@ class RecallingRequest(Request):
         cache = layer.cache_in(self.prompt_cache)
         return cache.held(1).voters.heads if cache.n_queries else None
 
-    def _timed(self, inputs: mx.array, cache: list) -> mx.array:
-        """The model's call before the compression: one token's, but for the first, takes what the full cache's take."""
-        started = time.perf_counter()
-        logits = self.model(inputs, cache=cache)
-        if inputs.shape[1] == 1:
-            mx.eval(logits)
-            if self._warm:
-                self._verified.plain_token_took(time.perf_counter() - started)
-            self._warm = True
-        return logits
-
     def _everything(self, layer: AttentionLayer) -> Recollection:
         cache = layer.cache_in(self.prompt_cache)
         return Recollection(cache.sources(), layer, self.pull, cache.index)
-
-    def _recollection(self, layer: AttentionLayer) -> Recollection:
-        """All entries, as the answer's tokens are to ask them."""
-        return self._everything(layer)
 
     def _growing_caches(self) -> list:
         full = list(self.prompt_cache)
@@ -209,15 +196,10 @@ class RecallingRequest(Request):
             layer.put(full, layer.cache_in(self.prompt_cache).growing_cache())
         return full
 
-    def _verify(self, verified: Verified) -> None:
-        everything = list(map(self._recollection, self._layers))
-        gathering = Gathering(self._layers, everything, self.caches, self.decode_policy, verified)
-        if verified.verify == "unsure":
-            unsure = Unsure(self.model, gathering, self.recall.below, verified)
-            self.loop_model.answering = unsure
-            return
+    def _verify(self) -> None:
+        """Let the answer's tokens be drafted on caches that choose anew, and checked on the full ones."""
         full, small = self._growing_caches(), list(self.caches)
-        self._checked = Checked(self.model, full, small, gathering, verified)
+        self._checked = Checked(self.model, full, small, self._verified)
         self.loop_model.answering = self._checked
 
     def end(self) -> None:

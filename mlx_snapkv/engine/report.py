@@ -6,26 +6,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 NO_POLICY = "none"
-VERIFY_BELOW = 0.99  # probability under which a token votes, with verify="unsure"
 
 
 @dataclass
 class Verified:
-    """What an answer asked of the entries that it was not decoded from, counted as it goes on.
+    """What `verify="all"` did, counted as the answer goes on.
 
     Attributes:
-        verify: "unsure" or "all".
         tokens: fed to the model after the compression.
-        votes: times that all layers' queries voted over all entries.
-        drafted, accepted: tokens that the small cache proposed, and those of them that were right.
+        drafted, accepted: tokens that were proposed, and those of them that were right.
         seconds: what the tokens took.
-        plain_seconds: what one takes on the full cache; 0 if that is not known: "unsure" takes it from the tokens of
-            `lookahead`, unless entries are in files.
+        plain_seconds: what one takes on the full cache; 0 if that is not known.
     """
 
-    verify: str
     tokens: int = 0
-    votes: int = 0
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
@@ -44,13 +38,7 @@ class Verified:
 
     def __str__(self) -> str:
         did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens drafted"
-        if self.verify == "unsure":
-            did = f"{self.votes} votes in {self.tokens} tokens"
-        if self.gain is None:
-            return did
-        slower = self.verify == "unsure" and self.gain < 1
-        advice = " (slower: lower verify_below, or leave verify out)" if slower else ""
-        return f"{did}, {self.gain:.2f} times as fast as the full cache{advice}"
+        return did if self.gain is None else f"{did}, {self.gain:.2f} times as fast as the full cache"
 
 
 @dataclass
@@ -101,7 +89,9 @@ class CompressionReport:
             policies without votes, and for those that go on evicting.
         prefill_seconds: from the first chunk to the compression, selection excluded.
         selection_seconds: scoring, ranking and gathering, all evictions while reading included.
-        verified: what the answer asks of all entries; None without `verify`.
+        verified: the answer's drafts and their checks; None without `verify`.
+        refreshed: entries per KV head, the most of any layer, that every token of the answer chooses anew; None if the
+            prompt chose for the whole answer.
         pulled_to: tokens that the model was trained to, if the prompt is longer and its entries were pulled together.
         book: where the other entries are, if they were evicted while the prompt was read, and nothing was forgotten.
     """
@@ -117,6 +107,7 @@ class CompressionReport:
     prefill_seconds: float = 0.0
     selection_seconds: float = 0.0
     verified: Verified | None = None
+    refreshed: int | None = None
     book: Book | None = None
     pulled_to: int | None = None
 

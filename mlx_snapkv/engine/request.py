@@ -227,7 +227,7 @@ class Request:
         self.prompt_cache[:] = self.caches
         return report
 
-    def _compressed(self, caches: list, gathers: bool = False) -> CompressionReport:
+    def _compressed(self, caches: list) -> CompressionReport:
         decision, policy = self.decision, self.decode_policy
         report = Compression(
             self._layers,
@@ -237,7 +237,6 @@ class Request:
             n_tokens=decision.n_prompt,
             n_voters=decision.n_voters if policy.obs_window else 0,
             quantization=self.quantization,
-            gathers=gathers,
             on_kept=self.on_kept,
         ).run()
         report.policy, report.pulled_to = str(self.policy), self.pulled_to

@@ -191,12 +191,11 @@ def test_all_is_the_answer_from_all_entries(tokens):
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
-def test_unsure_at_every_token_with_room_for_all_is_the_full_answer(wide, tokens, memory):
+def test_tokens_that_choose_anew_with_room_for_all_give_the_full_answer(wide, tokens, memory):
     wanted = plain(wide, tokens, 30)
-    snapkv = "snapkv:top_k=300,n_sink=4,n_window=16,obs_window=8"
-    keywords = {"memory": memory, "verify": "unsure", "verify_below": 1.0}
-    policy = f"keydiff:budget=400,block=32 then {snapkv}".replace("top_k=300", "top_k=179")
-    found = steps(wide, tokens, 30, policy=policy, **keywords)
+    snapkv = "snapkv:top_k=179,n_sink=4,n_window=16,obs_window=8"
+    policy = f"keydiff:budget=400,block=32 then {snapkv}"
+    found = steps(wide, tokens, 30, policy=policy, memory=memory)
     assert sum(a == b for (a, _), (b, _) in zip(found, wanted)) >= 29  # one entry of 200 is missing
 
 
@@ -258,20 +257,20 @@ def test_stream_generate_tells_the_turn(demo_llama, ask):
 SHORT = ["keydiff:budget=64,block=64,n_window=60", "streaming_llm:budget=64,block=16"]
 
 
-@pytest.mark.parametrize("verify", [None, "unsure", "all"])
+@pytest.mark.parametrize("way", [{"refresh": "turn"}, {"refresh": "token"}, {"verify": "all"}])
 @pytest.mark.parametrize("kv_bits", [None, 8])
 @pytest.mark.parametrize("policy", SHORT)
-def test_all_of_a_short_prompt_may_be_read_again(tokens, policy, kv_bits, verify):
+def test_all_of_a_short_prompt_may_be_read_again(tokens, policy, kv_bits, way):
     """Nothing is then gathered before it, and the answer grows beyond the budget."""
     model = make_llama(head_dim=32)
     bits = {} if kv_bits is None else {"kv_bits": kv_bits, "kv_group_size": 32}
-    ways = {"memory": "recall", "verify": verify, "verify_below": 1}
+    ways, checked = {"memory": "recall"} | way, "verify" in way
     for n in (1, 2, 16, 40):
         found = [t for t, _ in steps(model, tokens[:n], 90, policy=policy, **ways, **bits)]
         assert len(found) == 90
-        if kv_bits is None or verify == "all":
+        if kv_bits is None or checked:
             wanted = [t for t, _ in plain(model, tokens[:n], 90)]
-            same = 90 if verify == "all" else 64 - n
+            same = 90 if checked else 64 - n
             assert found[:same] == wanted[:same]
 
 

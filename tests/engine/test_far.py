@@ -65,9 +65,9 @@ def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory):
         assert held.positions.min().item() == 0
 
 
-@pytest.mark.parametrize("verify", [None, "unsure"])
-def test_without_it_a_longer_text_is_read_as_ever(short, demo_llama, verify):
-    ways = {"policy": THEN, "memory": "recall", "verify": verify, "verify_below": 1}
+@pytest.mark.parametrize("refresh", ["turn", "token"])
+def test_without_it_a_longer_text_is_read_as_ever(short, demo_llama, refresh):
+    ways = {"policy": THEN, "memory": "recall", "refresh": refresh}
     kept, _, answers = asked(*short, 1500, 2, far="keep", **ways)
     other, _, wanted = asked(*demo_llama, 1500, 2, **ways)
     assert answers == wanted
@@ -88,11 +88,9 @@ def test_within_the_length_nothing_is_moved(short):
                 assert mx.array_equal(mine.held().keys, theirs.held().keys).item()
 
 
-def test_doubtful_tokens_are_gathered_near(short):
-    conversation, right, _ = asked(
-        *short, 2000, policy=THEN, memory="recall", verify="unsure", verify_below=1
-    )
-    assert all(right) and conversation.report.verified.votes > 3
+def test_entries_that_were_pulled_together_are_chosen_once(short):
+    conversation, right, _ = asked(*short, 2000, policy=THEN, memory="recall")
+    assert all(right) and conversation.report.refreshed is None
 
 
 @pytest.mark.parametrize("policy", [READ, THEN, "h2o:budget=96,block=128", f"{THEN},on_full=grow"])

@@ -136,7 +136,7 @@ WAYS = {
     "second stage": {"policy": Stages(KEYDIFF, POLICY)},
     "8 bits": {"policy": POLICY, "kv_bits": 8, "kv_group_size": 32},
     "recalled": {"policy": POLICY, "memory": "recall", "verify": "all"},
-    "a book": {"policy": Stages(KEYDIFF, POLICY), "memory": "recall:file", "verify": "unsure"},
+    "a book": {"policy": Stages(KEYDIFF, POLICY), "memory": "recall:file"},
     "a quantised book": {"policy": Stages(KEYDIFF, POLICY), "memory": "recall:4bit"},
 }
 

@@ -27,7 +27,7 @@ WAYS = {
     "second stage": (f"{KEYDIFF} then {{once}}", {}),
     "8 bits": ("{block}", {"kv_bits": 8, "kv_group_size": 32}),
     "recalled": ("{once}", {"memory": "recall:8bit"}),
-    "recalled, verified": ("{once}", {"memory": "recall", "verify": "unsure"}),
+    "recalled, verified": ("{once}", {"memory": "recall"}),
     "a book": (f"{KEYDIFF} then {{once}}", {"memory": "recall:file"}),
     "a book of its own": ("{block} then {once}", {"memory": "recall"}),
 }
