@@ -23,9 +23,10 @@ from ..entries.quantization import (
     pack,
     rows,
 )
+from ..entries.queries import OnQueries
 
 
-class BatchedEntries(Quantised, _BaseCache):
+class BatchedEntries(OnQueries, Quantised, _BaseCache):
     """Compressed caches of one layer that decode together, a token at a time, as mlx-lm's batches want it.
 
     The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most
@@ -84,7 +85,7 @@ class BatchedEntries(Quantised, _BaseCache):
                     member.record(queries[i : i + 1], *told, **more)
 
     @property
-    def waits_for_readers(self) -> bool:
+    def waits_for_readers(self) -> bool:  # type: ignore[override]
         """As of a `Recorder`."""
         return any(member.waits_for_readers for member in self.members)
 

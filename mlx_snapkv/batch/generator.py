@@ -51,7 +51,8 @@ class CompressedBatchGenerator(BatchGenerator):
         snapkv, policy: as of `generate_step`; without one of them, and without `turns`, this is mlx-lm's generator.
         kv_bits, kv_group_size: of compressed entries, if they are to be quantised; full ones stay plain.
         memory, verify, refresh, far: what becomes of the entries that are not kept, and what answers do with
-            them, as of `generate_step`. Answers that go on reading all entries decode by themselves, in turn with the others.
+            them, as of `generate_step`. Answers that go on reading all entries decode by themselves, in turn with
+            the others.
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
             from, and those tokens; entries of `memory="drop"` are gone.

@@ -87,9 +87,10 @@ class ArchivedKVCache(Everything, BlockKVCache):
         n_before = self.store.n_entries
         n_new = self.offset - n_before
         if n_new > 0:
-            new = rows((self.keys, self.values), self._n - n_new, self._n)
-            self.store.append(*new)
-            self._add_to_index(Entries(*new, quantization=self.quantization, layer=self.layer).keys, n_before)
+            keys, values = rows((self.keys, self.values), self._n - n_new, self._n)
+            self.store.append(keys, values)
+            new = Entries(keys, values, quantization=self.quantization, layer=self.layer)
+            self._add_to_index(new.keys, n_before)
 
     def _add_to_index(self, keys: mx.array, n_before: int) -> None:
         """Add the keys behind the first `n_before`; the first of all say what it is made for."""

@@ -72,7 +72,7 @@ class Recollection:
         return near
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
-        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are few and at hand."""
+        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if few are at hand."""
         n = len(self)
         if n <= FEW and not self.waits:
             return None
@@ -153,10 +153,11 @@ class _Recalled(Entries):
 
     def _votes_of_last(self, *counts: int) -> mx.array:
         index, asked = self._everything.index, self.voters
-        few = self.budget is None or len(self) <= max(FEW, CANDIDATES * self.budget)
+        budget = self.budget or len(self)
+        few = len(self) <= max(FEW, CANDIDATES * budget)
         if index is None or few or asked.pages is not None:
             return latest_votes(self._voted_keys, asked, counts)
-        return index.latest_votes(asked, counts, self.budget, self._keys_at)
+        return index.latest_votes(asked, counts, budget, self._keys_at)
 
     def _keys_at(self, positions: mx.array) -> mx.array:
         return self._everything.gather(positions).keys

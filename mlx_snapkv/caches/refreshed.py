@@ -11,7 +11,7 @@ from ..entries.attention import attention_votes
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
 from ..entries.quantization import n_bytes
-from ..entries.queries import Queries, Read
+from ..entries.queries import OnQueries, Queries, Read
 from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
@@ -19,7 +19,7 @@ from .contract import LayerCache
 from .recollection import Recollection
 
 
-class RefreshedKVCache(LayerCache):
+class RefreshedKVCache(OnQueries, LayerCache):
     """Reads, at each token, the entries of the prompt that its own queries rank highest, and all of the answer's.
 
     The attention module is given zeros. Its queries choose, and the attention function sees what they chose; where a
@@ -49,13 +49,14 @@ class RefreshedKVCache(LayerCache):
         self._stop = max(self._first, n - quota.n_window)
         self._n_chosen = max(0, quota.entries - quota.n_sink - quota.n_window)
         self._always = KVCache()  # sink, window, and the answer
-        sink, window = mx.arange(self._first), mx.arange(self._stop, n)
-        self._always.update_and_fetch(*self._at(mx.concatenate([sink, window])).plain())
-        mx.eval(self._always.keys, self._always.values)
+        self._seen: Any = ()  # what the attention module was given last
+        if n:
+            sink, window = mx.arange(self._first), mx.arange(self._stop, n)
+            self.append(self._at(mx.concatenate([sink, window])))
+            self.offset = n
         self._n_new = 0
         self._zeros: tuple[Any, Any] | None = None  # what the attention module was given
         self._chosen: tuple[mx.array, mx.array] | None = None  # what it is to be given
-        self._seen = self._always.keys_and_values()  # what it was given last
 
     def _at(self, positions: mx.array) -> Entries:
         """The entries of all heads at positions `(n,)`."""
@@ -63,7 +64,7 @@ class RefreshedKVCache(LayerCache):
         return self._everything.gather(mx.broadcast_to(positions.astype(mx.uint32), shape))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add keys and values; zeros in an attention module's first call, which nobody computes, then what was chosen."""
+        """Add keys and values; zeros, never computed, in an attention module's first call, then what was chosen."""
         self.offset += keys.shape[2]
         if self._chosen is not None:
             self._seen, self._chosen = self._chosen, None
@@ -83,7 +84,8 @@ class RefreshedKVCache(LayerCache):
 
     def append(self, entries: Entries) -> None:
         """Add entries that were made elsewhere, of the next tokens: they are always read."""
-        self._always.update_and_fetch(*entries.plain())
+        self._seen = self._always.update_and_fetch(*entries.plain())
+        mx.eval(self._seen)
         self.offset += len(entries)
 
     def record(
@@ -116,7 +118,7 @@ class RefreshedKVCache(LayerCache):
         middle = scores[..., self._first : self._stop]
         places = top_of_groups(middle, self._n_chosen) + self._first
         chosen = self._everything.gather(places).plain()
-        keys, values = (mx.concatenate(pair, axis=2) for pair in zip(chosen, always))
+        keys, values = (mx.concatenate(list(pair), axis=2) for pair in zip(chosen, always))
         return keys, values
 
     def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
@@ -136,10 +138,6 @@ class RefreshedKVCache(LayerCache):
         self.offset -= self._n_new
         self._zeros = None
         return True
-
-    @property
-    def waits_for_readers(self) -> bool:
-        return False
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next update of `N` tokens."""

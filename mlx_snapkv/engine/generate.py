@@ -44,8 +44,9 @@ def generate_step(
             evicts while it reads keeps to its budget, and the prompt's last tokens vote over all entries in the end.
         verify: "all": the answer's tokens are drafted, and checked on all entries: it is the full cache's own. None:
             they are not.
-        refresh: "token": with a memory, every token of the answer chooses anew, by an index of the keys, which entries it
-            reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer, which is faster.
+        refresh: "token": with a memory, every token of the answer chooses anew, by an index of the keys, which entries
+            it reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer, which is
+            faster.
         far: "pull": entries farther away than the model was trained to are turned, by its own RoPE, as if they were
             nearer; it takes a policy that evicts while the prompt is read. "keep": they stay where they are. By default
             they are pulled if the prompt is longer than that, and it is possible.

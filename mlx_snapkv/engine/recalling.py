@@ -134,7 +134,7 @@ class RecallingRequest(Request):
 
     @property
     def _refreshes(self) -> bool:
-        """Entries that were pulled together are chosen once, and so are those that a model takes from its caches itself."""
+        """Whether tokens choose anew: not from entries pulled together, nor where a model itself reads its caches."""
         takes_itself = any(layer.family.method != "__call__" for layer in self._layers)
         return self.recall.refresh == "token" and self.pull is None and not takes_itself
 

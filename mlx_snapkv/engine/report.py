@@ -38,7 +38,9 @@ class Verified:
 
     def __str__(self) -> str:
         did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens drafted"
-        return did if self.gain is None else f"{did}, {self.gain:.2f} times as fast as the full cache"
+        return (
+            did if self.gain is None else f"{did}, {self.gain:.2f} times as fast as the full cache"
+        )
 
 
 @dataclass

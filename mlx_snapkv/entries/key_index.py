@@ -1,8 +1,8 @@
 """An index of keys: which entries queries attend to most, found without reading the keys.
 
-Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel counts by
-how large queries are in it, so that the components are those of the logits' variance: a quarter of `head_dim`, in 8 bits
-each, which is an eighth of the keys' bytes in bfloat16.
+Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel counts
+by how large queries are in it, so that the components are those of the logits' variance: a quarter of `head_dim`, in
+8 bits each, which is an eighth of the keys' bytes in bfloat16.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class KeyIndex:
         self._of_keys = weights.swapaxes(-1, -2) * vectors / step
         self._of_queries = vectors * step / weights.swapaxes(-1, -2)
         mx.eval(self._mean, self._of_keys, self._of_queries)
-        self._codes: list[mx.array] = []  # int8 `(B, n_kv_heads, BLOCK, size)`, the last one of fewer
+        self._codes: list[
+            mx.array
+        ] = []  # int8 `(B, n_kv_heads, BLOCK, size)`, the last one of fewer
         self._n = 0
 
     def __len__(self) -> int:
@@ -89,8 +91,8 @@ class KeyIndex:
     def relevance(self, heads: mx.array, n: int) -> mx.array:
         """How near each of the first `n` keys comes to the largest logit of any of the queries.
 
-        In nats below it, so that 0 is the best: the maximum over queries, and over a GQA group. It orders entries nearly
-        as the softmax does, and takes no exponentials.
+        In nats below it, so that 0 is the best: the maximum over queries, and over a GQA group. It orders entries
+        nearly as the softmax does, and takes no exponentials.
 
         Args:
             heads: `(B, n_heads, m, head_dim)`, scaled as the attention scales them, each KV head's readers together.

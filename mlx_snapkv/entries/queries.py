@@ -104,7 +104,25 @@ def overheard_by(hear: Callable[[Recorder, mx.array], None]) -> Iterator[None]:
         _overheard.by = outer
 
 
-class Recorder:
+class OnQueries:
+    """What a KV cache may do with the queries of an attention module's call, besides to `record` them.
+
+    Attributes:
+        waits_for_readers: some of those that read the newest entries have still to tell their queries.
+    """
+
+    waits_for_readers: bool = False
+
+    def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """The entries that the attention function is to see, in place of those that it was given."""
+        return keys, values
+
+    def asks_again(self) -> bool:
+        """Whether the attention module is to be called once more, with the entries that its queries have chosen."""
+        return False
+
+
+class Recorder(OnQueries):
     """What a KV cache needs to keep queries: mixed into one with an `offset`.
 
     Args, as of `start_recording`:
@@ -154,7 +172,7 @@ class Recorder:
         return 1 if self.layer is None else len(self.layer.readers)
 
     @property
-    def waits_for_readers(self) -> bool:
+    def waits_for_readers(self) -> bool:  # type: ignore[override]
         """Whether some of those that read the newest entries have still to tell their queries."""
         return bool(self._told)
 
@@ -187,14 +205,6 @@ class Recorder:
         if len(self._told) == self.n_readers:
             queries, self._told = mx.concatenate(self._told, axis=1), []
             self._take_queries(queries, scale, sinks, read)
-
-    def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """The entries that the attention function is to see, in place of those that it was given."""
-        return keys, values
-
-    def asks_again(self) -> bool:
-        """Whether the attention module is to be called once more, with the entries that its queries have chosen."""
-        return False
 
     def _take_queries(
         self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None

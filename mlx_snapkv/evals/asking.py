@@ -92,6 +92,5 @@ def _told(question: Question, method: Method, answer: Answer) -> Record:
         "entries": report.entries if report.compressed else None,
         "kv_bytes": n_bytes,
         "file_bytes": file_bytes(answer.cache),
-        "votes": 0 if answer.report.verified is None else answer.report.verified.votes,
         "reason": None if method.policy is None else report.reason,
     }

@@ -67,7 +67,6 @@ def summarise(records: Records, page: Page) -> Summary:
                 "entries": max((r["entries"] for r in own if r["entries"]), default=None),
                 "kv_bytes": max(r["kv_bytes"] for r in own),
                 "file_bytes": max(r["file_bytes"] for r in own),
-                "votes": sum(r["votes"] for r in own),
                 "uncompressed": sum(bool(r["reason"]) for r in own),
                 "reason": next((r["reason"] for r in own if r["reason"]), None),
             }

@@ -97,9 +97,7 @@ def forget() -> None:
     _active.lent = {}
 
 
-def told(
-    queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
-) -> tuple[Any, Any]:
+def told(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) -> tuple[Any, Any]:
     """An attention function was called: whose entries it reads is told its queries; the entries to attend to."""
     call = current()
     if call is not None:

@@ -18,9 +18,9 @@ BOOK = "keydiff:budget=64,block=32,min_ctx=100 then snapkv:n_sink=4,obs_window=8
 WAYS = [
     (SNAPKV, {"memory": "recall"}),
     (SNAPKV, {"memory": "recall:file:8bit"}),
-    (SNAPKV, {"memory": "recall:8bit", "verify": "unsure", "verify_below": 1.0}),
+    (SNAPKV, {"memory": "recall:8bit"}),
     (f"{PLAIN},last_token=false", {"memory": "recall:4bit", "verify": "all"}),
-    (BOOK, {"memory": "recall:file", "verify": "unsure"}),
+    (BOOK, {"memory": "recall:file"}),
 ]
 LENGTHS = (190, 40, 260, 120)
 
@@ -104,13 +104,11 @@ def test_files_are_shared_from_any_token_on(model):
     assert run.answers[third] == alone(model, document[:80] + other[:5], 20)
 
 
-@pytest.mark.parametrize("verify", ["unsure", "all"])
+@pytest.mark.parametrize("verify", [None, "all"])
 def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
     prompts = prompts_of(200, 150)
     recalled = {}
-    options = {"memory": "recall", "verify": verify, "verify_below": 1.0}
-    if verify == "all":
-        del options["verify_below"]
+    options = {"memory": "recall", "verify": verify}
     run = Run(model, SNAPKV, on_recall=lambda uid, *told: recalled.update({uid: told}), **options)
     gone, stays = run.insert(prompts, 40)
     while len(run.answers.get(gone, [])) < 7:
@@ -127,7 +125,7 @@ def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
     assert_unpatched()
 
 
-@pytest.mark.parametrize("verify", ["unsure", "all"])
+@pytest.mark.parametrize("verify", [None, "all"])
 def test_one_that_fails_ends_alone(model, verify):
     prompts = prompts_of(200, 150)
     calls = []
@@ -151,13 +149,13 @@ def test_one_that_fails_ends_alone(model, verify):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"policy": SNAPKV, "verify": "unsure"}, "memory=drop does not keep"),
+        ({"policy": SNAPKV, "verify": "all"}, "memory=drop does not keep"),
         ({"policy": SNAPKV, "memory": "recall:file", "verify": "all"}, "must be in memory"),
         (
             {"policy": SNAPKV, "memory": "recall", "far": "pull"},
             "far=pull needs a policy that evicts",
         ),
-        ({"turns": True, "memory": "recall", "verify": "unsure"}, "needs a policy"),
+        ({"turns": True, "memory": "recall", "verify": "all"}, "needs a policy"),
     ],
 )
 def test_what_does_not_go_together_is_refused_at_once(model, options, words):
@@ -170,9 +168,9 @@ def test_a_memory_that_the_model_can_not_have_is_refused_at_once():
         CompressedBatchGenerator(make_qwen(), policy=SNAPKV, memory="recall:8bit")
 
 
-def test_a_hybrid_asks_when_unsure_and_refuses_to_check_all():
+def test_a_hybrids_tokens_choose_and_it_refuses_to_check_all():
     model = make_qwen()
-    options = {"memory": "recall:file", "verify": "unsure", "verify_below": 1.0}
+    options = {"memory": "recall:file"}
     prompts = prompts_of(150, 120)
     run = Run(model, SNAPKV, **options)
     uids = run.insert(prompts, 15)

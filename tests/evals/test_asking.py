@@ -19,7 +19,7 @@ from mlx_snapkv.reporting.setting import setting as machine
 SNAPKV = "snapkv:budget=48,n_window=16,obs_window=16,lookahead=0,on_full=keydiff"
 AHEAD = SNAPKV.replace("lookahead=0", "lookahead=3")
 BOOK = f"keydiff:budget=96,block=128 then {SNAPKV}".replace(",lookahead=0", "")
-UNSURE = {"memory": "recall", "verify": "unsure"}
+RECALLED = {"memory": "recall"}
 
 
 def method(name, text, **options):
@@ -31,8 +31,8 @@ METHODS = [
     method("snapkv", SNAPKV),
     method("ahead", AHEAD),
     method("before the last", f"{SNAPKV},last_token=false"),
-    method("unsure", SNAPKV, **UNSURE),
-    method("book", BOOK, **UNSURE | {"memory": "recall:file"}),
+    method("recalled", SNAPKV, **RECALLED),
+    method("book", BOOK, **RECALLED | {"memory": "recall:file"}),
 ]
 
 
@@ -58,7 +58,7 @@ def test_the_tables_tell_methods_apart(asked):
     found = {(s["method"], s["setting"]): s for s in score_tables.summarise(records, PAGE)}
     for setting in SETTINGS:
         assert found[FULL, setting]["score"] >= 5 / 6
-        assert found["snapkv", setting]["score"] < found["unsure", setting]["score"]
+        assert found["snapkv", setting]["score"] < found["recalled", setting]["score"]
         assert found["book", setting]["score"] >= 4 / 6 and found["book", setting]["file_bytes"] > 0
         assert found["snapkv", setting]["difference"]["mean"] < 0
     assert found["snapkv", LATER]["score"] <= found["snapkv", KNOWN]["score"]
@@ -122,7 +122,7 @@ def test_a_page_has_a_table_a_setting_and_its_pictures(asked):
     }
     result |= {"machine": machine, "versions": {"mlx": "1"}}
     page = score_tables.markdown(result, PAGE, ["r.png"])
-    assert "![Scores](<r.png>)" in page and "| unsure |" in page
+    assert "![Scores](<r.png>)" in page and "| recalled |" in page
     assert "## Question known, 768 tokens, by task" in page
 
 
