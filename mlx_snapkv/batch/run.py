@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..engine.footprint import Need
+from ..engine.recalling import recall_of
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
 from .answer import Answer
@@ -173,7 +174,7 @@ class Run:
     def _fits(self, request: Request) -> bool:
         if self.memory is None or request.need is None:
             return True
-        active = under_way(self._active.values(), stays=self.options.get("verify") is not None)
+        active = under_way(self._active.values(), stays=recall_of(self.options).asks)
         return self.memory.fits(request.need, active, self._generator.prompt_cache_nbytes)
 
     def _insert(self, request: Request) -> None:

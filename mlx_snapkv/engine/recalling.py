@@ -1,6 +1,7 @@
 """Requests whose prompt's entries all stay, beside the few that the answer is decoded from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import mlx.core as mx
 
@@ -91,6 +92,12 @@ class Recall:
                 f"lookahead={decode_policy.lookahead} decodes tokens on all entries, and {policy} holds but some of "
                 "them: leave lookahead out"
             )
+
+
+def recall_of(options: dict[str, Any]) -> Recall:
+    """What keywords of `generate_step`, some of them or all, ask for."""
+    names = (field.name for field in fields(Recall))
+    return Recall(**{name: options[name] for name in names if name in options})
 
 
 def require_verifiable(recall: Recall, n_caches: int, n_full: int) -> None:

@@ -12,6 +12,7 @@ from ..batch.openai_body import Body
 from ..batch.openai_request import Asked
 from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.footprint import Need
+from ..engine.recalling import recall_of
 from ..entries.quantization import Quantization
 from .api_error import ApiError, prompt_too_long
 from .metrics import Metrics
@@ -54,7 +55,7 @@ class Admission:
         metrics: Metrics,
     ):
         self._limits, self._prefixes, self._metrics = limits, prefixes, metrics
-        self._verifies = generation.get("verify") is not None
+        self._asks = recall_of(generation).asks
         self._lock, self._n_open = threading.Lock(), 0
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
@@ -106,7 +107,7 @@ class Admission:
             return False
         if self._memory is None or request.need is None:
             return True
-        active = under_way(running, self._verifies)
+        active = under_way(running, self._asks)
         if not self._memory.fits(request.need, active, held):
             return False
         taken = self._memory.with_another(request.need, active, held)

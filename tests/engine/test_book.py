@@ -39,7 +39,7 @@ class Read:
     def __init__(self, model, tokens, policy, memory="recall", verify=None):
         self.caches = make_caches(model, memory, resolve_policy(policy=policy))
         wanted = model, resolve_policy(policy=policy), tokens.size, self.caches, None
-        self.request = BookRequest(*wanted, recall=Recall(memory, verify))
+        self.request = BookRequest(*wanted, recall=Recall(memory, verify, "turn"))
         self.layers = attention_layers(model, self.caches)
         with self.request.recording():
             items = mlx_generate.generate_step(

@@ -1,0 +1,123 @@
+"""Answers whose every token chooses anew what it reads."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from model_configs import make_model
+from request_helpers import assert_unpatched, plain, steps
+from tiny_models import make_llama
+
+from mlx_snapkv.caches import recollection
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.recollection import Recollection
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.refreshed import RefreshedKVCache
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
+from mlx_snapkv.policies.budgets import Quota
+
+ENDS = "n_sink=4,n_window=16,obs_window=8,lookahead=0"
+# Grouped queries, latents, sinks, a hybrid, capped logits, entries that other layers borrow, keys of other modules.
+FAMILIES = "llama deepseek_v3 gpt_oss qwen3_next gemma2 gemma3n minicpm3 gpt2".split()
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatch):
+    monkeypatch.setattr(recollection, "FEW", 0 if index else 8192)
+    model = make_model(name)
+    prompt = mx.random.randint(0, 64, (100,), key=mx.random.key(0))
+    full = plain(model, prompt, 8)
+
+    def away(budget: int) -> float:
+        policy = f"snapkv:budget={budget},n_sink=1,n_window=8,obs_window=8,lookahead=0"
+        said = itertools.chain([token for token, _ in full], itertools.repeat(0))
+        options = {"memory": "recall", "sampler": lambda _: mx.array([next(said)])}
+        found = steps(model, prompt, 8, policy=policy, **options)
+        return np.median([float(mx.abs(a - b).max()) for (_, a), (_, b) in zip(found, full)][1:])
+
+    assert 0 < away(99) < 0.25 * away(20)
+    assert_unpatched()
+
+
+def test_the_entries_read_are_those_of_the_tokens_own_votes():
+    """By NumPy: softmax of the token's queries over all entries, the mean of a group; beside sink and window."""
+    model = make_llama(head_dim=32, num_hidden_layers=1)
+    tokens = mx.random.randint(0, 64, (1, 120), key=mx.random.key(0))
+    caches = make_prompt_cache(model)
+    (layer,) = attention_layers(model, caches)
+    layer.put(caches, RecordingKVCache(0, 120, 120, layer))
+    with recording(attention_classes(model)):
+        model(tokens[:, :119], cache=caches)
+        full = layer.cache_in(caches)
+        keys = np.array(full.keys_and_values()[0], np.float64)[0]
+        everything = Recollection(full.sources(), layer)
+        cache = RefreshedKVCache(everything, None, Quota(30, 2, 8), layer)
+        seen = []
+        gather = everything.gather
+        everything.gather = lambda places: seen.append(np.array(places)) or gather(places)
+        caches[0] = cache
+        model(tokens[:, 119:], cache=caches)
+        mx.eval(cache.state)
+        model_cache = make_prompt_cache(model)
+        layer.put(model_cache, asked := RecordingKVCache(119, 120, 120, layer))
+        model(tokens, cache=model_cache)
+    queries = np.array(asked.queries, np.float64)[0, :, 0]
+    n_heads, n_kv = queries.shape[0], keys.shape[0]
+    scale = layer.family.scale_of(layer.attention, 32)
+    for head in range(n_kv):
+        group = queries[head * n_heads // n_kv : (head + 1) * n_heads // n_kv]
+        logits = group @ keys[head].T * scale
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        votes = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+        best = 2 + np.argsort(-votes[2:111])[:20]
+        assert set(seen[0][0, head]) == set(best)
+    assert cache.n_entries == 30 + 1 and cache.offset == 120
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file"])
+def test_it_is_nearer_to_the_full_answer_than_one_choice(demo_llama, ask, memory):
+    model, tokenizer = demo_llama
+    tokens, _ = ask(tokenizer, 1000, seed=1)
+    tokens = mx.array(tokens)
+    full = plain(model, tokens, 12)
+
+    def away(**options) -> float:
+        policy = f"snapkv:budget=32,{ENDS}".replace("16", "8")
+        found = steps(model, tokens, 12, policy=policy, **options)
+        return sum(
+            float(mx.abs(mx.exp(a) - mx.exp(b)).sum()) for (_, a), (_, b) in zip(found, full)
+        )
+
+    assert away(memory=memory) < 0.5 * away(memory=memory, refresh="turn")
+
+
+def test_the_report_tells_what_a_token_reads(demo_llama, ask):
+    model, tokenizer = demo_llama
+    tokens, _ = ask(tokenizer, 600, seed=1)
+    reports = []
+    steps(
+        model,
+        tokens,
+        3,
+        policy=f"snapkv:budget=40,{ENDS}",
+        memory="recall",
+        on_report=reports.append,
+    )
+    assert reports[0].refreshed == reports[0].entries == 40
+    steps(model, tokens, 3, policy=f"snapkv:budget=40,{ENDS}", on_report=reports.append)
+    assert reports[1].refreshed is None
+
+
+def test_a_model_that_reads_its_caches_itself_is_served_by_one_choice():
+    model = make_model("iquestloopcoder")
+    prompt = mx.random.randint(0, 64, (100,), key=mx.random.key(0))
+    reports = []
+    policy = f"snapkv:budget=40,{ENDS}"
+    found = steps(model, prompt, 6, policy=policy, memory="recall", on_report=reports.append)
+    wanted = steps(model, prompt, 6, policy=policy, memory="recall", refresh="turn")
+    assert reports[0].refreshed is None
+    assert all(mx.array_equal(a, b) for (_, a), (_, b) in zip(found, wanted))

@@ -1,0 +1,119 @@
+"""The index of keys, against NumPy in float64."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_snapkv.entries.attention import attention_votes
+from mlx_snapkv.entries.key_index import BLOCK, KeyIndex
+from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.entries.selection import GROUP, n_of_groups, take_entries, top_of_groups
+
+B, H, GROUPS, D, T = 1, 2, 3, 32, 600
+
+
+def normal(seed: int, *shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+@pytest.fixture
+def low_rank():
+    """Keys that vary in 8 directions only, as many as are held, and queries."""
+    keys = normal(0, B, H, T, D // 4) @ normal(1, B, H, D // 4, D) + normal(2, B, H, 1, D)
+    return keys, normal(3, B, H * GROUPS, 5, D)
+
+
+def exact(keys, queries, n: int) -> np.ndarray:
+    """By KV head, what each of the first `n` keys lacks to the largest logit of any query."""
+    k = np.array(keys, np.float64)[:, :, :n]
+    q = np.array(queries, np.float64).reshape(B, H, -1, D)
+    logits = q @ k.swapaxes(-1, -2)
+    return (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
+
+
+def indexed(keys, queries=None, portions=(250, 1, 349)) -> KeyIndex:
+    index, start = KeyIndex(keys, queries), 0
+    for n in portions:
+        index.append(keys[:, :, start : start + n])
+        start += n
+    return index
+
+
+@pytest.mark.parametrize("n", [1, 250, T])
+def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
+    keys, queries = low_rank
+    found = np.array(indexed(keys, queries).relevance(queries, n))
+    assert found.shape == (B, H, n)
+    assert np.abs(found - exact(keys, queries, n)).max() < 1  # 8 bits of logits that reach to 60
+
+
+def test_many_queries_and_keys_are_asked_in_turn(monkeypatch):
+    """Blocks of keys, with a wait after each, give what one product does."""
+    keys, queries = normal(0, B, H, BLOCK + 100, D), normal(1, B, H * GROUPS, 4, D)
+    index = indexed(keys, queries, (BLOCK - 3, 103))
+    whole = index.relevance(queries, BLOCK + 50)
+    monkeypatch.setattr("mlx_snapkv.entries.key_index.WHOLE_BYTES", 0)
+    assert mx.allclose(index.relevance(queries, BLOCK + 50), whole, atol=1e-4)
+
+
+def test_channels_count_by_how_large_queries_are_in_them():
+    """Keys vary most where no query looks."""
+    widths = mx.where(mx.arange(D) < D // 2, 10.0, 1.0)
+    keys = normal(0, B, H, T, D) * widths
+    queries = normal(1, B, H * GROUPS, 64, D) * mx.where(mx.arange(D) < D // 2, 0.01, 1.0)
+    wanted = exact(keys, queries[:, :, :1], T)
+
+    def agreement(index: KeyIndex) -> float:
+        return np.corrcoef(np.array(index.relevance(queries[:, :, :1], T)).ravel(), wanted.ravel())[
+            0, 1
+        ]
+
+    assert agreement(indexed(keys, queries)) > 2 * agreement(indexed(keys))
+
+
+def test_it_takes_an_eighth_of_the_keys_in_bfloat16(low_rank):
+    keys, _ = low_rank
+    assert indexed(keys).nbytes == keys.size * 2 // 8
+
+
+def test_taken_back_and_copied(low_rank):
+    keys, queries = low_rank
+    index, wanted = indexed(keys, queries), indexed(keys, queries).relevance(queries, T)
+    other = copy.deepcopy(index)
+    index.truncate(200)
+    index.append(-keys[:, :, 200:])
+    assert mx.array_equal(other.relevance(queries, T), wanted)
+    index.truncate(200)
+    index.append(keys[:, :, 200:])
+    assert len(index) == T and mx.array_equal(index.relevance(queries, T), wanted)
+
+
+def test_votes_are_exact_among_the_likeliest(low_rank):
+    keys, queries = low_rank
+    observed = Queries(queries * 3, range(T - 5, T), scale=0.2)
+    index = indexed(keys, queries)
+    (found,) = index.latest_votes(observed, (5,), 60, lambda places: take_entries(keys, places))
+    wanted = np.array(attention_votes(keys, observed))
+    found = np.array(found)
+    for head in range(H):
+        asked = np.flatnonzero(found[0, head])
+        assert len(asked) <= 4 * 60 + 5
+        best = np.argsort(-wanted[0, head])[:20]
+        assert set(best) <= set(asked)
+        # What the entries left out would have had is shared out among the others.
+        assert np.allclose(found[0, head, best], wanted[0, head, best], rtol=0.05)
+
+
+def test_the_best_of_groups():
+    scores = normal(0, 2, 3 * GROUP + 17)
+    found = np.array(top_of_groups(scores, 800))
+    assert found.shape == (2, n_of_groups(3 * GROUP + 17, 800)) == (2, 800)
+    for row, places in zip(np.array(scores), found):
+        assert len(set(places)) == len(places)
+        best = np.argsort(-row)[:800]
+        assert len(set(best) & set(places)) > 750
+    run = mx.zeros((1, 3 * GROUP)).at[:, 500:520].add(1)  # neighbours are kept together
+    assert set(range(500, 520)) <= set(np.array(top_of_groups(run, 32))[0])
+    assert np.array(top_of_groups(scores, 10**6)).tolist() == [[*range(3 * GROUP + 17)]] * 2
