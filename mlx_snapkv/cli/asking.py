@@ -6,13 +6,12 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from .options import AsJson
 from .result_files import ResultFiles, write_result
@@ -90,7 +89,7 @@ def methods_of(
     policies: Sequence[str] | None,
     memory: str = "drop",
     verify: str | None = None,
-    verify_below: float = VERIFY_BELOW,
+    refresh: str = "token",
     by_mask: Sequence[str] | None = None,
 ) -> list[Method]:
     """The full cache, each policy with the memory and the verification, and what is measured by mask."""
@@ -99,10 +98,10 @@ def methods_of(
     from ..evals.headwise import headwise
     from ..policies import resolve_policy
 
-    recall = Recall(memory, verify, verify_below)
-    given = {"memory": memory, "verify": verify}
-    options = {} if memory == "drop" else given | {"verify_below": verify_below}
-    added = "".join(f", {name} {x}" for name, x in given.items() if x not in ("drop", None))
+    recall = Recall(memory, verify, refresh)
+    options = {} if memory == "drop" else asdict(recall)
+    said = {name: x for name, x in options.items() if x not in ("drop", None, "token")}
+    added = "".join(f", {name} {x}" for name, x in said.items())
     methods = [Method(FULL)]
     for text in dict.fromkeys(policies or []):
         chosen = resolve_policy(policy=text)

@@ -201,7 +201,7 @@ def _load(session: Session, name: str) -> None:
         now.tokenizer,
         policy=wanted[0],
         memory=wanted[1],
-        verify_below=now.verify_below,
+        refresh=now.refresh,
         far=now.far,
         **now.generation,
     )
@@ -284,7 +284,7 @@ COMMANDS = {
     "/retry": Command("", "answer the last question again", _retry),
     "/set": Command("[NAME VALUE]", "how answers are sampled", _set, WordCompleter(list(SETTINGS))),
     "/verify": Command(
-        "unsure|all|none",
+        "all|none",
         "how later answers are verified by all entries",
         _verify,
         WordCompleter([*VERIFY, "none"]),

@@ -134,7 +134,7 @@ class Session:
         """Forget the conversation, and what the file it came from may have brought with it."""
         now = self.conversation
         options = {"system": now.system, "policy": self.policy_wanted} | changes
-        options |= {"verify_below": now.verify_below, "far": now.far}
+        options |= {"refresh": now.refresh, "far": now.far}
         if options["policy"] is not None and self.memory_wanted != "drop":
             options["verify"] = now.verify
         self.replace(

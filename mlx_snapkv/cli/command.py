@@ -74,11 +74,11 @@ NEEDS: dict[str, tuple[str, Callable[[Given], bool]]] = {
     "kv_group_size": ("--kv-bits", lambda given: given["kv_bits"] is not None),
     "quantized_kv_start": ("--kv-bits", lambda given: given["kv_bits"] is not None),
     "num_draft_tokens": ("--draft-model", lambda given: given["draft_model"] is not None),
-    "verify_below": ("--verify unsure", lambda given: given["verify"] == "unsure"),
+    "refresh": ("--memory recall", lambda given: given["memory"] != "drop"),
     "store_dir": ("--memory recall:file", _keeps_files),
     "prefix_dir_bytes": ("--prefix-dir", lambda given: given["prefix_dir"] is not None),
 }
-LATER = ("verify_below", "store_dir")  # which a chat may need when it is under way
+LATER = ("refresh", "store_dir")  # which a chat may need when it is under way
 
 # What a prompt saved before has settled.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
@@ -103,7 +103,7 @@ class Command(TyperCommand):
 
 # Arguments of the library that are flags by the same name.
 FLAGS = (
-    "memory", "verify", "verify_below", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
+    "memory", "verify", "refresh", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
     "num_draft_tokens", "draft_model", "prefill_step_size",
 )  # fmt: skip
 _VALUE = re.compile(rf"(?<![\w./:=,-])({'|'.join(FLAGS)})=(?=\w)")

@@ -68,7 +68,7 @@ def generate(
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --snapkv top_k=1024
       mlx-snapkv generate --model demo --prompt-file contract.txt --prompt "When does it end?" \\
-          --snapkv top_k=1024 --memory recall --verify unsure
+          --snapkv top_k=1024 --memory recall
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """

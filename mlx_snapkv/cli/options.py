@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ..demo import MODELS
-from ..engine.report import VERIFY_BELOW
 from ..errors import SnapKVError
 from ..paths import path_of
 
@@ -288,7 +287,7 @@ class MemoryOptions:
     memory: Annotated[
         str,
         Option(
-            help="Entries that are not kept: gone (drop), or all at hand for later turns and --verify: in memory "
+            help="Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
             "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
             "policy that evicts while it reads, such as keydiff, then reads within its budget."
         ),
@@ -317,17 +316,16 @@ class VerifyOptions(MemoryOptions):
     verify: Annotated[
         str | None,
         Option(
-            help="What an answer does with the entries at hand: doubtful tokens are decoded again from those they "
-            "vote for (unsure), or drafts are checked on all of them, for the full cache's own answer (all)."
+            help="all: the answer is drafted, and checked on all entries that --memory keeps: the full cache's own."
         ),
     ] = None
-    verify_below: Annotated[
-        float,
+    refresh: Annotated[
+        str,
         Option(
-            help="Probability under which a token is doubtful, for --verify unsure. An answer has few votes; with 1 "
-            "every token votes."
+            help="With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
+            "the whole answer, which is faster and less exact (turn)."
         ),
-    ] = VERIFY_BELOW
+    ] = "token"
 
     def keywords(self) -> dict[str, Any]:
         """The same as keywords of `stream_generate`, `Conversation` and batches."""
@@ -345,4 +343,4 @@ class RetentionOptions(VerifyOptions):
         super().__post_init__()
         from ..engine.recalling import Recall
 
-        Recall(self.memory, self.verify, self.verify_below, self.far)
+        Recall(self.memory, self.verify, self.refresh, self.far)

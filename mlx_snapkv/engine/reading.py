@@ -59,7 +59,9 @@ def read_book(
     if report.reason is not None:
         read(model, mx.array(tokens), caches, options)
         return caches, report
-    request = make_request(model, policy, len(tokens), caches, None, Recall(memory, refresh="turn", far=far))
+    request = make_request(
+        model, policy, len(tokens), caches, None, Recall(memory, refresh="turn", far=far)
+    )
     options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
         read(model, mx.array(tokens), request.caches, options)

@@ -124,7 +124,9 @@ class CompressionReport:
 
     @property
     def entries_text(self) -> str:
-        """The entries kept in words: one number, or the range over the layers."""
+        """The entries kept in words: one number, or the range over the layers; or those that every token reads."""
+        if self.refreshed is not None:
+            return f"{self.refreshed} entries read by every token"
         kept = sorted(n for n in self.entries_kept if n is not None)
         if not kept or kept[0] == kept[-1]:
             return f"{self.entries} entries kept"

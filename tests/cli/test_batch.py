@@ -122,12 +122,11 @@ def test_the_form_is_openais(batch):
 
 def test_answers_may_ask_again_what_was_dropped(batch):
     policy = SNAPKV.replace("lookahead=4", "lookahead=0")
-    flags = ("--policy", policy, "--memory", "recall:file", "--verify", "unsure")
+    flags = ("--policy", policy, "--memory", "recall:file")
     _, found, _ = batch([chat("a", 9), text("b", 9, max_tokens=4)], *flags)
     assert answer(found["a"]) == "482913"
     ours = found["a"]["response"]["body"]["mlx_snapkv"]
-    assert ours["memory"] == "recall:file" and ours["verified"]["verify"] == "unsure"
-    assert ours["verified"]["tokens"] > 0
+    assert ours["memory"] == "recall:file"
 
 
 def test_short_prompts_say_why_they_are_full(batch):

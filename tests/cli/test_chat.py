@@ -62,7 +62,7 @@ def test_verify_is_chosen_shown_and_refused(document):
     path, facts = document
     lines = [
         f"/file {path}",
-        "/verify unsure",
+        "/verify all",
         facts[0].question,
         "/stats",
         "/verify none",
@@ -70,14 +70,14 @@ def test_verify_is_chosen_shown_and_refused(document):
     ]
     code, out, err = script(lines, *POLICY)
     assert code == 0 and out.splitlines() == [facts[0].value]
-    assert "verify: unsure" in err and re.search(r", \d+ votes in \d+ tokens", err)
+    assert "verify: all" in err and re.search(r", \d+% of the tokens drafted", err)
     assert err.count("verify: none") == 2
     code, _, err = script(["/verify all"], *POLICY[:-1], "recall:file")
     assert code == 2 and "must be in memory" in err
     code, _, err = script(["/verify maybe"], *POLICY)
-    assert code == 2 and "/verify takes unsure, all or none, got 'maybe'" in err
-    code, _, err = script([], "--verify", "unsure", *POLICY[2:])
-    assert code == 2 and "--verify unsure needs a policy" in err
+    assert code == 2 and "/verify takes all or none, got 'maybe'" in err
+    code, _, err = script([], "--verify", "all", *POLICY[2:])
+    assert code == 2 and "--verify all needs a policy" in err
 
 
 def test_answers_are_decoded_from_quantised_rows(document):

@@ -79,11 +79,10 @@ def test_a_flag_is_the_same_in_every_command():
         ([*ASK, "--kv-group-size", "64"], "--kv-group-size", "--kv-bits"),
         ([*ASK, "--quantized-kv-start", "0"], "--quantized-kv-start", "--kv-bits"),
         ([*ASK, "--num-draft-tokens", "2"], "--num-draft-tokens", "--draft-model"),
-        ([*ASK, "--policy", "snapkv", "--memory", "recall", "--verify", "all",
-          "--verify-below", "0.9"], "--verify-below", "--verify unsure"),
+        ([*ASK, "--policy", "snapkv", "--refresh", "turn"], "--refresh", "--memory recall"),
         ([*ASK, "--memory", "recall", "--store-dir", "."], "--store-dir", "--memory recall:file"),
         ([*SERVE, "--prefix-dir-bytes", "4GB"], "--prefix-dir-bytes", "--prefix-dir"),
-        (["eval", "suite", "--verify-below", "0.9"], "--verify-below", "--verify unsure"),
+        (["eval", "suite", "--refresh", "turn"], "--refresh", "--memory recall"),
     ],
 )  # fmt: skip
 def test_an_option_that_would_do_nothing_is_refused(call, args, flag, other):
@@ -103,7 +102,7 @@ def test_a_chat_may_need_it_later(call):
         (["--memory", "foo"], "--memory must be drop, recall, "),
         (["--policy", "h2o", "--memory", "recall"], "--memory recall needs a policy that chooses "),
         (["--far", "pull"], "--far pull needs a policy that evicts "),
-        (["--policy", "snapkv", "--verify", "unsure"], "give --memory recall\n"),
+        (["--policy", "snapkv", "--verify", "all"], "give --memory recall\n"),
         (["--policy", "snapkv:n_sink=-1"], "snapkv option n_sink must be "),
     ],
 )

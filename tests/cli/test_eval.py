@@ -134,12 +134,12 @@ def test_the_suite_has_both_settings_and_goes_on(call, tmp_path):
     assert code == 0 and "Question known, 512 tokens" in out
     assert "Question later, 512 tokens" in out and "by task" not in out
     assert {p.name for p in tmp_path.iterdir()} == {f"suite{e}" for e in (".jsonl", ".json", ".md")}
-    recalled = ["--memory", "recall", "--verify", "unsure"]
+    recalled = ["--memory", "recall", "--refresh", "turn"]
     args = ["--policy", policy, *recalled, "--output", str(base), "--json"]
     code, out, _ = call("suite", *small, *args)
     methods = [s["method"] for s in json.loads(out)["summary"]]
     assert code == 0
-    assert ["memory recall, verify unsure" in name for name in methods] == [False] * 2 + [True] * 2
+    assert ["memory recall, refresh turn" in name for name in methods] == [False] * 2 + [True] * 2
     lines = base.with_suffix(".jsonl").read_text().splitlines()
     assert len(lines) == 1 + 2 + 2 + 2  # the setting, the full cache once, and both ways
 

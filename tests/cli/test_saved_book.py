@@ -50,7 +50,7 @@ def test_a_book_is_saved_and_asked(call, save, story, path, memory):
 def test_it_may_be_asked_from_memory_and_with_doubts(call, save, story, path):
     save(path, "--policy", BOOK, "--memory", "recall:file")
     fact = story[1][1]
-    code, out, err = asked(call, path, fact, "--memory", "recall", "--verify", "unsure")
+    code, out, err = asked(call, path, fact, "--memory", "recall")
     assert (code, out) == (0, fact.value + "\n") and "in memory" in err and " votes in " in err
 
 

@@ -46,9 +46,7 @@ def ask(url, document, number):
     return cached
 
 
-@pytest.mark.parametrize(
-    "flags", [("--policy", POLICY, "--memory", "recall:file:8bit", "--verify", "unsure"), ()]
-)
+@pytest.mark.parametrize("flags", [("--policy", POLICY, "--memory", "recall:file:8bit"), ()])
 def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, flags):
     folder = tmp_path / "prefixes"
     with served_process(*flags, "--prefix-dir", str(folder)) as (url, process):

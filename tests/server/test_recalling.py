@@ -20,8 +20,8 @@ SMALL = (
 BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
 WAYS = [
     (SMALL, "recall:8bit", {"verify": "all"}),
-    (SMALL, "recall:file", {"verify": "unsure"}),
-    (BOOK, "recall:file:8bit", {"verify": "unsure"}),
+    (SMALL, "recall:file", {}),
+    (BOOK, "recall:file:8bit", {}),
 ]
 
 
