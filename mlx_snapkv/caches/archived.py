@@ -179,13 +179,16 @@ class ArchivedKVCache(Everything, BlockKVCache):
 
     @property
     def state(self) -> tuple:
-        """What is resident; the store is no part of it."""
-        return super().state
+        """What is resident, and the index; the store is no part of it."""
+        return (*super().state, None if self._index is None else self._index.state)
 
     @state.setter
     def state(self, v: tuple) -> None:
-        BlockKVCache.state.fset(self, v)  # type: ignore[attr-defined]
-        self.store, self._index = _CLOSED, None
+        *own, index = v
+        BlockKVCache.state.fset(self, tuple(own))  # type: ignore[attr-defined]
+        keys = Entries(self.keys, self.values, quantization=self.quantization).plain()[0]
+        self._index = None if index is None else KeyIndex.restored(index, keys)
+        self.store = _CLOSED
         self._at_mark = (-1, {})
 
     @property

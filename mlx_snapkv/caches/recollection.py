@@ -71,10 +71,15 @@ class Recollection:
         near, _ = self._pull.nearer(entries, end)
         return near
 
+    @property
+    def few(self) -> bool:
+        """Whether the entries are so few that they are as well asked themselves."""
+        return len(self) <= FEW
+
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
-        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if few are at hand."""
+        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are `few`."""
         n = len(self)
-        if n <= FEW and not self.waits:
+        if self.few:
             return None
         parts = [range(start, min(start + READ_TOKENS, n)) for start in range(0, n, READ_TOKENS)]
         sampled = parts[:: math.ceil(len(parts) / SAMPLED_PARTS)]

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from ..entries.attention import attention_votes
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
-from ..entries.quantization import n_bytes
+from ..entries.quantization import n_bytes, rows
 from ..entries.queries import OnQueries, Queries, Read
 from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
@@ -159,9 +159,11 @@ class RefreshedKVCache(OnQueries, LayerCache):
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes of what a token reads."""
-        keys, values = self._always.keys_and_values()
-        return n_bytes((keys[:, :, :1], values[:, :, :1])) * self.n_entries
+        """Bytes of what a token reads, the index among it."""
+        if self._always.empty():
+            return 0
+        one = n_bytes(rows(self._always.keys_and_values(), 0, 1))
+        return one * self.n_entries + (0 if self._index is None else self._index.nbytes)
 
     def size(self) -> int:
         return self.n_entries

@@ -79,7 +79,11 @@ def batch(
     limit = most_kv_bytes(files.max_kv_bytes)
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if retention.memory != "drop":
-        about |= {"memory": retention.memory, "verify": retention.verify}
+        about |= {
+            "memory": retention.memory,
+            "verify": retention.verify,
+            "refresh": retention.refresh,
+        }
     with _opened(files.requests) as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")

@@ -22,6 +22,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 from .result_files import ResultFiles, write_json
+from .slow_blas import LONG, tell_slow_blas
 
 if TYPE_CHECKING:
     from ..batch.run import Progress as BatchProgress
@@ -94,6 +95,11 @@ class PrefillBar(CallbackBar):
     def __init__(self, console: Console):
         count = TextColumn("{task.completed:,}/{task.total:,}")
         super().__init__(console, "reading the prompt", count, _TokenSpeed())
+
+    def update(self, done: int, total: int) -> None:
+        if done == 0 and total >= LONG:
+            tell_slow_blas(self._progress.console)
+        super().update(done, total)
 
 
 class WritingBar(CallbackBar):

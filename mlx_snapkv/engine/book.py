@@ -198,7 +198,11 @@ class BookRequest(RecallingRequest):
         (stored,) = layer.cache_in(self.prompt_cache).sources()
         n = self.decision.n_prompt - self._n_again
         everything = Recollection([First(stored, n)], layer, self.pull)
-        refreshed = RefreshedKVCache(everything, self._everything(layer).index, quota, layer)
+        index = None if everything.few else self._everything(layer).index
+        n_window = max(0, quota.n_window - self._n_again)
+        most = max(quota.n_sink + n_window, quota.entries - self._n_again)
+        quota = Quota(most, quota.n_sink, n_window)
+        refreshed = RefreshedKVCache(everything, index, quota, layer)
         again = layer.cache_in(self._small).held()
         refreshed.append(again.between(len(again) - self._n_again, len(again)))
         return refreshed

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -82,6 +83,31 @@ class KeyIndex:
             codes[:, :, : self._n - start]
             for start, codes in zip(range(0, self._n, BLOCK), self._codes)
         ]
+
+    @property
+    def state(self) -> list:
+        """Its arrays, for a file."""
+        return [self._mean, self._of_keys, self._of_queries, self._codes]
+
+    @classmethod
+    def restored(cls, state: Any, keys: mx.array) -> KeyIndex | None:
+        """The index of a file, for keys of this shape; None if it does not fit them."""
+        index = cls.__new__(cls)
+        B, H, _, D = keys.shape
+        size = max(1, D // 4)
+        try:
+            index._mean, index._of_keys, index._of_queries, index._codes = state
+            fits = (
+                index._mean.shape == (B, H, 1, D)
+                and index._of_keys.shape == index._of_queries.shape == (B, H, D, size)
+                and all(c.shape[:2] == (B, H) and c.shape[3] == size for c in index._codes)
+                and all(c.shape[2] == BLOCK for c in index._codes[:-1])
+                and all(c.dtype == mx.int8 and c.shape[2] <= BLOCK for c in index._codes)
+            )
+        except (AttributeError, IndexError, TypeError, ValueError):
+            return None
+        index._n = sum(c.shape[2] for c in index._codes) if fits else 0
+        return index if fits else None
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
         other = copy.copy(self)

@@ -23,7 +23,7 @@ def test_the_closing_line_tells_where_the_entries_are(call, story, memory):
     assert (code, out) == (0, story[1][0].value + "\n")
     where = "on disk" if "file" in memory else "in memory"
     found = re.search(
-        rf"(\d+) prompt tokens, 96 entries kept, KV memory [^,]*, with room for more\), (\d+) resident \([^)]*\), "
+        rf"(\d+) prompt tokens, 96 entries read by every token, KV memory [^,]*\), (\d+) resident \([^)]*\), "
         rf"all \1 {where} \([^)]*\), votes [\d.]+ s, gathering [\d.]+ s, \d+ tokens read again [\d.]+ s \| prompt",
         err.splitlines()[-1],
     )

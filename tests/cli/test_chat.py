@@ -45,7 +45,7 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(document):
     code, out, err = script(lines, *POLICY)
     assert code == 0
     assert out.splitlines() == [fact.value for fact in facts]
-    assert "notes of today.txt: " in err and "100 entries kept" in err
+    assert "notes of today.txt: " in err and "100 entries read by every token" in err
     assert "entries by layer: 0: 100, 1: 100, 2: 100" in err and "tokens/s" in err
     assert all(f"\n{command} " in err for command in ("/file", "/reset", "/policy", "/quit"))
 
@@ -107,7 +107,7 @@ def test_a_conversation_is_saved_and_loaded_in_another_chat(document, tmp_path):
     assert (code, out.splitlines()) == (0, [facts[0].value]) and "saved in" in err
     code, out, err = script([f'/load "{base}"', facts[1].question, "/stats"])
     assert (code, out.splitlines()) == (0, [facts[1].value])
-    assert "tokens loaded, policy snapkv" in err and "100 entries kept" in err
+    assert "tokens loaded, policy snapkv" in err and "100 entries read by every token" in err
 
 
 def test_a_files_own_settings_end_with_it(document, tmp_path):
@@ -120,7 +120,7 @@ def test_a_files_own_settings_end_with_it(document, tmp_path):
     code, out, err = script([*lines, "/reset", f"/file {path}", facts[1].question], *POLICY)
     assert (code, out.splitlines()) == (0, [f.value for f in (*facts, facts[1])])
     assert "policy keydiff:budget=300, memory drop, as it was saved" in err
-    assert "memory recall\n" in err and "100 entries kept" in err
+    assert "memory recall\n" in err and "100 entries read by every token" in err
 
 
 def test_a_text_that_cache_prompt_saved_can_be_asked_about(document, tmp_path):

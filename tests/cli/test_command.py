@@ -92,7 +92,7 @@ def test_an_option_that_would_do_nothing_is_refused(call, args, flag, other):
 
 
 def test_a_chat_may_need_it_later(call):
-    more = ["--store-dir", ".", "--verify-below", "0.9"]
+    more = ["--store-dir", ".", "--refresh", "turn"]
     assert call("chat", "--model", "demo", *more, stdin=b"/quit\n")[0] == 0
 
 

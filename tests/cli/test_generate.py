@@ -372,7 +372,7 @@ def test_an_answer_that_recalls(call, asked, options, closing):
         assert out == value + "\n"
         code, out, err = call(*command, *RECALLED, *options, "--json", "--quiet")
         verified = json.loads(out)["compression"]["verified"]
-        assert verified["verify"] == options[-1] and verified["tokens"] > 0 and err == ""
+        assert verified["tokens"] > 0 and err == ""
 
 
 @pytest.mark.parametrize(

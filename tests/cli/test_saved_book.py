@@ -47,11 +47,11 @@ def test_a_book_is_saved_and_asked(call, save, story, path, memory):
     assert result["compression"]["book"]["stored"] > 1500
 
 
-def test_it_may_be_asked_from_memory_and_with_doubts(call, save, story, path):
+def test_it_may_be_asked_from_memory(call, save, story, path):
     save(path, "--policy", BOOK, "--memory", "recall:file")
     fact = story[1][1]
     code, out, err = asked(call, path, fact, "--memory", "recall")
-    assert (code, out) == (0, fact.value + "\n") and "in memory" in err and " votes in " in err
+    assert (code, out) == (0, fact.value + "\n") and "in memory" in err
 
 
 def test_a_chat_goes_on_from_it(call, save, story, path):
