@@ -206,37 +206,20 @@ def resident() -> list[str]:
 
 
 def answers() -> list[str]:
-    """Right answers by task and way."""
+    """How near answers come to the full cache's, by when they choose."""
     result = load("answers")
-    tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
+    rows = result["rows"]
     body = []
-    for way in dict.fromkeys(row["way"] for row in result["rows"]):
-        of = {row["task"]: row for row in result["rows"] if row["way"] == way}
-        same = sum(row["same"] for row in of.values())
-        asked = sum(row["asked"] for row in of.values())
-        body.append(
-            [way, *(right(of[task]) for task in tasks), f"{same}/{asked}", *_rates(*of.values())]
-        )
-    head = ("cache", *tasks, "same as full", "votes a token", "drafted")
+    for model, share, way in dict.fromkeys((r["model"], r["share"], r["way"]) for r in rows):
+        of = {
+            r["kind"]: r for r in rows if (r["model"], r["share"], r["way"]) == (model, share, way)
+        }
+        figures = [f"{of[k]['kl']:.3f}, {of[k]['same']:.3f}" for k in ("needles", "essays")]
+        body.append((f"`{model}`", f"1/{share}", way, *figures))
+    n = {row["kind"]: row["n"] for row in rows}
+    head = ("model", "entries read", "chosen by", f"needles ({n['needles']}): KL, same token")
+    head += (f"essays ({n['essays']}): KL, same token",)
     return [*_measured(result), *table(head, body)]
-
-
-def open_answers() -> list[str]:
-    """What a real model's answers take."""
-    result = load("answers")["open"]
-    speeds = [row["tokens"] / row["seconds"] for row in result["rows"]]
-    body = [
-        (row["way"], *_rates(row), f"{speed:.2f}", f"{speed / speeds[0]:.2f}x")
-        for row, speed in zip(result["rows"], speeds)
-    ]
-    head = ("cache", "votes a token", "drafted", "tokens/s", "of the full cache's")
-    return [*_measured(result), *table(head, body)]
-
-
-def _rates(*rows: Row) -> tuple[str, str]:
-    tokens = sum(row["tokens"] for row in rows)
-    votes, drafted = (sum(row[what] for row in rows) / tokens for what in ("votes", "accepted"))
-    return f"{votes:.2f}", f"{drafted:.2f}"
 
 
 def agents() -> list[str]:
@@ -274,6 +257,5 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bits": bits,
     "resident": resident,
     "answers": answers,
-    "open-answers": open_answers,
     "agents": agents,
 }

@@ -53,7 +53,7 @@ CHOICES = (
         "an answer that must equal the full cache's",
         "The small cache drafts tokens, and all entries check them.",
         f"{ASK} --snapkv top_k=4096 --memory recall --verify all",
-        ("recall.md#verified-answers",),
+        ("recall.md#what-an-answer-reads",),
     ),
     Choice(
         "a text too long for memory",
