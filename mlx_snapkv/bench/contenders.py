@@ -1,15 +1,19 @@
 """The ways to hold a prompt's KV entries that are measured side by side, and the model that shows them best."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from ..caches.adapter import plain_cache
 from ..caches.decode import decode_cache
 from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.quantizable import head_sizes
+from ..caches.recollection import Recollection
+from ..caches.refreshed import RefreshedKVCache
+from ..caches.sources import Plain
 from ..entries.entries import Entries
 from ..policies import Policy, Stages
 
@@ -28,6 +32,7 @@ class Contender:
         policy: what compresses; None is mlx-lm alone.
         bits, group_size: mlx-lm's quantisation of the full cache.
         rotates: mlx-lm's `--max-kv-size`.
+        refreshes: all entries stay, and every token chooses so many anew.
     """
 
     name: str
@@ -36,14 +41,19 @@ class Contender:
     bits: int | None = None
     group_size: int = 64
     rotates: bool = False
+    refreshes: bool = False
 
     def cache(self, layer: AttentionLayer, keys: mx.array, values: mx.array, context: int) -> Any:
         """A layer's cache in the state of decoding after a prompt of `context` tokens.
 
         Args:
             layer: the model's layer.
-            keys, values: `(B, n_kv_heads, n, head_dim)`: the entries kept, or all for mlx-lm's caches.
+            keys, values: `(B, n_kv_heads, n, head_dim)`: the entries held.
         """
+        if self.refreshes and self.policy is not None:
+            everything = Recollection([Plain(plain_cache(keys, values))], layer)
+            (quota,) = self.policy.stages[1].quotas(context, 1)
+            return RefreshedKVCache(everything, everything.make_index(None), quota, layer)
         if self.policy is not None:
             _, policy = self.policy.stages
             (quota,), scores = policy.quotas(context, 1), mx.zeros(keys.shape[:3])
@@ -104,7 +114,12 @@ def contenders(model, context: int, policies: list[Policy | Stages]) -> list[Con
         found += [
             Contender(f"--kv-bits {bits}", context, bits=bits, group_size=group) for bits in (8, 4)
         ]
-    return found + ours
+    again = [
+        replace(contender, name=f"{contender.name}, recall", refreshes=True)
+        for contender in ours
+        if contender.policy is not None and not contender.policy.reads_in_blocks
+    ]
+    return found + ours + again
 
 
 def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
@@ -116,7 +131,7 @@ def decoding_cache(model, contender: Contender, context: int) -> list[Any]:
     mx.eval(model(mx.zeros((1, 8), mx.int32), cache=prompt_cache))
     for layer in attention_layers(model, prompt_cache):
         keys, values = layer.cache_in(prompt_cache).keys_and_values()
-        n = context if contender.policy is None else contender.entries
+        n = contender.entries if contender.policy and not contender.refreshes else context
         held = [
             mx.random.normal((*x.shape[:2], n, x.shape[3])).astype(x.dtype) for x in (keys, values)
         ]

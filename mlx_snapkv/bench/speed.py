@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import kv_bytes, layer_caches, members
 from ..engine.generate import generate_step
+from ..engine.prefill import observing
 from ..engine.report import CompressionReport
 from ..policies import Policy, Stages
 from .contenders import Contender, compressed, contenders, decoding_cache, random_prompt
@@ -86,7 +87,13 @@ def decoding(
             found.append((contender, cache))
     seconds = _step_in_turn(model, [cache for _, cache in found], steps)
     figures = [
-        (contender, {"step_seconds": statistics.median(times), "kv_bytes": _entries_bytes(cache)})
+        (
+            contender,
+            {
+                "step_seconds": statistics.median(times),
+                "kv_bytes": _entries_bytes(cache, contender.refreshes),
+            },
+        )
         for (contender, cache), times in zip(found, seconds)
     ]
     del found, cache
@@ -97,9 +104,10 @@ def decoding(
 def _can_decode(model, cache: list[Any]) -> bool:
     """False where mlx-lm can't serve a model from such a cache (quantised entries with attention sinks)."""
     try:
-        for _ in range(WARM_UP):
-            mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
-            _trim(cache)
+        with observing(model, cache):
+            for _ in range(WARM_UP):
+                mx.eval(model(mx.zeros((1, 1), mx.int32), cache=cache))
+                _trim(cache)
     except (ValueError, AttributeError):
         return False
     return True
@@ -112,9 +120,10 @@ def _step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float
     for step in range(steps):
         for n in range(len(caches)):
             i = (n + step) % len(caches)
-            started = time.perf_counter()
-            mx.eval(model(token, cache=caches[i]))
-            seconds[i].append(time.perf_counter() - started)
+            with observing(model, caches[i]):
+                started = time.perf_counter()
+                mx.eval(model(token, cache=caches[i]))
+                seconds[i].append(time.perf_counter() - started)
             _trim(caches[i])
     return seconds
 
@@ -126,9 +135,15 @@ def _trim(cache: list[Any]) -> None:
             member.trim(1)
 
 
-def _entries_bytes(prompt_cache: list[Any]) -> int:
-    """Bytes of the keys and values of all caches, the rotating ones that stand for full ones too."""
-    caches = zip(members(prompt_cache), layer_caches(prompt_cache))
+def _entries_bytes(prompt_cache: list[Any], refreshes: bool) -> int:
+    """Bytes of the keys and values of all caches, the rotating ones that stand for full ones too.
+
+    Args:
+        refreshes: the caches read some of all entries, which are held besides.
+    """
+    caches = list(zip(members(prompt_cache), layer_caches(prompt_cache)))
+    if refreshes:
+        return sum(ours.kv_nbytes + ours.full_nbytes for _, ours in caches)
     return sum(ours.kv_nbytes or (c.nbytes if hasattr(c, "max_size") else 0) for c, ours in caches)
 
 
