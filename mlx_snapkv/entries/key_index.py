@@ -24,6 +24,8 @@ REACH = 5 / 127  # standard deviations that a step of a component's 8 bits is wi
 BLOCK = 8192  # tokens whose codes are one array, and whose logits are made at a time
 # Of float32 logits and codes, below which all are made at once, without a wait.
 WHOLE_BYTES = {mx.cpu: 16 << 20, mx.gpu: 256 << 20}[mx.default_device().type]
+SAMPLED = 8  # one key in so many, of which the largest logit of each query is taken then
+ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
 
 
@@ -137,10 +139,11 @@ class KeyIndex:
         if 4 * B * H * n * (queries.shape[2] + size) <= WHOLE_BYTES:
             every = mx.concatenate([logits(codes) for codes in parts], axis=2)
             return (every - every.max(axis=2, keepdims=True)).max(axis=-1)
-        top = _in_turn(lambda codes: logits(codes).max(axis=2), parts)
+        # Few entries are above the largest of a sample, and those are among the best.
+        top = _in_turn(lambda codes: logits(codes[:, :, ::SAMPLED]).max(axis=2), parts)
         most = mx.stack(top, axis=2).max(axis=2, keepdims=True)
         below = _in_turn(lambda codes: (logits(codes) - most).max(axis=-1), parts)
-        return mx.concatenate(below, axis=-1)
+        return mx.minimum(mx.concatenate(below, axis=-1), 0)
 
     def latest_votes(
         self,
@@ -149,7 +152,7 @@ class KeyIndex:
         budget: int,
         keys_at: Callable[[mx.array], mx.array],
     ) -> mx.array:
-        """`entries.attention.latest_votes`, exact among the likeliest entries; the others have none.
+        """`entries.attention.latest_votes`, exact among the entries likeliest by the latest queries; others have none.
 
         Args:
             budget: how many entries are to be chosen by the votes.
@@ -158,7 +161,8 @@ class KeyIndex:
         B, H, _, _ = self._of_queries.shape
         first, T = observed.places.start, self._n
         n = min(first, CANDIDATES * budget)
-        relevance = self.relevance(observed.heads * observed.scale, first)
+        asking = observed.latest(ASKING).heads * observed.scale
+        relevance = self.relevance(asking, first)
         likeliest = mx.sort(top_of_groups(relevance, n), axis=-1)
         own = mx.broadcast_to(mx.arange(first, T, dtype=mx.uint32), (B, H, T - first))
         places = mx.concatenate([likeliest, own], axis=-1)

@@ -50,12 +50,15 @@ def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
 
 
 def test_many_queries_and_keys_are_asked_in_turn(monkeypatch):
-    """Blocks of keys, with a wait after each, give what one product does."""
+    """Blocks of keys, with a wait after each, give what one product does, but for the largest logit, of a sample."""
     keys, queries = normal(0, B, H, BLOCK + 100, D), normal(1, B, H * GROUPS, 4, D)
     index = indexed(keys, queries, (BLOCK - 3, 103))
     whole = index.relevance(queries, BLOCK + 50)
     monkeypatch.setattr("mlx_snapkv.entries.key_index.WHOLE_BYTES", 0)
-    assert mx.allclose(index.relevance(queries, BLOCK + 50), whole, atol=1e-4)
+    found = index.relevance(queries, BLOCK + 50)
+    assert (found >= whole - 1e-3).all() and mx.abs(found - whole).mean() < 4
+    best = set(np.argsort(-np.array(whole)[0, 0])[:100].tolist())
+    assert len(best & set(np.argsort(-np.array(found)[0, 0])[:400].tolist())) > 80
 
 
 def test_channels_count_by_how_large_queries_are_in_them():
