@@ -165,6 +165,19 @@ class RefreshedKVCache(OnQueries, LayerCache):
         one = n_bytes(rows(self._always.keys_and_values(), 0, 1))
         return one * self.n_entries + (0 if self._index is None else self._index.nbytes)
 
+    @property
+    def nbytes(self) -> int:
+        return self.kv_nbytes
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The newest ones' buffer, which mlx-lm lets wait for what a pipeline sends."""
+        return self._always.keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self._always.keys = keys
+
     def size(self) -> int:
         return self.n_entries
 

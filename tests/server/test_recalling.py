@@ -51,8 +51,7 @@ def test_follow_ups_answer_as_a_conversation_and_four_at_once(
             answer, cached, about = ask(served, messages)
             assert answer == "".join(r.text for r in conversation.send(said)).strip() == fact.value
             assert (cached > 700) == (i > 0)
-            assert about["verified"]["verify"] == options["verify"]
-            assert about["verified"]["tokens"] > 0
+            assert ("verified" in about) == ("verify" in options)
             assert ("book" in about) == (policy == BOOK)
             messages.append({"role": "assistant", "content": answer})
 
