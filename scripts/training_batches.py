@@ -1,0 +1,163 @@
+"""Training sequences: question answering over documents, and copying.
+
+A sequence is a list of token ids with a label for each: text, an answer, or the repeat of a copied segment.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+from training_tokenizer import BOS, END, ROLES
+
+from mlx_snapkv.demo import documents, tasks
+
+TEXT, ANSWER, COPY = 0, 1, 2
+
+# Share of documents whose facts differ in their subject alone, so that the subject must be matched.
+SAME_ATTRIBUTE = 0.5
+
+TASK_SHARE = 0.75
+
+Sequence = tuple[list[int], list[int]]  # ids, labels
+
+
+@dataclass
+class Mix:
+    """What a batch is made of.
+
+    length: tokens a sequence; facts: facts per 1,000 tokens (at least 2); questions: asked at most;
+    copy: share of copying sequences; made_up: chance that a word of a subject is an invented one;
+    tasks: harder ones that three quarters of the other sequences draw from.
+    """
+
+    length: int
+    facts: float
+    questions: int = 12
+    copy: float = 0.05
+    made_up: float = 0.15
+    tasks: tuple[str, ...] = ()
+
+
+class SequenceMaker:
+    def __init__(self, tokenizer: Tokenizer, seed: int):
+        self.rng = random.Random(seed)
+        self.tokenizer = tokenizer
+        self.bos, self.end = tokenizer.token_to_id(BOS), tokenizer.token_to_id(END)
+        self.system, self.user, self.assistant = (tokenizer.token_to_id(role) for role in ROLES)
+        self.n_special = 2 + len(ROLES)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def question_answering(self, mix: Mix) -> Sequence:
+        rng = self.rng
+        n_facts = self._hidden(mix)
+        attributes = list(documents.ATTRIBUTES)
+        if rng.random() < SAME_ATTRIBUTE:
+            attributes = [rng.choice(attributes)]
+        facts = documents.make_facts(rng, n_facts, mix.made_up, attributes)
+        asked = rng.sample(facts, min(n_facts, mix.questions))
+
+        def document(n_tokens: int) -> str:
+            return documents.make_document(rng, facts, n_tokens, self.count)
+
+        if rng.random() < 0.6:
+            return self._chat(mix, asked, document)
+        turns = []  # as a text that goes on
+        for i, fact in enumerate(asked):
+            lead = f"The {fact.attribute} of the {fact.subject} is"
+            begun = self.encode(("\n" if i else "\n\n") + lead)
+            turns.append((begun, self.encode(f" {fact.value}.")))
+        return self._sequence(mix, [self.bos], document, turns)
+
+    def task(self, mix: Mix) -> Sequence:
+        """One of the harder tasks, as a chat."""
+        sentences, questions = tasks.TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
+
+        def document(n_tokens: int) -> str:
+            return documents.hide_in_order(self.rng, sentences, n_tokens, self.count)
+
+        return self._chat(mix, questions[: mix.questions], document)
+
+    def _hidden(self, mix: Mix) -> int:
+        return max(2, round(mix.facts * mix.length / 1000 * self.rng.uniform(0.5, 1.5)))
+
+    def _chat(self, mix: Mix, asked, document: Callable[[int], str]) -> Sequence:
+        turns = []
+        for i, question in enumerate(asked):
+            separator = [self.user] if i else self.encode("\n\n")
+            prompt = separator + self.encode(question.question) + [self.assistant]
+            turns.append((prompt, [*self.encode(f" {question.value}"), self.end]))
+        head = [self.bos]
+        if self.rng.random() < 0.1:
+            head += [self.system, *self.encode("Answer the question about the document.")]
+        return self._sequence(mix, [*head, self.user], document, turns)
+
+    def _sequence(
+        self, mix: Mix, head: list[int], document: Callable[[int], str], turns: list[Sequence]
+    ) -> Sequence:
+        """Head, a document that fills what is left of the length, and turns up to half of it."""
+        tail: list[int] = []
+        labels: list[int] = []
+        for prompt, answer in turns:
+            tail += prompt + answer
+            labels += [TEXT] * len(prompt) + [ANSWER] * len(answer)
+            if len(tail) > mix.length // 2:
+                break
+        body = self.encode(document(max(mix.length - len(tail) - len(head), 0)))
+        ids = head + body + tail
+        return ids, [TEXT] * (len(head) + len(body)) + labels
+
+    def copying(self, mix: Mix) -> Sequence:
+        rng = self.rng
+        ids, labels = [self.bos], [TEXT]
+        while len(ids) < mix.length:
+            n = rng.randint(8, max(9, min(mix.length // 2, 192)))
+            if rng.random() < 0.5:
+                piece = [
+                    rng.randrange(self.n_special, self.tokenizer.get_vocab_size()) for _ in range(n)
+                ]
+            else:
+                text = " ".join(
+                    documents.fact_sentence(f, rng)
+                    for f in documents.make_facts(rng, n // 12 + 1, 0.3)
+                )
+                piece = self.encode(text)[:n]
+            ids += piece + piece
+            labels += [TEXT] * (len(piece) + 1) + [COPY] * (len(piece) - 1)
+        return ids[: mix.length], labels[: mix.length]
+
+    def _draw(self, mix: Mix) -> Sequence:
+        if self.rng.random() < mix.copy:
+            return self.copying(mix)
+        if mix.tasks and self.rng.random() < TASK_SHARE:
+            return self.task(mix)
+        return self.question_answering(mix)
+
+    def batch(self, mix: Mix, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids and labels, `(sequences, length)` int64, padded with the end token, labelled -1."""
+        rows = [self._draw(mix) for _ in range(max(1, tokens // mix.length))]
+        width = max(len(ids) for ids, _ in rows)
+        ids = np.full((len(rows), width), self.end, np.int64)
+        labels = np.full((len(rows), width), -1, np.int64)
+        for i, (row_ids, row_labels) in enumerate(rows):
+            ids[i, : len(row_ids)] = row_ids
+            labels[i, : len(row_ids)] = row_labels
+        return ids, labels
+
+
+def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
+    """Share of answers of which every token is predicted; nan without answers."""
+    hits = []
+    for row_ok, row_kind in zip(correct, kinds):
+        answer = np.flatnonzero(np.diff(np.concatenate([[0], row_kind == ANSWER, [0]])))
+        hits += [row_ok[a:b].all() for a, b in zip(answer[::2], answer[1::2])]
+    return float(np.mean(hits)) if hits else math.nan
