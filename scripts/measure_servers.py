@@ -127,8 +127,8 @@ def running(command: list[str]) -> Iterator[tuple[str, list[int]]]:
 
         def watch() -> None:
             while not over.wait(0.05):
-                with contextlib.suppress(KeyError, OSError):  # it has just ended
-                    held.append(look(process.pid).n_bytes)
+                with contextlib.suppress(OSError):  # it has just ended
+                    held.append(look(process.pid)["memory"])
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -18,25 +19,15 @@ from bad_requests import BAD, BAD_HTTP, CHAT, RAW, TEXT
 from mlx_snapkv.demo.documents import filler_sentence
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-ENDS = {
-    CHAT: "data: [DONE]",
-    TEXT: "data: [DONE]",
-    MESSAGES: "event: message_stop",
-    RESPONSES: "event: response.completed|event: response.incomplete",
-}
+ENDS = ("data: [DONE]", "event: message_stop")
+ENDS += ("event: response.completed", "event: response.incomplete")
 SENTENCES = 120  # of a document at most, about 2,500 tokens
 SAME = {"prompt": "The key of", "max_tokens": 40}
 
 
 @dataclass
 class Tally:
-    """What all clients have seen.
-
-    Attributes:
-        counts: requests, by what became of them.
-        wrong: what should not have been, in words.
-        slowest: seconds until a bad request was refused, at most.
-    """
+    """What all clients have seen: requests by what became of them, what was wrong, the slowest refusal in seconds."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -78,15 +69,11 @@ class Clients:
         kind = self._rng.choice((self._bad_fields, self._bad_bytes, self._bad_http, self._bad_site))
         began = time.monotonic()
         status, body = kind()
-        seconds = time.monotonic() - began
-        problem = None
-        try:
-            if not (400 <= status < 500 and json.loads(body)["error"]["message"]):
-                problem = f"{kind.__name__}: {status} {body[:200]!r}"
-        except (ValueError, KeyError, TypeError):
-            problem = f"{kind.__name__}: {status}, no error in the API's form: {body[:200]!r}"
+        self._tally.slowest = max(self._tally.slowest, time.monotonic() - began)
+        told = re.search(r'"error":\s*{.*"message":\s*".', body, re.S)
+        refused = 400 <= status < 500 and told
+        problem = None if refused else f"{kind.__name__}: {status} {body[:200]!r}"
         self._tally.note("bad requests", problem)
-        self._tally.slowest = max(self._tally.slowest, seconds)
 
     def leaving(self) -> None:
         """One that goes away: before it is answered, or in the middle of that."""
@@ -129,11 +116,9 @@ class Clients:
     def _request(self) -> tuple[str, dict[str, Any]]:
         rng = self._rng
         text = " ".join(filler_sentence(rng) for _ in range(rng.randint(1, SENTENCES)))
-        if self._said and rng.random() < 0.5:
+        if self._said and len(self._said) < 20 and rng.random() < 0.5:
             text = "What is the access code of the opal oak?"
         else:
-            self._said = []
-        if sum(len(message["content"]) for message in self._said) > 20_000:
             self._said = []
         self._said.append({"role": "user", "content": text})
         n = rng.randint(1, 120)
@@ -150,9 +135,7 @@ class Clients:
 
     def _whole(self, path: str, body: dict[str, Any]) -> str | None:
         response = self._client.post(path, json=body)
-        ok = response.status_code == 200 and "error" not in (response.json() or {"error": 0})
-        if path == RESPONSES and response.status_code == 200:  # whose "error" is null
-            ok = response.json()["error"] is None
+        ok = response.status_code == 200 and response.json().get("error") is None
         return None if ok else f"{path}: {response.status_code} {response.text[:200]}"
 
     def _streamed(self, path: str, body: dict[str, Any]) -> str | None:
@@ -162,25 +145,26 @@ class Clients:
                 return f"{path}: {response.status_code} {response.read().decode()[:200]}"
             for line in response.iter_lines():
                 seen = [*seen[-3:], line]
-                ended = ended or line in ENDS[path].split("|")
+                ended = ended or line in ENDS
                 if line.startswith(("event: error", 'data: {"error"')):
                     return f"{path}: {seen}"
         return None if ended else f"{path}: its stream ended with {seen}"
 
     def _bad_fields(self) -> tuple[int, str]:
         path, body = self._rng.choice(list(BAD.values()))
-        response = self._client.post(path, content=json.dumps(body).encode())
-        return response.status_code, response.text
+        return self._posted(path, json.dumps(body).encode())
 
     def _bad_bytes(self) -> tuple[int, str]:
         path = self._rng.choice((CHAT, TEXT, MESSAGES, RESPONSES))
-        response = self._client.post(path, content=self._rng.choice(list(RAW.values())))
-        return response.status_code, response.text
+        return self._posted(path, self._rng.choice(list(RAW.values())))
 
     def _bad_site(self) -> tuple[int, str]:
         """As a page whose name was pointed at this machine would, at any path."""
         path, host = f"/{self._rng.getrandbits(64):x}", f"evil{self._rng.getrandbits(64):x}.example"
-        response = self._client.post(path, json={}, headers={"Host": host})
+        return self._posted(path, b"{}", {"Host": host})
+
+    def _posted(self, path: str, content: bytes, headers: dict | None = None) -> tuple[int, str]:
+        response = self._client.post(path, content=content, headers=headers)
         return response.status_code, response.text
 
     def _bad_http(self) -> tuple[int, str]:
@@ -196,9 +180,7 @@ class Clients:
         return int(head.split()[1]), body.decode()
 
 
-KINDS: list[Callable[[Clients], None]] = [
-    *[Clients.good] * 4, Clients.same, Clients.bad, *[Clients.leaving] * 2, Clients.slow,
-]  # fmt: skip
+KINDS = [*[Clients.good] * 4, Clients.same, Clients.bad, *[Clients.leaving] * 2, Clients.slow]
 
 
 def run_all(url: str, seed: int, seconds: float, tally: Tally) -> list[threading.Thread]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -23,58 +22,39 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from soak_clients import Tally, run_all  # noqa: E402
 
-FLAGS = [
-    "--snapkv",
-    "budget=25%,n_sink=4,n_window=32,min_ctx=256",
-    "--memory",
-    "recall",
-    "--queue",
-    "64",
-]
-FLAGS += ["--prefix-bytes", "60MB", "--max-kv-bytes", "80MB"]
+FLAGS = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256 --memory recall --queue 64".split()
+FLAGS += "--prefix-bytes 60MB --max-kv-bytes 80MB".split()
 EVERY = 2.0  # seconds between two looks
 WARM = 1 / 3  # of the time, until which memory may grow: caches fill
-GROWTH = 1.10  # of the middle of the time after that, which its end may not exceed
-MORE_FILES = 5
+MAY_GROW = {"memory": lambda before: 1.10 * before, "files": lambda before: before + 5}
 LINES = 400  # of /metrics, whose names must not come from clients
 SETTLE = 30.0  # seconds until no request is open
 
 
-@dataclass(frozen=True)
-class Look:
-    """What a process takes: bytes of its own, threads and open files; None where the system does not tell."""
-
-    n_bytes: int
-    threads: int | None
-    files: int | None
-
-
-def look(pid: int) -> Look:
+def look(pid: int) -> dict[str, int]:
+    """What a process takes: bytes of memory, and open files where the system tells."""
     status = Path(f"/proc/{pid}/status")
     if not status.exists():
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-        return Look(int(told.stdout) * 1024, None, None)
-    fields = dict(re.findall(r"^(\w+):\s+(\d+)", status.read_text(), re.M))
-    n_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return Look(int(fields["RssAnon"]) * 1024, int(fields["Threads"]), n_files)
+        return {"memory": int(told.stdout) * 1024}
+    own = re.search(r"^RssAnon:\s+(\d+)", status.read_text(), re.M)
+    if own is None:
+        raise OSError(f"process {pid} has ended")
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return {"memory": int(own[1]) * 1024, "files": files}
 
 
-def grown(looks: list[Look]) -> list[str]:
+def grown(looks: list[dict[str, int]]) -> list[str]:
     """What has grown after the warm-up, from the first half of the rest to the last quarter of it."""
     rest = looks[int(len(looks) * WARM) :]
-    early, late = rest[: len(rest) // 2], rest[-(len(rest) // 4) :]
+    parts = rest[: len(rest) // 2], rest[-(len(rest) // 4) :]
     found = []
-    before, after = (statistics.median(each.n_bytes for each in part) for part in (early, late))
-    print(f"memory: {before / 1e6:.0f} MB after the warm-up, {after / 1e6:.0f} MB at the end")
-    if after > GROWTH * before:
-        found.append(f"memory has grown by {after / before - 1:.0%}")
-    for what in ("threads", "files"):
-        counts = [[getattr(each, what) for each in part] for part in (early, late)]
-        if None not in counts[0]:
-            before, after = (statistics.median(part) for part in counts)
-            print(f"{what}: {before:.0f} after the warm-up, {after:.0f} at the end")
-            if after > before + MORE_FILES:
-                found.append(f"{what} have grown from {before:.0f} to {after:.0f}")
+    for what, may_grow in MAY_GROW.items():
+        if what in rest[0]:
+            before, after = (statistics.median(each[what] for each in part) for part in parts)
+            print(f"{what}: {before:,.0f} after the warm-up, {after:,.0f} at the end")
+            if after > may_grow(before):
+                found.append(f"{what} has grown from {before:,.0f} to {after:,.0f}")
     return found
 
 
@@ -89,7 +69,6 @@ def unsettled(url: str) -> list[str]:
     while (n_open := metric(url, "mlx_snapkv_open_requests")) and time.monotonic() < until:
         time.sleep(0.5)
     lines = len(httpx.get(f"{url}/metrics", timeout=60).text.splitlines())
-    print(f"requests open: {n_open:.0f}; lines of /metrics: {lines}")
     found = [f"{n_open:.0f} requests are open still"] if n_open else []
     found += [f"/metrics has {lines} lines"] if lines > LINES else []
     if httpx.get(f"{url}/health", timeout=60).status_code != 200:

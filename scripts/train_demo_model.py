@@ -125,7 +125,9 @@ def build(arch: str, config: dict[str, Any]) -> torch.nn.Module:
         "linear_attention" if (i + 1) % interval else "full_attention"
         for i in range(settings["num_hidden_layers"])
     ]
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**settings, rope_parameters=rope, layer_types=kinds))
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(**settings, rope_parameters=rope, layer_types=kinds)
+    )
 
 
 def mlx_weights(arch: str, state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

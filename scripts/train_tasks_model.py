@@ -2,8 +2,8 @@
 
     python scripts/train_tasks_model.py --out build/tasks
 
-It starts from the weights of `demo` with one layer more, which does nothing at first. The run is fixed by `--seed`; each
-stage leaves the model's folder as it is then. It needs 10 GB of memory at the end. With glibc,
+It starts from the weights of `demo` with one layer more, which does nothing at first. The run is fixed by `--seed`;
+each stage leaves the model's folder as it is then. It needs 10 GB of memory at the end. With glibc,
 MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 before the command make it up to three times as
 fast: MLX then gets its large arrays without page faults.
 """

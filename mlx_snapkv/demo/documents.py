@@ -1,6 +1,6 @@
 """Synthetic documents: facts hidden among ordinary sentences, and questions about them.
 
-The embedded models were trained on such documents, `mlx-snapkv demo` asks about them, and tests and measurements
+The embedded models are trained on such documents, `mlx-snapkv demo` asks about them, and tests and measurements
 score answers on them. Everything is drawn from a `random.Random`, so a seed fixes the text.
 """
 

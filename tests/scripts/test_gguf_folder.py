@@ -1,6 +1,5 @@
 """GGUF checkpoints become what mlx-lm computes with: weights by hand, and whole files written and read."""
 
-import gguf_folder
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,6 +7,9 @@ from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.models import gemma3_text, llama
 from tokenizers import pre_tokenizers
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[real]'")
+import gguf_folder  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}{% endfor %}"
 SPECIAL, NORMAL, USER_DEFINED, BYTE = 3, 1, 4, 6
@@ -25,7 +27,6 @@ def test_two_pieces_merge_if_they_make_a_third_and_the_best_first():
 
 def write_gguf(path, family, args, tokenizer, tensors):
     """A GGUF file of a model's dimensions, a tokenizer's fields and tensors by llama.cpp's names."""
-    gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[real]'")
     writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(args.num_hidden_layers)
     writer.add_context_length(64)

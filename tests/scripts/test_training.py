@@ -1,11 +1,14 @@
-"""What training uses in the place of MLX's own functions gives their values and gradients."""
+"""What training uses in the place of MLX's own functions gives their values; the seed makes the shipped tokenizer."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import llama
+from training_batches import ANSWER, COPY, Mix, SequenceMaker
+from training_tokenizer import train_tokenizer
 
-from scripts.demo_training import quick_exp
+from mlx_snapkv.demo import MODELS
+from scripts import training_quick_exp as quick_exp
 
 TARGET = mx.array([3, 0, 7])
 PAIRS = {
@@ -52,3 +55,15 @@ def test_mlx_lm_has_its_own_again_afterwards():
     with quick_exp.quick_llama():
         assert llama.scaled_dot_product_attention is quick_exp.attention
     assert llama.scaled_dot_product_attention is own
+
+
+def test_the_seed_makes_the_shipped_tokenizer_and_sequences_are_what_their_mix_says():
+    tokenizer = train_tokenizer(1)
+    shipped = (MODELS["demo"] / "tokenizer.json").read_text(encoding="utf-8")
+    assert tokenizer.to_str() == shipped
+    maker = SequenceMaker(tokenizer, 1)
+    for mix, kind in ((Mix(300, facts=20, copy=0.0), ANSWER), (Mix(300, facts=20, copy=1.0), COPY)):
+        ids, labels = maker.batch(mix, 1200)
+        assert ids.shape == labels.shape and len(ids) == 4
+        assert 250 < ids.shape[1] <= 340 and (labels == kind).any()
+        assert not (labels == (ANSWER + COPY - kind)).any()
