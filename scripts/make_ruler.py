@@ -25,8 +25,8 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -64,7 +64,15 @@ def make_rows(
     random.seed(seed)
     np.random.seed(seed)
     rng.seed(seed)
-    with _offline(essays), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    from lm_eval.tasks.ruler import niah_utils, prepare_niah
+
+    haystack = partial(_haystack, essays, prepare_niah.get_haystack)
+    with (
+        patch.object(niah_utils, "get_haystack", haystack),
+        patch.object(prepare_niah, "cached_sent_tokenize", split_sentences),
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
         found = generate(tokenizer=str(tokenizer), max_seq_lengths=[length])["test"]
     return [_columns(task, found[i]) for i in range(min(samples, len(found)))]
 
@@ -83,19 +91,6 @@ def _generators() -> dict[str, tuple[Callable, random.Random]]:
         "cwe": (cwe_utils.get_cw_dataset, cwe_utils.RNG),
         "fwe": (fwe_utils.fwe_download, other),
     }
-
-
-@contextmanager
-def _offline(essays: Path) -> Iterator[None]:
-    """Within the block lm_eval takes its haystack from the folder, and splits sentences without nltk's data."""
-    from lm_eval.tasks.ruler import niah_utils, prepare_niah
-
-    haystack = partial(_haystack, essays, prepare_niah.get_haystack)
-    with (
-        patch.object(niah_utils, "get_haystack", haystack),
-        patch.object(prepare_niah, "cached_sent_tokenize", split_sentences),
-    ):
-        yield
 
 
 def _haystack(essays: Path, of_others: Callable, type_haystack: str) -> list[str] | str:

@@ -129,11 +129,8 @@ def main() -> None:
     real = [name for name in REAL if (FOLDER / name).is_dir()]
     parser.set_defaults(models=[*MODELS, *FAMILIES, *HELD_OUT, *real])
     args = parser.parse_args()
-    result = {
-        **about("measure_plan.py", *sys.argv[1:]),
-        "versions": mlx_versions(),
-        "rows": measure(args.models),
-    }
+    result = about("measure_plan.py", *sys.argv[1:]) | {"versions": mlx_versions()}
+    result["rows"] = measure(args.models)
     write_json(args.out, result)
 
 

@@ -100,54 +100,52 @@ def ask(url: str, messages: list[dict[str, str]], logit_bias: dict[str, float]) 
     return answer
 
 
-@contextlib.contextmanager
-def float32_folder(name: str) -> Iterator[str]:
+def write_float32(name: str, folder: Path) -> None:
     """What all servers are given as `--model`: an embedded one in float32, as ours loads it on a CPU by itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / name
-        shutil.copytree(MODELS[name], copy)
-        path = copy / "model.safetensors"
-        weights: Any = mx.load(str(path))
-        wide = {key: weight.astype(mx.float32) for key, weight in weights.items()}
-        mx.eval(wide)
-        mx.save_safetensors(str(path), wide, {"format": "mlx"})
-        yield str(copy)
+    shutil.copytree(MODELS[name], folder)
+    weights: Any = mx.load(str(MODELS[name] / "model.safetensors"))
+    wide = {key: weight.astype(mx.float32) for key, weight in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), wide, {"format": "mlx"})
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[tuple[str, list[int]]]:
-    """A server's address while the block runs, and the bytes that its process has held, looked up now and then."""
+def running(command: list[str]) -> Iterator[tuple[str, int]]:
+    """A server's address and process while the block runs."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    place = ["--host", "127.0.0.1", "--port", str(port)]
-    url, held, over = f"http://127.0.0.1:{port}", [0], threading.Event()
+    place, url = ["--host", "127.0.0.1", "--port", str(port)], f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([sys.executable, "-m", *command, *place], stdout=log, stderr=log)
-
-        def watch() -> None:
-            while not over.wait(0.05):
-                with contextlib.suppress(OSError):  # it has just ended
-                    held.append(look(process.pid)["memory"])
-
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
         try:
-            until = time.monotonic() + WAIT
-            while True:
-                with contextlib.suppress(httpx.TransportError):
-                    if httpx.get(f"{url}/health").status_code == 200:
-                        break
+            until, status = time.monotonic() + WAIT, 0
+            while status != 200:
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     raise SystemExit(f"{command[:2]} did not start: {log.read().decode()[-500:]}")
                 time.sleep(0.1)
-            yield url, held
+                with contextlib.suppress(httpx.TransportError):
+                    status = httpx.get(f"{url}/health").status_code
+            yield url, process.pid
         finally:
-            over.set()
             process.terminate()
             process.wait(30)
-            watcher.join()
+
+
+@contextlib.contextmanager
+def watched(pid: int) -> Iterator[list[int]]:
+    """The bytes that a process holds while the block runs, looked up now and then."""
+    held, over = [look(pid)["memory"]], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            held.append(look(pid)["memory"])
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield held
+    over.set()
+    watcher.join()
 
 
 def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
@@ -167,7 +165,11 @@ def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:
 def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> dict[str, Any]:
     """A row: so many clients, each with a document of about `length` tokens."""
     clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
-    with running(command) as (url, held), ThreadPoolExecutor(n_clients) as pool:
+    with (
+        running(command) as (url, pid),
+        watched(pid) as held,
+        ThreadPoolExecutor(n_clients) as pool,
+    ):
         ask(url, [{"role": "user", "content": "Hello"}], {})  # until then, the model may be loading
         began = time.perf_counter()
         # All ask at once, and again when the last has its answer.
@@ -175,6 +177,10 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
             list(pool.map(lambda client: client.ask(url), clients)) for _ in range(1 + FOLLOW_UPS)
         ]
         seconds = time.perf_counter() - began
+
+    def cached(answer: Answer) -> int:
+        return (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
     first, later = rounds[0], [answer for answers in rounds[1:] for answer in answers]
     tokens, together = tokens_while_all_answer(rounds)
     answered = sum(answer.usage["completion_tokens"] for answer in (*first, *later))
@@ -184,15 +190,11 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
         "tokens_per_second": answered / seconds,
         "together_tokens_per_second": tokens / together if together else None,
         "follow_up_tokens": statistics.mean(a.usage["prompt_tokens"] for a in later),
-        "cached_tokens": statistics.mean(_cached(answer) for answer in later),
+        "cached_tokens": statistics.mean(cached(answer) for answer in later),
         "process_bytes": max(held),
         "right": sum(client.n_right for client in clients),
         "questions": len(first) + len(later),
     }
-
-
-def _cached(answer: Answer) -> int:
-    return (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
 
 
 def main() -> None:
@@ -211,12 +213,13 @@ def main() -> None:
         "rows": [],
     }
     tokenizer = load_model(name)[1]
-    with float32_folder(name) as folder:
+    with tempfile.TemporaryDirectory() as holder:
+        write_float32(name, folder := Path(holder) / name)
         for n in args.clients:
             for server, command in SERVERS.items():
                 ours = command[0] == "mlx_snapkv"
                 given = ["--policy", POLICY, "--concurrency", str(n)] if ours else []
-                row = measure([*command, *given, "--model", folder], tokenizer, args.length, n)
+                row = measure([*command, *given, "--model", str(folder)], tokenizer, args.length, n)
                 result["rows"].append({"clients": n, "server": server, **row})
                 print(result["rows"][-1], flush=True)
                 write_json(args.out, result)

@@ -54,10 +54,13 @@ CASES = {
     "lagkv/128_cross": (LagKVPress, {"lag_size": 128, "cross_scoring": True}, 400),
     "lagkv/32_cross": (LagKVPress, {"lag_size": 32, "cross_scoring": True}, 96),
 }
-for press in (KeyDiffPress, KnormPress, TOVAPress, StreamingLLMPress):
-    policy = {"KnormPress": "key_norm", "StreamingLLMPress": "streaming_llm"}.get(
-        press.__name__, press.__name__.removesuffix("Press").lower()
-    )
+PLAIN = {
+    "keydiff": KeyDiffPress,
+    "key_norm": KnormPress,
+    "tova": TOVAPress,
+    "streaming_llm": StreamingLLMPress,
+}
+for policy, press in PLAIN.items():
     CASES |= {f"{policy}/{kept}": (press, {}, kept) for kept in (24, 96)}
 
 

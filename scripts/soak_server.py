@@ -54,7 +54,7 @@ def grown(looks: list[dict[str, int]]) -> list[str]:
             before, after = (statistics.median(each[what] for each in part) for part in parts)
             print(f"{what}: {before:,.0f} after the warm-up, {after:,.0f} at the end")
             if after > may_grow(before):
-                found.append(f"{what} has grown from {before:,.0f} to {after:,.0f}")
+                found.append(f"{what}: from {before:,.0f} to {after:,.0f}")
     return found
 
 

@@ -117,11 +117,8 @@ def install(packages: list[str]) -> dict[str, str]:
     """Install packages; their versions."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     subprocess.run(["npm", "install", "--silent", *packages], cwd=FOLDER, check=True)
-    found = {}
-    for name in packages:
-        told = json.loads((FOLDER / "node_modules" / name / "package.json").read_text())
-        found[name] = told["version"]
-    return found
+    told = {name: FOLDER / "node_modules" / name / "package.json" for name in packages}
+    return {name: json.loads(path.read_text())["version"] for name, path in told.items()}
 
 
 def what_to_say(prompt: str) -> str:

@@ -22,13 +22,13 @@ def test_memory_may_grow_while_caches_fill_and_not_after():
     filling = range(100, 130)
     assert grown(looks(*filling, *[130] * 60)) == []
     assert grown(looks(*filling, *[130] * 30, *[150] * 30)) == [
-        "memory has grown from 130,000,000 to 150,000,000"
+        "memory: from 130,000,000 to 150,000,000"
     ]
 
 
 def test_files_that_stay_open_are_told():
     assert grown(looks(*[100] * 90, more=5)) == []
-    assert grown(looks(*[100] * 90, more=40)) == ["files have grown from 16 to 56"]
+    assert grown(looks(*[100] * 90, more=40)) == ["files: from 16 to 56"]
 
 
 def test_a_process_is_looked_at():
