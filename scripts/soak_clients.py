@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import socket
 import threading
 import time
@@ -70,8 +69,10 @@ class Clients:
         began = time.monotonic()
         status, body = kind()
         self._tally.slowest = max(self._tally.slowest, time.monotonic() - began)
-        told = re.search(r'"error":\s*{.*"message":\s*".', body, re.S)
-        refused = 400 <= status < 500 and told
+        try:
+            refused = 400 <= status < 500 and json.loads(body)["error"]["message"]
+        except (ValueError, KeyError, TypeError):  # it is not the API's form
+            refused = False
         problem = None if refused else f"{kind.__name__}: {status} {body[:200]!r}"
         self._tally.note("bad requests", problem)
 
