@@ -18,6 +18,14 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_settings(tmp_path_factory):
+    """The tester's own config.toml is none of the tests'."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
 def _load(name: str):
     model, tokenizer = load(str(MODELS[name]))
     model.set_dtype(mx.float32)  # what a CPU computes quickly

@@ -15,6 +15,7 @@ from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat
 from .command import Command, in_flags, with_options
+from .config import config
 from .demo import demo
 from .eval_answers import data, lines, needle, suite
 from .eval_fidelity import fidelity
@@ -35,13 +36,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-evaluations = typer.Typer(help="Ask about long documents, with the full cache and with policies.")
-COMMANDS = generate, chat, batch, serve, cache_prompt, inspect, plan, demo, models, policies, bench
+EVALUATIONS = "Ask about long documents, with the full cache and with policies."
+evaluations = typer.Typer(help=EVALUATIONS)
+COMMANDS = (
+    generate, chat, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench,
+)  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity, data, lm, needle, lines, suite))):
     for function in commands:
         name = function.__name__.replace("_", "-")
-        group.command(name, cls=Command)(with_options(function))
-app.add_typer(evaluations, name="eval")
+        first, *_ = (function.__doc__ or "").split("\n\n")
+        group.command(name, cls=Command, short_help=first)(with_options(function))
+app.add_typer(evaluations, name="eval", short_help=EVALUATIONS)
 
 
 @evaluations.callback(invoke_without_command=True)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from ..errors import SnapKVError
 from ..paths import path_of, reason
@@ -42,6 +42,10 @@ class FileOptions:
             help="Seed of the sampling, for requests that bring none of their own.",
         ),
     ] = None
+    allow_errors: Annotated[
+        bool,
+        Option("--allow-errors", help="Exit with 0, not 1, if requests could not be answered."),
+    ] = False
     quiet: options.Quiet = False
 
 
@@ -58,7 +62,8 @@ def batch(
     """Answer a file of requests, OpenAI's batch lines, several at once on compressed KV caches.
 
     Every answer is on the disk when it is whole, so the same command goes on where it stopped. What a request does not
-    say of its sampling and length, the options here do. A line that can't be answered becomes one that says why.
+    say of its sampling and length, the options here do. A line that can't be answered becomes one that says why, and
+    the exit code is 1.
 
     \b
       mlx-snapkv batch requests.jsonl -o answers.jsonl --model demo --policy keydiff:budget=25%,min_ctx=1024
@@ -95,8 +100,10 @@ def batch(
         if limit is not None:
             run.memory = Memory(loaded, chosen, cache.quantization, cache.prefill_step_size, limit)
         _answer(run, lines, files.quiet)
-    if not files.quiet:
+    if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
+    if answers.n_errors and not files.allow_errors:
+        raise Exit(1)
 
 
 def most_kv_bytes(text: str | None) -> int | None:

@@ -23,6 +23,7 @@ def chat(
     cache: options.MLXCacheOptions,
     policy: options.PolicyOptions,
     retention: options.RetentionOptions,
+    quiet: options.Quiet = False,
 ) -> None:
     """Chat with a model; commands start with a slash, /help lists them.
 
@@ -54,7 +55,7 @@ def chat(
         **sampling.generation(adapted),
         **generation,
     )
-    run(Session(model.model, conversation, sampling, shared))
+    run(Session(model.model, conversation, sampling, shared, quiet))
 
 
 def run(session: Session) -> None:
@@ -63,7 +64,7 @@ def run(session: Session) -> None:
     A mistake is one sentence and the chat goes on, unless the lines come from a file: then it ends with that mistake.
     """
     interactive = session.lines.interactive
-    if interactive:
+    if interactive and not session.quiet:
         session.say(f"{session.model}, {session.ways}")
         session.say(
             "Several lines: paste them, or end each with a backslash. /help lists commands."

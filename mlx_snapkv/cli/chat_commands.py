@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -170,15 +171,24 @@ def _stats(session: Session, _: str) -> None:
         session.say("nothing has been said yet, or since the conversation was loaded")
         return
     session.say(str(report))
-    layers = [f"{i}: {n}" for i, n in enumerate(report.entries_kept) if n is not None]
-    if layers:
-        session.say(f"entries by layer: {', '.join(layers)}")
+    if layers := _by_layer(report.entries_kept):
+        session.say(f"entries by layer: {layers}")
     held = format_bytes(kv_bytes(conversation.prompt_cache))
     if file_bytes(conversation.prompt_cache):
         held += f", {format_bytes(file_bytes(conversation.prompt_cache))} in files"
     if conversation.undo_nbytes:
         held += f", {format_bytes(conversation.undo_nbytes)} for /undo"
     session.say(f"KV memory held between turns: {held}; {session.speed}")
+
+
+def _by_layer(entries: Sequence[int | None]) -> str:
+    """The entries of each layer that has some, neighbours with as many together."""
+    said = []
+    for n, layers in groupby(enumerate(entries), key=lambda layer: layer[1]):
+        (first, _), *_, (last, _) = [*layers] * 2
+        if n is not None:
+            said.append(f"{first}: {n}" if first == last else f"{first} to {last}: {n}")
+    return ", ".join(said)
 
 
 def _save(session: Session, name: str) -> None:
@@ -218,6 +228,8 @@ def _export(session: Session, name: str) -> None:
         raise SnapKVError("/export does not run on several Macs: start the chat without mlx.launch")
     text = as_markdown(session)
     ours = str(path.absolute()) in session.exported
+    if path.is_dir():
+        raise SnapKVError(f"/export {path} is a folder: give a file name")
     if path.exists() and not ours:
         if not session.lines.interactive:
             raise SnapKVError(f"/export {path}: there is such a file already, give another name")

@@ -28,6 +28,7 @@ class Session:
         names: of the documents attached, by their text.
         exported: files that hold this chat already.
         speed: of the last turn, in words.
+        quiet: whether stderr has only what commands and mistakes say.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Session:
         conversation: Conversation,
         sampling: SamplingOptions,
         lines: Lines | SharedLines,
+        quiet: bool = False,
     ):
         self.model = model
         self.conversation = conversation
@@ -45,7 +47,9 @@ class Session:
         self.names: dict[str, str] = {}
         self.exported: set[str] = set()
         self.speed = ""
+        self.quiet = quiet
         self._console = stderr_console()
+        self._progress = stderr_console(quiet)
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file
 
     def say(self, text: str) -> None:
@@ -55,10 +59,10 @@ class Session:
         """Attach a document; the number of its tokens."""
         now = self.conversation
         # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
-        n_tokens = waited_for(self._console, TOKENISING, partial(now.count, text))
+        n_tokens = waited_for(self._progress, TOKENISING, partial(now.count, text))
         now.attached.append(text)
         tell_if_too_long(
-            self._console,
+            self._progress,
             now.model,
             n_tokens,
             len(now.read),
@@ -72,13 +76,13 @@ class Session:
 
     def answer(self, text: str) -> None:
         """Send a message, and print the answer as it comes."""
-        bar = PrefillBar(self._console)
+        bar = PrefillBar(self._progress)
         last = None
         now = self.conversation
         n_before = len(now.read)
         cost = partial(_long_turn, now, n_before)
-        send = partial(now.send, text, telling_cost(self._console, cost, bar.update))
-        responses: Any = waited_for(self._console, TOKENISING, send)
+        send = partial(now.send, text, telling_cost(self._progress, cost, bar.update))
+        responses: Any = waited_for(self._progress, TOKENISING, send)
         try:
             for last in responses:
                 print(last.text, end="", flush=True)

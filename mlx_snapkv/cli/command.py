@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from typer.core import TyperCommand
 
 from ..errors import SnapKVError
+from .config import ONE_OF, settings_of
 
 Given = dict[str, Any]
 
@@ -82,12 +83,49 @@ LATER = ("refresh", "store_dir")  # which a chat may need when it is under way
 
 # What a prompt saved before has settled.
 SETTLED = ("system_prompt", "prefill_response", "max_kv_size", "draft_model")
+# What it has its own of, unless the command line says otherwise.
+BROUGHT = ("snapkv", "policy", "memory", "verify", "refresh", "far", "kv_bits")
 
 
 class Command(TyperCommand):
-    """Raises: SnapKVError: an option does nothing without another one, or beside it."""
+    """A command whose options may be set by variables and config.toml.
+
+    Raises:
+        SnapKVError: an option does nothing without another one, or beside it.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        settings = ctx.meta["settings"] = settings_of(ctx)
+        ctx.default_map = {name: setting.value for name, setting in settings.items()}
+        rest = super().parse_args(ctx, args)
+        typed = {n for n in ctx.params if ctx.get_parameter_source(n).name == "COMMANDLINE"}
+        dropped = ONE_OF if ONE_OF & typed else set()
+        if ctx.params.get("prompt_cache_file") is not None:
+            dropped |= {*SETTLED, *BROUGHT}
+        for option in self.params:
+            if option.name in settings.keys() & dropped - typed:
+                ctx.params[option.name] = option.default
+                del settings[option.name]
+        if ctx.params.get("policy") == "none":
+            ctx.params["policy"] = None
+        return rest
 
     def invoke(self, ctx: Any) -> Any:
+        try:
+            return self._invoke(ctx)
+        except SnapKVError as error:
+            text = in_flags(str(error))
+            origins = [
+                f"{flag_of(name)} is from {setting.origin}"
+                for name, setting in ctx.meta["settings"].items()
+                if ctx.get_parameter_source(name).name == "DEFAULT_MAP"
+                and _is_about(text, name, setting.value)
+            ]
+            if not origins:
+                raise
+            raise SnapKVError(f"{text} ({', '.join(origins)})") from error
+
+    def _invoke(self, ctx: Any) -> Any:
         if ctx.params.get("prompt_cache_file") is not None:
             for flag in (flag_of(name) for name in SETTLED if ctx.params[name] is not None):
                 raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
@@ -99,6 +137,12 @@ class Command(TyperCommand):
                 flag = flag_of(name)
                 raise SnapKVError(f"{flag} does nothing without {other}: give that, or drop {flag}")
         return super().invoke(ctx)
+
+
+def _is_about(sentence: str, name: str, value: Any) -> bool:
+    """Whether a sentence names an option or how its value begins."""
+    start = re.split("[:=]", value)[0] if isinstance(value, str) else ""
+    return flag_of(name) in sentence or (start != "" and start in sentence)
 
 
 # Arguments of the library that are flags by the same name.

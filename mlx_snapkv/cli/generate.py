@@ -94,6 +94,9 @@ def generate(
             prompt_cache_file, model.model, loaded, chosen, retention.memory, cache.quantization
         )
         keywords |= start.options
+        if start.has(text):
+            note = f"note: {prompt_cache_file} has this text already: give the question alone"
+            console.print(note, markup=False, soft_wrap=True)
         encode = partial(start.encode, adapted, text, prompt.ignore_chat_template)
         tokens = waited_for(console, TOKENISING, encode)
     seed_sampling(seed)

@@ -86,6 +86,11 @@ class SavedStart:
             return "drop"
         return noted.get("memory") or book_memory(self._saved.prompt_cache) or "drop"
 
+    def has(self, text: str) -> bool:
+        """Whether a text to be read begins with the saved one."""
+        saved_text = (self._saved.notes.get("text") or "").strip()
+        return bool(saved_text) and text.lstrip().startswith(saved_text)
+
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
         """Token ids of what follows the saved prompt.
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..server.engine import Loaded
     from ..server.prefix_files import PrefixFiles
 
-KEY_VARIABLE = "MLX_SNAPKV_API_KEY"
 PREFIXES = "4GB"
 PREFIX_FILES = "20GB"
 
@@ -40,7 +39,7 @@ class HTTPOptions:
     api_key: Annotated[
         str | None,
         Option(
-            help=f"What clients must send; or set {KEY_VARIABLE}. Other addresses than 127.0.0.1 need one."
+            help="What clients must send; or set MLX_SNAPKV_API_KEY. Other addresses than 127.0.0.1 need one."
         ),
     ] = None
     allow_origin: Annotated[
@@ -66,7 +65,7 @@ class HTTPOptions:
         return Settings(
             self.host,
             self.port,
-            self.api_key or os.environ.get(KEY_VARIABLE) or None,
+            self.api_key or None,
             tuple(self.allow_origin or ()),
             timeout=self.timeout,
             volatile_headers=tuple(self.volatile_header),

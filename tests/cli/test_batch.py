@@ -203,7 +203,7 @@ def test_bad_lines_become_error_lines_and_the_rest_is_answered(call, tmp_path):
     file, output = write(tmp_path / "r.jsonl", lines), tmp_path / "a.jsonl"
     args = ["batch", str(file), "-o", str(output), *DEMO, "--policy", SNAPKV]
     code, out, err = call(*args)
-    assert (code, out) == (0, "") and f"2 answered, {len(BAD)} errors in " in err
+    assert (code, out) == (1, "") and f"2 answered, {len(BAD)} errors in " in err
     records = [json.loads(raw) for raw in output.read_text().splitlines()]
     errors = {r["error"]["line"]: r for r in records if r["error"]}
     for number, (_, words) in enumerate(BAD, start=2):
@@ -213,7 +213,7 @@ def test_bad_lines_become_error_lines_and_the_rest_is_answered(call, tmp_path):
     right = [r["custom_id"] for r in records if not r["error"]]
     assert sorted(right) == ["good", "last"]
     before = output.read_bytes()
-    code, _, err = call(*args)
+    code, _, err = call(*args, "--allow-errors")
     assert code == 0 and output.read_bytes() == before
     assert f"({len(lines) - 1} of them before)" in err
 

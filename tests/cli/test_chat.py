@@ -46,8 +46,16 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(document):
     assert code == 0
     assert out.splitlines() == [fact.value for fact in facts]
     assert "notes of today.txt: " in err and "100 entries read by every token" in err
-    assert "entries by layer: 0: 100, 1: 100, 2: 100" in err and "tokens/s" in err
+    assert "entries by layer: 0 to 2: 100\n" in err and "tokens/s" in err
     assert all(f"\n{command} " in err for command in ("/file", "/reset", "/policy", "/quit"))
+
+
+def test_a_quiet_chat_leaves_stderr_to_commands_and_mistakes(document):
+    path, facts = document
+    code, out, err = script([f"/file {path}", facts[0].question, "/verify"], *POLICY, "-q")
+    assert (code, out.splitlines()) == (0, [facts[0].value])
+    first, last = err.splitlines()
+    assert first.startswith("notes of today.txt: ") and last == "verify: none"
 
 
 def test_rows_can_rest_in_a_file(document):
@@ -209,6 +217,7 @@ def test_a_backslash_joins_lines():
         ("/set max-tokens 1.5", "/set max_tokens must be a whole number from 1, got '1.5'"),
         ("/files detach 1", "detach and the number or name of a waiting file"),
         ("/export", "/export needs the name of a file"),
+        ("/export /", "/export / is a folder: give a file name"),
         ("/export nowhere/talk.md", "/export nowhere/talk.md: No such file or directory"),
     ],
 )

@@ -111,6 +111,18 @@ def test_a_sentence_names_what_was_typed(call, args, said):
     assert (code, out) == (2, "") and said in err
 
 
+def test_the_list_of_commands_is_whole_on_a_narrow_terminal(call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for args in (["--help"], ["eval", "--help"]):
+        code, out, _ = call(*args)
+        listed = " ".join(out.partition("Commands:")[2].split())
+        assert (
+            code == 0
+            and listed.endswith(".")
+            and "..." not in listed.replace("(RULER, LongBench, ...)", "")
+        )
+
+
 def test_what_only_looks_like_an_argument_stays():
     for text in (
         "a/memory=recall.txt is no text",

@@ -17,8 +17,7 @@ LEFT_OUT = {
 # What is about one prompt and its answer, and no conversation.
 ONE_PROMPT = {
     "--prompt", "-p", "--prompt-file", "--prompt-cache-file", "--prefill-response",
-    "--ignore-chat-template", "--draft-model", "--num-draft-tokens", "--quiet", "-q", "--verbose",
-    "--json",
+    "--ignore-chat-template", "--draft-model", "--num-draft-tokens", "--verbose", "--json",
 }  # fmt: skip
 ASKED = [*"generate --model demo -q -m 6 -p".split(), "The access code of the amber falcon?"]
 

@@ -1,6 +1,7 @@
 """`mlx-snapkv serve` as a process: its first line, the clients, Ctrl-C."""
 
 import signal
+import socket
 import subprocess
 import sys
 
@@ -34,3 +35,12 @@ def test_serve_answers_both_clients_until_interrupted():
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
+
+
+def test_a_port_in_use_is_told_before_a_model_is_looked_for():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        command = [*COMMAND[:-1], port, "--model", "nowhere/at-all"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    said = f"mlx-snapkv: --host 127.0.0.1 --port {port}: Address already in use; give another one\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

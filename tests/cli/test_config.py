@@ -1,0 +1,111 @@
+"""Default values of options: flags before variables, variables before config.toml."""
+
+import os
+import sys
+
+import fork_helpers
+import pytest
+
+LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
+ASK = ["generate", "--ignore-chat-template", "--prompt", LEAD]
+FILE = """
+model = "demo"
+policy = "keydiff:budget=16,n_sink=4,n_window=8"
+api-key = "very secret"
+
+[generate]
+max-tokens = 6
+json = true
+
+[plan]
+memory = "16GB"
+
+[eval.lm]
+tasks = ["one", "two"]
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(file's text, *arguments, **variables) -> (exit code, stdout, stderr) of a process."""
+    path = tmp_path / "mlx-snapkv" / "config.toml"
+
+    def command(text, *args, **variables):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), **variables}
+        line = [sys.executable, "-m", "mlx_snapkv", *args]
+        done = fork_helpers.run(line, capture_output=True, text=True, env=env)
+        return done.returncode, done.stdout, done.stderr.replace(str(path), "FILE")
+
+    return command
+
+
+def test_flags_go_before_variables_and_variables_before_the_file(run):
+    code, out, _ = run(FILE, *ASK)
+    assert code == 0 and '"policy": "keydiff:budget=16,' in out and '"generation_tokens": 6' in out
+    code, out, _ = run(FILE, *ASK, MLX_SNAPKV_MAX_TOKENS="3", MLX_SNAPKV_SNAPKV="top_k=4")
+    assert code == 0 and '"policy": "snapkv:top_k=4' in out and '"generation_tokens": 3' in out
+    typed = ["-m", "2", "--policy", "none"]
+    code, out, _ = run(FILE, *ASK, *typed, MLX_SNAPKV_MAX_TOKENS="3", MLX_SNAPKV_SNAPKV="top_k=4")
+    assert code == 0 and '"policy": "none"' in out and '"generation_tokens": 2' in out
+
+
+def test_a_variable_alone_names_the_model(run):
+    options = [*ASK, "-q", "-m", "6"]
+    assert run("", *options, MLX_SNAPKV_MODEL="demo") == (0, "482913\n", "")
+    code, out, err = run("", *options)
+    assert (code, out) == (2, "") and "--model" in err
+
+
+def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
+    saved = str(tmp_path / "s.safetensors")
+    text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "drop"\n'
+    assert run(text, "cache-prompt", "--prompt", LEAD * 4, "-o", saved)[0] == 0
+    asked = ["generate", "--prompt-cache-file", saved, "-m", "2", "--prompt"]
+    code, out, err = run(text, *asked, "Which code?")
+    assert code == 0 and "note:" not in err
+    code, out, err = run(text, *asked, f"{LEAD * 4}\n\nWhich code?")
+    assert code == 0 and f"note: {saved} has this text already" in err.replace("\n", " ")
+    code, out, err = run(text, *asked, "Which?", "--system-prompt", "Answer.")
+    assert (code, out) == (2, "") and "--system-prompt can't be combined" in err
+
+
+def test_config_tells_what_applies_and_where_it_is_from(run):
+    code, out, err = run(FILE, "config", MLX_SNAPKV_MEMORY="recall", MLX_SNAPKV_MODEL="other")
+    assert (code, err) == (0, "") and "secret" not in out
+    lines = out.replace(os.linesep, "\n").splitlines()
+    said = {line.split(", from ")[0]: line.split(", from ")[1] for line in lines}
+    assert said["--model 'other'"].startswith("MLX_SNAPKV_MODEL: generate, chat, batch, serve, ")
+    assert said["--memory 'recall'"].startswith("MLX_SNAPKV_MEMORY: generate, ")
+    assert "plan" not in said["--memory 'recall'"]
+    assert said["--memory '16GB'"].endswith("config.toml, [plan], memory: plan")
+    assert said["--max-tokens 6"].endswith("config.toml, [generate], max-tokens: generate")
+    assert said["--tasks ['one', 'two']"].endswith("[eval.lm], tasks: eval lm")
+    assert said["--api-key (hidden)"].endswith("config.toml, api-key: serve")
+    code, out, _ = run("", "config")
+    assert code == 0 and "sets nothing" in out
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('modle = "demo"', "FILE: no option is modle (did you mean 'model'?)"),
+        ("[chat]\nbook = true", "FILE, [chat]: no option is book"),
+        ("[chatt]\n", "FILE: no option is chatt (did you mean 'chat'?)"),
+        ("model = [1]", "FILE, model must be what --model takes, got [1]"),
+        ("temp = 101", "FILE, temp: "),
+        ('[generate]\nmax_tokens = "many"', "FILE, [generate], max-tokens: "),
+        ('policy = "keydif"', "(--policy is from FILE, policy)"),
+        ("kv-bits = 5", "--kv-bits must be 2, 3, 4, 6 or 8, got 5 (--kv-bits is from FILE, kv-bits)"),
+        ('model = "demo', "FILE: "),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_file_names_the_file_and_the_key(run, text, words):
+    code, out, err = run(text, *ASK, "--model", "demo")
+    assert (code, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+def test_a_mistake_in_a_variable_names_it(run):
+    code, out, err = run("", *ASK, "--model", "demo", MLX_SNAPKV_KV_BITS="many")
+    assert (code, out) == (2, "") and err.startswith("mlx-snapkv: MLX_SNAPKV_KV_BITS: ")
