@@ -86,7 +86,7 @@ def _read(root: Any) -> Table:
     try:
         with path.open("rb") as stream:
             table = tomllib.load(stream)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # such as a HOME of /dev/null
         return {}
     except (OSError, ValueError) as error:
         raise SnapKVError(f"{path}: {reason(error)}") from error

@@ -248,7 +248,7 @@ def test_progress_on_a_terminal(tmp_path):
 def test_kv_memory_has_a_limit(batch):
     requests = [text(name, n, max_tokens=4) for name, n in (("small", 5), ("large", 300), ("b", 6))]
     code, found, _ = batch(requests, "--policy", SNAPKV, "--max-kv-bytes", "2.5MB")
-    assert code == 0
+    assert code == 1
     assert [answer(found[name]) for name in ("small", "b")] == ["4829", "4829"]
     message = said(found["large"])["message"]
     assert re.search(r"need [\d.]+ MB of KV memory, and max_kv_bytes is 2.5 MB: raise it", message)

@@ -58,6 +58,10 @@ def test_a_variable_alone_names_the_model(run):
     assert (code, out) == (2, "") and "--model" in err
 
 
+def test_a_home_that_is_no_folder_has_no_settings(run):
+    assert run("", "config", XDG_CONFIG_HOME="/dev/null")[0] == 0
+
+
 def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
     saved = str(tmp_path / "s.safetensors")
     text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "drop"\n'
