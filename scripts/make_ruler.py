@@ -2,9 +2,10 @@
 
     pip install 'lm_eval[ruler]==0.4.13'
     make real-models
-    python scripts/make_ruler.py real-models/smollm2-135m-instruct build/ruler --length 2048 --length 4096
+    python scripts/make_ruler.py real-models/smollm2-135m-instruct real-models/ruler/smollm2-135m-instruct \
+        --length 2048 --length 4096
 
-Writes OUT/<task>/<length>.jsonl with the columns that kvpress' data sets share: `context`, `question`,
+Writes OUT/<length>/<task>.jsonl with the columns that kvpress' data sets share: `context`, `question`,
 `answer_prefix`, `answer` (a list), `max_new_tokens`; and `task` and `length`. The three texts, one after the other, are
 RULER's prompt: the question is its last line. The same tokenizer, length and seed make the same rows on every machine,
 and fewer samples are the first of more.
@@ -145,7 +146,7 @@ def main() -> None:
                 rows = make_rows(task, args.tokenizer, length, args.samples, args.seed, args.essays)
             except SnapKVError as error:
                 parser.error(str(error))
-            path = args.out / task / f"{length}.jsonl"
+            path = args.out / str(length) / f"{task}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             print(f"{path}: {len(rows)} samples", file=sys.stderr)

@@ -7,13 +7,13 @@ from results_page import Row, load, right, table
 from mlx_snapkv.engine.report import format_bytes
 
 # Which of the figures are shown.
-CONTEXT, LONG, RESIDENT = 32768, 16384, 32
+CONTEXT, LONG = 32768, 16384
 SNAPKV, WINDOW = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
 
 
 def results() -> list[str]:
     """What was measured, the full cache beside what is compressed."""
-    rows = [*_fidelity(), *_speed(), *_facts()]
+    rows = [*_fidelity(), *_answers(), *_speed(), *_facts()]
     return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
 
 
@@ -32,10 +32,23 @@ def _fidelity() -> list[tuple[str, ...]]:
             own = [s for s in part["summary"] if s["setting"] == setting]
             kl = {s["method"]: s["kl"]["mean"] for s in own}
             told = f"SnapKV {kl[SNAPKV]:.3f}, StreamingLLM {kl[WINDOW]:.3f}"
-            pieces = f"{own[0]['pieces']} essays of {part['length']:,} tokens"
+            pieces = f"{own[0]['pieces']} pieces of essays, {part['length']:,} tokens"
             named = f"KL to the full cache with 1/8 of the entries, {what}, nats a token (`{model}`, {pieces})"
             rows.append((named, "0", told, *_source("quality", "make eval")))
     return rows
+
+
+def _answers() -> list[tuple[str, ...]]:
+    """KL of the full cache's own answers, by when they choose what they read."""
+    result = load("answers")
+    lines = []
+    for kind, what in (("needles", "RULER's needles"), ("essays", "summaries")):
+        own = [row for row in result["rows"] if row["kind"] == kind and row["share"] == 16]
+        told = "; ".join(f"{row['way']} {row['kl']:.3f}" for row in own)
+        about = f"`{own[0]['model']}`, {own[0]['n']} answers"
+        named = f"KL to the full cache, each token reading 1/16 of the entries, {what} ({about})"
+        lines.append((named, "0", f"chosen by {told}", *_source("recall", "make eval")))
+    return lines
 
 
 def _speed() -> list[tuple[str, ...]]:
@@ -69,27 +82,6 @@ def _facts() -> list[tuple[str, ...]]:
     source = _source("recall", "make eval")
     full = rows["memories", "full cache", 16]
     kept = [(way, rows["memories", f"SnapKV, {way}", 16]) for way in ("recall", "drop")]
-    book = [
-        (way, rows["resident", name, RESIDENT])
-        for way, name in (
-            ("all in a file", "a book: both, recall:file"),
-            ("KeyDiff alone", "KeyDiff alone"),
-        )
-    ]
-    bits = rows["memories", "SnapKV, recall:4bit", 16]
     asked = f"{result['facts']} facts of {result['tokens']:,} tokens asked for one a turn"
-    lines = [
-        (f"{asked}, SnapKV with 1/16 (`demo`)", kept),
-        (f"the same, 1/{RESIDENT} of the entries in memory", book),
-    ]
-    return [
-        *(
-            (what, right(full), ", ".join(f"{way} {right(row)}" for way, row in found), *source)
-            for what, found in lines
-        ),
-        (
-            "the same, every entry kept in 4 bits, 1/16 decoded from; KV memory held",
-            *(f"{right(row)}, {format_bytes(row['held_bytes'])}" for row in (full, bits)),
-            *source,
-        ),
-    ]
+    found = ", ".join(f"{way} {right(row)}" for way, row in kept)
+    return [(f"{asked}, SnapKV with 1/16 (`demo`)", right(full), found, *source)]

@@ -33,13 +33,13 @@ CHOICES = (
     ),
     Choice(
         "a chat, several questions about one text",
-        "All entries stay in memory, every question chooses anew, and answers are decoded from few.",
+        "All entries stay in memory, and every token of an answer chooses which it reads.",
         "mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall",
         ("recall.md#what-conversations-find",),
     ),
     Choice(
         "an agent, or several clients at once",
-        "What prompts have in common is read once, and small caches are decoded together.",
+        "What prompts have in common is read once; add --refresh turn where many ask at once.",
         "mlx-snapkv serve --model MODEL --snapkv top_k=4096 --memory recall",
         ("server.md#beside-mlx-lms-server", "recall.md#what-conversations-find"),
     ),
@@ -51,7 +51,7 @@ CHOICES = (
     ),
     Choice(
         "an answer that must equal the full cache's",
-        "The small cache drafts tokens, and all entries check them.",
+        "Tokens are drafted from few entries, and checked on all.",
         f"{ASK} --snapkv top_k=4096 --memory recall --verify all",
         ("recall.md#what-an-answer-reads",),
     ),

@@ -86,7 +86,7 @@ def test_files_are_written_by_task_and_length(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["make_ruler.py", str(tokenizer), str(out), *options])
     make_ruler.main()
     for length in (1024, 1500):
-        lines = (out / "fwe" / f"{length}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (out / str(length) / "fwe.jsonl").read_text(encoding="utf-8").splitlines()
         assert [json.loads(line)["length"] for line in lines] == [length] * 2
 
 
