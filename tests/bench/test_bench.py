@@ -13,6 +13,7 @@ from mlx_snapkv.bench import book, tables
 from mlx_snapkv.bench.contenders import contenders, decoding_cache
 from mlx_snapkv.bench.speed import Plan, decoding, measure_speed
 from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.caches.refreshed import RefreshedKVCache
 from mlx_snapkv.policies import resolve_policy
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
@@ -35,7 +36,8 @@ def test_a_policy_that_drops_nothing_is_not_measured(model):
     gated = resolve_policy(policy="snapkv:top_k=20,n_window=64,min_ctx=1001")
     wide = resolve_policy(policy="keydiff:budget=2048")
     found = names(contenders(model, 1000, [gated, wide, SIXTEENTH]))
-    assert found == ["full cache", "--max-kv-size 62", "--kv-bits 8", "--kv-bits 4", str(SIXTEENTH)]
+    ours = [str(SIXTEENTH), f"{SIXTEENTH}, recall"]
+    assert found == ["full cache", "--max-kv-size 62", "--kv-bits 8", "--kv-bits 4", *ours]
     assert names(contenders(model, 1000, [wide])) == ["full cache", "--kv-bits 8", "--kv-bits 4"]
 
 
@@ -50,10 +52,12 @@ def test_only_full_attention_layers_are_filled(name):
             filled = layer.cache_in(cache)
             kind = SnapKVCache if contender.policy else type(layer.cache_in(plain))
             kind = QuantizedKVCache if contender.bits else kind
+            kind = RefreshedKVCache if contender.refreshes else kind
             assert type(filled) is (RotatingKVCache if contender.rotates else kind)
             rows = 1024 if contender.rotates else contender.entries
             keys = filled.keys[0] if contender.bits else filled.keys
-            assert rows <= keys.shape[2] < rows + 512
+            n = filled.n_entries if contender.refreshes else keys.shape[2]
+            assert rows <= n < rows + 512
         others = set(range(len(plain))) - {layer.index for layer in layers}
         assert all(type(cache[i]) is type(plain[i]) for i in others)
 
@@ -61,7 +65,8 @@ def test_only_full_attention_layers_are_filled(name):
 def test_a_cache_that_mlx_lm_cannot_decode_from_is_left_out():
     found = decoding(make_model("gpt_oss", {"head_dim": 32}), 1024, [SIXTEENTH], 1)
     # Quantised entries don't take attention sinks.
-    assert names(c for c, _ in found) == ["full cache", "--max-kv-size 64", str(SIXTEENTH)]
+    ours = [str(SIXTEENTH), f"{SIXTEENTH}, recall"]
+    assert names(c for c, _ in found) == ["full cache", "--max-kv-size 64", *ours]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,8 @@ def test_rows_hold_what_the_arrays_hold(speed):
     assert full["kv_bytes"] == 1024 * ENTRY
     assert ours["kv_bytes"] == rows[1024, "--max-kv-size 64"]["kv_bytes"] == 64 * ENTRY
     assert rows[1024, "--kv-bits 4"]["kv_bytes"] < full["kv_bytes"] / 5
+    recalled = rows[1024, f"{SIXTEENTH}, recall"]["kv_bytes"] - full["kv_bytes"] - ours["kv_bytes"]
+    assert 0 <= recalled <= 2 * 6 * ENTRY  # of the tokens decoded meanwhile
     assert all(row["step_seconds"] > 0 for row in speed if row["context"] < 3000)
     assert full["peak_bytes"] > 1024 * ENTRY and ours["read_seconds"] > 0
 
@@ -116,7 +123,7 @@ def test_the_picture_can_be_read(speed):
         assert all(t.get_text().endswith(unit) for t in axes.get_yticklabels())
         assert not any(t.get_text() for t in axes.get_yticklabels(minor=True))
         lines = {(x.get_color(), x.get_linestyle(), x.get_marker()) for x in axes.lines}
-        assert len(lines) == len(axes.lines) == len(legend.get_texts()) == 6
+        assert len(lines) == len(axes.lines) == len(legend.get_texts()) == 7
 
 
 def test_a_book_is_on_disk_and_the_full_cache_in_memory(model):
