@@ -143,7 +143,7 @@ def _entries_bytes(prompt_cache: list[Any], refreshes: bool) -> int:
     """
     caches = list(zip(members(prompt_cache), layer_caches(prompt_cache)))
     if refreshes:
-        return sum(ours.kv_nbytes + ours.full_nbytes * ours.observes for _, ours in caches)
+        return sum(c.kv_nbytes + (c.full_nbytes if c.observes else 0) for _, c in caches)
     return sum(ours.kv_nbytes or (c.nbytes if hasattr(c, "max_size") else 0) for c, ours in caches)
 
 
