@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
-from gguf import GGUFReader, dequantize
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -22,6 +21,9 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 Metadata = dict[str, Any]
 
@@ -65,6 +67,8 @@ SPACE = "\u2581"  # SentencePiece's
 
 def write_folder(checkpoint: Path, folder: Path) -> None:
     """Write a checkpoint into an existing folder. Raises: ValueError: the model is of another family."""
+    from gguf import GGUFReader
+
     reader = GGUFReader(checkpoint)
     metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
     if (family := metadata["general.architecture"]) not in MODULES_OF:
@@ -86,6 +90,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def weights(reader: GGUFReader, metadata: Metadata) -> dict[str, np.ndarray]:
     """Every tensor in float32, as mlx-lm names and expects it."""
+    from gguf import dequantize
+
     family = metadata["general.architecture"]
     found = {}
     for tensor in reader.tensors:

