@@ -52,8 +52,9 @@ class Contender:
         """
         if self.refreshes and self.policy is not None:
             everything = Recollection([Plain(plain_cache(keys, values))], layer)
+            everything.index = everything.make_index(None)
             (quota,) = self.policy.stages[1].quotas(context, 1)
-            return RefreshedKVCache(everything, everything.make_index(None), quota, layer)
+            return RefreshedKVCache(everything, quota, layer)
         if self.policy is not None:
             _, policy = self.policy.stages
             (quota,), scores = policy.quotas(context, 1), mx.zeros(keys.shape[:3])

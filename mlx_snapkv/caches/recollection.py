@@ -1,4 +1,4 @@
-"""All entries of a layer while an answer is decoded from a few: what its tokens vote over, and gather from."""
+"""All entries of a layer while an answer is decoded from a few: what is voted for, and gathered from."""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +6,13 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from ..entries.attention import KeyBlocks, latest_votes
 from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, KeyIndex
 from ..entries.queries import Queries
 from .pull import Pull
-from .sources import Chain, Plain, Source
+from .sources import Chain, Source
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED_PARTS = 4  # of those, whose spread it is made for
@@ -21,13 +20,16 @@ FEW = 8192  # entries that are as well asked themselves
 
 
 class Recollection:
-    """A layer's entries: those of a cache that holds all of the prompt's, and the answer's behind them.
+    """A layer's entries, of a cache that holds all of the prompt's.
 
     Args:
-        sources: where the prompt's are read from; they stay as they are.
+        sources: where they are read from; they stay as they are.
         layer: the layer of the model.
         pull: how far apart queries and keys may be; None is as far as they are.
-        index: of the keys, by which votes find the likeliest entries; None: all are read.
+        index: of the keys, by which the likeliest entries are found.
+
+    Attributes:
+        index: that; None where there is none, or so few entries that they are as well asked themselves.
     """
 
     def __init__(
@@ -40,17 +42,11 @@ class Recollection:
         self.layer = layer
         self._latent = layer is not None and layer.latent
         self._pull = pull
-        self.index = index
-        self._answer = KVCache()
-        self._entries: Chain[Source] = Chain([*sources, Plain(self._answer)])
+        self._entries: Chain[Source] = Chain(sources)
+        self.index = index if len(self) > FEW else None
 
     def __len__(self) -> int:
         return self._entries.n_entries
-
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        """Add the answer's next tokens, `(B, n_kv_heads, L, head_dim)` each."""
-        if keys.shape[2]:
-            self._answer.update_and_fetch(keys, values)
 
     def voted_by(self, observed: Queries | None) -> Entries:
         """All entries, as a policy scores them; its votes, if it asks for them, are made in blocks."""
@@ -71,15 +67,10 @@ class Recollection:
         near, _ = self._pull.nearer(entries, end)
         return near
 
-    @property
-    def few(self) -> bool:
-        """Whether the entries are so few that they are as well asked themselves."""
-        return len(self) <= FEW
-
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
-        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are `few`."""
+        """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are few."""
         n = len(self)
-        if self.few:
+        if n <= FEW:
             return None
         parts = [range(start, min(start + READ_TOKENS, n)) for start in range(0, n, READ_TOKENS)]
         sampled = parts[:: math.ceil(len(parts) / SAMPLED_PARTS)]
@@ -159,7 +150,7 @@ class _Recalled(Entries):
     def _votes_of_last(self, *counts: int) -> mx.array:
         index, asked = self._everything.index, self.voters
         budget = self.budget or len(self)
-        few = len(self) <= max(FEW, CANDIDATES * budget)
+        few = len(self) <= CANDIDATES * budget
         if index is None or few or asked.pages is not None:
             return latest_votes(self._voted_keys, asked, counts)
         return index.latest_votes(asked, counts, budget, self._keys_at)

@@ -9,7 +9,6 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from ..entries.attention import attention_votes
 from ..entries.entries import Entries
-from ..entries.key_index import KeyIndex
 from ..entries.quantization import n_bytes, rows
 from ..entries.queries import OnQueries, Queries, Read
 from ..entries.selection import n_of_groups, top_of_groups
@@ -28,8 +27,8 @@ class RefreshedKVCache(OnQueries, LayerCache):
     Tokens that come together choose together.
 
     Args:
-        everything: all entries of the prompt, `(B, n_kv_heads, n, head_dim)`; they stay as they are.
-        index: of their keys; None: these are asked themselves.
+        everything: all entries of the prompt, `(B, n_kv_heads, n, head_dim)`; they stay as they are. Its index ranks
+            them, or if it has none, their exact votes.
         quota: how many of them a token reads: sink and window always, the rest by its queries.
         layer: the layer of the model.
 
@@ -40,11 +39,11 @@ class RefreshedKVCache(OnQueries, LayerCache):
     is_compressed = True
     observes = True
 
-    def __init__(self, everything: Recollection, index: KeyIndex | None, quota: Quota, layer: Any):
+    def __init__(self, everything: Recollection, quota: Quota, layer: Any):
         n = len(everything)
         self.offset = self._n_prompt = n
         self.layer = layer
-        self._everything, self._index = everything, index
+        self._everything, self._index = everything, everything.index
         self._first = min(quota.n_sink, n)
         self._stop = max(self._first, n - quota.n_window)
         self._n_chosen = max(0, quota.entries - quota.n_sink - quota.n_window)

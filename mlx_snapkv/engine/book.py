@@ -187,9 +187,8 @@ class BookRequest(RecallingRequest):
             layer.put(self.caches, small)
 
     def _everything(self, layer: AttentionLayer) -> Recollection:
-        everything = super()._everything(layer)
-        if everything.index is None:
-            cache = layer.cache_in(self.prompt_cache)
+        everything, cache = super()._everything(layer), layer.cache_in(self.prompt_cache)
+        if cache.index is None:
             cache.index = everything.index = everything.make_index(self._asking(layer))
         return everything
 
@@ -197,12 +196,12 @@ class BookRequest(RecallingRequest):
         """Over all entries but those of the tokens that were read again, which it gets as they came out of that."""
         (stored,) = layer.cache_in(self.prompt_cache).sources()
         n = self.decision.n_prompt - self._n_again
-        everything = Recollection([First(stored, n)], layer, self.pull)
-        index = None if everything.few else self._everything(layer).index
+        index = self._everything(layer).index
+        everything = Recollection([First(stored, n)], layer, self.pull, index)
         n_window = max(0, quota.n_window - self._n_again)
         most = max(quota.n_sink + n_window, quota.entries - self._n_again)
         quota = Quota(most, quota.n_sink, n_window)
-        refreshed = RefreshedKVCache(everything, index, quota, layer)
+        refreshed = RefreshedKVCache(everything, quota, layer)
         again = layer.cache_in(self._small).held()
         refreshed.append(again.between(len(again) - self._n_again, len(again)))
         return refreshed

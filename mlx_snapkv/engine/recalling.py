@@ -117,7 +117,7 @@ class RecallingRequest(Request):
     compression, serve its answer only.
 
     Args:
-        recall: whether the answer's tokens are verified.
+        recall: when the answer's tokens choose, and whether they are verified.
     """
 
     recall: Recall = Recall("recall")
@@ -150,8 +150,13 @@ class RecallingRequest(Request):
         return self.recall.refresh == "token" and not changed and not takes_itself
 
     @property
+    def _reads_on(self) -> bool:
+        """Whether the answer reads entries that the prompt did not choose."""
+        return self._refreshes or self.recall.verify is not None
+
+    @property
     def _observes_answer(self) -> bool:
-        return super()._observes_answer or self._refreshes or self.recall.verify is not None
+        return super()._observes_answer or self._reads_on
 
     def _replace(self) -> CompressionReport:
         """Put compressed caches into `caches`, and the turn's entries to where they are kept.
@@ -170,7 +175,7 @@ class RecallingRequest(Request):
 
     def _answer_from_all(self, report: CompressionReport) -> None:
         """Once `caches` hold what the prompt has chosen: let the answer read on in all entries, if it is to."""
-        if self._refreshes or self.recall.verify is not None:
+        if self._reads_on:
             self._refresh(report)
         if self.recall.verify is not None:
             report.verified = self._verified
@@ -189,8 +194,8 @@ class RecallingRequest(Request):
 
     def _refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         everything = self._everything(layer)
-        index = everything.make_index(self._asking(layer))
-        return RefreshedKVCache(everything, index, quota, layer)
+        everything.index = everything.make_index(self._asking(layer))
+        return RefreshedKVCache(everything, quota, layer)
 
     def _asking(self, layer: AttentionLayer) -> mx.array | None:
         """The prompt's last queries, each KV head's readers together, if they were recorded."""

@@ -6,10 +6,12 @@ import pytest
 import reference
 from mlx_lm.models.cache import KVCache
 
+from mlx_snapkv.caches.adapter import plain_cache
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.offloaded import OffloadedKVCache
 from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.sources import Plain
 from mlx_snapkv.caches.stores import QuantizedStore
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.quantization import Quantization
@@ -35,10 +37,8 @@ def recollected(kind):
         if "newer" not in kind or b < T:
             cache.offload()
     held = cache.held()
-    found = Recollection(cache.sources(), layer=None)
-    for a, b in ((T, T + 1), (T + 1, T + SAID)):
-        found.append(*(x[:, :, a:b] for x in rows))
     answer = [x[:, :, T:] for x in rows]
+    found = Recollection([*cache.sources(), Plain(plain_cache(*answer))], layer=None)
     return found, [mx.concatenate([x, y], axis=2) for x, y in zip((held.keys, held.values), answer)]
 
 

@@ -55,7 +55,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
         full = layer.cache_in(caches)
         keys = np.array(full.keys_and_values()[0], np.float64)[0]
         everything = Recollection(full.sources(), layer)
-        cache = RefreshedKVCache(everything, None, Quota(30, 2, 8), layer)
+        cache = RefreshedKVCache(everything, Quota(30, 2, 8), layer)
         seen = []
         gather = everything.gather
         everything.gather = lambda places: seen.append(np.array(places)) or gather(places)
