@@ -54,9 +54,8 @@ class KeyIndex:
         self._of_keys = weights.swapaxes(-1, -2) * vectors / step
         self._of_queries = vectors * step / weights.swapaxes(-1, -2)
         mx.eval(self._mean, self._of_keys, self._of_queries)
-        self._codes: list[
-            mx.array
-        ] = []  # int8 `(B, n_kv_heads, BLOCK, size)`, the last one of fewer
+        # int8 `(B, n_kv_heads, BLOCK, size)` each, the last one of fewer tokens.
+        self._codes: list[mx.array] = []
         self._n = 0
 
     def __len__(self) -> int:
@@ -69,7 +68,6 @@ class KeyIndex:
 
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
-        self.truncate(self._n)
         codes = (keys.astype(mx.float32) - self._mean) @ self._of_keys
         codes = mx.clip(mx.round(codes), -127, 127).astype(mx.int8)
         if self._codes and self._n % BLOCK:
@@ -80,10 +78,11 @@ class KeyIndex:
 
     def truncate(self, n: int) -> None:
         """Hold the first `n` tokens only."""
-        self._n = min(n, self._n)
+        if n >= self._n:
+            return
+        self._n = n
         self._codes = [
-            codes[:, :, : self._n - start]
-            for start, codes in zip(range(0, self._n, BLOCK), self._codes)
+            codes[:, :, : n - start] for start, codes in zip(range(0, n, BLOCK), self._codes)
         ]
 
     @property
