@@ -52,7 +52,6 @@ class Policy(ABC):
     Class attributes, for policies that ask for more than keys and values:
         obs_window: how many of the last queries vote.
         accumulates_attention: all queries vote; the votes are in `Entries.received`.
-        pools_votes: a single query's votes, as it scores them, find what that token is about, with its surroundings.
         query_statistics: count statistics of the pre-RoPE queries of all the prompt's tokens but so many first
             ones, for `Entries.statistics`; None is none.
         repeats: tokens of the prompt that are read again at a time, when all have been read, so that their queries
@@ -72,7 +71,6 @@ class Policy(ABC):
 
     obs_window: ClassVar[int] = 0
     accumulates_attention: ClassVar[bool] = False
-    pools_votes: ClassVar[bool] = False
     query_statistics: ClassVar[int | None] = None
     repeats: ClassVar[int | None] = None
     last_token: ClassVar[bool] = True

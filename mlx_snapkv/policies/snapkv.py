@@ -69,7 +69,6 @@ class SnapKV(Policy):
     name = "snapkv"
     summary = "the prompt's last queries vote, pooled over neighbours"
     paper = "Li et al. 2024, arXiv:2404.14469"
-    pools_votes = True
 
     top_k: int = 4096
     n_sink: int = 4
