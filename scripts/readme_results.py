@@ -52,7 +52,8 @@ def _answers() -> list[tuple[str, ...]]:
 
 
 def _speed() -> list[tuple[str, ...]]:
-    rows = load("benchmarks")["speed"]
+    result = load("benchmarks")
+    rows, older = result["speed"], "; older settings" if result.get("notes") else ""
 
     def pair(context: int, policy: str) -> list[Row]:
         own = [row for row in rows if row["context"] == context]
@@ -65,7 +66,7 @@ def _speed() -> list[tuple[str, ...]]:
     source = _source("benchmarks", "make bench")
     speeds = [f"{1 / row['step_seconds']:.1f}" for row in decoded]
     seconds = [f"{row['read_seconds']:.1f} s" for row in read]
-    share = f"SnapKV with 1/{round(CONTEXT / decoded[1]['entries'])} of the entries (random LLaMA)"
+    share = f"SnapKV with 1/{round(CONTEXT / decoded[1]['entries'])} of the entries (random LLaMA{older})"
     what = f"tokens decoded per second after {CONTEXT:,} tokens, {share}"
     reading = f"time to read {LONG:,} tokens, `{read[1]['contender']}` (random LLaMA)"
     return [
