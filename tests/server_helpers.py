@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from mlx_snapkv.batch.openai_request import Defaults
 from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.completions.request import Defaults
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.server.access import Settings
 from mlx_snapkv.server.admission import Limits

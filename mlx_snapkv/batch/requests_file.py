@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO
 
+from ..completions.body import Body, parse
 from ..errors import SnapKVError
-from .openai_body import Body, parse
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..completions.answer import Answer, answer_body
+from ..completions.request import Asked, Defaults, asked
 from ..engine.footprint import Need
 from ..engine.recalling import recall_of
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
-from .answer import Answer
 from .answers_file import AnswersFile
 from .generator import CompressedBatchGenerator, require_together
 from .memory import Memory, under_way
-from .openai_answer import answer_body
-from .openai_request import Asked, Defaults, asked
 from .requests_file import Line
 
 ENDED_EARLY = "the answer ended before its prompt was compressed"

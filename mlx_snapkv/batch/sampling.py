@@ -44,29 +44,3 @@ def guarded_sampler(sampler: Callable[[mx.array], mx.array]) -> Guard:
 
 def guarded_processor(processor: Callable[[mx.array, mx.array], mx.array]) -> Guard:
     return Guard(processor, lambda logits: logits)
-
-
-class SeededSampler:
-    """A sampler that draws what mlx-lm's loop draws after `mx.random.seed(seed)`, whatever else a batch samples.
-
-    mlx has one generator for the whole process. Before each draw it is set to the state of this request's own
-    sequence, which is computed apart: nothing waits for the model.
-
-    Args:
-        sampler: of log-probabilities; it draws from mlx's global generator.
-        seed: 64 bits.
-        draws: how often it draws for a token.
-    """
-
-    def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, draws: int):
-        self._sampler = sampler
-        self._key = mx.random.key(seed)
-        self._draws = draws
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        state: Any = self._key.tolist()
-        high, low = state
-        mx.random.seed((high << 32) | low)
-        for _ in range(self._draws):
-            self._key = mx.random.split(self._key, stream=mx.cpu)[0]
-        return self._sampler(logprobs)

@@ -72,9 +72,9 @@ def batch(
     """
     from ..batch.answers_file import AnswersFile
     from ..batch.memory import Memory
-    from ..batch.openai_request import Defaults
     from ..batch.requests_file import RequestsFile
     from ..batch.run import Run
+    from ..completions.request import Defaults
 
     chosen = policy.resolve()
     if cache.kv_bits is not None and chosen is None:

@@ -157,7 +157,7 @@ def serve(
       curl http://127.0.0.1:8080/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     require_server("serve")
-    from ..batch.openai_request import Defaults
+    from ..completions.request import Defaults
     from ..server.engine import Loaded
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..batch.memory import Memory, under_way
-from ..batch.openai_body import Body
-from ..batch.openai_request import Asked
+from ..completions.body import Body
+from ..completions.request import Asked
 from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.footprint import Need
 from ..engine.recalling import recall_of

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..batch.memory import NeverFits
-from ..batch.openai_body import problem
+from ..completions.body import problem
 from ..errors import EntryFileError, SnapKVError
 
 log = logging.getLogger("mlx_snapkv.server")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ..batch.openai_body import Body, ChatBody
+from ..completions.body import Body, ChatBody
 
 BREAK = "\n\n"  # between texts that came apart
 SYSTEM = ("system", "developer")

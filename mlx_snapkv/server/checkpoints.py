@@ -6,9 +6,9 @@ from typing import Any
 
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-from ..batch.openai_body import Body, ChatBody
-from ..batch.openai_request import chat_tokens
 from ..chat.common_prefix import common_prefix
+from ..completions.body import Body, ChatBody
+from ..completions.request import chat_tokens
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 

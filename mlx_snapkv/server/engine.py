@@ -12,11 +12,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.server import ResponseGenerator
 
-from ..batch.answer import Answer
 from ..batch.generator import CompressedBatchGenerator
-from ..batch.openai_body import Body
-from ..batch.openai_request import Defaults, asked
 from ..caches.layers import kv_bytes
+from ..completions.answer import Answer
+from ..completions.body import Body
+from ..completions.request import Defaults, asked
 from ..engine.report import CompressionReport
 from ..errors import EntryFileError
 from ..planning.long_prompts import LongPrompts

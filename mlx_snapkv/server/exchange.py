@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from fastapi import Request
 
-from ..batch.openai_body import Body
+from ..completions.body import Body
 from .api_error import Disconnected, timed_out
 from .engine import Engine
 from .requests import Accepted, Channel, Counted, Event, EventQueue, Finished, Idle, Started

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from ..batch.answer import Piece
-from ..batch.openai_body import Body
+from ..completions.answer import Piece
+from ..completions.body import Body
 from .api_error import ApiError, Disconnected, as_api_error
 from .chat_messages import without_volatile_headers
 from .exchange import Exchange

@@ -10,8 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..batch.answer import Answer, Piece
-from ..batch.openai_request import Asked
+from ..completions.answer import Answer, Piece
+from ..completions.request import Asked
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
 

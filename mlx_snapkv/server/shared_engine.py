@@ -7,8 +7,8 @@ import secrets
 from typing import Any
 
 from ..batch.groups import request_errors
-from ..batch.openai_body import Body
-from ..batch.openai_request import Asked, Defaults, processors_of, sampler_of
+from ..completions.body import Body
+from ..completions.request import Asked, Defaults, processors_of, sampler_of
 from ..errors import SnapKVError, sentence
 from ..several.ranks import Ranks
 from .api_error import ApiError, log

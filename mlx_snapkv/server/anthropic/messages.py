@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from ...batch.openai_body import ChatBody, Positive, Probability, as_body, require
+from ...completions.body import ChatBody, Positive, Probability, as_body, require
 from ..chat_messages import BREAK, ChatMessages, as_parts
 from ..formatter import exchange_for, respond
 from .formatter import MessageFormatter

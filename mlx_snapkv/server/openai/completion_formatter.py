@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...batch.answer import Piece, Said
-from ...batch.openai_answer import beside, head, message, usage
+from ...completions.answer import Piece, Said, beside, head, message, usage
 from ..api_error import ApiError
 from ..exchange import Exchange
 from ..formatter import ResponseFormatter, server_sent

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...batch.openai_body import Body, ChatBody, CompletionBody
+from ...completions.body import Body, ChatBody, CompletionBody
 from ..formatter import respond
 from .completion_formatter import ChatFormatter, TextFormatter
 from .responses_body import ResponsesBody

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from ...batch.openai_body import ChatBody, Positive, Probability, as_body, require
+from ...completions.body import ChatBody, Positive, Probability, as_body, require
 from ..chat_messages import ChatMessages, as_parts
 
 

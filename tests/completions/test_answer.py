@@ -8,10 +8,9 @@ from mlx_lm.tool_parsers import json_tools
 from transformers import AutoTokenizer
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.batch.answer import Answer
-from mlx_snapkv.batch.openai_answer import answer_body
-from mlx_snapkv.batch.openai_body import CHAT, COMPLETIONS, parse
-from mlx_snapkv.batch.openai_request import Defaults, asked
+from mlx_snapkv.completions.answer import Answer, answer_body
+from mlx_snapkv.completions.body import CHAT, COMPLETIONS, parse
+from mlx_snapkv.completions.request import Defaults, asked
 from mlx_snapkv.demo import MODELS
 
 TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.server import process_message_content
 
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError, brief
-from .openai_body import Body, ChatBody, CompletionBody
-from .sampling import SeededSampler
+from .body import Body, ChatBody, CompletionBody
 
 # Of the template's own parameters, those that a request may set in another way or not at all.
 FREE = {"documents", "chat_template"}
@@ -207,3 +207,29 @@ def _initial_state(tokenizer, prompt: list[int]) -> str:
 
 def _first(given: Any, default: Any) -> Any:
     return default if given is None else given
+
+
+class SeededSampler:
+    """A sampler that draws what mlx-lm's loop draws after `mx.random.seed(seed)`, whatever else a batch samples.
+
+    mlx has one generator for the whole process. Before each draw it is set to the state of this request's own
+    sequence, which is computed apart: nothing waits for the model.
+
+    Args:
+        sampler: of log-probabilities; it draws from mlx's global generator.
+        seed: 64 bits.
+        draws: how often it draws for a token.
+    """
+
+    def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, draws: int):
+        self._sampler = sampler
+        self._key = mx.random.key(seed)
+        self._draws = draws
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        state: Any = self._key.tolist()
+        high, low = state
+        mx.random.seed((high << 32) | low)
+        for _ in range(self._draws):
+            self._key = mx.random.split(self._key, stream=mx.cpu)[0]
+        return self._sampler(logprobs)
