@@ -104,19 +104,6 @@ def keydiff(keys, anchor, similarity):
     return np.array([-alike(k, center) for k in keys])
 
 
-def smallest_mass(scores, received, n_sink, n_window, mass):
-    """The fewest rows per head, all heads alike, that hold `mass` of a layer's votes `(H, T)`; tries all."""
-    T = scores.shape[-1]
-    for top_k in range(T - n_sink - n_window + 1):
-        kept = sum(
-            received[h, select(scores[h], n_sink, top_k, n_window)].sum()
-            for h in range(len(scores))
-        )
-        if kept / received.sum() >= mass:
-            return n_sink + top_k + n_window
-    return T
-
-
 def critical(weights, values, output, readers, n_certain):
     """CriticalKV's order of one KV head's entries, best first, and their scores in the second stage.
 

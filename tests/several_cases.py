@@ -23,7 +23,6 @@ ALWAYS = "n_sink=4,n_window=32,lookahead=4"
 POLICIES = {
     "shared": f"snapkv:budget=96,{ALWAYS},heads=shared",
     "critical": f"snapkv:budget=96,{ALWAYS},critical=true",
-    "mass": f"snapkv:mass=0.9,max_budget=160,{ALWAYS}",
     "pyramid": f"snapkv:budget=pyramid:96,{ALWAYS}",
     "adaptive": f"snapkv:budget=adaptive:96,{ALWAYS}",
     "tova": "tova:budget=96,block=96",

@@ -12,7 +12,7 @@ from ..entries.entries import Entries
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy
-from ..policies.budgets import Quota, shared_out, smallest_for_share
+from ..policies.budgets import Quota, shared_out
 from ..several.heads import ALL_HERE, Heads
 from ..several.shard import Shard
 from .report import CompressionReport
@@ -89,18 +89,16 @@ def _choices(
             mx.eval(layer.scores, layer.votes)
             held.append(layer)
         scored, quotas = held, shared_out([layer.scores for layer in held], quotas, shard)
-    return [choose(layer, policy, quota) for layer, quota in zip(scored, quotas)]
+    return [choose(layer, quota) for layer, quota in zip(scored, quotas)]
 
 
-def choose(scored: Scored, policy: Policy, quota: Quota) -> Choice:
-    """What a policy keeps of a layer's entries.
+def choose(scored: Scored, quota: Quota) -> Choice:
+    """What is kept of a layer's entries.
 
     Raises:
-        SnapKVError: its scores are NaN.
+        SnapKVError: the scores are NaN.
     """
     scores, votes = scored.scores, scored.votes
-    if policy.mass is not None and votes is not None:
-        quota = smallest_for_share(scores, votes, quota, policy.mass, scored.heads)
     kept = quota.select(scores)
     share = voted = None
     if votes is not None:

@@ -72,7 +72,7 @@ def compress_prompt_cache(
     n_tokens = lengths.pop()
     stages = dict.fromkeys(chosen.stages)
     quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, layers[0].n_layers)]
-    if all(stage.mass is None for stage in stages) and all(n_tokens <= q.entries for q in quotas):
+    if all(n_tokens <= q.entries for q in quotas):
         return CompressionReport(str(chosen), n_tokens, fits_reason(n_tokens, chosen))
     return Compression(
         layers,
@@ -146,7 +146,7 @@ class Compression:
         entries, _ = self._competing(layer)
         places = None
         for stage, quota in zip(self._stages[:-1], quotas):
-            places = choose(score(entries, stage, quota), stage, quota).kept
+            places = choose(score(entries, stage, quota), quota).kept
             entries = among(entries, places, quota.n_window)
         found = score(entries, self._stages[-1], quotas[-1])
         found.places = places

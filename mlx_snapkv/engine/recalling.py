@@ -185,7 +185,7 @@ class RecallingRequest(Request):
         """Let the answer's tokens choose anew."""
         quotas = quotas_of(self._layers, self.decode_policy.quotas, self.decision.n_prompt)
         for layer, quota in zip(self._layers, quotas):
-            if self.decode_policy.counts_by_scores:
+            if self.decode_policy.adaptive:
                 n = layer.entries_in(self.caches).n_entries
                 quota = Quota(n, quota.n_sink, quota.n_window)
             layer.put(self.caches, self._refreshed(layer, quota))

@@ -59,7 +59,6 @@ class Policy(ABC):
         last_token: the prompt's last token votes.
         lookahead: answer tokens that vote, before the prompt is compressed; None leaves it to the policy.
         prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
-        mass: share of the votes to keep instead of a number of entries.
         closes_gaps: entries are to be seen as if none were missing between them, where they may be moved at all.
         on_full: what becomes of the answer's entries under "once", when they fill the recent window.
         schedules: those that the policy can follow.
@@ -76,7 +75,6 @@ class Policy(ABC):
     last_token: ClassVar[bool] = True
     lookahead: ClassVar[int | None] = 0
     prefill_chunk: ClassVar[int | None] = None
-    mass: ClassVar[float | None] = None
     closes_gaps: ClassVar[bool] = False
     on_full: ClassVar[str] = "slide"
     schedules: ClassVar[tuple[str, ...]] = SCHEDULES
@@ -113,20 +111,14 @@ class Policy(ABC):
         self._require("schedule", self.schedule in self.schedules, " or ".join(self.schedules))
         self._require_count("block", least=1)
         if self.adaptive:
-            ok = self.schedule == "once" and self.mass is None
-            allowed = "a number or a share, evenly or as a pyramid: adaptive needs schedule=once, and no mass"
-            self._require("budget", ok, allowed)
+            allowed = "a number or a share, evenly or as a pyramid: adaptive needs schedule=once"
+            self._require("budget", self.schedule == "once", allowed)
         if isinstance(self.budget, int):
             self._require_room(self.budget)
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32, higher means keep: a lazy graph, of what it asks `entries` for."""
-
-    @property
-    def counts_by_scores(self) -> bool:
-        """Whether the scores decide how many entries a layer keeps."""
-        return self.adaptive or self.mass is not None
 
     @property
     def adaptive(self) -> bool:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..entries.selection import select_positions
 from ..errors import SnapKVError
-from ..several.heads import ALL_HERE, Heads, largest
+from ..several.heads import largest
 from ..several.shard import TENSOR, WHOLE, Shard
 
 PYRAMID = "pyramid:"
@@ -74,35 +74,6 @@ def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -
     top = min(mean, max(least, mean // STEEPNESS))
     spread = 2 * (mean - top)
     return [top + spread * (n_layers - 1 - i) // (n_layers - 1) for i in range(n_layers)]
-
-
-def smallest_for_share(
-    scores: mx.array, votes: mx.array, quota: Quota, wanted: float, heads: Heads = ALL_HERE
-) -> Quota:
-    """The smallest quota, at most `quota`, whose entries receive the share `wanted` of all votes.
-
-    Every KV head keeps equally many entries, its best-scored ones, and the share is that of the layer's heads
-    together. It waits for the scores, since what it gives is a shape: call it between two calls of the model.
-
-    Args:
-        scores, votes: `(B, n_kv_heads, T)`: what ranks the entries, and the attention they received.
-        wanted: share of the attention, above 0 and at most 1.
-        heads: which of the layer's heads these are.
-    """
-    T = scores.shape[-1]
-    n_sink, n_window = quota.n_sink, quota.n_window
-    end = T - n_window
-    if end <= n_sink:
-        return Quota(min(T, quota.entries), n_sink, n_window)
-    order = mx.argsort(-scores[..., n_sink:end], axis=-1)
-    ranked = mx.take_along_axis(votes[..., n_sink:end], order, axis=-1)
-    by_head = [votes[..., :n_sink].sum(axis=-1), votes[..., end:].sum(axis=-1), votes.sum(axis=-1)]
-    first, last, every = heads.sum(mx.stack(by_head).sum(axis=(1, 2)))
-    sure = first + last
-    share = (sure + mx.cumsum(heads.sum(ranked.sum(axis=(0, 1))))) / every
-    short = int((share < wanted).sum().item())  # type: ignore[arg-type]
-    enough = 0 if (sure / every).item() >= wanted else short + 1  # type: ignore[operator]
-    return Quota(min(quota.entries, T, n_sink + n_window + enough), n_sink, n_window)
 
 
 def is_adaptive(budget: int | str) -> bool:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..entries.attention import shared_logits
 from ..entries.entries import Entries
 from .base import Policy
-from .budgets import Quota, amount, is_amount, mean_entries
+from .budgets import amount, is_amount, mean_entries
 from .critical import two_stages
 
 ON_FULL = ("grow", "slide", "reselect", "keydiff")
@@ -31,9 +31,6 @@ class SnapKV(Policy):
         n_window: most recent entries, always kept: a number, or a share of the budget ("25%").
         budget: all entries, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
             layers ("pyramid:2048"). By default the fewest of which `top_k` are voted.
-        mass: keep, in each layer, the fewest entries that receive this share (0 to 1) of the votes, instead of
-            `top_k`; needs schedule="once".
-        max_budget: entries a layer keeps at most for that; by default `budget`.
         obs_window: prompt queries that vote (the paper's L_obs).
         pool_kernel: width of the pooling over the votes; 1 is none (section 4.1). It should be about as wide as the
             values to be found.
@@ -74,8 +71,6 @@ class SnapKV(Policy):
     n_sink: int = 4
     n_window: int | str = "25%"
     budget: int | str = None  # type: ignore[assignment]  # a value once the policy is made
-    mass: float | None = None  # type: ignore[misc]
-    max_budget: int | str | None = None
     obs_window: int = 256  # type: ignore[misc]
     pool_kernel: int = 16
     min_ctx: int = 0
@@ -107,7 +102,6 @@ class SnapKV(Policy):
         self._require("critical", isinstance(self.critical, bool), "true or false")
         if self.critical:
             self._require("heads", self.heads == "per_head", "per_head with critical")
-            self._require("mass", self.mass is None, "left out with critical")
         self._require("last_token", isinstance(self.last_token, bool), "true or false")
         self._require(
             "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
@@ -117,7 +111,6 @@ class SnapKV(Policy):
         if self.on_full in ("slide", "reselect"):
             self._require("schedule", self.schedule == "once", f"once with on_full={self.on_full}")
         self._settle_budget()
-        self._require_mass()
         super().__post_init__()
 
     def _settle_budget(self) -> None:
@@ -144,29 +137,6 @@ class SnapKV(Policy):
             budget += 1
         return budget
 
-    def _require_mass(self) -> None:
-        if self.mass is None:
-            self._require("max_budget", self.max_budget is None, "left out without mass")
-            return
-        ok = isinstance(self.mass, (int, float)) and not isinstance(self.mass, bool)
-        self._require("mass", ok and 0 < self.mass <= 1, "a share above 0 and at most 1")
-        self._require("schedule", self.schedule == "once", "once with mass")
-        if self.max_budget is not None:
-            allowed = 'a whole number of entries or a share such as "25%"'
-            self._require("max_budget", is_amount(self.max_budget, least=1), allowed)
-
-    def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        quotas = super().quotas(n_prompt, n_layers)
-        if self.mass is None:
-            return quotas
-        if self.max_budget is not None:
-            most = amount(self.max_budget, n_prompt)
-            self._require_room(most)
-            quotas = [Quota(most, self.n_sink, self.window(most))] * n_layers
-        # A budget that the prompt does not fill is no reason to keep more of it for certain.
-        n_window = min(quotas[0].n_window, max(1, self.window(n_prompt)))
-        return [Quota(quota.entries, self.n_sink, n_window) for quota in quotas]
-
     @property
     def n_lookahead(self) -> int:
         if self.lookahead is None:
@@ -179,11 +149,6 @@ class SnapKV(Policy):
 
     def reserved(self, n_voted: int) -> int:
         return min(n_voted, amount(self.reserve, n_voted)) if self.on_full == "keydiff" else 0
-
-    def fits(self, n_prompt: int) -> bool:
-        if self.mass is None:
-            return super().fits(n_prompt)
-        return n_prompt <= self.n_sink + self.quotas(n_prompt, 1)[0].n_window
 
     @property
     def _implied(self) -> str | None:

@@ -258,19 +258,6 @@ def test_a_share_of_the_prompt(tokens):
     assert report.entries == 50
 
 
-def test_mass_chooses_rows_by_layer_and_reports_them(tokens):
-    model = make_llama()
-    policy = "snapkv:n_sink=2,n_window=16,obs_window=8,mass={},max_budget=100%"
-    rows = []
-    for mass in (0.5, 0.9, 0.99):
-        _, report = prefill(model, tokens, policy.format(mass))
-        assert all(m >= mass - 1e-6 for m in report.attention_share)
-        rows.append(report.entries_kept)
-    assert all(a < b for few, many in itertools.pairwise(rows) for a, b in zip(few, many))
-    _, report = prefill(model, tokens, policy.format(0.99).replace("100%", "40"))
-    assert report.entries_kept == [40, 40]
-
-
 def test_nan_keys_are_one_sentence_and_leave_the_cache_alone(tokens):
     model = make_llama()
     model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")

@@ -24,7 +24,6 @@ ONCE = [
     MANY,
     f"{FEW},lookahead=0",
     f"{FEW},last_token=false",
-    f"{SNAPKV},mass=0.9",
     f"{SNAPKV},on_full=reselect",
     "keydiff:budget=48,n_sink=2,schedule=once",
     "snapkv:budget=pyramid:56,n_sink=4,n_window=32,obs_window=8,lookahead=4",
@@ -227,7 +226,7 @@ def test_a_first_turn_that_will_be_recalled_too(kept, demo_model, haystack, poli
     assert_same_entries(found, asked(demo_model, read, policy, kept))
 
 
-@pytest.mark.parametrize("policy", [p for p in IN_TURNS if "mass" not in p and p != MANY])
+@pytest.mark.parametrize("policy", [p for p in IN_TURNS if p != MANY])
 @pytest.mark.parametrize("memory, turns", [("recall", 2), ("recall:file", 3)])
 def test_a_later_turn_keeps_what_a_request_for_the_whole_chat_does(
     kept, demo_model, haystack, policy, memory, turns

@@ -25,7 +25,7 @@ SHARING = [
     f"{BASE},lookahead=0",
     f"{BASE},lookahead=20,on_full=grow",
     f"{BASE},last_token=false",
-    f"{MANY},mass=0.9,on_full=reselect",
+    f"{MANY},on_full=reselect",
     f"{PYRAMID},on_full=keydiff,critical=true",
     "streaming_llm:budget=48,schedule=once",
     "expected_attention:budget=48,n_sink=16,schedule=once",

@@ -1,13 +1,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-import reference
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mlx_snapkv import KeyDiff, SnapKV, SnapKVError
 from mlx_snapkv.policies import resolve_policy
-from mlx_snapkv.policies.budgets import Quota, layer_entries, shared_out, smallest_for_share
+from mlx_snapkv.policies.budgets import Quota, layer_entries, shared_out
 
 
 @given(st.integers(1, 5000), st.integers(1, 60), st.integers(0, 100))
@@ -102,46 +101,6 @@ def test_a_growing_answer_needs_no_window():
     assert SnapKV(budget=3, n_sink=0).quotas(100, 1) == [Quota(3, 0, 0)]
     with pytest.raises(SnapKVError, match="n_window must be at least 1 entry with schedule=once"):
         SnapKV(budget=3, n_sink=0, on_full="slide")
-
-
-def test_mass_keeps_a_window_for_certain_that_the_prompt_has_room_for():
-    """A share is that of the budget, or of a prompt that does not fill it."""
-    assert SnapKV(mass=0.9).quotas(2000, 1) == [Quota(5466, 4, 500)]
-    assert SnapKV(mass=0.9).quotas(10**5, 1) == [Quota(5466, 4, 1366)]
-    assert SnapKV(mass=0.9, max_budget="100%").quotas(2000, 1) == [Quota(2000, 4, 500)]
-    assert SnapKV(mass=0.9, n_window=64).quotas(2000, 1)[0].n_window == 64
-    assert not SnapKV(mass=0.9).fits(2000)
-    assert SnapKV(mass=0.9, n_window=64).fits(68)
-
-
-@given(st.floats(0.01, 1), st.integers(0, 5), st.integers(1, 6), st.integers(0, 1000))
-def test_mass_keeps_the_fewest_rows_that_reach_it(mass, n_sink, n_window, seed):
-    rng = np.random.default_rng(seed)
-    votes = rng.exponential(size=(2, 40)) ** 3
-    scores = votes + rng.normal(size=votes.shape) * 0.1
-    votes, scores = (np.float32(x) for x in (votes, scores))
-    found = smallest_for_share(
-        mx.array(scores[None]), mx.array(votes[None]), Quota(40, n_sink, n_window), mass
-    )
-    expected = reference.smallest_mass(scores, votes, n_sink, n_window, mass)
-    if found.entries != expected:  # rounding may decide one row, and nothing but rounding
-        kept = [
-            votes[
-                h,
-                reference.select(
-                    scores[h], n_sink, min(found.entries, expected) - n_sink - n_window, n_window
-                ),
-            ]
-            for h in (0, 1)
-        ]
-        assert np.sum(kept) / votes.sum() == pytest.approx(mass, abs=1e-5)
-
-
-def test_mass_stays_within_max_budget():
-    votes = mx.ones((1, 1, 1000))
-    assert smallest_for_share(votes, votes, Quota(100, 4, 8), 0.99).entries == 100
-    assert smallest_for_share(votes, votes, Quota(1000, 4, 8), 0.5).entries == 500
-    assert SnapKV(mass=0.9, max_budget="50%").quotas(4000, 2)[1].entries == 2000
 
 
 @given(

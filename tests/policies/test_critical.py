@@ -102,7 +102,6 @@ def test_the_projection_is_what_the_module_does(change, within):
     [
         ({"critical": 1}, "critical must be true or false, got 1"),
         ({"critical": True, "heads": "shared"}, "heads must be per_head with critical"),
-        ({"critical": True, "mass": 0.9}, "mass must be left out with critical"),
     ],
 )
 def test_what_does_not_go_together(options, message):
