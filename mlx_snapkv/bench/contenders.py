@@ -13,7 +13,7 @@ from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.quantizable import head_sizes
 from ..caches.recollection import Recollection
 from ..caches.refreshed import RefreshedKVCache
-from ..caches.sources import Plain
+from ..caches.stores import MemoryStore
 from ..entries.entries import Entries
 from ..policies import Policy, Stages
 
@@ -51,7 +51,7 @@ class Contender:
             keys, values: `(B, n_kv_heads, n, head_dim)`: the entries held.
         """
         if self.refreshes and self.policy is not None:
-            everything = Recollection([Plain(plain_cache(keys, values))], layer)
+            everything = Recollection([MemoryStore(cache=plain_cache(keys, values))], layer)
             everything.index = everything.make_index(None)
             (quota,) = self.policy.stages[1].quotas(context, 1)
             return RefreshedKVCache(everything, quota, layer)

@@ -17,8 +17,7 @@ from .block import BlockKVCache
 from .everything import Everything
 from .pull import Pull
 from .snapshot import snapshot
-from .sources import Source
-from .stores import Store
+from .stores import Source, Store
 
 _CLOSED: Any = Missing(
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
@@ -88,8 +87,8 @@ class ArchivedKVCache(Everything, BlockKVCache):
         n_new = self.offset - n_before
         if n_new > 0:
             keys, values = rows((self.keys, self.values), self._n - n_new, self._n)
-            self.store.append(keys, values)
             new = Entries(keys, values, quantization=self.quantization, layer=self.layer)
+            self.store.append(new)
             self._add_to_index(new.keys, n_before)
 
     def _add_to_index(self, keys: mx.array, n_before: int) -> None:
@@ -115,7 +114,6 @@ class ArchivedKVCache(Everything, BlockKVCache):
 
     def offload(self) -> None:
         self._store()
-        self.store.flush()
 
     def sources(self) -> list[Source]:
         self.offload()
@@ -123,7 +121,7 @@ class ArchivedKVCache(Everything, BlockKVCache):
 
     def growing_cache(self) -> Any:
         self.offload()
-        return self.store.as_cache()
+        return self.store.cache if self.store.n_entries else None
 
     def saved_form(self) -> Any:
         """Itself, whose store is to be saved with it; until it is told what to keep, what is resident is all."""

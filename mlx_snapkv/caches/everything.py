@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ..entries.entries import Entries
-from .sources import Source
+from .stores import Source
 
 
 class Everything(ABC):

@@ -1,95 +1,291 @@
-"""A layer's entries in files."""
+"""A layer's entries in files, which are read through NumPy's memory maps."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+import os
+import tempfile
+import weakref
+import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization
-from .entry_file import SavedFile
-from .file_parts import FixedPart, GrowingPart
-from .row_bytes import RowBytes
-from .sources import Chain, joined
+from ..entries.quantization import Quantization, Stored, arrays, join, unpack
+from ..errors import EntryFileError, SnapKVError
+from ..paths import reason
+from .stores import Chain, Source, Store
 
 
-class FileStore(Chain[FixedPart]):
-    """Entries in files of keys and of values, token after token, that are read through memory maps.
+@dataclass(frozen=True)
+class Layout:
+    """How keys or values lie in a file: token after token, `(B, n_kv_heads)` rows.
 
-    A copy shares the files with what it is a copy of, and any number of processes may share those that were saved:
-    what each is given from then on goes to nameless files of its own, and what it takes back stays with the others.
-
-    Args:
-        quantization: how entries are quantised, each by itself; None is not at all.
-        parts: entries to begin with.
+    Attributes:
+        heads: `(B, n_kv_heads)`.
+        parts: dtypes and widths of the arrays that a row is stored in: itself, or packed values, scales and biases.
     """
 
-    def __init__(self, quantization: Quantization | None = None, parts: Sequence[FixedPart] = ()):
-        self.quantization = quantization
-        super().__init__([*parts, GrowingPart(quantization)])
+    heads: tuple[int, ...]
+    parts: tuple[tuple[mx.Dtype, int], ...]
+
+    @classmethod
+    def of(cls, stored: Stored) -> Layout:
+        """Of rows that are stored so."""
+        parts = arrays(stored)
+        return cls(parts[0].shape[:2], tuple((x.dtype, x.shape[-1]) for x in parts))
 
     @property
-    def _growing(self) -> GrowingPart:
-        return self._sources[-1]  # type: ignore[return-value]  # the last one is
+    def row(self) -> int:
+        """Bytes of a row."""
+        return sum(dtype.size * width for dtype, width in self.parts)
 
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        self._growing.append(keys, values)
+    @property
+    def token(self) -> int:
+        """Bytes of a token's rows."""
+        return math.prod(self.heads) * self.row
 
-    def flush(self) -> None:
-        self._growing.wait()
+    def to_bytes(self, stored: Stored) -> memoryview:
+        """Rows `(B, n_kv_heads, n, ...)` as they lie in the file."""
+        parts = [mx.contiguous(x.transpose(2, 0, 1, 3)).view(mx.uint8) for x in arrays(stored)]
+        return np.asarray(mx.concatenate(parts, axis=-1)).data.cast("B")
 
-    def read_keys(self, start: int, stop: int) -> mx.array:
-        self.flush()
-        return super().read_keys(start, stop)
+    def from_bytes(self, found: np.ndarray) -> Stored:
+        """Rows of `(B, n_kv_heads, n)` items of a file."""
+        whole = mx.array(np.ascontiguousarray(found).view(np.uint8).reshape(*found.shape, self.row))
+        edges = np.cumsum([dtype.size * width for dtype, width in self.parts])[:-1].tolist()
+        parts = [
+            mx.contiguous(x).view(dtype)
+            for x, (dtype, _) in zip(mx.split(whole, edges, axis=-1), self.parts)
+        ]
+        return parts[0] if len(parts) == 1 else tuple(parts)
 
-    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
-        self.flush()
+
+class EntryFile:
+    """A layer's keys or values in a file."""
+
+    def __init__(self, layout: Layout, file: Any):
+        self.layout, self._file = layout, file
+        weakref.finalize(self, file.close)
+
+    def read(self, start: int, stop: int) -> Stored:
+        """The rows of entries `[start, stop)`."""
+        return self.layout.from_bytes(self._map(stop)[start:].transpose(1, 2, 0))
+
+    def gather(self, places: np.ndarray) -> Stored:
+        """The rows at `places` `(B, n_kv_heads, n)`."""
+        B, H = self.layout.heads
+        batch, head = np.ogrid[:B, :H]
+        by_token = self._map(int(places.max(initial=0)) + 1)
+        return self.layout.from_bytes(by_token[places, batch[..., None], head[..., None]])
+
+    def _map(self, n: int) -> np.ndarray:
+        """The rows of the first `n` entries, `(n, B, n_kv_heads)`, each one item."""
+        row = np.dtype((np.void, self.layout.row))
+        try:
+            return np.memmap(self._file, row, "r", shape=(n, *self.layout.heads))
+        except (OSError, ValueError) as error:
+            raise EntryFileError(f"{self} can't be read: {error}") from error
+
+    def __str__(self) -> str:
+        return "entries kept in a file"
+
+
+class TemporaryFile(EntryFile):
+    """A file without a name, whose space is free again as soon as this or the process is gone."""
+
+    def __init__(self, layout: Layout):
+        file = tempfile.TemporaryFile(prefix="mlx-snapkv-", buffering=0)  # noqa: SIM115
+        super().__init__(layout, file)
+
+    def write(self, stored: Stored, at: int) -> None:
+        """Write rows from entry `at` on. Raises: OSError."""
+        data, start = self.layout.to_bytes(stored), at * self.layout.token
+        while data:
+            n = os.pwrite(self._file.fileno(), data, start)
+            data, start = data[n:], start + n
+
+    def cut(self, n: int) -> None:
+        """Hold the first `n` entries only."""
+        os.ftruncate(self._file.fileno(), n * self.layout.token)
+
+
+class SavedFile(EntryFile):
+    """A file with a name, which never changes; each piece's checksum is compared when it is first read.
+
+    Args:
+        n_entries: what it holds.
+        checksums: uint32, CRC-32 of each `piece` bytes; the last piece may be shorter.
+
+    Raises:
+        SnapKVError: it can't be opened, or is not of that size.
+    """
+
+    def __init__(
+        self, path: Path, layout: Layout, n_entries: int, checksums: np.ndarray, piece: int
+    ):
+        self.path = path
+        try:
+            super().__init__(layout, path.open("rb", buffering=0))
+        except OSError as error:
+            raise SnapKVError(f"{path} can't be read: {reason(error)}") from error
+        self._size = n_entries * layout.token
+        self._checksums, self._piece = checksums, piece
+        self._is_new = np.ones(len(checksums), np.bool_)  # not compared yet
+        self._require_size()
+
+    def read(self, start: int, stop: int) -> Stored:
+        first, last = start * self.layout.token, stop * self.layout.token - 1
+        self._require(np.arange(first // self._piece, last // self._piece + 1))
+        return super().read(start, stop)
+
+    def gather(self, places: np.ndarray) -> Stored:
+        first = np.unique(places).astype(np.int64) * self.layout.token
+        last = (first + self.layout.token - 1) // self._piece
+        first //= self._piece
+        longest = int((last - first).max(initial=0))
+        self._require(np.unique([np.minimum(first + i, last) for i in range(longest + 1)]))
         return super().gather(places)
 
-    def entries(self) -> tuple[mx.array, mx.array]:
-        self.flush()
-        keys, values = zip(*(part.entries() for part, _, _ in self._spans()))
-        return joined(keys), joined(values)
+    def _require(self, pieces: np.ndarray) -> None:
+        """Raises: EntryFileError: one of these pieces is not what was saved."""
+        self._require_size()  # a map of what is no longer there would end the process
+        pieces = pieces[self._is_new[pieces]]
+        if not pieces.size:
+            return
+        whole = np.memmap(self._file, np.uint8, "r", shape=(self._size,))
 
-    def data(self, start: int, stop: int) -> list[np.ndarray]:
-        self.flush()
-        found = [part.data(a, b) for part, a, b in self._within(start, stop)]
-        return found[0] if len(found) == 1 else [np.concatenate(rows) for rows in zip(*found)]
+        def checksum(piece: int) -> int:
+            start = piece * self._piece
+            return zlib.crc32(whole[start : start + self._piece].data)
 
-    def as_cache(self) -> None:
-        return None
+        sound = self._checksums[pieces] == list(_checkers().map(checksum, pieces.tolist()))
+        self._is_new[pieces[sound]] = False
+        if not sound.all():
+            start = pieces[~sound][0] * self._piece
+            raise EntryFileError(
+                f"{self} is damaged: a checksum does not fit from byte {start:,} on; put back the file that was "
+                "saved, or save the prompt again",
+                self.path,
+            )
 
-    def take(self, entries: Entries) -> bool:
-        if entries.quantization == self.quantization:
-            self._growing.append_stored(entries.stored_keys, entries.stored_values)
-        elif self.quantization is None:
-            self.append(*entries.plain())
-        else:
-            return False
-        return True
+    def _require_size(self) -> None:
+        found = os.fstat(self._file.fileno()).st_size
+        if found != self._size:
+            raise EntryFileError(
+                f"{self} is damaged: it should have {self._size:,} bytes and has {found:,}",
+                self.path,
+            )
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+@functools.cache
+def _checkers() -> ThreadPoolExecutor:
+    """The threads that compute checksums."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="mlx-snapkv-checksums")
+
+
+@dataclass(frozen=True)
+class _Part(Source):
+    """The first `n_entries` of a file of keys and one of values."""
+
+    files: Sequence[Any]
+    quantization: Quantization | None
+    n_entries: int = 0
+    waits = True
+
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        return unpack(self.files[0].read(start, stop), self.quantization)
+
+    def read_values(self, start: int, stop: int) -> mx.array:
+        return unpack(self.files[1].read(start, stop), self.quantization)
+
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        chosen = np.array(places)
+        keys, values = (unpack(file.gather(chosen), self.quantization) for file in self.files)
+        return keys, values
+
+
+class FileStore(Chain, Store):
+    """Entries in files of keys and of values.
+
+    A copy shares the files with what it is a copy of, and any number of processes may share those that were saved:
+    what each is given from then on goes to files without names of its own, and what it drops stays with the others.
+
+    Args:
+        files: of the keys and the values of `n_entries` to begin with.
+    """
+
+    nbytes = 0
+
+    def __init__(
+        self,
+        quantization: Quantization | None = None,
+        files: Sequence[EntryFile] = (),
+        n_entries: int = 0,
+    ):
+        self.quantization = quantization
+        super().__init__([_Part(files, quantization, n_entries)] if n_entries else [])
+        self._grows = False  # the last part's files are this store's alone
+
+    def append(self, entries: Entries) -> None:
+        new = entries.packed(self.quantization)
+        stored = new.stored_keys, new.stored_values
+        try:
+            if not self._grows:
+                files = [TemporaryFile(Layout.of(x)) for x in stored]
+                self._sources.append(_Part(files, self.quantization))
+                self._grows = True
+            part = self._sources[-1]
+            for file, x in zip(part.files, stored):
+                file.write(x, part.n_entries)
+        except OSError as error:
+            if self._grows:
+                self._cut(self._sources[-1].n_entries)
+            raise EntryFileError(
+                f"entries can't be kept in a file in {tempfile.gettempdir()}: {error.strerror or error}; "
+                "set TMPDIR or --store-dir to a folder with room, or use another memory"
+            ) from error
+        self._sources[-1] = _Part(part.files, self.quantization, part.n_entries + len(new))
 
     def truncate(self, n: int) -> None:
-        growing = self._growing
-        n_fixed = self.n_entries - growing.n_entries
-        growing.truncate(max(0, n - n_fixed))
-        if n < n_fixed:
-            firsts = [part.first(max(0, n - first)) for part, first, _ in self._spans()]
-            self._sources = [*(part for part in firsts if part.n_entries), growing]
+        while self.n_entries > n:
+            part = self._sources.pop()
+            left = n - self.n_entries
+            if left > 0:
+                self._sources.append(_Part(part.files, self.quantization, left))
+                if self._grows:
+                    self._cut(left)
+            else:
+                self._grows = False
+
+    def _cut(self, n: int) -> None:
+        for file in self._sources[-1].files:
+            with contextlib.suppress(OSError):
+                file.cut(n)
+
+    def stored(self, start: int, stop: int) -> Entries:
+        parts = [
+            [file.read(a, b) for file in part.files] for part, a, b in self._within(start, stop)
+        ]
+        keys, values = (functools.reduce(join, found) for found in zip(*parts))
+        return Entries(keys, values, quantization=self.quantization)
 
     def __deepcopy__(self, memo: dict) -> FileStore:
-        self.flush()
-        growing = self._growing
-        if growing.n_entries:
-            part = FixedPart(growing.files, growing.n_entries)
-            self._sources[-1:] = [part, GrowingPart(self.quantization)]
-        return FileStore(self.quantization, self._sources[:-1])
-
-    @property
-    def layouts(self) -> list[RowBytes]:
-        return [file.layout for file in self._sources[0].files]
+        self._grows = False
+        other = FileStore(self.quantization)
+        other._sources = list(self._sources)
+        return other
 
     def reads(self, path: Path) -> bool:
         """Whether some of the entries are in the saved file of that name."""
@@ -97,13 +293,7 @@ class FileStore(Chain[FixedPart]):
         return any(isinstance(file, SavedFile) and file.path == path for file in files)
 
     @property
-    def nbytes(self) -> int:
-        return 0
-
-    @property
-    def file_nbytes(self) -> int:
-        return self.n_entries * sum(layout.token for layout in self.layouts)
-
-    @property
-    def entry_bytes(self) -> int:
-        return sum(layout.token_as_read for layout in self.layouts)
+    def file_nbytes(self) -> int:  # type: ignore[override]
+        return sum(
+            file.layout.token * part.n_entries for part in self._sources for file in part.files
+        )

@@ -21,7 +21,7 @@ from .layers import (
 from .offloaded import OffloadedKVCache
 from .quantizable import head_sizes, require_quantised_attention
 from .recording import RecordingKVCache
-from .stores import PlainStore, QuantizedStore, Store, stored_entries
+from .stores import MemoryStore, Store
 
 MEMORIES = (
     "drop", "recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit",
@@ -171,7 +171,7 @@ def _reopened(empty: Any, found: ArchivedKVCache) -> ArchivedKVCache:
     if isinstance(empty.store, FileStore) or type(empty.store) is type(found.store):
         return found
     found.offload()
-    empty.store.take(stored_entries(found.store))
+    empty.store.append(found.store.stored(0, found.offset))
     return found.with_store(empty.store)
 
 
@@ -191,6 +191,4 @@ def book_memories(quantization: Quantization | None) -> list[str]:
 
 
 def _store(memory: str, quantization: Quantization | None) -> Store:
-    if in_files(memory):
-        return FileStore(quantization)
-    return PlainStore() if quantization is None else QuantizedStore(quantization)
+    return (FileStore if in_files(memory) else MemoryStore)(quantization)

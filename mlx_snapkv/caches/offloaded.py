@@ -8,10 +8,8 @@ from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes, rows
-from .adapter import plain_cache
 from .recording import FullRecorder
-from .sources import Plain, Source
-from .stores import Store, quantized_cache, stored_entries
+from .stores import MemoryStore, Source, Store, quantized_cache
 
 
 class OffloadedKVCache(FullRecorder, _BaseCache):
@@ -76,30 +74,28 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
 
     def offload(self) -> None:
         if self.fresh.offset:
-            self.store.append(*self.fresh.keys_and_values())
-            self.store.flush()
+            self.store.append(Entries(*self.fresh.keys_and_values()))
             self.fresh = KVCache()
 
     def growing_cache(self) -> Any:
         self.offload()
-        return self.store.as_cache()
+        return self.store.cache if self.store.n_entries else None
 
     def saved_form(self) -> Any:
         if not self.store.n_entries:
             return super().saved_form()
         self.offload()
-        cache = self.store.as_cache()
-        if cache is None and self.store.quantization is not None:
-            return quantized_cache(stored_entries(self.store))
-        return cache or super().saved_form()
+        how = self.store.quantization
+        if self.store.cache is None and how is not None:
+            return quantized_cache(how, self.store.stored(0, self.offset))
+        return self.store.cache or super().saved_form()
 
     def sources(self) -> list[Source]:
-        parts: list[Source] = [self.store, Plain(self.fresh)]
+        parts: list[Source] = [self.store, MemoryStore(cache=self.fresh)]
         return [part for part in parts if part.n_entries]
 
     def fill(self, entries: Entries) -> None:
-        if not self.store.take(entries):
-            self.fresh = plain_cache(*entries.plain())
+        self.store.append(entries)
 
     def mark(self) -> None:
         fresh = copy.copy(self.fresh) if self.fresh.offset else KVCache()

@@ -12,7 +12,7 @@ from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, KeyIndex
 from ..entries.queries import Queries
 from .pull import Pull
-from .sources import Chain, Source
+from .stores import Chain, Source
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED_PARTS = 4  # of those, whose spread it is made for
@@ -42,7 +42,7 @@ class Recollection:
         self.layer = layer
         self._latent = layer is not None and layer.latent
         self._pull = pull
-        self._entries: Chain[Source] = Chain(sources)
+        self._entries: Chain = Chain(sources)
         self.index = index if len(self) > FEW else None
 
     def __len__(self) -> int:

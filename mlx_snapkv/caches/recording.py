@@ -14,7 +14,7 @@ from ..entries.queries import Read, Recorder
 from .adapter import FullCache, plain_cache
 from .contract import LayerCache
 from .everything import Everything
-from .sources import Plain, Source
+from .stores import MemoryStore, Source
 
 
 class FullRecorder(Everything, Recorder, LayerCache):
@@ -86,7 +86,7 @@ class RecordingKVCache(FullRecorder, KVCache):
         return filled
 
     def sources(self) -> list[Source]:
-        return [Plain(self)]
+        return [MemoryStore(cache=self)]
 
     def growing_cache(self) -> KVCache:
         self.step = KVCache.step

@@ -1,206 +1,205 @@
-"""Where a layer's entries are kept, and the stores that hold them in memory."""
+"""Where a layer's entries are: one small interface, and the stores that hold them in memory."""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, n_bytes, rows
+from ..entries.quantization import Quantization, each, grown, n_bytes, n_rows, rows, unpack, write
 from ..entries.selection import take_entries
-from .row_bytes import RowBytes
-from .sources import Plain, Source
 
 
-class Store(Source, Protocol):
-    """A layer's entries, and where they are kept.
+class Source(ABC):
+    """A layer's entries in order of position, to be read; keys and values are `(B, n_kv_heads, n, head_dim)`.
 
     Attributes:
-        quantization: how they are stored.
-        nbytes, file_nbytes: what they take in memory, and in a file.
-        entry_bytes: what one token's keys and values take when they are read; 0 before the first.
-        layouts: how keys and values lie in files; empty before the first.
+        n_entries: entries held.
+        waits: what is read takes memory of its own, so that it should be used before more is read.
     """
 
-    @property
-    def quantization(self) -> Quantization | None: ...
+    n_entries: int
+    waits: bool = False
 
-    @property
-    def nbytes(self) -> int: ...
+    @abstractmethod
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        """The keys of entries `[start, stop)`."""
 
-    @property
-    def file_nbytes(self) -> int: ...
+    @abstractmethod
+    def read_values(self, start: int, stop: int) -> mx.array:
+        """The values of entries `[start, stop)`."""
 
-    @property
-    def entry_bytes(self) -> int: ...
-
-    @property
-    def layouts(self) -> list[RowBytes]: ...
-
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        """Take `(B, n_kv_heads, n, head_dim)` keys and values behind those held.
-
-        Raises:
-            SnapKVError: there was no room for those of the last time; the store is then as it was before.
-        """
-
-    def flush(self) -> None:
-        """Wait until what was appended is where it is kept. Raises as `append` does."""
+    @abstractmethod
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values at uint32 `places` `(B, n_kv_heads, n)`."""
 
     def entries(self) -> tuple[mx.array, mx.array]:
-        """All keys and values, `(B, n_kv_heads, n_entries, head_dim)`, of the dtype in which they came."""
+        """All keys and all values."""
+        return self.read_keys(0, self.n_entries), self.read_values(0, self.n_entries)
 
-    def as_cache(self) -> KVCache | QuantizedKVCache | None:
-        """mlx-lm's cache of the same entries, stored the same, if it has such and there are any."""
 
-    def take(self, entries: Entries) -> bool:
-        """Hold these entries, in place of none, unless they would not stay as they are; whether it does."""
+class Store(Source):
+    """Entries that more are appended to: in memory, quantised, or in a file.
 
+    Attributes:
+        quantization: how they are stored, each by itself; None is as they came.
+        cache: mlx-lm's cache that they are in, which may go on by itself; None if they are not.
+        nbytes, file_nbytes: what they take in memory, and in files.
+    """
+
+    quantization: Quantization | None
+    cache: Any = None
+    nbytes: int
+    file_nbytes: int = 0
+
+    @abstractmethod
+    def append(self, entries: Entries) -> None:
+        """Add entries; those that are quantised the same way are stored as they are.
+
+        Raises:
+            SnapKVError: there is no space for them; the store is then as it was.
+        """
+
+    @abstractmethod
     def truncate(self, n: int) -> None:
         """Hold the first `n` entries only."""
 
-    def data(self, start: int, stop: int) -> list[np.ndarray]:
-        """Keys and values of `[start, stop)` as `layouts` has them, uint8 `(stop - start, B, n_kv_heads, row)`."""
-
-
-class _InMemory(ABC):
-    """What stores have in common that keep their entries in a cache of mlx-lm's."""
-
-    file_nbytes = 0
-    _cache: Any
-
     @abstractmethod
-    def entries(self) -> tuple[mx.array, mx.array]: ...
-
-    @property
-    def n_entries(self) -> int:
-        return self._cache.offset
-
-    def flush(self) -> None:
-        return  # what was appended is there already
-
-    def as_cache(self) -> Any:
-        return self._cache if self.n_entries else None
-
-    def truncate(self, n: int) -> None:
-        self._cache.trim(max(0, self.n_entries - n))
-
-    @property
-    def nbytes(self) -> int:
-        return n_bytes(self._cache.keys_and_values()) if self.n_entries else 0
+    def stored(self, start: int, stop: int) -> Entries:
+        """Entries `[start, stop)` as they are stored."""
 
     @property
     def entry_bytes(self) -> int:
-        return n_bytes(rows(self.entries(), 0, 1)) if self.n_entries else 0  # nothing is computed
+        """Bytes of one token's keys and values when they are read; 0 before the first."""
+        if not self.n_entries:
+            return 0
+        return n_bytes((self.read_keys(0, 1), self.read_values(0, 1)))
 
 
-class PlainStore(_InMemory, Plain):
-    """Entries as they come, in memory, in a cache of mlx-lm's."""
+class MemoryStore(Store):
+    """Entries in one of mlx-lm's caches.
 
-    quantization = None
-
-    def __init__(self) -> None:
-        super().__init__(KVCache())
-
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        # Growing copies all there is, so it grows by a share of that.
-        self._cache.step = max(KVCache.step, keys.shape[2], self.n_entries // 4)
-        _append(self._cache, keys, values)
-
-    def take(self, entries: Entries) -> bool:
-        self.append(*entries.plain())
-        return True
-
-    def entries(self) -> tuple[mx.array, mx.array]:
-        keys, values = self._cache.keys_and_values()
-        return keys, values
-
-    @property
-    def layouts(self) -> list[RowBytes]:
-        return [RowBytes.of(x, None) for x in self.entries()] if self.n_entries else []
-
-    def data(self, start: int, stop: int) -> list[np.ndarray]:
-        return _data(self, rows(self.entries(), start, stop))
-
-
-class QuantizedStore(_InMemory):
-    """Quantised entries, in memory, in a cache of mlx-lm's.
-
-    Each entry is quantised by itself, so that it does not matter in which portions they come.
-
-    Attributes:
-        quantization: how they are quantised.
+    Args:
+        quantization: how they are stored, if a new cache is to be made.
+        cache: the `KVCache` or `QuantizedKVCache` that they are in already.
     """
 
-    waits = True
-
-    def __init__(self, quantization: Quantization):
-        self.hold(QuantizedKVCache(quantization.group_size, quantization.bits))
-
-    def hold(self, cache: QuantizedKVCache) -> None:
-        """Hold the entries of this cache, and go on in it."""
-        self.quantization = Quantization(cache.bits, cache.group_size)
-        self._cache: Any = cache
-
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        _append(self._cache, keys, values)
-
-    def take(self, entries: Entries) -> bool:
-        if entries.quantization is None:
-            return False
-        self.hold(quantized_cache(entries))
-        return True
-
-    def entries(self) -> tuple[mx.array, mx.array]:
-        keys, values = map(self.quantization.unpack, self._cache.keys_and_values())
-        return keys, values
-
-    def read_keys(self, start: int, stop: int) -> mx.array:
-        return self.quantization.unpack(rows(self._cache.keys, start, stop))
-
-    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
-        stored = self._cache.keys, self._cache.values
-        keys, values = map(
-            self.quantization.unpack, each(lambda x: take_entries(x, places), stored)
-        )
-        return keys, values
+    def __init__(self, quantization: Quantization | None = None, cache: Any = None):
+        if isinstance(cache, QuantizedKVCache):
+            quantization = Quantization(cache.bits, cache.group_size)
+        self.quantization = quantization
+        self.waits = quantization is not None
+        if cache is None:
+            cache = KVCache() if quantization is None else quantized_cache(quantization)
+        self.cache = cache
 
     @property
-    def layouts(self) -> list[RowBytes]:
-        if not self.n_entries:
-            return []
-        one = rows((self._cache.keys, self._cache.values), 0, 1)
-        return [RowBytes.of(self.quantization.unpack(x), self.quantization) for x in one]
+    def n_entries(self) -> int:  # type: ignore[override]
+        return self.cache.offset
 
-    def data(self, start: int, stop: int) -> list[np.ndarray]:
-        return _data(self, rows((self._cache.keys, self._cache.values), start, stop))
+    def append(self, entries: Entries) -> None:
+        new, cache, n = entries.packed(self.quantization), self.cache, self.n_entries
+        stored = new.stored_keys, new.stored_values
+        if cache.keys is None or n + len(new) > n_rows(cache.keys):
+            held = rows((cache.keys, cache.values) if n else stored, 0, n)
+            # Growing copies everything, so it grows by a share of that.
+            cache.keys, cache.values = grown(held, max(KVCache.step, len(new), n // 8))
+        write((cache.keys, cache.values), n, stored)
+        cache.offset += len(new)
+        mx.eval(cache.keys)
+        mx.eval(cache.values)  # after the keys, for less memory at once
+
+    def truncate(self, n: int) -> None:
+        self.cache.trim(max(0, self.n_entries - n))
+
+    def stored(self, start: int, stop: int) -> Entries:
+        keys, values = rows((self.cache.keys, self.cache.values), start, stop)
+        return Entries(keys, values, quantization=self.quantization)
+
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        return unpack(rows(self.cache.keys, start, stop), self.quantization)
+
+    def read_values(self, start: int, stop: int) -> mx.array:
+        return unpack(rows(self.cache.values, start, stop), self.quantization)
+
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        held = self.cache.keys, self.cache.values
+        keys, values = each(lambda x: take_entries(x, places), held)
+        return unpack(keys, self.quantization), unpack(values, self.quantization)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return n_bytes(self.cache.keys_and_values()) if self.n_entries else 0
 
 
-def quantized_cache(entries: Entries) -> QuantizedKVCache:
-    """mlx-lm's cache of entries that are quantised."""
-    how: Any = entries.quantization
+def quantized_cache(how: Quantization, entries: Entries | None = None) -> QuantizedKVCache:
+    """mlx-lm's cache of quantised entries."""
     cache: Any = QuantizedKVCache(how.group_size, how.bits)
-    cache.keys, cache.values = entries.stored_keys, entries.stored_values
-    cache.offset = len(entries)
+    if entries is not None:
+        cache.keys, cache.values = entries.stored_keys, entries.stored_values
+        cache.offset = len(entries)
     return cache
 
 
-def stored_entries(store: Store) -> Entries:
-    """All of a store's entries, stored as they are there."""
-    data = store.data(0, store.n_entries)
-    keys, values = (
-        layout.stored(rows.transpose(1, 2, 0, 3)) for layout, rows in zip(store.layouts, data)
-    )
-    return Entries(keys, values, quantization=store.quantization)
+class Chain(Source):
+    """The entries of several sources, one behind the other."""
+
+    def __init__(self, sources: Sequence[Source]):
+        self._sources: list[Any] = list(sources)
+
+    @property
+    def n_entries(self) -> int:  # type: ignore[override]
+        return sum(source.n_entries for source in self._sources)
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return any(source.waits for source in self._sources)
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
+        """The sources that have some of the entries `[start, stop)`, and which of their own those are."""
+        first = 0
+        for source in self._sources:
+            a, b = max(start - first, 0), min(stop - first, source.n_entries)
+            if a < b:
+                yield source, a, b
+            first += source.n_entries
+
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        return _joined([source.read_keys(a, b) for source, a, b in self._within(start, stop)])
+
+    def read_values(self, start: int, stop: int) -> mx.array:
+        return _joined([source.read_values(a, b) for source, a, b in self._within(start, stop)])
+
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        found: Any = ()
+        first = 0
+        for source, _, n in self._within(0, self.n_entries):
+            part = source.gather(mx.clip(places, first, first + n - 1) - first)
+            here = (places >= first)[..., None]
+            found = tuple(mx.where(here, *pair) for pair in zip(part, found)) if found else part
+            first += n
+        return found
 
 
-def _data(store: Store, stored: Stored) -> list[np.ndarray]:
-    return [np.array(layout.laid_out(x)) for layout, x in zip(store.layouts, stored)]
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
-def _append(cache: Any, keys: mx.array, values: mx.array) -> None:
-    cache.update_and_fetch(keys, values)
-    mx.eval(cache.keys)
-    mx.eval(cache.values)  # after the keys, for less memory at once
+class First(Source):
+    """The first `n_entries` of a source."""
+
+    def __init__(self, source: Source, n_entries: int):
+        self._source, self.n_entries, self.waits = source, n_entries, source.waits
+
+    def read_keys(self, start: int, stop: int) -> mx.array:
+        return self._source.read_keys(start, stop)
+
+    def read_values(self, start: int, stop: int) -> mx.array:
+        return self._source.read_values(start, stop)
+
+    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
+        return self._source.gather(places)

@@ -22,7 +22,7 @@ from ..caches.layers import (
 )
 from ..caches.recollection import Recollection
 from ..caches.refreshed import RefreshedKVCache
-from ..caches.sources import First
+from ..caches.stores import First
 from ..entries.queries import Queries
 from ..policies.budgets import Quota
 from .choosing import Choice, Scored, choose_all, score, tell_kept

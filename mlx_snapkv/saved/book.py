@@ -1,7 +1,7 @@
 """The entries of a book, in a folder beside the saved prompt that they belong to.
 
 The prompt's file holds what is resident, and names the folder. There, for each layer, one file has the keys and one the
-values of all tokens, as a `RowBytes` lays them out. The prompt's file also has a checksum of every piece of these, and
+values of all tokens, as a `Layout` lays them out. The prompt's file also has a checksum of every piece of these, and
 is itself sealed, so that opening a book reads none of them.
 """
 
@@ -19,12 +19,9 @@ from typing import BinaryIO
 import numpy as np
 
 from ..caches.archived import ArchivedKVCache
-from ..caches.entry_file import SavedFile
-from ..caches.file_parts import FixedPart
-from ..caches.file_store import FileStore
+from ..caches.file_store import FileStore, Layout, SavedFile
 from ..caches.layers import members
-from ..caches.row_bytes import RowBytes
-from ..entries.quantization import Quantization
+from ..entries.quantization import Quantization, Stored, pack
 from ..errors import SnapKVError
 from . import checksum, header
 
@@ -136,32 +133,35 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
     for number, cache in enumerate(archives(prompt_cache)):
         files = []
-        for kind, rows in zip(_KINDS, (cache.keys, cache.values)):
-            layout = RowBytes.of(rows, quantization)
+        for kind, layout in zip(_KINDS, _layouts(cache, quantization)):
             n_pieces = -(-n * layout.token // piece)
             own, checksums = checksums[:n_pieces], checksums[n_pieces:]
             files.append(SavedFile(folder / _name(number, kind), layout, n, own, piece))
-        cache.store = FileStore(quantization, [FixedPart(files, n)])
+        cache.store = FileStore(quantization, files, n)
     if any(cache.offset != n for cache in archives(prompt_cache)):
         raise SnapKVError(f"its layers should hold {n} tokens")
 
 
 def _write(folder: Path, caches: Sequence[ArchivedKVCache], progress: Progress) -> str:
     quantization, n = caches[0].store.quantization, caches[0].offset
-    total = sum(layout.token * n for cache in caches for layout in cache.store.layouts)
+    layouts = [_layouts(cache, quantization) for cache in caches]
+    total = n * sum(layout.token for own in layouts for layout in own)
     done = 0
     checksums: list[int] = []
-    for number, cache in enumerate(caches):
-        step = max(1, _AT_A_TIME // sum(layout.token for layout in cache.store.layouts))
+    for number, (cache, own) in enumerate(zip(caches, layouts)):
+        of_token = sum(layout.token for layout in own)
+        step = max(1, _AT_A_TIME // of_token)
         with contextlib.ExitStack() as opened:
             files = [
                 _Summed(opened.enter_context((folder / _name(number, kind)).open("xb")))
                 for kind in _KINDS
             ]
             for start in range(0, n, step):
-                for file, data in zip(files, cache.store.data(start, min(start + step, n))):
-                    file.write(data.data.cast("B"))
-                    done += data.nbytes
+                entries = cache.store.stored(start, min(start + step, n))
+                found = entries.stored_keys, entries.stored_values
+                for file, layout, stored in zip(files, own, found):
+                    file.write(layout.to_bytes(stored))
+                done += of_token * len(entries)
                 progress(done, total)
             for file in files:
                 checksums += file.finished()
@@ -175,6 +175,12 @@ def _write(folder: Path, caches: Sequence[ArchivedKVCache], progress: Progress) 
             "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
         }
     )
+
+
+def _layouts(cache: ArchivedKVCache, quantization: Quantization | None) -> list[Layout]:
+    """Of a layer's keys and values."""
+    stored: list[Stored] = [pack(x[:, :, :1], quantization) for x in (cache.keys, cache.values)]
+    return [Layout.of(x) for x in stored]
 
 
 class _Summed:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlx_snapkv.caches.archived import ArchivedKVCache
 from mlx_snapkv.caches.block import BlockKVCache
 from mlx_snapkv.caches.file_store import FileStore
-from mlx_snapkv.caches.stores import PlainStore
+from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.errors import TrimError
 from mlx_snapkv.policies import KeyDiff
 from mlx_snapkv.policies.budgets import Quota
@@ -46,7 +46,7 @@ def assert_stored(cache, rows):
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=20), st.booleans())
 def test_what_is_resident_is_a_block_caches_and_nothing_is_lost(chunks, in_file):
     rows = rows_of(sum(chunks))
-    mine = limited(FileStore() if in_file else PlainStore())
+    mine = limited(FileStore() if in_file else MemoryStore())
     block = BlockKVCache(POLICY, QUOTA, 8, expected=32)
     for cache in (mine, block):
         feed(cache, rows, chunks)
@@ -63,7 +63,7 @@ def test_what_is_resident_is_a_block_caches_and_nothing_is_lost(chunks, in_file)
 )
 def test_tokens_since_a_mark_can_be_taken_back(before, since, in_file):
     rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
-    mine = limited(FileStore() if in_file else PlainStore())
+    mine = limited(FileStore() if in_file else MemoryStore())
     n = feed(mine, rows, before)
     positions = mine.positions
     mine.mark()
@@ -76,7 +76,7 @@ def test_tokens_since_a_mark_can_be_taken_back(before, since, in_file):
 
 
 def test_without_a_limit_everything_is_resident():
-    cache, rows = ArchivedKVCache(PlainStore()), rows_of(100)
+    cache, rows = ArchivedKVCache(MemoryStore()), rows_of(100)
     feed(cache, rows, [40, 1, 59])
     assert cache.n_entries == 100 and cache.store.n_entries == 0 and cache.room == float("inf")
     assert not cache.is_compressed and cache.kv_nbytes == cache.nbytes > 0
@@ -88,7 +88,7 @@ def test_without_a_limit_everything_is_resident():
 
 
 def test_what_gave_way_can_not_be_taken_back():
-    cache, rows = limited(PlainStore()), rows_of(80)
+    cache, rows = limited(MemoryStore()), rows_of(80)
     feed(cache, rows, [8] * 10)
     with pytest.raises(TrimError):
         cache.rollback(60)

@@ -26,7 +26,7 @@ from mlx_snapkv.caches.evicting import EvictingCache
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.offloaded import OffloadedKVCache
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.caches.stores import QuantizedStore
+from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.engine.split_calls import SplitCalls
 from mlx_snapkv.entries.quantization import Quantization, arrays
 from mlx_snapkv.entries.queries import Recorder
@@ -110,7 +110,7 @@ EVICTING = {
 FULL = {
     "recording": lambda: fed(RecordingKVCache(0, 10**6, 30)),
     "offloaded, in a file": lambda: offloaded(FileStore()),
-    "offloaded, of 8 bits": lambda: offloaded(QuantizedStore(HOW)),
+    "offloaded, of 8 bits": lambda: offloaded(MemoryStore(HOW)),
     "offloaded, not yet": lambda: fed(OffloadedKVCache(FileStore())),
     "mlx-lm's": lambda: fed(KVCache()),
     "mlx-lm's of 8 bits": lambda: fed(QuantizedKVCache(32, 8)),

@@ -10,15 +10,15 @@ from tiny_models import make_llama
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.offloaded import OffloadedKVCache
-from mlx_snapkv.caches.stores import QuantizedStore
+from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.engine.recalling import RecallingRequest
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.policies import resolve_policy
 
 STORES = [
     FileStore,
-    lambda: QuantizedStore(Quantization(8, 32)),
-    lambda: QuantizedStore(Quantization(4, 64)),
+    lambda: MemoryStore(Quantization(8, 32)),
+    lambda: MemoryStore(Quantization(4, 64)),
 ]
 
 

@@ -9,7 +9,7 @@ from model_configs import make_model
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.pull import AFTER, Pull
 from mlx_snapkv.caches.recollection import Recollection
-from mlx_snapkv.caches.sources import Plain
+from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 
@@ -56,7 +56,7 @@ def test_votes_are_those_of_far_keys_brought_near(layer, cache, observed_heads):
     places = range(T - N, T)
     queries = mx.random.normal((1, 4, N, 16), key=mx.random.key(4))
     observed = Queries(queries, places, scale=0.25)
-    entries = Recollection([Plain(cache)], layer, Pull(LENGTH)).voted_by(observed)
+    entries = Recollection([MemoryStore(cache=cache)], layer, Pull(LENGTH)).voted_by(observed)
     found = entries.votes
     if observed_heads == "attention":
         found = entries.attention.sum(axis=2).reshape(1, 2, 2, T).mean(axis=2)
@@ -68,8 +68,10 @@ def test_votes_are_those_of_far_keys_brought_near(layer, cache, observed_heads):
 
 def test_within_the_length_queries_vote_as_they_are(layer, cache):
     observed = Queries(mx.random.normal((1, 4, N, 16)), range(T - N, T), scale=0.25)
-    near = Recollection([Plain(cache)], layer, Pull(T)).voted_by(observed).votes
-    assert mx.array_equal(near, Recollection([Plain(cache)], layer).voted_by(observed).votes).item()
+    near = Recollection([MemoryStore(cache=cache)], layer, Pull(T)).voted_by(observed).votes
+    assert mx.array_equal(
+        near, Recollection([MemoryStore(cache=cache)], layer).voted_by(observed).votes
+    ).item()
 
 
 def entries_at(layer, positions):

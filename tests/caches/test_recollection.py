@@ -11,8 +11,7 @@ from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.offloaded import OffloadedKVCache
 from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.caches.sources import Plain
-from mlx_snapkv.caches.stores import QuantizedStore
+from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.entries.queries import Queries
@@ -21,7 +20,7 @@ B, H, D, T, SAID = 1, 2, 64, 300, 21
 
 SOURCES = {
     "memory": lambda: RecordingKVCache(0, 0, KVCache.step),
-    "8 bits": lambda: OffloadedKVCache(QuantizedStore(Quantization(8, 64))),
+    "8 bits": lambda: OffloadedKVCache(MemoryStore(Quantization(8, 64))),
     "file": lambda: OffloadedKVCache(FileStore()),
     "file, and newer ones in memory": lambda: OffloadedKVCache(FileStore()),
 }
@@ -38,7 +37,7 @@ def recollected(kind):
             cache.offload()
     held = cache.held()
     answer = [x[:, :, T:] for x in rows]
-    found = Recollection([*cache.sources(), Plain(plain_cache(*answer))], layer=None)
+    found = Recollection([*cache.sources(), MemoryStore(cache=plain_cache(*answer))], layer=None)
     return found, [mx.concatenate([x, y], axis=2) for x, y in zip((held.keys, held.values), answer)]
 
 

@@ -1,160 +1,266 @@
-"""What goes into a store comes out of it: bit for bit from a file, as mx.quantize makes it with fewer bits."""
+"""What goes into a store comes out of it: bit for bit, or as mx.quantize makes it with fewer bits."""
 
+import copy
 import os
 import tempfile
+import zlib
+from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from disk_helpers import full_disk
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.caches.adapter import layer_cache
-from mlx_snapkv.caches.file_store import FileStore
-from mlx_snapkv.caches.stores import QuantizedStore
-from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.caches.file_store import FileStore, Layout, SavedFile
+from mlx_snapkv.caches.stores import Chain, MemoryStore
+from mlx_snapkv.entries.entries import Entries
+from mlx_snapkv.entries.quantization import Quantization, arrays
 
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-
-
-def rows_of(n, dtype, seed=0):
-    mx.random.seed(seed)
-    return [mx.random.normal((2, 3, n, D)).astype(dtype) for D in (64, 128)]
+PIECE = 1000  # which no token's bytes divide
+HOWS = [None, Quantization(8, 64), Quantization(4, 64)]
+HEADS = (2, 3)
 
 
-def portions(rows, *stops):
-    starts = (0, *stops)
-    return [[x[:, :, a:b] for x in rows] for a, b in zip(starts, (*stops, rows[0].shape[2]))]
+def rows_of(n, seed=0, dtype=mx.bfloat16):
+    """Keys and values, of different widths."""
+    key = mx.random.key(seed)
+    return [mx.random.normal((*HEADS, n, D), key=key).astype(dtype) for D in (64, 128)]
+
+
+def holding(store, rows):
+    store.append(Entries(*rows))
+    return store
 
 
 def assert_bits_equal(found, wanted):
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
-        bits = mx.uint16 if a.dtype.size == 2 else mx.uint32
-        assert mx.array_equal(mx.contiguous(a).view(bits), mx.contiguous(b).view(bits))
+        assert mx.array_equal(*(mx.contiguous(x).view(mx.uint8) for x in (a, b)))
 
 
-def quantised(rows, bits):
-    return [mx.dequantize(*mx.quantize(x, bits=bits), bits=bits) for x in rows]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_file_gives_back_the_very_bits(dtype):
-    rows = rows_of(50, dtype)
-    rows[0][0, 0, 0, :3] = mx.array([mx.nan, -mx.inf, -0.0])
-    store = FileStore()
-    for part in portions(rows, 1, 20):
-        store.append(*part)
-    assert store.n_entries == 50 and store.nbytes == 0
-    assert store.file_nbytes == sum(x.nbytes for x in rows) == 50 * store.entry_bytes
-    assert_bits_equal(store.entries(), rows)
-
-
-def test_keys_and_values_may_differ_in_dtype():
-    keys, values = rows_of(9, mx.float32)
-    rows = [keys, values.astype(mx.bfloat16)]
-    store = FileStore()
-    for part in portions(rows, 4):
-        store.append(*part)
-    assert_bits_equal(store.entries(), rows)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_rows_do_not_depend_on_the_portions(dtype, bits):
-    rows = rows_of(50, dtype)
-    store = QuantizedStore(Quantization(bits, 64))
-    for part in portions(rows, 1, 20):
-        store.append(*part)
-    assert_bits_equal(store.entries(), quantised(rows, bits))
-    assert store.n_entries == 50 and store.file_nbytes == 0
-    plain = sum(x.nbytes for x in rows)
-    assert 50 * store.entry_bytes == plain
-    # A scale and a bias for each group of 64.
-    assert store.nbytes == plain * (bits + 2 * 8 * dtype.size / 64) / (8 * dtype.size)
-
-
-@pytest.mark.parametrize("make", [FileStore, lambda: QuantizedStore(Quantization(8, 64))])
-@pytest.mark.parametrize("n", [0, 7, 20])
-def test_rows_taken_back_are_as_if_they_had_never_come(make, n):
-    rows, others = rows_of(20, mx.float32), rows_of(5, mx.float32, seed=1)
-    store, plain = make(), make()
-    store.append(*rows)
-    store.truncate(n)
+def assert_holds(store, rows):
+    """Through everything that a store can be asked."""
+    n, how = rows[0].shape[2], store.quantization
     assert store.n_entries == n
-    store.append(*others)
-    for part in portions(rows, n)[:1] if n else []:
-        plain.append(*part)
-    plain.append(*others)
-    assert_bits_equal(store.entries(), plain.entries())
-    assert (store.nbytes, store.file_nbytes) == (plain.nbytes, plain.file_nbytes)
+    if how is not None:
+        rows = [how.unpack(how.pack(x)) for x in rows]
+    assert_bits_equal(store.entries(), rows)
+    for a, b in ((0, 1), (n - 1, n), (n // 3, n - n // 3)):
+        if a < b:
+            read = store.read_keys(a, b), store.read_values(a, b)
+            assert_bits_equal(read, [x[:, :, a:b] for x in rows])
+    places = mx.random.randint(0, n, (*HEADS, 40)).astype(mx.uint32)
+    wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in rows]
+    assert_bits_equal(store.gather(places), wanted)
+    stored = store.stored(n // 2, n)
+    assert stored.quantization == how
+    assert_bits_equal(stored.plain(), [x[:, :, n // 2 :] for x in rows])
+    of_one = sum(x[:, :, :1].nbytes for x in rows)
+    assert store.entry_bytes == of_one
+    share = 1 if how is None else (how.bits + 2 * 16 / 64) / 16  # a scale and a bias for 64 values
+    in_file = isinstance(store, FileStore)
+    assert (store.nbytes, store.file_nbytes) == ((0, share * n * of_one), (share * n * of_one, 0))[
+        not in_file
+    ]
 
 
-def test_a_quantised_store_and_mlx_lms_cache_are_the_same_rows():
-    store = QuantizedStore(Quantization(4, 32))
-    store.append(*rows_of(9, mx.float16))
-    again = QuantizedStore(Quantization(8, 64))
-    assert again.take(layer_cache(store.as_cache()).held())
-    assert again.n_entries == 9 and again.quantization == store.quantization
-    assert_bits_equal(again.entries(), store.entries())
+def saved(folder, rows, how=None):
+    """A store of these rows in files with names, and the files' paths."""
+    entries, files, paths = Entries(*rows).packed(how), [], []
+    for name, stored in zip(("keys", "values"), (entries.stored_keys, entries.stored_values)):
+        raw = bytes(Layout.of(stored).to_bytes(stored))
+        sums = [zlib.crc32(raw[i : i + PIECE]) for i in range(0, len(raw), PIECE)]
+        paths.append(folder / name)
+        paths[-1].write_bytes(raw)
+        sums = np.array(sums, np.uint32)
+        files.append(SavedFile(paths[-1], Layout.of(stored), len(entries), sums, PIECE))
+    return FileStore(how, files, len(entries)), paths
 
 
-def open_files():
-    return len(os.listdir("/dev/fd"))
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("kind", [MemoryStore, FileStore, "saved"])
+@given(st.data())
+def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
+    """In any order, in any portions; each is as one that shares nothing with the others."""
+    rows = rows_of(20)
+    if kind == "saved":
+        first, _ = saved(tmp_path_factory.mktemp("book"), rows, how)
+    else:
+        first = holding(kind(how), rows)
+    stores = [(first, rows)]
+    for seed in range(1, data.draw(st.integers(2, 8))):
+        i = data.draw(st.integers(0, len(stores) - 1))
+        store, rows = stores[i]
+        step = data.draw(st.sampled_from(["grow", "shrink", "copy"]))
+        n = data.draw(st.integers(1, 30))
+        if step == "copy":
+            stores.append((copy.deepcopy(store), rows))
+        elif step == "grow":
+            more = rows_of(n, seed)
+            holding(store, more)
+            stores[i] = store, [mx.concatenate(both, axis=2) for both in zip(rows, more)]
+        else:
+            left = max(1, store.n_entries - n)
+            store.truncate(left)
+            stores[i] = store, [x[:, :, :left] for x in rows]
+    for store, rows in stores:
+        assert_holds(store, rows)
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, FileStore])
+def test_what_is_taken_from_an_empty_store_on(kind):
+    store = holding(kind(), rows_of(9))
+    store.truncate(0)
+    assert store.n_entries == store.nbytes == store.file_nbytes == store.entry_bytes == 0
+    assert_holds(holding(store, rows_of(5, seed=1)), rows_of(5, seed=1))
+
+
+def test_a_file_gives_back_the_very_bits():
+    keys, values = rows_of(9, dtype=mx.float32)
+    keys[0, 0, 0, :3] = mx.array([mx.nan, -mx.inf, -0.0])
+    rows = [keys, values.astype(mx.float16)]
+    store = holding(FileStore(), rows)
+    assert_bits_equal(store.entries(), rows)
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, FileStore])
+def test_entries_that_are_quantised_the_same_way_are_stored_as_they_are(kind):
+    how = Quantization(4, 64)
+    entries = Entries(*rows_of(9)).packed(how)
+    store = kind(how)
+    store.append(entries)
+    found = store.stored(0, 9)
+    for a, b in zip(arrays(found.stored_keys), arrays(entries.stored_keys)):
+        assert mx.array_equal(a, b)
+
+
+def test_several_stores_are_read_as_one():
+    rows = rows_of(50)
+    parts = [[x[:, :, a:b] for x in rows] for a, b in ((0, 20), (20, 20), (20, 45), (45, 50))]
+    chain = Chain(
+        [holding(kind(), part) for kind, part in zip([FileStore, MemoryStore] * 2, parts)]
+    )
+    assert chain.n_entries == 50 and chain.waits
+    assert_bits_equal(chain.entries(), rows)
+    assert_bits_equal([chain.read_keys(18, 46)], [rows[0][:, :, 18:46]])
+    places = mx.random.randint(0, 50, (*HEADS, 40)).astype(mx.uint32)
+    wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in rows]
+    assert_bits_equal(chain.gather(places), wanted)
 
 
 def test_the_file_has_no_name_and_goes_with_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = open_files()
-    store = FileStore()
-    store.append(*rows_of(9, mx.float32))
-    store.flush()
-    assert open_files() == before + 2 and not list(tmp_path.iterdir())
+    before = len(os.listdir("/dev/fd"))
+    store = holding(FileStore(), rows_of(9))
+    assert len(os.listdir("/dev/fd")) == before + 2 and not list(tmp_path.iterdir())
     rows = store.entries()
     del store
-    assert open_files() == before
-    assert_bits_equal(rows, rows_of(9, mx.float32))
+    assert len(os.listdir("/dev/fd")) == before
+    assert_bits_equal(rows, rows_of(9))
 
 
-@pytest.fixture
-def no_room():
-    """Files can't grow beyond 100 kB."""
-    with full_disk(100_000):
-        yield
+def test_a_copy_writes_nothing_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = holding(FileStore(), rows_of(2000))
+    before = bytes_in_nameless_files(tmp_path)
+    copies = [copy.deepcopy(store) for _ in range(3)]
+    assert bytes_in_nameless_files(tmp_path) == before > 0
+    holding(copies[0], rows_of(10))
+    assert before < bytes_in_nameless_files(tmp_path) < 1.1 * before
 
 
-def test_a_file_without_room_is_left_as_it_was(no_room):
-    store, rows = FileStore(), rows_of(20, mx.float32)
-    store.append(*rows)
-    with pytest.raises(SnapKVError, match=r"can't be kept in a file in .*: .*; set TMPDIR"):
-        store.append(*rows_of(20, mx.float32, seed=1))
-        store.flush()
-    assert store.n_entries == 20
-    files = store._growing.files
-    sizes = [os.fstat(file._file.fileno()).st_size for file in files]
-    assert sizes == [20 * file.layout.token for file in files]
-    assert_bits_equal(store.entries(), rows)
+def bytes_in_nameless_files(folder):
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.exists() or link.is_symlink()]
+    return sum(os.stat(link).st_size for link in links if _target(link).startswith(str(folder)))
+
+
+def _target(link):
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:
+        return ""
+
+
+@pytest.mark.parametrize("n_before", [0, 20])
+def test_a_file_without_space_is_left_as_it_was(n_before):
+    store, rows = FileStore(), rows_of(20, dtype=mx.float32)
+    if n_before:
+        holding(store, rows)
+    with (
+        full_disk(100_000),
+        pytest.raises(SnapKVError, match=r"can't be kept in a file in .*: .*; set TMPDIR"),
+    ):
+        holding(store, rows_of(60, seed=1, dtype=mx.float32))
+    assert store.n_entries == n_before
+    for part in store._sources:
+        for file in part.files:
+            assert os.fstat(file._file.fileno()).st_size == n_before * file.layout.token
+    holding(store, rows)
+    assert_bits_equal([x[:, :, n_before:] for x in store.entries()], rows)
 
 
 def test_a_temporary_folder_that_is_not_there_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     store = FileStore()
     with pytest.raises(SnapKVError, match="nowhere: No such file or directory"):
-        store.append(*rows_of(2, mx.float32))
-        store.flush()
+        holding(store, rows_of(2))
     assert store.n_entries == 0
 
 
-@pytest.mark.parametrize("make", [FileStore, lambda: QuantizedStore(Quantization(8, 64))])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_are_read_as_the_whole_is(make, dtype):
-    store = make()
-    for part in portions(rows_of(50, dtype), 20):
-        store.append(*part)
-    n = store.n_entries
-    keys, values = store.entries()
-    assert_bits_equal([store.read_keys(n - 30, n - 3)], [keys[:, :, n - 30 : n - 3]])
-    places = mx.sort(mx.random.randint(0, n, (2, 3, 17)), axis=-1).astype(mx.uint32)
-    wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in (keys, values)]
-    assert_bits_equal(store.gather(places), wanted)
-    alike = mx.broadcast_to(mx.arange(5, 9, dtype=mx.uint32), (2, 3, 4))
-    assert_bits_equal(store.gather(alike), [x[:, :, 5:9] for x in (keys, values)])
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_saved_files_stay_as_they_are(tmp_path):
+    store, paths = saved(tmp_path, rows_of(50))
+    before = [path.read_bytes() for path in paths]
+    store.truncate(20)
+    holding(store, rows_of(30, seed=1))
+    assert [path.read_bytes() for path in paths] == before
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_piece_is_checked_when_it_is_first_read_and_only_then(tmp_path, kind):
+    """768 bytes or more a token: token 40 lies in other pieces than the first 10 tokens."""
+    store, paths = saved(tmp_path, rows_of(50))
+    place = 40 * Layout.of(rows_of(1)[kind]).token
+    flip(paths[kind], place)
+    early = mx.broadcast_to(mx.arange(10, dtype=mx.uint32), (*HEADS, 10))
+    store.read_keys(0, 10)
+    store.gather(early)
+    words = rf"{paths[kind]} is damaged: a checksum does not fit from byte \d[\d,]*000 on; put back"
+    for _ in range(2):  # it does not become right by being asked again
+        with pytest.raises(SnapKVError, match=words):
+            store.gather(early + 31)
+    with pytest.raises(SnapKVError, match=words):
+        store.entries()
+    flip(paths[kind], place)
+    store.gather(early + 31)
+    flip(paths[kind], place)
+    store.gather(early + 31)  # read before
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_of_another_size_is_reported_before_it_is_mapped(tmp_path, change):
+    store, paths = saved(tmp_path, rows_of(50))
+    size = paths[0].stat().st_size
+    with paths[0].open("r+b") as file:
+        file.truncate(size + change)
+    words = f"keys is damaged: it should have {size:,} bytes and has {size + change:,}"
+    with pytest.raises(SnapKVError, match=words):
+        store.read_keys(0, 1)
+    with pytest.raises(SnapKVError, match=words):
+        SavedFile(paths[0], Layout.of(rows_of(1)[0]), 50, np.zeros(99, np.uint32), PIECE)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    store, paths = saved(tmp_path, rows_of(5))
+    paths[1].unlink()
+    assert_holds(store, rows_of(5))  # it is open, and others may have replaced it since
+    with pytest.raises(SnapKVError, match="values can't be read: No such file or directory"):
+        SavedFile(paths[1], Layout.of(rows_of(1)[1]), 5, np.zeros(9, np.uint32), PIECE)
