@@ -1,6 +1,6 @@
-"""KV-cache compression for mlx-lm: long prompts, small caches, the same answers.
+"""KV-cache compression for mlx-lm: long prompts, small caches.
 
-The names are those of `api`. MLX and mlx-lm take a second to import, so nothing of them is until it is used.
+The public names are those of `api`. They are loaded on first use, because importing MLX and mlx-lm takes a second.
 """
 
 from __future__ import annotations
@@ -29,28 +29,3 @@ else:  # hidden from type checkers, to which any name would exist
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *sys.modules[__name__].__all__})
-
-
-class _CachesWithMlxLm:
-    """Imports our caches right after mlx-lm, whose `load_prompt_cache` is to find them by name."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != "mlx_lm":
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_both(module: Any) -> None:
-                execute(module)
-                importlib.import_module(f"{__name__}.caches")
-
-            spec.loader.exec_module = execute_both  # type: ignore[method-assign]
-        return spec
-
-
-if "mlx_lm" in sys.modules:
-    importlib.import_module(f"{__name__}.caches")
-else:
-    sys.meta_path.insert(0, _CachesWithMlxLm())

@@ -1,4 +1,4 @@
-"""What users import from `mlx_snapkv`, which loads this file when one of these names is first asked for."""
+"""The public names of `mlx_snapkv`."""
 
 from .batch.generate import batch_generate
 from .batch.generator import CompressedBatchGenerator
@@ -42,11 +42,7 @@ __all__ = [
     "KeyNorm",
     "LagKV",
     "MemoryPlan",
-    "QuantizedBlockKVCache",
-    "QuantizedReselectingSnapKVCache",
-    "QuantizedSnapKVCache",
     "RandomRows",
-    "ReselectingSnapKVCache",
     "ScissorHands",
     "SnapKV",
     "SnapKVCache",
@@ -64,7 +60,3 @@ __all__ = [
     "stream_generate",
     "unpatch_snapkv",
 ]
-
-# How entries are stored and who gives way are fields of these two classes; they were classes of their own.
-QuantizedSnapKVCache = ReselectingSnapKVCache = QuantizedReselectingSnapKVCache = SnapKVCache
-QuantizedBlockKVCache = BlockKVCache

@@ -1,10 +1,15 @@
-"""Files by the names that users give: what they stand for, and places to write to, checked before the work."""
+"""Files that users name: checked before the work, and written as a whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import SnapKVError
 
@@ -47,3 +52,39 @@ def require_place(path: Path) -> bool:
 def reason(error: Exception) -> str:
     """What went wrong with a file, without its name."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def put(path: Path, data: str | bytes) -> None:
+    """Write a file, which is there as a whole or as it was before. Raises: OSError."""
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{secrets.token_hex(6)}.part")  # however long the name is
+    try:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        with contextlib.suppress(OSError):
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))  # of one that it replaces
+        os.replace(temporary, target)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def put_result(path: Path, data: str | bytes) -> None:
+    """The same of a result. Raises: OSError: with a sentence that names the file."""
+    with naming(path):
+        put(path, data)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raises: OSError: what the block raised, as a sentence that names the file it wrote."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{path} can't be written: {reason(error)}") from error
+
+
+def put_figure(path: Path, figure: Any, **options: Any) -> None:
+    """The same of one of matplotlib's figures."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", **options)
+    put_result(path, picture.getvalue())

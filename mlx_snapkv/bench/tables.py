@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.report import format_bytes
+from ..paths import put_figure
 from ..reporting.files import PNG_METADATA
 from ..reporting.setting import title
 from ..reporting.table import Table, as_markdown, setting_text
-from ..whole_files import put_figure
 from .speed import Row
 
 REMARK = "Figures are for this machine; the ratios are what carries over, and only to machines of its kind."

@@ -17,11 +17,10 @@ from ..chat.conversation import Conversation
 from ..engine.recalling import VERIFY
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
-from ..paths import path_of
+from ..paths import path_of, put
 from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
 from ..saved import require_writable
-from ..whole_files import put
 from .chat_session import Session, as_markdown
 from .options import SamplingOptions
 from .prompt_text import read_file

@@ -16,8 +16,7 @@ from ..demo.documents import Fact
 from ..demo.questions import is_right, make_haystack, question_prompt
 from ..engine.report import format_bytes
 from ..errors import SnapKVError
-from ..paths import path_of, reason
-from ..whole_files import put
+from ..paths import path_of, put, reason
 from .loading import load_model
 from .options import DocumentSeed, Facts, Model
 from .values import MOST

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ..errors import SnapKVError
-from ..paths import require_place
-from ..whole_files import put_result
+from ..paths import put_result, require_place
 from . import options
 from .waiting import TOKENISING, waited_for
 

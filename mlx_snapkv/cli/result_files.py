@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
-from ..paths import path_of, reason, require_place
+from ..paths import path_of, put_result, reason, require_place
 from ..reporting import files
-from ..whole_files import put_result
 
 
 class ResultFiles:

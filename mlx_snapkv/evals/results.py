@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SnapKVError
-from ..whole_files import naming, put_result
+from ..paths import naming, put_result
 
 Record = dict[str, Any]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..paths import put_figure
 from ..reporting.files import PNG_METADATA
-from ..whole_files import put_figure
 from .inspection import Inspection
 
 COLUMNS = 256  # parts of the prompt

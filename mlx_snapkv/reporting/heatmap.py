@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ..whole_files import put_figure
+from ..paths import put_figure
 from .files import PNG_METADATA
 from .setting import title
 

@@ -8,7 +8,6 @@ from tiny_models import make_llama
 
 from mlx_snapkv import (
     Conversation,
-    QuantizedSnapKVCache,
     SnapKVCache,
     SnapKVError,
     generate,
@@ -35,7 +34,7 @@ def pair(request):
     options = {"offset": 20, "n_window": 4}
     return (
         SnapKVCache(*held, positions, **options),
-        QuantizedSnapKVCache(*map(how.pack, held), positions, quantization=how, **options),
+        SnapKVCache(*map(how.pack, held), positions, quantization=how, **options),
     )
 
 

@@ -9,7 +9,6 @@ from request_helpers import assert_same, assert_unpatched, in_order, plain, step
 
 from mlx_snapkv import (
     BlockKVCache,
-    ReselectingSnapKVCache,
     SnapKV,
     SnapKVCache,
     SnapKVError,
@@ -186,16 +185,14 @@ def test_a_follow_up_is_read_in_blocks_with_a_choice_between_them(
     cache = make_prompt_cache(tiny_model)
     steps(tiny_model, tokens, 2, policy=SnapKV(**SMALL, on_full=on_full), prompt_cache=cache)
     fed, choices = [], []
-    update, evict = ReselectingSnapKVCache.update_and_fetch, ReselectingSnapKVCache.evict
+    update, evict = SnapKVCache.update_and_fetch, SnapKVCache.evict
 
     def watched(self, keys, values):
         fed.append(keys.shape[2])
         return update(self, keys, values)
 
-    monkeypatch.setattr(ReselectingSnapKVCache, "update_and_fetch", watched)
-    monkeypatch.setattr(
-        ReselectingSnapKVCache, "evict", lambda self: choices.append(self) or evict(self)
-    )
+    monkeypatch.setattr(SnapKVCache, "update_and_fetch", watched)
+    monkeypatch.setattr(SnapKVCache, "evict", lambda self: choices.append(self) or evict(self))
     steps(tiny_model, tokens[:130], 4, prompt_cache=cache)
     assert max(fed) == 16 and len(choices) == 8 * len(kept(cache))
     assert all(c.size() == 56 for c in kept(cache))

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, save_prom
 from saved_helpers import KEYDIFF, SNAPKV, read, saved_file
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import BlockKVCache, ReselectingSnapKVCache, SnapKVError, saved
+from mlx_snapkv import BlockKVCache, SnapKVCache, SnapKVError, saved
 from mlx_snapkv.saved import files
 
 
@@ -63,7 +63,7 @@ def foreign_caches(model, tokens):
     compressed = read(model, tokens, f"{SNAPKV},on_full=keydiff")
     wrong = {"_oldest": 999, "n_window": 0, "_newest": -1, "_since": -1, "_left": mx.zeros(3)}
     for name, value in wrong.items():
-        broken = ReselectingSnapKVCache.from_state(compressed[0].state)
+        broken = SnapKVCache.from_state(compressed[0].state)
         setattr(broken, name, value)
         yield [broken, compressed[1]]
     bounded = read(model, tokens, KEYDIFF)
