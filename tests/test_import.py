@@ -16,10 +16,11 @@ def test_mlx_lm_finds_our_caches_once_a_name_of_ours_is_imported():
     program = """
 import sys
 finders = [*sys.meta_path]
+import mlx_snapkv
+assert sys.meta_path == finders
 from mlx_snapkv import prefill
 from mlx_lm.models import cache
 print(cache.SnapKVCache, cache.BlockKVCache)
-assert sys.meta_path == finders
 """
     assert "caches.window.SnapKVCache" in python(program)
 
