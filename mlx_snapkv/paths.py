@@ -88,3 +88,14 @@ def put_figure(path: Path, figure: Any, **options: Any) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", **options)
     put_result(path, picture.getvalue())
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Raises: SnapKVError: the system refused a file of the user's, who named it `what`."""
+    try:
+        yield
+    except SnapKVError:
+        raise
+    except (OSError, ValueError) as error:  # the latter of names that no file can have
+        raise SnapKVError(f"{what}: {reason(error)}") from error

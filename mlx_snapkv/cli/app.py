@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -22,9 +22,8 @@ from .eval_fidelity import fidelity
 from .eval_lm import lm
 from .generate import generate
 from .inspecting import inspect
-from .models import models
+from .listings import models, policies
 from .plan import plan
-from .policies import policies
 from .serve import serve
 
 INTERRUPTED = 130  # exit code
@@ -72,11 +71,13 @@ def main() -> None:
     An answer that can't be written is exit code 1, in silence if its reader has gone.
     """
     process.hold_standard_descriptors()
-    if not isinstance(sys.stderr, process.Telling):
-        sys.stderr = process.Telling(sys.stderr)  # type: ignore[assignment]
+    if not isinstance(sys.stderr, process.Stderr):
+        sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]
     if sys.stdout is None:
         fail("standard output is closed, so there is nowhere to answer", status=1)
-    _require_temporary_folder()
+    folder = os.environ.get("TMPDIR")
+    if folder and not os.path.isdir(folder):  # which MLX would fail on
+        fail(f"TMPDIR names no folder: {folder}")
     try:
         status = app(standalone_mode=False)
         if status == INTERRUPTED:  # what typer makes of Ctrl-C
@@ -92,31 +93,26 @@ def main() -> None:
     except BrokenPipeError:
         os._exit(1)  # the usual exit would try to write the rest
     except OSError as error:  # a full disk; no mistake of the command's
-        fail(error.strerror or str(error), status=1)
+        named = f"{error.filename}: " if error.filename else ""
+        fail(named + (error.strerror or str(error)), status=1)
     except Exception as error:
-        # Newer typers bring a click of their own, so its usage errors are told by what they can do.
-        if not hasattr(error, "format_message"):
-            if launched():  # whose other processes wait
-                fail(sentence(error), status=1)
-            raise
-        fail(error.format_message())
+        # Newer typers bring a click of their own, so its usage errors are known by what they can do.
+        if hasattr(error, "format_message"):
+            fail(error.format_message())
+        if launched():  # whose other processes wait
+            fail(sentence(error), status=1)
+        raise
     else:
         process.leave(status if isinstance(status, int) else 0)
 
 
-def _require_temporary_folder() -> None:
-    """MLX looks for it when it is first used, and takes it amiss."""
-    folder = os.environ.get("TMPDIR")
-    if folder and not os.path.isdir(folder):
-        fail(f"TMPDIR names no folder: {folder}")
-
-
-def fail(message: str, status: int = 2) -> None:
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Print one line on stderr and exit; the other ranks end as well."""
     message = " ".join(message.split())
     if launched():
         from ..several.ranks import leave_all
 
         message = leave_all(message)
-    process.speak()
+        process.speak()
     print(f"mlx-snapkv: {message}", file=sys.stderr)
     process.leave(status)

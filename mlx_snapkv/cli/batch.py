@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 from typer import Argument, Exit, Option
 
 from ..errors import SnapKVError
-from ..paths import path_of, reason
+from ..paths import path_of, refusing
 from . import options
 from .values import n_bytes
 
@@ -124,11 +124,19 @@ def load_for_requests(
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
-    """Answer the file, with a bar."""
-    from .progress import BatchBar
+    """Answer the file, with a bar and the tokens read and answered a second."""
+    from .progress import StepBars
 
-    with run.answers, BatchBar(file.n_lines, run.answers.path, quiet) as bar:
-        run.on_progress = bar.update
+    with run.answers, StepBars(run.answers.path, quiet) as bar:
+        bar.start("answering", file.n_lines)
+
+        def update(done: Progress) -> None:
+            seconds = max(done.seconds, 1e-9)
+            read, answered = done.prompt_tokens / seconds, done.answer_tokens / seconds
+            speed = f"{read:,.0f} tokens/s read, {answered:,.0f} answered" if read else ""
+            bar.reach(done.lines, speed)
+
+        run.on_progress = update
         run.answer(file)
 
 
@@ -153,11 +161,7 @@ def _opened(name: str) -> BinaryIO:
             raise SnapKVError("standard input is closed: give a file of requests")
         return sys.stdin.buffer
     path = path_of(name)
-    try:
-        is_folder = path.is_dir()
-        stream = None if is_folder else path.open("rb")
-    except (OSError, ValueError) as error:
-        raise SnapKVError(f"{name}: {reason(error)}") from error
-    if stream is None:
-        raise SnapKVError(f"{name} is a folder: give a file of requests")
-    return stream
+    with refusing(name):
+        if path.is_dir():
+            raise SnapKVError(f"{name} is a folder: give a file of requests")
+        return path.open("rb")

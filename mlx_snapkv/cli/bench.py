@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from .loading import load_model
 from .process import listen
-from .result_files import ResultFiles, write_result
+from .result_files import ResultFiles, write_json, write_result
 from .values import whole_numbers
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def bench(
     from ..bench.tables import markdown, tables, write_picture
     from ..reporting.setting import setting
     from .print_table import print_table
-    from .progress import SavingBars
+    from .progress import StepBars
 
     plan, book = options.plan(), options.book
     endings = (".json", ".md") if book else (".json", ".md", ".png")
@@ -118,18 +118,19 @@ def bench(
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
     about = {"command": command, **setting(), "model": model or RANDOM}
     result = {**about, "speed": [], "book": []}
-    with SavingBars(files) as bars:
+    with StepBars() as bars:
+
+        def done(rows: list[dict[str, Any]]) -> None:
+            """One more is measured: save what there is."""
+            result["book" if book else "speed"] = rows
+            bars.done()
+            if files is not None:
+                write_json(files.base, result)
+
         if book:
-            result["book"] = measure_books(
-                loaded,
-                plan.long_prompts,
-                bars.start,
-                lambda rows: bars.save({**result, "book": rows}),
-            )
+            result["book"] = measure_books(loaded, plan.long_prompts, bars.start, done)
         else:
-            result["speed"] = measure_speed(
-                loaded, plan, bars.start, lambda rows: bars.save({**result, "speed": rows})
-            )
+            result["speed"] = measure_speed(loaded, plan, bars.start, done)
     for table in tables(result):
         print_table(table)
         print()

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..errors import SnapKVError
 from . import options
-from .notices import tell_if_too_long, telling_cost
 from .prompt_text import opening_tokens
-from .waiting import TOKENISING, waited_for
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .reading import Reading
 
 
 def cache_prompt(
@@ -48,7 +43,6 @@ def cache_prompt(
     from ..engine.reading import require_book
     from ..engine.recalling import Recall
     from ..saved import require_writable
-    from .progress import stderr_console
 
     chosen, memory = policy.resolve(), retention.memory
     require_book(chosen, memory)
@@ -62,14 +56,13 @@ def cache_prompt(
     loaded, tokenizer = model.load()
     cache.require(loaded)
     require_far(loaded, chosen, Recall(memory, far=far))
-    now = datetime.now()
-    console = stderr_console(quiet)
+    now, reading = datetime.now(), Reading(quiet)
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
-    tokens = waited_for(console, TOKENISING, opening)
+    tokens = reading.wait_for(opening)
     keywords = {"policy": chosen, "memory": memory, "far": far, **cache.keywords()}
-    tell_if_too_long(console, loaded, len(tokens), **keywords)
+    reading.warn(loaded, len(tokens), **keywords)
     notes = {"text": text, "system_prompt": prompt.system_prompt, "time": now.isoformat()}
-    _save(path, loaded, tokens, keywords, notes, console)
+    _save(path, loaded, tokens, keywords, notes, reading)
 
 
 def _save(
@@ -78,31 +71,29 @@ def _save(
     tokens: list[int],
     keywords: dict[str, Any],
     notes: dict[str, Any],
-    console: Console,
+    reading: Reading,
 ) -> None:
     """Read the text, write its caches, and say what they are."""
     from .. import saved
     from ..caches.memories import saved_forms
     from ..engine.book_cost import book_cost
-    from .progress import PrefillBar, WritingBar
+    from .progress import writing_bar
 
     policy, memory, replaced = keywords["policy"], keywords["memory"], path.exists()
     folder = path.resolve().parent
-    cost = partial(book_cost, model, policy, memory, asks=False, saved_in=folder)
-    with closing(PrefillBar(console)) as bar:
-        update = telling_cost(console, cost, bar.update)
-        cache, report = _read(model, tokens, **keywords, prompt_progress_callback=update)
+    with reading.bar(partial(book_cost, model, policy, memory, asks=False, saved_in=folder)) as bar:
+        cache, report = _read(model, tokens, **keywords, prompt_progress_callback=bar)
     used = report.policy if report.compressed else NO_POLICY
     if memory != "drop":
         notes["memory"], used = memory, str(policy)
-    with closing(WritingBar(console)) as writing:
-        forms = saved_forms(model, cache)
-        saved.save(path, model, forms, tokens, used, notes, writing.update)
+    writing, forms = writing_bar(reading.console), saved_forms(model, cache)
+    with writing as update:
+        saved.save(path, model, forms, tokens, used, notes, update)
     where = f"saved in {path}{', in place of the one that was there' if replaced else ''}"
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    if not console.quiet:
-        print(f"{_told(report, forms, memory)} | {where}", file=sys.stderr)
+    if not reading.console.quiet:
+        print(f"{_summary(report, forms, memory)} | {where}", file=sys.stderr)
 
 
 def _read(
@@ -133,7 +124,7 @@ def _read(
     return prefill(model, tokens, policy, far=far, **keywords, **quantised)
 
 
-def _told(report: CompressionReport, cache: list, memory: str) -> str:
+def _summary(report: CompressionReport, cache: list, memory: str) -> str:
     """What the answers will start from."""
     from ..caches.layers import kv_bytes
 

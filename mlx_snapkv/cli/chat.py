@@ -36,13 +36,11 @@ def chat(
     from .chat_commands import CommandCompleter
     from .chat_session import Session
     from .lines import Lines
-    from .sharded import shared_lines
 
     chosen = policy.resolve()
     generation = cache.generation(chosen)
     lines = Lines(sys.stdin, CommandCompleter())
     loaded, adapted = model.load()
-    shared = shared_lines(lines)
     tokenizer.adapt(adapted)
     cache.require(loaded)
     seed_sampling(seed)
@@ -55,7 +53,7 @@ def chat(
         **sampling.generation(adapted),
         **generation,
     )
-    run(Session(model.model, conversation, sampling, shared, quiet))
+    run(Session(model.model, conversation, sampling, lines, quiet))
 
 
 def run(session: Session) -> None:
@@ -63,31 +61,28 @@ def run(session: Session) -> None:
 
     A mistake is one sentence and the chat goes on, unless the lines come from a file: then it ends with that mistake.
     """
+    from ..several.ranks import here
+    from .chat_commands import run_command
+
     interactive = session.lines.interactive
     if interactive and not session.quiet:
         session.say(f"{session.model}, {session.ways}")
         session.say(
             "Several lines: paste them, or end each with a backslash. /help lists commands."
         )
-    for line in session.lines:
+    for line in map(str.strip, session.lines):
         try:
-            _take(session, line.strip())
+            if line.startswith("/"):
+                run_command(session, line)
+            elif line:
+                session.answer(line)
         except SnapKVError as error:
             if not interactive:
                 raise
             session.say(str(error))
         except KeyboardInterrupt:
-            if not interactive or session.lines.shared:
+            if not interactive or here().size > 1:
                 raise
             session.say(f"stopped; the conversation goes on{session.waiting}")
         except StopIteration:
             return
-
-
-def _take(session: Session, line: str) -> None:
-    from .chat_commands import run_command
-
-    if line.startswith("/"):
-        run_command(session, line)
-    elif line:
-        session.answer(line)

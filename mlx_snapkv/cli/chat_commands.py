@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
 from prompt_toolkit.document import Document
@@ -17,14 +17,15 @@ from ..chat.conversation import Conversation
 from ..engine.recalling import VERIFY
 from ..engine.report import format_bytes
 from ..errors import SnapKVError, UnknownOptionError
-from ..paths import path_of, put
+from ..paths import path_of, put, refusing
 from ..policies import POLICIES, resolve_policy
 from ..policies.base import suggestion
 from ..saved import require_writable
-from .chat_session import Session, as_markdown
+from ..several.ranks import here
+from .chat_session import Session
 from .options import SamplingOptions
 from .prompt_text import read_file
-from .sharded import on_first
+from .sharded import ALONE_ONLY, on_first
 
 SETTINGS = get_type_hints(SamplingOptions, include_extras=True)  # of /set: types with bounds
 
@@ -43,6 +44,19 @@ class Command:
     completer: Completer | None = None
 
 
+COMMANDS: dict[str, Command] = {}
+_PATHS = PathCompleter(expanduser=True)
+
+
+def _command(
+    name: str, arguments: str, meaning: str, completer: Completer | None = None
+) -> Callable:
+    def register(do: Callable[[Session, str], None]) -> None:
+        COMMANDS[name] = Command(arguments, meaning, do, completer)
+
+    return register
+
+
 def run_command(session: Session, line: str) -> None:
     """Raises: SnapKVError: there is no such command, or it can't be done."""
     name, _, rest = line.partition(" ")
@@ -52,6 +66,11 @@ def run_command(session: Session, line: str) -> None:
     command, rest = COMMANDS[name], rest.strip()
     if rest and not command.arguments:
         raise SnapKVError(f"{name} takes nothing, got {rest!r}")
+    if command.arguments == "FILE":
+        if not rest:
+            raise SnapKVError(f"{name} needs the name of a file")
+        if len(rest) > 1 and rest[0] == rest[-1] and rest[0] in "\"'":
+            rest = rest[1:-1]
     command.do(session, rest)
 
 
@@ -70,41 +89,41 @@ class CommandCompleter(Completer):
             yield from completer.get_completions(Document(rest), complete_event)
 
 
-def _file(session: Session, name: str) -> None:
-    path = _named("/file", name)
+@_command("/file", "FILE", "put a document in front of the next message", _PATHS)
+def _file(session: Session, path: str) -> None:
     text = on_first(partial(read_file, "/file", path))
     tokens = session.attach(text)
     session.names[text] = Path(path).name
     session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")
 
 
+@_command(
+    "/files", "[detach N]", "the files attached; detach one that waits", WordCompleter(["detach"])
+)
 def _files(session: Session, rest: str) -> None:
     attached = session.conversation.attached
+    names = [session.name_of(text) for text in attached]
     if rest:
-        session.say(f"{session.name_of(attached.pop(_place(session, rest)))} is detached")
+        word, _, which = rest.partition(" ")
+        numbers, which = [str(n) for n in range(1, len(names) + 1)], which.strip()
+        if word != "detach" or which not in (*numbers, *names):
+            raise SnapKVError(
+                f"/files takes nothing or: detach and the number or name of a waiting file, got {rest!r}"
+            )
+        place = (numbers if which in numbers else names).index(which)
+        del attached[place]
+        session.say(f"{names[place]} is detached")
         return
     read = [text for *documents, _ in session.conversation.said for text in documents]
     for text in read:
         session.say(f"   {session.name_of(text)}, part of the conversation")
-    for n, text in enumerate(attached, start=1):
-        session.say(f"{n}  {session.name_of(text)}, to be read with your next message")
+    for n, name in enumerate(names, start=1):
+        session.say(f"{n}  {name}, to be read with your next message")
     if not read and not attached:
         session.say("no file is attached: /file FILE attaches one")
 
 
-def _place(session: Session, rest: str) -> int:
-    """Which of the waiting documents `detach NUMBER` or `detach NAME` names."""
-    word, _, which = rest.partition(" ")
-    names = [session.name_of(text) for text in session.conversation.attached]
-    known = [str(n) for n in range(1, len(names) + 1)]
-    which = which.strip()
-    if word != "detach" or which not in (*known, *names):
-        raise SnapKVError(
-            f"/files takes nothing or: detach and the number or name of a waiting file, got {rest!r}"
-        )
-    return known.index(which) if which in known else names.index(which)
-
-
+@_command("/undo", "", "take back the last turn")
 def _undo(session: Session, _: str) -> None:
     typed = session.conversation.undo()
     again = bool(session.conversation.said) and not session.conversation.read
@@ -112,6 +131,7 @@ def _undo(session: Session, _: str) -> None:
     session.say(f"taken back: {' '.join(typed.split())[:60]}{how}{session.waiting}")
 
 
+@_command("/retry", "", "answer the last question again")
 def _retry(session: Session, _: str) -> None:
     earlier = session.conversation.messages[-1:]
     n_turns = len(session.conversation.said)
@@ -125,6 +145,7 @@ def _retry(session: Session, _: str) -> None:
         session.say("the same answer, since temp is 0: /set temp 0.7 lets it differ")
 
 
+@_command("/set", "[NAME VALUE]", "how answers are sampled", WordCompleter(list(SETTINGS)))
 def _set(session: Session, rest: str) -> None:
     name, _, value = rest.partition(" ")
     if name:
@@ -145,24 +166,33 @@ def _changed(sampling: SamplingOptions, name: str, text: str) -> SamplingOptions
         known = ", ".join(f"/set {setting}" for setting in SETTINGS)
         raise UnknownOptionError(f"unknown setting {name}{close}: one of {known}")
     kind, option = get_args(SETTINGS[name])
+    low, high = option.min, float("inf") if option.max is None else option.max
     try:
         value = kind(text)
     except ValueError:
-        value = None
-    low, high = option.min, option.max
-    if value is None or not low <= value <= (value if high is None else high):
-        bounds = f"from {low}" if high is None else f"from {low} to {high}"
+        value = float("nan")
+    if not low <= value <= high or value == float("inf"):
+        bounds = f"from {low}" if option.max is None else f"from {low} to {high}"
         number = "a whole number" if kind is int else "a number"
         raise SnapKVError(f"/set {name} must be {number} {bounds}, got {text!r}")
     return replace(sampling, **{name: value})
 
 
-def _reset(session: Session, _: str) -> None:
-    if session.may_replace():
-        session.start_again()
-        session.say("the conversation is forgotten")
+@_command(
+    "/verify",
+    "all|none",
+    "how later answers are verified by all entries",
+    WordCompleter([*VERIFY, "none"]),
+)
+def _verify(session: Session, text: str) -> None:
+    if text not in ("", *VERIFY, "none"):
+        raise SnapKVError(f"/verify takes {', '.join(VERIFY)} or none, got {text!r}")
+    if text:
+        session.conversation.verify_answers(None if text == "none" else text)
+    session.say(f"verify: {session.conversation.verify or 'none'}")
 
 
+@_command("/stats", "", "entries kept, memory and speed of the last turn")
 def _stats(session: Session, _: str) -> None:
     conversation = session.conversation
     report = conversation.report
@@ -173,10 +203,11 @@ def _stats(session: Session, _: str) -> None:
     if layers := _by_layer(report.entries_kept):
         session.say(f"entries by layer: {layers}")
     held = format_bytes(kv_bytes(conversation.prompt_cache))
-    if file_bytes(conversation.prompt_cache):
-        held += f", {format_bytes(file_bytes(conversation.prompt_cache))} in files"
-    if conversation.undo_nbytes:
-        held += f", {format_bytes(conversation.undo_nbytes)} for /undo"
+    beside = {
+        "in files": file_bytes(conversation.prompt_cache),
+        "for /undo": conversation.undo_nbytes,
+    }
+    held += "".join(f", {format_bytes(n)} {where}" for where, n in beside.items() if n)
     session.say(f"KV memory held between turns: {held}; {session.speed}")
 
 
@@ -190,59 +221,64 @@ def _by_layer(entries: Sequence[int | None]) -> str:
     return ", ".join(said)
 
 
+@_command("/save", "FILE", "write the conversation to a .safetensors file", _PATHS)
 def _save(session: Session, name: str) -> None:
-    path = require_writable(_named("/save", name))
+    path = require_writable(name)
     replaced = path.exists()
     session.conversation.save(path)
     session.saved()
     session.say(f"saved in {path}{', in place of the one that was there' if replaced else ''}")
 
 
-def _load(session: Session, name: str) -> None:
-    path = _named("/load", name)
+@_command("/load", "FILE", "go on with a saved conversation or text", _PATHS)
+def _load(session: Session, path: str) -> None:
     if not session.may_replace():
         return
-    now = session.conversation
-    wanted = (session.policy_wanted, session.memory_wanted)
-    loaded = Conversation.load(
-        path,
-        now.model,
-        now.tokenizer,
-        policy=wanted[0],
-        memory=wanted[1],
-        refresh=now.refresh,
-        far=now.far,
-        **now.generation,
-    )
+    now, policy, memory = session.conversation, session.policy_wanted, session.memory_wanted
+    ways: Any = {"policy": policy, "memory": memory, "refresh": now.refresh, "far": now.far}
+    loaded = Conversation.load(path, now.model, now.tokenizer, **ways, **now.generation)
     if loaded.memory != "drop":
         loaded.verify_answers(now.verify)
     session.replace(loaded)
-    whose = "" if (loaded.policy, loaded.memory) == wanted else ", as it was saved"
+    whose = "" if (loaded.policy, loaded.memory) == (policy, memory) else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.ways}{whose}")
 
 
+@_command("/export", "FILE", "write the conversation as Markdown", _PATHS)
 def _export(session: Session, name: str) -> None:
-    path = path_of(_named("/export", name), "/export")
-    if session.lines.shared:
-        raise SnapKVError("/export does not run on several Macs: start the chat without mlx.launch")
-    text = as_markdown(session)
-    ours = str(path.absolute()) in session.exported
-    if path.is_dir():
-        raise SnapKVError(f"/export {path} is a folder: give a file name")
-    if path.exists() and not ours:
-        if not session.lines.interactive:
-            raise SnapKVError(f"/export {path}: there is such a file already, give another name")
-        if not session.lines.agree(f"{path} is there already: replace it?"):
-            session.say("nothing was written")
-            return
-    try:
-        put(path, text)
-    except (OSError, ValueError) as error:
-        raise SnapKVError(f"/export {path}: {getattr(error, 'strerror', None) or error}") from error
-    session.exported.add(str(path.absolute()))
+    if here().size > 1:
+        raise SnapKVError(f"/export does not run on several Macs: {ALONE_ONLY}")
+    path = path_of(name, "/export")
+    key = str(path.absolute())
+    with refusing(f"/export {path}"):
+        if path.is_dir():
+            raise SnapKVError(f"/export {path} is a folder: give a file name")
+        if path.exists() and key not in session.exported:
+            if not session.lines.interactive:
+                raise SnapKVError(
+                    f"/export {path}: there is such a file already, give another name"
+                )
+            if not session.lines.agree(f"{path} is there already: replace it?"):
+                session.say("nothing was written")
+                return
+        put(path, session.as_markdown())
+    session.exported.add(key)
     session.say(f"written to {path}")
 
 
+@_command("/reset", "", "forget the conversation")
+def _reset(session: Session, _: str) -> None:
+    if session.may_replace():
+        session.start_again()
+        session.say("the conversation is forgotten")
+
+
+@_command(
+    "/policy",
+    "[POLICY]",
+    "start again with this policy; none for the full cache",
+    WordCompleter(["none", *POLICIES]),
+)
 def _policy(session: Session, text: str) -> None:
     if not text:
         session.say(f"policy: {session.conversation.policy or 'none'}")
@@ -253,65 +289,19 @@ def _policy(session: Session, text: str) -> None:
         session.say(f"a new conversation with policy {policy or 'none'}")
 
 
-def _verify(session: Session, text: str) -> None:
-    if text not in ("", *VERIFY, "none"):
-        raise SnapKVError(f"/verify takes {', '.join(VERIFY)} or none, got {text!r}")
-    if text:
-        session.conversation.verify_answers(None if text == "none" else text)
-    session.say(f"verify: {session.conversation.verify or 'none'}")
-
-
+@_command("/system", "[TEXT]", "start again with this system prompt, or none")
 def _system(session: Session, text: str) -> None:
     if session.may_replace():
         session.start_again(system=text or None)
         session.say(f"a new conversation {'with that' if text else 'without a'} system prompt")
 
 
+@_command("/help", "", "this list")
 def _help(session: Session, _: str) -> None:
     for name, command in COMMANDS.items():
         session.say(f"{f'{name} {command.arguments}':24} {command.meaning}")
 
 
+@_command("/quit", "", "leave (also Ctrl-D)")
 def _quit(session: Session, _: str) -> None:
     raise StopIteration
-
-
-def _named(command: str, name: str) -> str:
-    """A file name as it was typed, with or without quotes."""
-    if not name:
-        raise SnapKVError(f"{command} needs the name of a file")
-    quoted = len(name) > 1 and name[0] == name[-1] and name[0] in "\"'"
-    return name[1:-1] if quoted else name
-
-
-_PATHS = PathCompleter(expanduser=True)
-
-COMMANDS = {
-    "/file": Command("FILE", "put a document in front of the next message", _file, _PATHS),
-    "/files": Command(
-        "[detach N]", "the files attached; detach one that waits", _files, WordCompleter(["detach"])
-    ),
-    "/undo": Command("", "take back the last turn", _undo),
-    "/retry": Command("", "answer the last question again", _retry),
-    "/set": Command("[NAME VALUE]", "how answers are sampled", _set, WordCompleter(list(SETTINGS))),
-    "/verify": Command(
-        "all|none",
-        "how later answers are verified by all entries",
-        _verify,
-        WordCompleter([*VERIFY, "none"]),
-    ),
-    "/stats": Command("", "entries kept, memory and speed of the last turn", _stats),
-    "/save": Command("FILE", "write the conversation to a .safetensors file", _save, _PATHS),
-    "/load": Command("FILE", "go on with a saved conversation or text", _load, _PATHS),
-    "/export": Command("FILE", "write the conversation as Markdown", _export, _PATHS),
-    "/reset": Command("", "forget the conversation", _reset),
-    "/policy": Command(
-        "[POLICY]",
-        "start again with this policy; none for the full cache",
-        _policy,
-        WordCompleter(["none", *POLICIES]),
-    ),
-    "/system": Command("[TEXT]", "start again with this system prompt, or none", _system),
-    "/help": Command("", "this list", _help),
-    "/quit": Command("", "leave (also Ctrl-D)", _quit),
-}

@@ -8,13 +8,9 @@ from typing import Any
 from ..chat.conversation import Conversation
 from ..engine.book_cost import BookCost, book_cost
 from .lines import Lines
-from .notices import tell_if_too_long, telling_cost
 from .options import SamplingOptions
-from .progress import PrefillBar, stderr_console
-from .sharded import SharedLines
-from .waiting import TOKENISING, waited_for
-
-_TITLES = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
+from .progress import stderr_console
+from .reading import Reading
 
 
 class Session:
@@ -36,20 +32,17 @@ class Session:
         model: str,
         conversation: Conversation,
         sampling: SamplingOptions,
-        lines: Lines | SharedLines,
+        lines: Lines,
         quiet: bool = False,
     ):
-        self.model = model
-        self.conversation = conversation
-        self.sampling = sampling
-        self.lines = lines
+        self.model, self.conversation = model, conversation
+        self.sampling, self.lines, self.quiet = sampling, lines, quiet
         self.policy_wanted, self.memory_wanted = conversation.policy, conversation.memory
         self.names: dict[str, str] = {}
         self.exported: set[str] = set()
         self.speed = ""
-        self.quiet = quiet
         self._console = stderr_console()
-        self._progress = stderr_console(quiet)
+        self._reading = Reading(quiet)
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file
 
     def say(self, text: str) -> None:
@@ -59,39 +52,26 @@ class Session:
         """Attach a document; the number of its tokens."""
         now = self.conversation
         # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
-        n_tokens = waited_for(self._progress, TOKENISING, partial(now.count, text))
+        n_tokens = self._reading.wait_for(partial(now.count, text))
         now.attached.append(text)
-        tell_if_too_long(
-            self._progress,
-            now.model,
-            n_tokens,
-            len(now.read),
-            policy=now.policy,
-            memory=now.memory,
-            verify=now.verify,
-            far=now.far,
-            **now.generation,
-        )
+        asked = {name: getattr(now, name) for name in ("policy", "memory", "verify", "far")}
+        self._reading.warn(now.model, n_tokens, len(now.read), **asked, **now.generation)
         return n_tokens
 
     def answer(self, text: str) -> None:
         """Send a message, and print the answer as it comes."""
-        bar = PrefillBar(self._progress)
-        last = None
-        now = self.conversation
-        n_before = len(now.read)
-        cost = partial(_long_turn, now, n_before)
-        send = partial(now.send, text, telling_cost(self._progress, cost, bar.update))
-        responses: Any = waited_for(self._progress, TOKENISING, send)
-        try:
-            for last in responses:
-                print(last.text, end="", flush=True)
-        finally:
-            responses.close()  # now, and not when it is collected: it may have been interrupted
-            bar.close()
-            if last is not None:
-                print(flush=True)
-                self.speed = f"prompt {last.prompt_tps:.1f} tokens/s, generation {last.generation_tps:.1f} tokens/s"
+        last, now = None, self.conversation
+        with self._reading.bar(partial(_long_turn, now, len(now.read))) as update:
+            responses: Any = self._reading.wait_for(partial(now.send, text, update))
+            try:
+                for last in responses:
+                    print(last.text, end="", flush=True)
+            finally:
+                responses.close()  # now, and not when it is collected: it may have been interrupted
+                if last is not None:
+                    print(flush=True)
+                    speeds = {"prompt": last.prompt_tps, "generation": last.generation_tps}
+                    self.speed = ", ".join(f"{name} {n:.1f} tokens/s" for name, n in speeds.items())
 
     @property
     def ways(self) -> str:
@@ -105,10 +85,8 @@ class Session:
     def waiting(self) -> str:
         """What was attached and is still to be read."""
         n = len(self.conversation.attached)
-        if not n:
-            return ""
         them = "the document" if n == 1 else f"the {n} documents"
-        return f", and {them} will be read with your next message"
+        return f", and {them} will be read with your next message" if n else ""
 
     def name_of(self, document: str) -> str:
         """The name of a document's file; how it begins if a saved conversation brought it."""
@@ -137,21 +115,31 @@ class Session:
     def start_again(self, **changes: Any) -> None:
         """Forget the conversation, and what the file it came from may have brought with it."""
         now = self.conversation
-        options = {"system": now.system, "policy": self.policy_wanted} | changes
-        options |= {"refresh": now.refresh, "far": now.far}
-        if options["policy"] is not None and self.memory_wanted != "drop":
+        kept = {"system": now.system, "refresh": now.refresh, "far": now.far}
+        options = {**kept, "policy": self.policy_wanted, "memory": self.memory_wanted, **changes}
+        if options["policy"] is not None and options["memory"] != "drop":
             options["verify"] = now.verify
-        self.replace(
-            Conversation(
-                now.model, now.tokenizer, memory=self.memory_wanted, **options, **now.generation
-            )
-        )
+        self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
         self.policy_wanted = self.conversation.policy
 
     def sample(self, sampling: SamplingOptions) -> None:
         """Sample answers this way from now on."""
         self.sampling = sampling
         self.conversation.generation.update(sampling.generation(self.conversation.tokenizer))
+
+    def as_markdown(self) -> str:
+        """The conversation, with the names of its documents in place of their text."""
+        titles = {"system": "System prompt", "user": "Question", "assistant": "Answer"}
+        said = iter(self.conversation.said)
+        lines = [f"# Chat with {self.model}", "", self.ways]
+        for message in self.conversation.messages:
+            role, content = message["role"], message["content"]
+            lines += ["", f"## {titles[role]}", ""]
+            if role == "user":
+                *documents, content = next(said)
+                lines += [f"*File: {self.name_of(text)}*\n" for text in documents]
+            lines.append(content.strip())
+        return "\n".join(lines) + "\n"
 
 
 def _long_turn(conversation: Conversation, n_before: int, n_new: int) -> BookCost | None:
@@ -160,18 +148,3 @@ def _long_turn(conversation: Conversation, n_before: int, n_new: int) -> BookCos
     if policy is None or n_new <= policy.stages[0].block:
         return None
     return book_cost(conversation.model, policy, conversation.memory, n_new, n_before=n_before)
-
-
-def as_markdown(session: Session) -> str:
-    """The conversation, with the names of its documents in place of their text."""
-    conversation = session.conversation
-    said = iter(conversation.said)
-    lines = [f"# Chat with {session.model}", "", session.ways]
-    for message in conversation.messages:
-        role, content = message["role"], message["content"]
-        lines += ["", f"## {_TITLES[role]}", ""]
-        if role == "user":
-            *documents, content = next(said)
-            lines += [f"*File: {session.name_of(text)}*\n" for text in documents]
-        lines.append(content.strip())
-    return "\n".join(lines) + "\n"

@@ -228,13 +228,14 @@ def _measure(
     from ..evals import score_tables
     from ..evals.asking import require_compression, run
     from ..evals.results import Results
-    from .progress import DocumentBar
+    from .progress import StepBars
 
     require_compression(model, methods, dataset.lengths)
     fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
     answers = None if files is None else files.path(".jsonl")
     results = Results(fixed, answers)
-    with DocumentBar(len(dataset), answers) as bar:
+    with StepBars(answers) as bar:
+        bar.start("documents", len(dataset))
         records = run(model, dataset, methods, settings, results, bar.done)
     result = result_of(fixed, score_tables.summarise(records, page), records)
     pictures = [] if files is None or plots is None else plots(result, files.base)

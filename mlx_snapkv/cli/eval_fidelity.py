@@ -70,7 +70,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     from ..evals.results import Results
     from ..evals.texts import Texts
     from ..policies import resolve_policy
-    from .progress import DocumentBar, stderr_console
+    from .progress import StepBars, stderr_console
 
     settings = known("--setting", options.setting or [measuring.TEXT], measuring.SETTINGS)
     chosen = (resolve_policy(policy=text) for text in options.policy or [])
@@ -100,7 +100,8 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     }
     answers = None if files is None else files.path(".jsonl")
     results = Results(fixed, answers, measuring.KEYS)
-    with DocumentBar(len(pieces), answers) as bar:
+    with StepBars(answers) as bar:
+        bar.start("documents", len(pieces))
         records = measuring.run(model, tokenizer, comparison, results, bar.done)
     found = result_of(fixed, fidelity_tables.summarise(records), records)
     tables = fidelity_tables.tables(found["summary"])

@@ -103,7 +103,7 @@ def lm(
     """
     harness = _harness()
     from ..evals import lm_table
-    from .progress import DocumentBar
+    from .progress import StepBars
 
     methods = methods_of(policy)
     if options.include_path is not None and not options.include_path.is_dir():
@@ -137,7 +137,8 @@ def lm(
         max_tokens=options.max_tokens,
     )
     n = sum(harness.n_documents(task, options.limit) for task in tasks.values()) * len(methods)
-    with DocumentBar(n, answers) as bar:
+    with StepBars(answers) as bar:
+        bar.start("documents", n)
         records = harness.run(lm_of, tasks, methods, results, bar.done, **asked)
     found = result_of(fixed, lm_table.summarise(records), records)
     result.finish(files, found, [lm_table.table(found["summary"])], lm_table.markdown(found))

@@ -15,13 +15,11 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
 from . import options
 from .generation import seed_sampling
-from .notices import tell_if_too_long, telling_cost
-from .waiting import TOKENISING, waited_for
+from .reading import Reading
 
 if TYPE_CHECKING:
     from mlx_lm.generate import GenerationResponse
 
-    from .progress import PrefillBar
     from .saved_start import SavedStart
 
 
@@ -72,7 +70,6 @@ def generate(
       cat book.txt | mlx-snapkv generate --model demo --prompt - --snapkv top_k=4096 --json
       mlx-snapkv generate --model demo --prompt-cache-file book.safetensors --prompt "Who did it?"
     """
-    from .progress import stderr_console
     from .saved_start import SavedStart
     from .sharded import on_first, require_alone
 
@@ -83,25 +80,24 @@ def generate(
     loaded, adapted = model.load()
     tokenizer.adapt(adapted)
     keywords |= draft.load(adapted, model.trust_remote_code)
-    console = stderr_console(output.silent)
+    reading = Reading(output.silent)
     start = None
     if prompt_cache_file is None:
         cache.require(loaded, draft.draft_model)
-        tokens = waited_for(console, TOKENISING, partial(prompt.encode, adapted, text))
-        tell_if_too_long(console, loaded, len(tokens), max_tokens=sampling.max_tokens, **keywords)
+        tokens = reading.wait_for(partial(prompt.encode, adapted, text))
+        reading.warn(loaded, len(tokens), max_tokens=sampling.max_tokens, **keywords)
     else:
         start = SavedStart(
             prompt_cache_file, model.model, loaded, chosen, retention.memory, cache.quantization
         )
         keywords |= start.options
         if start.has(text):
-            note = f"note: {prompt_cache_file} has this text already: give the question alone"
-            console.print(note, markup=False, soft_wrap=True)
+            reading.say(f"note: {prompt_cache_file} has this text already: give the question alone")
         encode = partial(start.encode, adapted, text, prompt.ignore_chat_template)
-        tokens = waited_for(console, TOKENISING, encode)
+        tokens = reading.wait_for(encode)
     seed_sampling(seed)
     keywords |= sampling.generation(adapted)
-    _Answer(model.model, loaded, adapted, keywords, start, output).print(tokens)
+    _Answer(model.model, loaded, adapted, keywords, start, output).print(tokens, reading)
 
 
 @dataclass
@@ -127,31 +123,26 @@ class _Answer:
     last: Any = None
     n_drafted: int = 0
 
-    def print(self, tokens: list[int]) -> None:
+    def print(self, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
         from ..engine.book_cost import book_cost
         from ..engine.generate import stream_generate
-        from .progress import PrefillBar, stderr_console
 
-        bar = PrefillBar(stderr_console(self.output.silent))
-        cost = partial(
-            book_cost,
-            self.model,
-            self.keywords["policy"],
-            self.keywords["memory"],
-            n_before=0 if self.start is None else self.start.n_tokens,
-        )
-        telling_console = stderr_console(self.output.silent or self.output.as_json)
-        responses = stream_generate(
-            self.model,
-            self.tokenizer,
-            tokens,
-            on_report=self.reports.append,
-            prompt_progress_callback=telling_cost(telling_console, cost, bar.update),
-            **self.keywords,
-        )
+        n_before = 0 if self.start is None else self.start.n_tokens
+        ways = self.keywords["policy"], self.keywords["memory"]
+        cost = partial(book_cost, self.model, *ways, n_before=n_before)
         try:
-            self._take(responses, bar)
+            with reading.bar(None if self.output.as_json else cost) as update:
+                self._take(
+                    stream_generate(
+                        self.model,
+                        self.tokenizer,
+                        tokens,
+                        on_report=self.reports.append,
+                        prompt_progress_callback=update,
+                        **self.keywords,
+                    )
+                )
         except KeyboardInterrupt:
             self._close("stopped: ")
             raise
@@ -159,7 +150,7 @@ class _Answer:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
         self._close()
 
-    def _take(self, responses: Iterator[GenerationResponse], bar: PrefillBar) -> None:
+    def _take(self, responses: Iterator[GenerationResponse]) -> None:
         """All responses; their text is streamed to stdout unless it is to be part of a JSON object."""
         show = not self.output.as_json
         try:
@@ -169,7 +160,6 @@ class _Answer:
                 if show:
                     print(self.last.text, end="", flush=True)
         finally:
-            bar.close()
             if self.texts and show:
                 print(flush=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,7 @@ from typer import Option
 from ..errors import SnapKVError
 from ..paths import put_result, require_place
 from . import options
-from .waiting import TOKENISING, waited_for
+from .reading import Reading
 
 if TYPE_CHECKING:
     from ..inspecting.inspection import Inspection
@@ -60,20 +59,19 @@ def inspect(
     """
     from ..inspecting.prompt import inspect_prompt
     from .kept_map import print_inspections
-    from .progress import PrefillBar, stderr_console
 
     chosen = _policies(snapkv, policy)
     path = None if output is None else _place(output)
     text = prompt.read()
     loaded, adapted = model.load()
     tokenizer.adapt(adapted)
-    console = stderr_console(quiet)
-    tokens = waited_for(console, TOKENISING, partial(prompt.encode, adapted, text))
+    reading = Reading(quiet)
+    tokens = reading.wait_for(partial(prompt.encode, adapted, text))
     asked = loaded, adapted, tokens, max_tokens
     found = []
     for each in chosen:
-        with closing(PrefillBar(console)) as bar:
-            keywords = {"policy": each, "prompt_progress_callback": bar.update}
+        with reading.bar() as update:
+            keywords = {"policy": each, "prompt_progress_callback": update}
             found.append(inspect_prompt(*asked, prefill_step_size=prefill_step_size, **keywords))
     if as_json:
         print(json.dumps(_as_json(model.model, found), ensure_ascii=False))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import sys
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 
 def hold_standard_descriptors() -> None:
@@ -19,8 +18,8 @@ def hold_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
-class Telling:
-    """Standard error for progress and figures: what can't be written there costs nothing else."""
+class Stderr:
+    """Standard error for progress and figures: what can't be written there is dropped."""
 
     def __init__(self, stream: TextIO | None):
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -38,34 +37,18 @@ class Telling:
         return getattr(self._stream, name)
 
 
-class Silent(io.StringIO):
-    """Takes what is written, and shows it to nobody.
-
-    Attributes:
-        before: the stream in whose place it is.
-    """
-
-    def __init__(self, before: Any):
-        super().__init__()
-        self.before = before
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-
 def be_silent() -> None:
-    """Print nothing more: another process does."""
-    if not isinstance(sys.stderr, Silent):
-        sys.stdout, sys.stderr = Silent(sys.stdout), Silent(sys.stderr)  # type: ignore[assignment]
+    """Print nothing but errors (see `speak`): rank 0 prints the rest."""
+    nowhere: Any = Stderr(None)
+    sys.stdout = sys.stderr = nowhere
 
 
 def speak() -> None:
     """Print errors again."""
-    if isinstance(sys.stderr, Silent):
-        sys.stderr = sys.stderr.before
+    sys.stderr = Stderr(sys.__stderr__)  # type: ignore[assignment]
 
 
-def leave(status: int) -> None:
+def leave(status: int) -> NoReturn:
     """Exit with this status, or 1 if what was printed can't be written."""
     try:
         if sys.stdout is not None:

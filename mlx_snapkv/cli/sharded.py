@@ -1,15 +1,14 @@
-"""Commands on several Macs: each loads its shard of the model; the first one, rank 0, reads input and prints."""
+"""Commands on several Macs: each loads its shard of the model; rank 0 reads input and prints."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import SnapKVError, brief
 from ..several.ranks import Ranks, here
 from .command import flag_of
-from .lines import Lines
 from .process import be_silent
 
 T = TypeVar("T")
@@ -60,34 +59,6 @@ def on_first(work: Callable[[], T]) -> T:
     return here().from_first(work)
 
 
-class SharedLines:
-    """Rank 0's lines, one after the other on every rank; see `Lines`."""
-
-    shared = True
-
-    def __init__(self, lines: Lines, ranks: Ranks):
-        self._lines, self._ranks = lines, ranks
-        self.interactive = ranks.first(lines.interactive)
-
-    def __iter__(self) -> Iterator[str]:
-        lines = iter(self._lines)
-        while True:
-            line = self._ranks.from_first(lambda: next(lines, None))
-            if line is None:
-                return
-            yield line
-
-    def agree(self, question: str) -> bool:
-        """Whether the user at rank 0's terminal says yes."""
-        return self._ranks.from_first(lambda: self._lines.agree(question))
-
-
-def shared_lines(lines: Lines) -> Lines | SharedLines:
-    """The lines that every rank takes: rank 0's."""
-    ranks = here()
-    return lines if ranks.size == 1 else SharedLines(lines, ranks)
-
-
 def load_shared(
     folder: str, ranks: Ranks, pipeline: bool, trust_remote_code: bool
 ) -> tuple[Any, Any]:
@@ -99,12 +70,11 @@ def load_shared(
     import mlx.core as mx
     from mlx_lm.utils import sharded_load
 
-    group = mx.distributed.init()
-    groups: dict[str, Any] = {"pipeline_group" if pipeline else "tensor_group": group}
+    group: Any = {"pipeline_group" if pipeline else "tensor_group": mx.distributed.init()}
     try:
         model, tokenizer = sharded_load(
             folder,
-            **groups,
+            **group,
             tokenizer_config={"trust_remote_code": trust_remote_code},
             trust_remote_code=trust_remote_code,
         )
@@ -121,11 +91,6 @@ def load_shared(
         raise SnapKVError(
             f"mlx-lm can't split this model so ({brief(error)}): {other}, or start fewer processes"
         ) from error
-    _require_whole_heads(model, ranks, pipeline)
-    return model, tokenizer
-
-
-def _require_whole_heads(model: Any, ranks: Ranks, pipeline: bool) -> None:
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
     n = getattr(args, "num_key_value_heads", None) or text.get("num_key_value_heads")
@@ -133,3 +98,4 @@ def _require_whole_heads(model: Any, ranks: Ranks, pipeline: bool) -> None:
         raise SnapKVError(
             f"{n} KV heads can't be split over {ranks.size} processes: start as many as divide them, or add --pipeline"
         )
+    return model, tokenizer

@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from mlx_snapkv.cli.progress import DocumentBar
+from mlx_snapkv.cli.progress import StepBars
 from mlx_snapkv.demo.questions import make_haystack
 
 KEYDIFF, RANDOM = "keydiff:budget=25%,block=128", "random:budget=4%"
@@ -101,17 +101,17 @@ def test_parquet_without_pyarrow_says_what_to_install(call, data, monkeypatch):
 
 
 def test_it_says_how_long_it_will_take(capsys, monkeypatch):
-    """After the first document that is asked about, and once; those answered before don't count."""
+    """Off a terminal, now and then; documents answered before are not told of."""
     now = 0.0
-    monkeypatch.setattr("mlx_snapkv.cli.progress.time.monotonic", lambda: now)
-    with DocumentBar(12) as bar:
-        bar.done(asked=False)
-        for seconds in (60, 20):
+    monkeypatch.setattr("rich.console.monotonic", lambda: now)
+    with StepBars() as bars:
+        bars.start("documents", 12)
+        bars.done(asked=False)
+        for seconds in (60, 20, 20):
             now += seconds
-            bar.done(asked=True)
-    said = [line for line in capsys.readouterr().err.splitlines() if "first" in line]
-    assert said == ["The first took 60 s: about 10 minutes for the others."]
-    with DocumentBar(12) as bar:
-        now += 60
-        bar.done(asked=True, n=2)
-    assert "The first 2 took 60 s: about 5 minutes for the others." in capsys.readouterr().err
+            bars.done()
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "documents 2/12, 60 s, about 600 s left",
+        "documents 4/12, 100 s, about 267 s left",
+    ]

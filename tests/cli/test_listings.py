@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_snapkv import models
-from mlx_snapkv.cli.policies import defaults
+from mlx_snapkv.cli.listings import defaults
 from mlx_snapkv.policies import POLICIES
 
 

@@ -1,0 +1,106 @@
+"""What every command that reads a prompt shows on stderr: what takes long, what it will cost, and what would help."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .progress import prefill_bar, stderr_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..engine.book_cost import BookCost
+    from ..engine.decision import ProgressCallback
+
+Result = TypeVar("Result")
+
+TOKENISING = "tokenising the text"
+PATIENCE = 0.5  # seconds in which nothing is shown
+LISTEN = 0.1  # seconds until Ctrl-C is noticed
+LONG = 2048  # tokens; shorter prompts are read in no time with any BLAS
+OPENBLAS = "libopenblas0-pthread"  # Debian's package
+
+
+class Reading:
+    """A prompt on its way to the model: tokenised, weighed against this machine, and read."""
+
+    def __init__(self, quiet: bool = False):
+        self.console = stderr_console(quiet)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, emoji=False, soft_wrap=True)
+
+    def wait_for(self, work: Callable[[], Result]) -> Result:
+        """What `work`, which tokenises, returns or raises. It runs in a thread, so that Ctrl-C is noticed."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()  # after Ctrl-C nothing waits for it
+        wait([future], PATIENCE)
+        if not future.done():
+            if not self.console.is_terminal:
+                self.console.print(TOKENISING)
+            with self.console.status(TOKENISING):
+                while not future.done():
+                    wait([future], LISTEN)
+        return future.result()
+
+    def warn(self, model: Any, n_prompt: int, n_before: int = 0, **options: Any) -> None:
+        """Say if a prompt exceeds this machine's memory or the model's length; arguments as of `LongPrompts`."""
+        from ..planning.long_prompts import LongPrompts
+
+        for said in LongPrompts(model, **options).warnings(n_prompt, n_before):
+            self.say(said)
+
+    @contextmanager
+    def bar(
+        self, cost: Callable[[int], BookCost | None] | None = None
+    ) -> Iterator[ProgressCallback]:
+        """A bar, as mlx-lm's `prompt_progress_callback`; before the first token it says what there is to know.
+
+        Args:
+            cost: what reading so many tokens will cost; None if they are no book.
+        """
+        bar = prefill_bar(self.console)
+
+        def update(done: int, total: int) -> None:
+            if done == 0:
+                found = None if cost is None else cost(total)
+                if found is not None:
+                    self.say("\n".join([str(found), *(f"warning: {x}" for x in found.warnings)]))
+                if total >= LONG:
+                    _hint_slow_blas(self.console)
+            bar.update(done, total)
+
+        with bar:
+            yield update
+
+
+@functools.cache
+def _hint_slow_blas(console: Console) -> None:
+    """One line on a terminal, once, if MLX's Linux wheel has brought its own slow BLAS."""
+    libraries = Path("/proc/self/maps")
+    if not console.is_terminal or not libraries.exists():
+        return
+    text = libraries.read_text()
+    if "/mlx_cpu.libs/libblas" not in text or re.search(r"/lib(openblas|mkl_rt|blis)", text):
+        return
+    places = ("lib*/*/openblas-pthread/libopenblas.so.0", "lib*/libopenblas.so.0")
+    installed = [file for place in places for file in sorted(Path("/usr").glob(place))]
+    how = f"with OpenBLAS: install {OPENBLAS} and set LD_PRELOAD to its libopenblas.so.0"
+    if installed:
+        how = f"with LD_PRELOAD={installed[0]}"
+    said = f"Long prompts are read several times faster {how}"
+    console.print(said, soft_wrap=True, highlight=False, markup=False)
