@@ -15,6 +15,7 @@ from .bench import bench
 from .cache_prompt import cache_prompt
 from .chat import chat
 from .command import Command, in_flags, with_options
+from .compare import compare
 from .config import config
 from .demo import demo
 from .eval_answers import data, lines, needle, suite
@@ -38,7 +39,7 @@ app = typer.Typer(
 EVALUATIONS = "Ask about long documents, with the full cache and with policies."
 evaluations = typer.Typer(help=EVALUATIONS)
 COMMANDS = (
-    generate, chat, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench,
+    generate, chat, compare, batch, serve, cache_prompt, inspect, plan, demo, models, policies, config, bench,
 )  # fmt: skip
 for group, commands in ((app, COMMANDS), (evaluations, (fidelity, data, lm, needle, lines, suite))):
     for function in commands:

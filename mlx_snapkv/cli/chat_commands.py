@@ -134,6 +134,12 @@ def _undo(session: Session, _: str) -> None:
 @_command("/retry", "", "answer the last question again")
 def _retry(session: Session, _: str) -> None:
     earlier = session.conversation.messages[-1:]
+    _answer_again(session)
+    if session.sampling.temp == 0 and session.conversation.messages[-1:] == earlier:
+        session.say("the same answer, since temp is 0: /set temp 0.7 lets it differ")
+
+
+def _answer_again(session: Session) -> None:
     n_turns = len(session.conversation.said)
     typed = session.conversation.undo()
     try:
@@ -141,8 +147,23 @@ def _retry(session: Session, _: str) -> None:
     finally:
         if len(session.conversation.said) < n_turns:
             session.say("the question was not answered again, and is taken back")
-    if session.sampling.temp == 0 and session.conversation.messages[-1:] == earlier:
-        session.say("the same answer, since temp is 0: /set temp 0.7 lets it differ")
+
+
+@_command("/compare", "", "answer the last question again from all entries")
+def _compare(session: Session, _: str) -> None:
+    now = session.conversation
+    if now.report is None or not now.report.compressed:
+        raise SnapKVError("the last answer was the full cache's: there is nothing to compare")
+    if now.memory == "drop":
+        raise SnapKVError("entries that were not kept are gone: chat with --memory recall")
+    earlier, before = now.messages[-1]["content"], now.verify
+    now.verify_answers("all")
+    try:
+        _answer_again(session)
+    finally:
+        now.verify = before
+    same = now.messages[-1]["content"] == earlier
+    session.say(f"from all entries: {'the same answer' if same else 'another answer'}; it stays")
 
 
 @_command("/set", "[NAME VALUE]", "how answers are sampled", WordCompleter(list(SETTINGS)))

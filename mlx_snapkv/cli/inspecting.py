@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,7 +62,7 @@ def inspect(
     from .kept_map import print_inspections
 
     chosen = _policies(snapkv, policy)
-    path = None if output is None else _place(output)
+    path = None if output is None else require_page(output)
     text = prompt.read()
     loaded, adapted = model.load()
     tokenizer.adapt(adapted)
@@ -99,13 +100,13 @@ def _policies(snapkv: str | None, policies: list[str] | None) -> list[Any]:
     return chosen
 
 
-def _place(name: str) -> Path:
+def require_page(name: str, endings: Sequence[str] = ENDINGS) -> Path:
     """Where to write; SnapKVError if nothing can be, or it is not ours to replace."""
     from ..reporting import files
 
     path = Path(name)
-    if path.suffix not in ENDINGS:
-        raise SnapKVError(f"--output must end in .html or .png, got {name!r}")
+    if path.suffix not in endings:
+        raise SnapKVError(f"--output must end in {' or '.join(endings)}, got {name!r}")
     if path.suffix == ".png":
         files.require_matplotlib()
     if require_place(path) and not files.is_ours(path):

@@ -57,6 +57,7 @@ def read_once(
     policies: Iterable[AnyPolicy | None] = (),
     tails: Iterable[Sequence[int]] = (),
     progress: ProgressCallback | None = None,
+    step_size: int | None = None,
 ) -> Reading:
     """Read a prompt on full caches, and record the queries that each policy needs.
 
@@ -67,6 +68,7 @@ def read_once(
             be among them.
         tails: token ids that may follow it, which `Reading.followed_by` reads.
         progress: as mlx-lm's `prompt_progress_callback`.
+        step_size: tokens to read at a time; by default what the device reads fastest.
 
     Raises:
         SnapKVError: the model is not supported, or a budget has no room for what is always kept.
@@ -78,7 +80,7 @@ def read_once(
     layers = attention_layers(model, caches)
     _share(caches, layers, [own, *after.values()], len(tokens))
     reading = Reading(model, list(tokens), layers, caches, own, after)
-    reading._read(tokens, progress)
+    reading._read(tokens, progress, step_size)
     return reading
 
 
@@ -189,7 +191,12 @@ class Reading:
         request.caches = caches
         return request
 
-    def _read(self, tokens: Sequence[int], progress: ProgressCallback | None = None) -> None:
+    def _read(
+        self,
+        tokens: Sequence[int],
+        progress: ProgressCallback | None = None,
+        step_size: int | None = None,
+    ) -> None:
         """Feed the prompt's last tokens."""
 
         def told(done: int, total: int) -> None:
@@ -199,7 +206,7 @@ class Reading:
                 progress(done, total)
 
         # Not in a policy's own chunks: what is read must not depend on who asks.
-        size = LARGEST_CHUNK[mx.default_device().type]
+        size = step_size or LARGEST_CHUNK[mx.default_device().type]
         options = {"prefill_step_size": size, "prompt_progress_callback": told}
         with recording(attention_classes(self.model)):
             logprobs = read(self.model, mx.array(list(tokens)), self._caches, options)

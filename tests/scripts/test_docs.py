@@ -80,7 +80,7 @@ def _shown(text: str) -> list[list[str]]:
 def test_commands_are_found_in_the_docs():
     """Else the test of them would be one of nothing."""
     shown = _shown((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [words[0] for words in shown] == "demo generate chat chat cache-prompt generate".split()
+    assert [words[0] for words in shown] == "demo compare chat chat cache-prompt generate".split()
 
 
 @pytest.mark.parametrize("name", POLICIES)
