@@ -43,7 +43,7 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
 
     def __init__(self, members: Sequence[EvictingCache]):
         for member in members:
-            member.settle()
+            member.flush()
         self.members = list(members)
         self.quantization = members[0].quantization
         self._stored = _stacked([_slot(member, _rows_of(member)) for member in members])
@@ -54,7 +54,7 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Stored, Stored]:
         """Add a token of each request, `(B, n_kv_heads, 1, head_dim)`; the entries that the attention is to see."""
         for i, member in enumerate(self.members):
-            if member.is_due:
+            if member.is_due():
                 with self._own_slot(i, changes=True):
                     member.evict()
         places = [member.place() for member in self.members]

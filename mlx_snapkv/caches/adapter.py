@@ -8,9 +8,9 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, n_bytes, n_rows
 from ..errors import TrimError
-from . import validation
 from .contract import LayerCache
-from .snapshot import snapshot
+from .evicting import snapshot
+from .state import difference, entries_problem, is_count, rotating_problem, unless
 
 
 def layer_cache(cache: Any) -> LayerCache:
@@ -72,10 +72,8 @@ class FullCache(LayerCache):
         cache = self.cache
         if cache.empty():
             return None
-        return validation.entries_problem(
-            cache.keys, cache.values, like, self.quantization
-        ) or validation.unless(
-            validation.is_count(cache.offset, 1) and cache.offset <= n_rows(cache.keys)
+        return entries_problem(cache.keys, cache.values, like, self.quantization) or unless(
+            is_count(cache.offset, 1) and cache.offset <= n_rows(cache.keys)
         )
 
 
@@ -115,7 +113,5 @@ class StateCache(LayerCache):
 
     def validate(self, like: Any) -> str | None:
         if isinstance(self.cache, RotatingKVCache):
-            return validation.rotating_problem(self.cache, like)
-        return validation.difference(
-            self.cache.state, like.state, exact=hasattr(self.cache, "cache")
-        )
+            return rotating_problem(self.cache, like)
+        return difference(self.cache.state, like.state, exact=hasattr(self.cache, "cache"))

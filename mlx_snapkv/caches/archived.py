@@ -1,6 +1,7 @@
 """The KV cache of a fixed budget that forgets nothing: before entries give way, they are stored."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,9 +15,9 @@ from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
 from .adapter import plain_cache
 from .block import BlockKVCache
-from .everything import Everything
-from .pull import Pull
-from .snapshot import snapshot
+from .compaction import Compaction
+from .contract import LosslessCache, Mark
+from .evicting import snapshot
 from .stores import Source, Store
 
 _CLOSED: Any = Missing(
@@ -24,14 +25,11 @@ _CLOSED: Any = Missing(
     "Conversation.load"
 )
 
-# What `limit` sets, and what is counted of queries.
-_LIMITS = (
-    "policy", "quota", "block", "last", "newest", "statistics_from", "_expected", "_uniform", "layer", "pull",
-    "_sums", "_n_counted", "_counted_to",
-)  # fmt: skip
+# All else goes back to what it was at a mark once the tokens since then are gone.
+_NOT_MARKED = {"keys", "values", "store", "_index", "_at_mark", "_marked", "_before"}
 
 
-class ArchivedKVCache(Everything, BlockKVCache):
+class ArchivedKVCache(LosslessCache, BlockKVCache):
     """A `BlockKVCache` of what is resident, and a store of every entry there ever was.
 
     The tokens since the last eviction lie together in the resident buffers, and go to the store just before the next,
@@ -48,7 +46,7 @@ class ArchivedKVCache(Everything, BlockKVCache):
         super().__init__(None, unlimited, KVCache.step, layer=layer, newest=1)
         self.store = store
         self._index: KeyIndex | None = None
-        self._at_mark: tuple[int, dict[str, Any]] = (-1, {})
+        self._at_mark: dict[str, Any] = {}
 
     def limit(
         self,
@@ -61,13 +59,13 @@ class ArchivedKVCache(Everything, BlockKVCache):
         uniform: bool,
         layer: Any,
         statistics_from: int | None = None,
-        pull: Pull | None = None,
+        compaction: Compaction | None = None,
     ) -> None:
         """Keep so much resident from now on, and such queries; see `BlockKVCache` for the arguments."""
         self.policy, self.quota, self.block = policy, quota, policy.block
         self.last, self.newest, self.statistics_from = last, newest, statistics_from
-        self._expected, self._uniform, self.layer = expected, uniform, layer
-        self.pull = None if pull is None else pull.after(self.pull)
+        self._expected, self.uniform, self.layer = expected, uniform, layer
+        self.compaction = None if compaction is None else compaction.after(self.compaction)
         if self._n and not self._queries:
             # Nobody has asked them yet, and the next tokens will.
             self._rotations, self._kept_positions = self.rotations, self.positions
@@ -147,25 +145,17 @@ class ArchivedKVCache(Everything, BlockKVCache):
 
     def mark(self) -> None:
         super().mark()
-        own = {name: getattr(self, name) for name in _LIMITS}
-        self._at_mark = self.offset, own | {"_queries": list(self._queries), "_stop": self._stop}
+        own = {name: value for name, value in vars(self).items() if name not in _NOT_MARKED}
+        self._at_mark = snapshot(own)
 
-    def way_back(self) -> Any:
-        return self._at_mark, super().way_back()
-
-    def way_nbytes(self, way: Any) -> int:
-        return super().way_nbytes(way[1])
-
-    def take_way_back(self, way: Any) -> None:
-        self._at_mark, before = way
-        super().take_way_back(before)
+    def commit(self) -> Mark:
+        return Mark(super().commit(), _at_mark=self._at_mark)
 
     def rollback(self, n: int) -> None:
         super().rollback(n)
         self.store.truncate(self.offset)
-        offset, own = self._at_mark
-        if self.offset == offset:
-            vars(self).update(own, _queries=list(own["_queries"]))
+        if self.offset == self._at_mark.get("offset"):
+            vars(self).update(snapshot(self._at_mark))
 
     @property
     def kv_nbytes(self) -> int:
@@ -181,13 +171,13 @@ class ArchivedKVCache(Everything, BlockKVCache):
         return (*super().state, None if self._index is None else self._index.state)
 
     @state.setter
-    def state(self, v: tuple) -> None:
+    def state(self, v: Sequence) -> None:
         *own, index = v
         BlockKVCache.state.fset(self, tuple(own))  # type: ignore[attr-defined]
         keys = Entries(self.keys, self.values, quantization=self.quantization).plain()[0]
         self._index = None if index is None else KeyIndex.restored(index, keys)
         self.store = _CLOSED
-        self._at_mark = (-1, {})
+        self._at_mark = {}
 
     @property
     def full_nbytes(self) -> int:

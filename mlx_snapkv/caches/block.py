@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -13,8 +13,8 @@ from ..entries.queries import Read
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
-from . import validation
 from .evicting import EvictingCache
+from .state import are_queries, is_count, is_per_entry
 
 # Rows that a cache without a budget grows by: an eighth of what it has, within these.
 LEAST, MOST = 16, 256
@@ -42,12 +42,18 @@ class BlockKVCache(EvictingCache):
         last: position before which queries may vote.
         newest: how many of the last queries are kept for the votes.
         expected: entries that will be held at least; a smaller number than `quota.entries + block` saves memory.
-        until, reach: nothing is evicted for the `reach` tokens from position `until` on but before the first, so that
-            all of them attend to the same entries. If they are more than `block`, they are held besides.
+        steady: positions of tokens that all attend to the same entries: an eviction precedes only the first of them.
+            If they are more than `block`, they are held besides.
         uniform: all layers of the model have the same quota.
         quantization: how entries are stored.
         accumulates: count the attention that every entry receives; by default if the policy asks for it.
     """
+
+    ARRAYS = (*EvictingCache.ARRAYS, "_kept_positions", "_rotations", "_received")
+    LISTS = (*EvictingCache.LISTS, "_uncounted")
+    COUNTS: ClassVar = {**EvictingCache.COUNTS, "_n": 0, "_expected": 0}
+    NUMBERS = (*EvictingCache.NUMBERS, "first", "last")
+    OTHERS = (*EvictingCache.OTHERS, "quota", "accumulates", "_steady")
 
     def __init__(
         self,
@@ -62,8 +68,7 @@ class BlockKVCache(EvictingCache):
         uniform: bool = True,
         quantization: Quantization | None = None,
         accumulates: bool | None = None,
-        until: int = -1,
-        reach: int = 1,
+        steady: range = range(0),
     ):
         super().__init__(
             last=last, newest=policy.obs_window if policy and newest is None else newest
@@ -81,8 +86,8 @@ class BlockKVCache(EvictingCache):
             else accumulates
         )
         self._expected = expected
-        self._uniform = uniform
-        self._until, self._reach = until, reach
+        self.uniform = uniform
+        self._steady = steady
         self._n = 0
         self._kept_positions: mx.array | None = None  # of the entries that the last eviction left
         self._rotations: mx.array | None = (
@@ -107,13 +112,13 @@ class BlockKVCache(EvictingCache):
 
     def append(self, keys: Stored, values: Stored) -> None:
         L = n_rows(keys)
-        if self._must_evict(L):
+        if self.is_due(L):
             self.evict()
         start, self._n = self._n, self._n + L
         self._write(start, keys, values)
         self.offset += L
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self.commit()
 
     def place(self) -> int:
@@ -123,7 +128,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def n_after_next(self) -> int:
-        return (self.quota.entries if self.is_due else self._n) + 1
+        return (self.quota.entries if self.is_due() else self._n) + 1
 
     def _evict(self) -> None:
         if self._n <= self.quota.entries:
@@ -135,9 +140,9 @@ class BlockKVCache(EvictingCache):
         kept = entries.taken(self.quota.select(self.policy.score(entries)))
         # A buffer that is referred to elsewhere would be copied.
         entries.release()
-        if self.pull is not None and self.layer is not None:
+        if self.compaction is not None and self.layer is not None:
             closed = self.policy.closes_gaps
-            kept, self.pull = self.pull.nearer(kept, self.offset, self.block, closed)
+            kept, self.compaction = self.compaction.nearer(kept, self.offset, self.block, closed)
         if n_rows(self.keys) > self.capacity:
             self.keys = self.values = None
         self.hold(kept)
@@ -189,12 +194,12 @@ class BlockKVCache(EvictingCache):
             )
         return received
 
-    def _must_evict(self, L: int) -> bool:
+    def is_due(self, L: int = 1) -> bool:
         if self.policy is None:
             return False
-        if self._until < self.offset < self._until + self._reach:
+        if self.offset in self._steady[1:]:
             return False
-        L = max(L, self._reach) if self.offset == self._until else L
+        L = max(L, len(self._steady)) if self.offset in self._steady else L
         asks = bool(self.policy.obs_window and not self._queries)
         asks |= self.policy.query_statistics is not None and not self._sums
         if asks and self._n == self._n_kept:
@@ -226,7 +231,7 @@ class BlockKVCache(EvictingCache):
         if not return_array:
             return "causal"
         self._require_uniform()
-        n = min(self._n, self.quota.entries) if self._must_evict(N) else self._n
+        n = min(self._n, self.quota.entries) if self.is_due(N) else self._n
         return create_causal_mask(N, n)
 
     @property
@@ -244,7 +249,7 @@ class BlockKVCache(EvictingCache):
         since = mx.broadcast_to(since, (*self._heads, n_since))
         return since if kept is None else mx.concatenate([kept, since], axis=2)
 
-    def _free(self) -> int:
+    def _n_free(self) -> int:
         """Those since the last eviction whose attention is not counted yet."""
         n_since = self._n - self._n_kept
         if not self.accumulates:
@@ -252,49 +257,23 @@ class BlockKVCache(EvictingCache):
         uncounted = len(self._uncounted) + max(0, self.offset - self.last)
         return int(min(n_since, uncounted))
 
-    def _take_back(self, n: int) -> None:
+    def _roll_back(self, n: int) -> None:
         beyond = int(max(0, self.offset - self.last))  # these are not to be counted
         self._n -= n
         self.offset -= n
         del self._uncounted[len(self._uncounted) - max(0, n - beyond) :]
 
-    @property
-    def state(self) -> tuple:
-        """Arrays, numbers, strings and None only, as `save_prompt_cache` wants it, the queries among them."""
-        return (
-            *(getattr(self, name) for name in _STATE),
-            *dataclasses.astuple(self.quota),
-            self._uncounted or None,
-            *self._decision_state(),
-        )
-
-    @state.setter
-    def state(self, v: tuple) -> None:
-        *own, entries, n_sink, n_window, uncounted = self._take_decision_state(v)
-        own += [None] * (len(_STATE) - len(own))  # earlier files know no rotations and no pull
-        self._take(_STATE, own)
-        self.quota = Quota(entries, n_sink, n_window)
-        self._uncounted = uncounted or []
-
     def _is_sound(self, like: Any) -> bool:
-        heads, quota, count = self._heads, self.quota, validation.is_count
+        heads, quota = self._heads, self.quota
         return (
             super()._is_sound(like)
-            and all(map(count, (*dataclasses.astuple(quota), self._expected, self._reach, self._n)))
-            and count(self._until, -1)
+            and all(map(is_count, dataclasses.astuple(quota)))
             and quota.n_sink + quota.n_window <= quota.entries
             and self._n <= min(n_rows(self.keys), self.offset)
             and self._stop <= self.offset + self.block
-            and all(isinstance(x, (int, float)) for x in (self.first, self.last))
             and isinstance(self.accumulates, bool)
-            and validation.is_per_entry(self._kept_positions, heads, self._n, mx.uint32)
-            and validation.is_per_entry(self._rotations, heads, self._n_kept, mx.uint32)
-            and validation.is_per_entry(self._received, heads, self._n, mx.float32)
-            and all(validation.are_queries(q, like) for q in self._uncounted)
+            and is_per_entry(self._kept_positions, heads, self._n, mx.uint32)
+            and is_per_entry(self._rotations, heads, self._n_kept, mx.uint32)
+            and is_per_entry(self._received, heads, self._n, mx.float32)
+            and all(are_queries(q, like) for q in self._uncounted)
         )
-
-
-_STATE = (
-    "keys", "values", "offset", "_n", "first", "last", "accumulates", "_kept_positions", "_received", "_expected",
-    "_uniform", "_until", "_reach", "_rotations", "_pulled",
-)  # fmt: skip

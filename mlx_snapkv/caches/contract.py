@@ -6,6 +6,17 @@ from typing import Any
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, n_bytes, rows
+from .stores import Source
+
+
+class Mark(dict[str, Any]):
+    """A cache's attributes that bring back a mark which was committed; see `LayerCache.reopen`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that this alone holds."""
+        before = self.get("_before")
+        return n_bytes((before["keys"], before["values"])) if isinstance(before, dict) else 0
 
 
 class LayerCache(ABC):
@@ -16,7 +27,7 @@ class LayerCache(ABC):
         quantization: how the entries are stored; None is plain.
         is_compressed: entries were chosen from, or are going to be.
         observes: the queries of the tokens to come are asked for, so the attention class must be patched.
-        block: tokens that fit in after entries have given way.
+        block: tokens that fit in after an eviction.
     """
 
     offset: int
@@ -56,33 +67,27 @@ class LayerCache(ABC):
 
     @property
     def room(self) -> float:
-        """Tokens that fit in before entries give way; infinite if none ever do."""
+        """Tokens that fit in before the next eviction; infinite if there will be none."""
         return math.inf
 
     def mark(self) -> None:  # noqa: B027
-        """Start to be able to take back, exactly, what is fed from now on; what came before stays."""
+        """From now on tokens can be rolled back exactly, to here; what came before stays."""
 
     @abstractmethod
     def rollback(self, n: int) -> None:
-        """Take back the newest `n` tokens.
+        """Drop the newest `n` tokens.
 
         Raises:
-            TrimError: `n` is more than can be taken back exactly; the cache is then as it was.
+            TrimError: `n` is more than can be rolled back exactly; the cache is then as it was.
         """
 
-    def commit(self) -> None:  # noqa: B027
-        """End what `mark` began: the tokens since then stay."""
+    def commit(self) -> Mark:
+        """Keep the tokens since `mark`; what `reopen` needs to roll them back all the same."""
+        return Mark()
 
-    def way_back(self) -> Any:
-        """What a later `rollback` to the mark needs besides; None is nothing. To be asked before `commit`."""
-        return None
-
-    def way_nbytes(self, way: Any) -> int:
-        """Bytes of keys and values that `way` alone holds."""
-        return 0
-
-    def take_way_back(self, way: Any) -> None:  # noqa: B027
-        """Let the next `rollback` go to the mark that `way` is of, though it was committed, and others made since."""
+    def reopen(self, mark: Mark) -> None:
+        """Let the next `rollback` go to a mark that was committed, whatever was marked since."""
+        vars(self).update(mark)
 
     def validate(self, like: Any) -> str | None:
         """What is wrong with a cache that came from a file, in a few words; None if it is sound.
@@ -92,5 +97,30 @@ class LayerCache(ABC):
         """
         return None
 
-    def adopt(self, layer: Any) -> None:  # noqa: B027
-        """Tell a cache that came from a file which layer of the model it serves."""
+
+class LosslessCache(ABC):
+    """A layer's cache that can give back every entry it was ever fed, wherever they are."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Move the entries to where they are kept between turns.
+
+        Raises:
+            SnapKVError: there is no space for them; they stay in memory then.
+        """
+
+    @abstractmethod
+    def growing_cache(self) -> Any:
+        """A cache of mlx-lm's kind with all entries, to read on with; what it is fed is held here, too."""
+
+    @abstractmethod
+    def saved_form(self) -> Any:
+        """A cache of mlx-lm's with the same entries, quantised ones as they are; itself if there is no such."""
+
+    @abstractmethod
+    def sources(self) -> list[Source]:
+        """Where its entries can be read from, in order of position."""
+
+    @abstractmethod
+    def fill(self, entries: Entries) -> None:
+        """Hold these entries, the first there are."""

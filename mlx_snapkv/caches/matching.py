@@ -57,7 +57,9 @@ def adopt(prompt_cache: list, model) -> None:
     """Tell caches that came from a file which layers they serve."""
     if any(isinstance(cache, EvictingCache) for cache in layer_caches(prompt_cache)):
         for layer in attention_layers(model, prompt_cache):
-            layer.entries_in(prompt_cache).adopt(layer)
+            cache = layer.entries_in(prompt_cache)
+            if isinstance(cache, EvictingCache):
+                cache.layer = layer
 
 
 def _require_kinds(found: Sequence, wanted: Sequence) -> None:

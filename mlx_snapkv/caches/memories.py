@@ -9,7 +9,7 @@ from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from .adapter import has_all_entries, layer_cache, plain_cache
 from .archived import ArchivedKVCache
-from .everything import Everything
+from .contract import LosslessCache
 from .file_store import FileStore
 from .layers import (
     AttentionLayer,
@@ -115,7 +115,7 @@ def _is_archived(cache: Any) -> bool:
 def saved_forms(model, caches: list) -> list:
     """Caches to be written to a file: those that keep all entries in kinds that mlx-lm knows, but for a book's."""
     forms = list(caches)
-    if any(isinstance(cache, Everything) for cache in members(caches)):
+    if any(isinstance(cache, LosslessCache) for cache in members(caches)):
         for layer in attention_layers(model, caches):
             layer.put(forms, layer.cache_in(caches).saved_form())
     return forms
@@ -148,7 +148,7 @@ def filled(empty: Any, found: Any) -> Any:
     if layer_cache(found).offset == 0:
         return empty
     entries = layer_cache(found).held()
-    if isinstance(empty, Everything):
+    if isinstance(empty, LosslessCache):
         empty.fill(entries)
         return empty
     return plain_cache(*entries.plain())

@@ -8,6 +8,7 @@ from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..entries.entries import Entries
 from ..entries.quantization import join, n_bytes, rows
+from .contract import Mark
 from .recording import FullRecorder
 from .stores import MemoryStore, Source, Store, quantized_cache
 
@@ -101,11 +102,8 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         fresh = copy.copy(self.fresh) if self.fresh.offset else KVCache()
         self._before = self.store.n_entries, fresh
 
-    def way_back(self) -> Any:
-        return self._before
-
-    def take_way_back(self, way: Any) -> None:
-        self._before = way
+    def commit(self) -> Mark:
+        return Mark(_before=self._before)
 
     def rollback(self, n: int) -> None:
         """Take back the newest `n` tokens, whether they are in the store or not."""

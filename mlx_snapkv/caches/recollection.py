@@ -11,7 +11,7 @@ from ..entries.attention import KeyBlocks, latest_votes
 from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, KeyIndex
 from ..entries.queries import Queries
-from .pull import Pull
+from .compaction import Compaction
 from .stores import Chain, Source
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
@@ -36,7 +36,7 @@ class Recollection:
         self,
         sources: list[Source],
         layer: Any,
-        pull: Pull | None = None,
+        pull: Compaction | None = None,
         index: KeyIndex | None = None,
     ):
         self.layer = layer

@@ -12,12 +12,11 @@ from mlx_lm.models.cache import KVCache
 from ..entries.entries import Entries
 from ..entries.queries import Read, Recorder
 from .adapter import FullCache, plain_cache
-from .contract import LayerCache
-from .everything import Everything
+from .contract import LayerCache, LosslessCache
 from .stores import MemoryStore, Source
 
 
-class FullRecorder(Everything, Recorder, LayerCache):
+class FullRecorder(LosslessCache, Recorder, LayerCache):
     """What the caches have in common that hold all entries, and keep queries for a policy to come.
 
     Attributes:

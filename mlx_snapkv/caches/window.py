@@ -1,17 +1,19 @@
 """The decoding cache of a compressed prompt: a fixed shape."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, write
-from ..entries.squeeze import looked_up
 from ..errors import SnapKVError
 from ..policies import Policy
-from . import ring, validation
+from . import ring
+from .compaction import looked_up
 from .evicting import EvictingCache
+from .state import SavedState, is_per_entry
 
 SLACK = 16  # rows behind the window, once several tokens have come at a time
 
@@ -60,6 +62,11 @@ class SnapKVCache(EvictingCache):
         SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
+    ARRAYS = (*EvictingCache.ARRAYS, "_pinned_positions", "_reserved", "_left", "_rotated")
+    COUNTS: ClassVar = {
+        **EvictingCache.COUNTS, "n_window": 1, "n_sink": 0, "_since": 0, "_oldest": 0, "_newest": 0,
+    }  # fmt: skip
+
     def __init__(
         self,
         keys: Stored,
@@ -103,14 +110,14 @@ class SnapKVCache(EvictingCache):
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
         self._newest = 0  # tokens that can be taken back: of the last update, or since the mark
         self._tail: tuple[Stored, Stored] | None = None  # what was written last behind the window
-        self._uniform = uniform
+        self.uniform = uniform
 
     def append(self, keys: Stored, values: Stored) -> None:
         L = n_rows(keys)
-        if self._must_evict(L):
+        if self.is_due(L):
             self.evict()
-        elif self._settles(L):
-            self._settle()
+        elif self._flushes(L):
+            self._flush()
             self._shrink(L)
         if L == 1 and self._n == self.n_keep and not self._marked:
             row = self.place()
@@ -159,17 +166,17 @@ class SnapKVCache(EvictingCache):
             kept = rows((self.keys, self.values), 0, self.n_keep)
             self.keys, self.values = each(mx.contiguous, kept)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self.commit()
-        self._settle()
+        self._flush()
         self._shrink(1)
 
-    def _settles(self, L: int) -> bool:
+    def _flushes(self, L: int) -> bool:
         """Whether the pending tokens move into the window before an update of `L`: for one, or where slack ends."""
         full = L == 1 or self._n + L > self.n_keep + SLACK
-        return not self._marked and (full or not self._uniform)
+        return not self._marked and (full or not self.uniform)
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Move the pending tokens into the window, over its oldest entries."""
         pending = self._n - self.n_keep
         if pending > 0:
@@ -185,11 +192,11 @@ class SnapKVCache(EvictingCache):
         self._tail = None
 
     def mark(self) -> None:
-        if self._must_evict(1):
+        if self.is_due(1):
             self.evict()
         super().mark()
         if self._n > self.n_keep + SLACK // 2:
-            self._settle()
+            self._flush()
         self._newest = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -202,12 +209,12 @@ class SnapKVCache(EvictingCache):
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         p, w = self.n_pin, self.n_window
         m, oldest = self._n - p, self._oldest
-        if self._must_evict(N):
+        if self.is_due(N):
             m, oldest = min(m, w), 0
-        elif self._settles(N):
+        elif self._flushes(N):
             m, oldest = min(m, w), (oldest + max(0, m - w)) % w
         all_seen = m + N <= w or (N == 1 and m == w and not self._marked)
-        if all_seen or not (self._uniform or return_array):
+        if all_seen or not (self.uniform or return_array):
             if N == 1:
                 return None
             if not return_array:
@@ -224,7 +231,7 @@ class SnapKVCache(EvictingCache):
         """
         L = queries.shape[2]
         m = self._n - self.n_pin - L
-        if self._uniform or m + L <= self.n_window:
+        if self.uniform or m + L <= self.n_window:
             return mask
         return mx.array(ring.visible(self.n_pin, m, self.n_window, L, self._oldest))
 
@@ -235,7 +242,7 @@ class SnapKVCache(EvictingCache):
             return math.inf
         return max(self.block - self._since, self.n_keep - self._n)
 
-    def _must_evict(self, L: int) -> bool:
+    def is_due(self, L: int = 1) -> bool:
         many = self._n - self.n_pin > self.n_window - self.block
         return self.policy is not None and many and self._since > 0 and self.room < L
 
@@ -243,7 +250,7 @@ class SnapKVCache(EvictingCache):
         """Choose what the next tokens are written over."""
         assert self.policy is not None
         if self._since <= self.block:
-            self._settle()  # as if the tokens had come one by one
+            self._flush()  # as if the tokens had come one by one
         held = self._rows()
         order = mx.argsort(held.positions, axis=-1)
         entries = held.taken(order)
@@ -267,10 +274,10 @@ class SnapKVCache(EvictingCache):
         self._n, self._oldest, self._since, self._newest = layout.shape[-1], 0, 0, 0
         self._tail = None
 
-    def _free(self) -> int:
+    def _n_free(self) -> int:
         return self._newest
 
-    def _take_back(self, n: int) -> None:
+    def _roll_back(self, n: int) -> None:
         pending = self._n - self.n_keep
         if n > max(0, pending) and self._oldest:
             self._lay_out()  # the last token, alone, has overwritten the oldest
@@ -321,42 +328,28 @@ class SnapKVCache(EvictingCache):
     @property
     def state(self) -> tuple:
         """Arrays, numbers, strings and None only, as `save_prompt_cache` wants it, the queries among them."""
-        own = (getattr(self, name) for name in _STATE[2:])
-        return (*self.keys_and_values(), *own, *self._decision_state())
+        keys, values = self.keys_and_values()
+        return keys, values, *super().state[2:]
 
     @state.setter
-    def state(self, v: tuple) -> None:
-        own = self._take_decision_state(v)
-        own += [None] * (len(_STATE) - len(own))  # earlier files know no rotations and no pull
-        self._take(_STATE, own)
+    def state(self, v: Sequence) -> None:
+        SavedState.state.fset(self, v)  # type: ignore[attr-defined]
         self.n_pin = self._pinned_positions.shape[-1]
-        self._n = n_rows(self.keys)
-        self._tail = None
+        self._n, self._tail = n_rows(self.keys), None
 
     def _is_sound(self, like: Any) -> bool:
-        heads, left, count = self._heads, self._left, validation.is_count
+        heads, left = self._heads, self._left
         pinned = self._pinned_positions
         return (
             super()._is_sound(like)
             and pinned.shape == (*heads, self.n_pin)
-            and pinned.dtype == mx.uint32
-            and validation.is_per_entry(self._reserved, heads, self.n_pin, mx.bool_)
-            and count(self.n_window, 1)
+            and is_per_entry(pinned, heads, self.n_pin, mx.uint32)
+            and is_per_entry(self._reserved, heads, self.n_pin, mx.bool_)
             and self.block <= self.n_window
-            and all(map(count, (self._oldest, self._newest, self._since, self.n_sink)))
-            and all(
-                validation.is_per_entry(x, heads, self.offset, mx.uint32)
-                for x in self._rotated or ()
-            )
+            and all(is_per_entry(x, heads, self.offset, mx.uint32) for x in self._rotated or ())
             and self.n_pin <= self._n <= self.offset
             and self._oldest < max(1, min(self._n - self.n_pin, self.n_window))
             and max(self._newest, self._stop) <= self.offset
-            and validation.is_per_entry(left, heads, self.offset, mx.uint32)
+            and is_per_entry(left, heads, self.offset, mx.uint32)
             and (left is None or left.shape[2] + self._since >= self._n - self.n_pin)
         )
-
-
-_STATE = (
-    "keys", "values", "_pinned_positions", "_reserved", "_left", "offset", "n_window", "n_sink", "_since", "_oldest",
-    "_newest", "_uniform", "_rotated", "_pulled",
-)  # fmt: skip

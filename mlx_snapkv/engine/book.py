@@ -76,7 +76,7 @@ class BookRequest(RecallingRequest):
                 expected=self.decision.n_prompt,
                 uniform=len(set(quotas)) == 1,
                 layer=layer,
-                pull=self.pull,
+                compaction=self.pull,
                 statistics_from=self._statistics_from,
             )
         return list(self.prompt_cache)

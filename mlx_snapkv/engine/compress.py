@@ -197,7 +197,7 @@ class Compression:
         if self.on_kept is not None:
             self.on_kept(layer, kept.positions, choice.votes)
         _, decode_policy = self.policy.stages
-        pull = getattr(layer.cache_in(self.prompt_cache), "pull", None)
+        pull = getattr(layer.cache_in(self.prompt_cache), "compaction", None)
         if pull is not None:
             kept, pull = pull.nearer(kept, self.at, closed=decode_policy.closes_gaps)
         small = decode_cache(
@@ -209,7 +209,7 @@ class Compression:
             choice.quota,
             uniform,
         )
-        small.pull = pull
+        small.compaction = pull
         del entries, kept
         voters = layer.cache_in(self.prompt_cache) if decode_policy.observes_answer else None
         small.inherit(voters)

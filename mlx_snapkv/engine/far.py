@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from ..caches.compaction import Compaction
 from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.memories import make_caches
-from ..caches.pull import Pull
 from ..caches.quantizable import head_sizes
 from ..errors import SnapKVError
 from ..models import type_of
@@ -21,7 +21,9 @@ def require_far(model, policy: Policy | Stages | None, recall: Recall) -> None:
             raise SnapKVError(f"far=pull {why}")
 
 
-def pull_for(model, policy: Policy | Stages | None, recall: Recall, n_prompt: int) -> Pull | None:
+def pull_for(
+    model, policy: Policy | Stages | None, recall: Recall, n_prompt: int
+) -> Compaction | None:
     """How near a prompt's tokens are brought to each other; None leaves them where they are.
 
     Unless `recall.far` says it, that is done for prompts longer than the model was trained to, where it is possible.
@@ -31,7 +33,7 @@ def pull_for(model, policy: Policy | Stages | None, recall: Recall, n_prompt: in
     wanted = longer if recall.far is None else recall.far == "pull"
     if not wanted or length is None or _problem(model, policy, recall) is not None:
         return None
-    return Pull(length)
+    return Compaction(length)
 
 
 def beyond(model, policy: Policy | Stages | None, recall: Recall, n_prompt: int) -> str | None:

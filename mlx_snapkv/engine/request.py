@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..caches.block import BlockKVCache
+from ..caches.compaction import Compaction
 from ..caches.contract import LayerCache
 from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries, quotas_of
-from ..caches.pull import Pull
 from ..caches.quantizable import require_quantizable
 from ..caches.recording import RecordingKVCache
 from ..entries.quantization import Quantization
@@ -60,7 +60,7 @@ class Request:
     n_new: int
     prompt_cache: list
     quantization: Quantization | None = None
-    pull: Pull | None = None
+    pull: Compaction | None = None
 
     def __post_init__(self):
         self.loop_model = self.model
@@ -151,12 +151,12 @@ class Request:
             # What is plain is quantised when it has been chosen, and never twice.
             quantization=None if once and plain else self.quantization,
             accumulates=accumulates,
-            until=decision.at,
-            reach=decision.n_ahead,
+            steady=range(decision.at, decision.at + decision.n_ahead),
         )
         block.statistics_from = self._statistics_from
         if self.pull is not None:
-            block.pull = self.pull.after(getattr(layer.cache_in(self.prompt_cache), "pull", None))
+            before = getattr(layer.cache_in(self.prompt_cache), "compaction", None)
+            block.compaction = self.pull.after(before)
         if entries is not None:
             block.offset = self._held
             block.hold(entries)

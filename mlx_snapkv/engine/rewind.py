@@ -2,6 +2,7 @@
 
 import contextlib
 
+from ..caches.contract import Mark
 from ..caches.layers import kv_bytes, layer_caches, members
 from ..errors import TrimError
 
@@ -14,21 +15,19 @@ class Rewind:
         self._marked = [(cache, cache.offset) for cache in layer_caches(prompt_cache)]
         for cache, _ in self._marked:
             cache.mark()
-        self._ways: list = []  # back to the marks, when those have been committed
+        self._committed: list[Mark] = []
 
     def restore(self) -> None:
         self._list[:] = self._caches
-        for (cache, _), way in zip(self._marked, self._ways):
-            cache.take_way_back(way)
+        for (cache, _), mark in zip(self._marked, self._committed):
+            cache.reopen(mark)
         for cache, offset in self._marked:
             cache.rollback(cache.offset - offset)
             cache.commit()
 
     def release(self) -> None:
         """Go on from what was fed since; `restore` still goes back."""
-        self._ways = [cache.way_back() for cache, _ in self._marked]
-        for cache, _ in self._marked:
-            cache.commit()
+        self._committed = [cache.commit() for cache, _ in self._marked]
 
     @property
     def kv_nbytes(self) -> int:
@@ -36,8 +35,7 @@ class Rewind:
         entries that have given way."""
         now = {id(cache) for cache in members(self._list)}
         replaced = kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
-        ways = zip(self._marked, self._ways)
-        return replaced + sum(cache.way_nbytes(way) for (cache, _), way in ways)
+        return replaced + sum(mark.nbytes for mark in self._committed)
 
 
 def rolled_back_to(n_tokens: int, prompt_cache: list) -> bool:

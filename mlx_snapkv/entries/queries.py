@@ -290,6 +290,22 @@ class Recorder(OnQueries):
     def n_queries(self) -> int:
         return sum(q.shape[2] for q in self._queries)
 
+    @property
+    def recorded(self) -> list[mx.array]:
+        """What is known of the queries so far, which somebody has to compute as the answer goes on."""
+        return [*self._queries, *self._sums]
+
+    def inherit(self, recorder: Any) -> None:
+        """Let the queries that another cache has recorded vote, as those of the newest tokens, until others come."""
+        if isinstance(recorder, Recorder):
+            self._queries, self._stop = list(recorder._queries), self.offset
+            self.scale, self.sinks = recorder.scale, recorder.sinks
+            self.inherit_statistics(recorder)
+
+    def inherit_statistics(self, recorder: Recorder) -> None:
+        """Let what another cache has counted of the prompt's queries stand for those to come."""
+        self._sums, self._n_counted = list(recorder._sums), recorder._n_counted
+
     def _forget_from(self, position: int) -> None:
         kept = self.n_queries - max(0, self._stop - position)
         queries = mx.concatenate(self._queries, axis=2)[:, :, : max(0, kept)]

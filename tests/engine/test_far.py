@@ -221,7 +221,7 @@ def test_a_saved_conversation_goes_on_as_it_was_pulled(short, policy, memory, tm
     conversation.save(tmp_path / "chat.safetensors")
     loaded = Conversation.load(tmp_path / "chat.safetensors", *short, max_tokens=12)
     caches = zip(loaded.prompt_cache, conversation.prompt_cache)
-    assert all(mine.pull == theirs.pull for mine, theirs in caches)
+    assert all(mine.compaction == theirs.compaction for mine, theirs in caches)
     last = [
         [(r.token, r.logprobs) for r in c.send("And what is it?")][-1]
         for c in (loaded, conversation)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_snapkv.entries.squeeze import looked_up, squeezed
+from mlx_snapkv.caches.compaction import looked_up, squeezed
 
 
 def reference(positions: np.ndarray, end: int, span: int) -> np.ndarray:

@@ -1,12 +1,82 @@
-"""Whether caches that came from a file are those of a model: told by what one token leaves in fresh ones."""
+"""Caches in files: what their state holds, and whether a loaded one is sound and a model's.
 
-from collections.abc import Sequence
-from typing import Any
+mlx-lm saves arrays, numbers and strings, numbers in single precision. So a state is a cache's arrays, and one string
+with all the rest.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..entries.quantization import Quantization, Stored, n_rows
+from ..entries.queries import Recorder
+from ..policies import Policy, resolve_policy
+from ..policies.budgets import Quota
+from .compaction import Compaction
+
+_DECODERS = {
+    "policy": lambda text: resolve_policy(policy=text),
+    "quantization": lambda how: Quantization(*how),
+    "compaction": lambda how: Compaction(*how),
+    "quota": lambda numbers: Quota(*numbers),
+    "_steady": lambda ends: range(*ends),
+}
+
+
+class SavedState(Recorder):
+    """mlx-lm's `state` of a recording cache, made of the attributes named here; the others are as in a new one.
+
+    Attributes:
+        ARRAYS: arrays, tuples of arrays, or None.
+        LISTS: lists of arrays.
+        COUNTS: whole numbers, and the least that each may be.
+        NUMBERS, OTHERS: numbers, and whatever else JSON or `_DECODERS` know.
+    """
+
+    ARRAYS: ClassVar[tuple[str, ...]] = ("sinks",)
+    LISTS: ClassVar[tuple[str, ...]] = ("_queries", "_sums")
+    COUNTS: ClassVar[Mapping[str, int]] = {"_stop": 0, "_n_counted": 0}
+    NUMBERS: ClassVar[tuple[str, ...]] = ("scale",)
+    OTHERS: ClassVar[tuple[str, ...]] = ("newest",)
+
+    @property
+    def state(self) -> tuple:
+        names = (*self.COUNTS, *self.NUMBERS, *self.OTHERS)
+        fields = {name: _encoded(getattr(self, name)) for name in names}
+        lists = (getattr(self, name) or None for name in self.LISTS)  # no empty list would be saved
+        return (*(getattr(self, name) for name in self.ARRAYS), *lists, json.dumps(fields))
+
+    @state.setter
+    def state(self, v: Sequence) -> None:
+        self.start_recording()
+        *found, fields = v
+        arrays, lists = found[: len(self.ARRAYS)], found[len(self.ARRAYS) :]
+        for name, value in zip(self.ARRAYS, arrays, strict=True):
+            setattr(self, name, tuple(value) if isinstance(value, list) else value)
+        for name, value in zip(self.LISTS, lists, strict=True):
+            setattr(self, name, value or [])
+        for name, value in json.loads(fields).items():
+            decode = _DECODERS.get(name)
+            setattr(self, name, value if decode is None or value is None else decode(value))
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether all that should be a number is one."""
+        return all(
+            is_count(getattr(self, name), least) for name, least in self.COUNTS.items()
+        ) and all(isinstance(getattr(self, name), (int, float)) for name in self.NUMBERS)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Policy):
+        return str(value)
+    if isinstance(value, range):
+        return value.start, value.stop
+    return dataclasses.astuple(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
 
 
 def unless(sound: bool) -> str | None:

@@ -7,7 +7,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from model_configs import make_model
 
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.pull import AFTER, Pull
+from mlx_snapkv.caches.compaction import AFTER, Compaction
 from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries.entries import Entries
@@ -56,7 +56,7 @@ def test_votes_are_those_of_far_keys_brought_near(layer, cache, observed_heads):
     places = range(T - N, T)
     queries = mx.random.normal((1, 4, N, 16), key=mx.random.key(4))
     observed = Queries(queries, places, scale=0.25)
-    entries = Recollection([MemoryStore(cache=cache)], layer, Pull(LENGTH)).voted_by(observed)
+    entries = Recollection([MemoryStore(cache=cache)], layer, Compaction(LENGTH)).voted_by(observed)
     found = entries.votes
     if observed_heads == "attention":
         found = entries.attention.sum(axis=2).reshape(1, 2, 2, T).mean(axis=2)
@@ -68,7 +68,7 @@ def test_votes_are_those_of_far_keys_brought_near(layer, cache, observed_heads):
 
 def test_within_the_length_queries_vote_as_they_are(layer, cache):
     observed = Queries(mx.random.normal((1, 4, N, 16)), range(T - N, T), scale=0.25)
-    near = Recollection([MemoryStore(cache=cache)], layer, Pull(T)).voted_by(observed).votes
+    near = Recollection([MemoryStore(cache=cache)], layer, Compaction(T)).voted_by(observed).votes
     assert mx.array_equal(
         near, Recollection([MemoryStore(cache=cache)], layer).voted_by(observed).votes
     ).item()
@@ -82,8 +82,8 @@ def entries_at(layer, positions):
 
 def test_entries_move_when_the_next_tokens_would_be_too_far(layer):
     entries = entries_at(layer, [0, 1, 100, 101, 230])
-    same, pull = Pull(LENGTH).nearer(entries, 231, 25)
-    assert same is entries and pull == Pull(LENGTH)
+    same, pull = Compaction(LENGTH).nearer(entries, 231, 25)
+    assert same is entries and pull == Compaction(LENGTH)
     moved, pull = pull.nearer(entries, 231, 26)
     assert pull.farthest == 231 - (LENGTH + 5) // 2
     assert 231 - moved.rotations.min().item() <= (LENGTH + 5) // 2
@@ -98,7 +98,7 @@ def test_entries_move_when_the_next_tokens_would_be_too_far(layer):
 
 def test_what_is_moved_twice_is_as_if_moved_once(layer):
     entries = entries_at(layer, [0, 1, 100, 101, 230])
-    once, pull = Pull(LENGTH).nearer(entries, 300)
+    once, pull = Compaction(LENGTH).nearer(entries, 300)
     twice, _ = pull.nearer(once, 600)
     steps = twice.rotations.astype(mx.int32) - entries.positions.astype(mx.int32)
     assert mx.allclose(twice.keys, layer.turn(entries.keys, steps), atol=1e-4).item()
