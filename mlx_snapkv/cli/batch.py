@@ -10,7 +10,7 @@ from typer import Argument, Exit, Option
 
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
-from . import options
+from . import cache_options, options
 from .values import n_bytes
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def batch(
     model: options.ModelOptions,
     tokenizer: options.TokenizerOptions,
     sampling: options.SamplingOptions,
-    cache: options.CacheOptions,
-    policy: options.PolicyOptions,
-    retention: options.RetentionOptions,
+    cache: cache_options.CacheOptions,
+    policy: cache_options.PolicyOptions,
+    retention: cache_options.RetentionOptions,
 ) -> None:
     """Answer a file of requests, OpenAI's batch lines, several at once on compressed KV caches.
 

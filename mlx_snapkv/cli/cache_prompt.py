@@ -12,8 +12,8 @@ from typer import Option
 
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..errors import SnapKVError
-from . import options
-from .prompt_text import opening_tokens
+from . import cache_options, options
+from .prompts import opening_tokens
 from .reading import Reading
 
 
@@ -22,10 +22,10 @@ def cache_prompt(
     model: options.ModelOptions,
     output: Annotated[str, Option("--output", "-o", help="The .safetensors file to write.")],
     prompt: options.TextOptions,
-    cache: options.CacheOptions,
-    policy: options.PolicyOptions,
-    retention: options.MemoryOptions,
-    far: options.Far = None,
+    cache: cache_options.CacheOptions,
+    policy: cache_options.PolicyOptions,
+    retention: cache_options.MemoryOptions,
+    far: cache_options.Far = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Read a long text once and save its KV cache, compressed if a policy is given.

@@ -6,8 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..errors import SnapKVError
-from . import options
-from .generation import seed_sampling
+from . import cache_options, options
 
 if TYPE_CHECKING:
     from .chat_session import Session
@@ -20,9 +19,9 @@ def chat(
     seed: options.Seed = None,
     system_prompt: options.SystemPrompt = None,
     tokenizer: options.TokenizerOptions,
-    cache: options.MLXCacheOptions,
-    policy: options.PolicyOptions,
-    retention: options.RetentionOptions,
+    cache: cache_options.MLXCacheOptions,
+    policy: cache_options.PolicyOptions,
+    retention: cache_options.RetentionOptions,
     quiet: options.Quiet = False,
 ) -> None:
     """Chat with a model; commands start with a slash, /help lists them.
@@ -43,7 +42,7 @@ def chat(
     loaded, adapted = model.load()
     tokenizer.adapt(adapted)
     cache.require(loaded)
-    seed_sampling(seed)
+    options.seed_sampling(seed)
     conversation = Conversation(
         loaded,
         adapted,

@@ -24,7 +24,7 @@ from ..saved import require_writable
 from ..several.ranks import here
 from .chat_session import Session
 from .options import SamplingOptions
-from .prompt_text import read_file
+from .prompts import read_file
 from .sharded import ALONE_ONLY, on_first
 
 SETTINGS = get_type_hints(SamplingOptions, include_extras=True)  # of /set: types with bounds

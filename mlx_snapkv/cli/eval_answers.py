@@ -24,9 +24,10 @@ from .asking import (
     result_of,
     settings_of,
 )
+from .cache_options import VerifyOptions
 from .loading import load_model
-from .options import DocumentSeed, IgnoreChatTemplate, Model, VerifyOptions
-from .prompt_text import read_file
+from .options import DocumentSeed, IgnoreChatTemplate, Model
+from .prompts import read_file
 from .values import whole_numbers
 
 if TYPE_CHECKING:

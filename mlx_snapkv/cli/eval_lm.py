@@ -16,9 +16,9 @@ from ..demo import MODELS
 from ..errors import SnapKVError
 from ..evals.results import Results
 from .asking import Policies, ResultOptions, methods_of, result_of
-from .generation import adapt_tokenizer
 from .loading import load_model
 from .options import ChatTemplateConfig, Model
+from .prompts import adapt_tokenizer
 
 LEAST = 256  # tokens of a prompt
 

@@ -13,8 +13,7 @@ from typer import Option
 
 from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
-from . import options
-from .generation import seed_sampling
+from . import cache_options, options
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -50,10 +49,10 @@ def generate(
     tokenizer: options.TokenizerOptions,
     sampling: options.SamplingOptions,
     seed: options.Seed = None,
-    cache: options.MLXCacheOptions,
+    cache: cache_options.MLXCacheOptions,
     draft: options.DraftOptions,
-    policy: options.PolicyOptions,
-    retention: options.RetentionOptions,
+    policy: cache_options.PolicyOptions,
+    retention: cache_options.RetentionOptions,
     output: OutputOptions,
 ) -> None:
     """Answer a prompt, with a compressed KV cache if a policy is given.
@@ -95,7 +94,7 @@ def generate(
             reading.say(f"note: {prompt_cache_file} has this text already: give the question alone")
         encode = partial(start.encode, adapted, text, prompt.ignore_chat_template)
         tokens = reading.wait_for(encode)
-    seed_sampling(seed)
+    options.seed_sampling(seed)
     keywords |= sampling.generation(adapted)
     _Answer(model.model, loaded, adapted, keywords, start, output).print(tokens, reading)
 

@@ -13,7 +13,7 @@ from typer import Option
 
 from ..errors import SnapKVError
 from ..paths import put_result, require_place
-from . import options
+from . import cache_options, options
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def inspect(
     prompt: options.PromptOptions,
     tokenizer: options.TokenizerOptions,
     max_tokens: options.MaxTokens = 256,
-    prefill_step_size: options.PrefillStepSize = 2048,
-    snapkv: options.Snapkv = None,
+    prefill_step_size: cache_options.PrefillStepSize = 2048,
+    snapkv: cache_options.Snapkv = None,
     policy: Annotated[
         list[str] | None,
         Option("--policy", metavar="POLICY", help="As for generate; give two to compare them."),

@@ -14,7 +14,7 @@ from prompt_toolkit.utils import is_dumb_terminal
 
 from ..errors import SnapKVError
 from ..several.ranks import here
-from .prompt_text import require_text
+from .prompts import require_text
 from .sharded import on_first
 
 

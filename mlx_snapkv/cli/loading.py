@@ -1,16 +1,34 @@
-"""Models from what a user typed."""
+"""Models from what a user typed, and what is wrong with those that can't be loaded."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import traceback
 from pathlib import Path
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
 from ..paths import path_of
 from .process import listen
+
+JSON_FILES = (
+    "config.json", "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json"
+)  # fmt: skip
+# A tokenizer has one of these.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"
+)  # fmt: skip
+# The step of mlx-lm's loader that failed, and what it was about.
+STEPS = {
+    "load_tokenizer": "its tokenizer can't be read",
+    "load_adapters": "the adapters don't fit",
+    "load_weights": "its weights don't fit its config.json",
+    "load_model": "its config.json does not describe such a model",
+}
+SHOWN = 5  # cached repositories
 
 
 def load_model(
@@ -38,7 +56,7 @@ def load_model(
     adapter = None if adapter_path is None else path_of(adapter_path, "--adapter-path")
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise SnapKVError(f"--adapter-path {adapter_path}: no adapter_config.json there")
-    # Of prompts beyond the model's length it says that they fail, which those of our policies don't.
+    # It says that prompts beyond the model's length fail; with our policies they don't.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     listen()
     where = str(folder) if os.path.exists(folder) else name  # which no file may be able to have
@@ -58,7 +76,7 @@ def load_model(
     except SnapKVError as error:
         raise SnapKVError(f"{option} {name}: {error}") from error
     except Exception as error:  # whatever is wrong with the files, it is theirs to mend
-        raise SnapKVError(f"{option} {name}: {_why(name, folder, error)}") from error
+        raise SnapKVError(f"{option} {name}: {_why(name, folder, error, 'loaded')}") from error
     _make_fast(name, model)
     return model, tokenizer
 
@@ -81,34 +99,9 @@ def load_without_weights(name: str):
     try:
         model = without_weights(folder) if there else repository_without_weights(name)
     except Exception as error:  # as above
-        raise SnapKVError(f"--model {name}: {_why_not_planned(name, folder, error)}") from error
+        raise SnapKVError(f"--model {name}: {_why(name, folder, error, 'planned')}") from error
     _make_fast(name, model)
     return model
-
-
-def _place(name: str, option: str) -> Path:
-    """The folder that a name stands for; if it is not there, the name may be that of a repository.
-
-    Raises:
-        SnapKVError: it is neither.
-    """
-    folder = MODELS.get(name) or path_of(name, option)
-    exists = os.path.exists(folder)
-    if exists and not (folder / "config.json").is_file():
-        raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")
-    if not exists and not _may_be_repository(name):
-        raise SnapKVError(
-            f"{option} {name}: no such folder, and not the name of a Hugging Face repository; "
-            f"embedded models: {', '.join(MODELS)}"
-        )
-    return folder
-
-
-def _make_fast(name: str, model) -> None:
-    import mlx.core as mx
-
-    if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
-        model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
 
 
 def load_draft_model(name: str, tokenizer, trust_remote_code: bool):
@@ -126,34 +119,114 @@ def load_draft_model(name: str, tokenizer, trust_remote_code: bool):
     return model
 
 
-def _may_be_repository(name: str) -> bool:
+def _place(name: str, option: str) -> Path:
+    """The folder that a name stands for; if it is not there, the name may be that of a repository.
+
+    Raises:
+        SnapKVError: it is neither.
+    """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    folder = MODELS.get(name) or path_of(name, option)
+    if os.path.exists(folder):
+        if not (folder / "config.json").is_file():
+            raise SnapKVError(f"{option} {name}: no config.json there, so it is not a model folder")
+        return folder
     try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return "/" in name
+        validate_repo_id(name if "/" in name else "")
+    except HFValidationError as error:
+        raise SnapKVError(
+            f"{option} {name}: no such folder, and not the name of a Hugging Face repository; "
+            f"embedded models: {', '.join(MODELS)}"
+        ) from error
+    return folder
 
 
-def _why_not_planned(name: str, folder: Path, error: Exception) -> str:
-    """Why a model can't be built without its weights."""
-    from . import load_errors
+def _make_fast(name: str, model) -> None:
+    import mlx.core as mx
 
-    if folder.exists():
-        return f"can't be planned: {load_errors.of_files(folder, error)}"
-    return load_errors.of_repository(name, error) or f"can't be planned: {brief(error)}"
+    if name in MODELS and mx.default_device() == mx.Device(mx.cpu):
+        model.set_dtype(mx.float32)  # CPUs only emulate float16, several times slower
 
 
-def _why(name: str, folder: Path, error: Exception) -> str:
-    from mlx_lm.utils import hf_repo_to_path
-
-    from . import load_errors
-
+def _why(name: str, folder: Path, error: Exception, done: str) -> str:
+    """Why a model can't be `done`: loaded, or planned."""
     if not folder.exists():
-        problem = load_errors.of_repository(name, error)
+        from mlx_lm.utils import hf_repo_to_path
+
+        problem = _why_not_fetched(name, error)
         if problem is not None:
             return problem
+        if done == "planned":
+            return f"can't be planned: {brief(error)}"
         folder = hf_repo_to_path(name)
-    return f"can't be loaded: {load_errors.of_files(folder, error)}"
+    return f"can't be {done}: {_fault(folder, error)}"
+
+
+def _why_not_fetched(name: str, error: Exception) -> str | None:
+    """What the Hugging Face hub said; None if the error is about something else."""
+    from huggingface_hub import constants, errors, scan_cache_dir
+
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        why = "the Hugging Face hub can't be reached"
+        if constants.HF_HUB_OFFLINE:
+            why = "the Hugging Face hub is not asked since HF_HUB_OFFLINE is set"
+        cached: list[str] = []
+        with contextlib.suppress(errors.CacheNotFound):
+            cached = sorted(r.repo_id for r in scan_cache_dir().repos if r.repo_type == "model")
+        listed = (
+            f"it has {', '.join(cached[:SHOWN])}"
+            if cached
+            else f"{constants.HF_HUB_CACHE} is empty"
+        )
+        more = f" and {len(cached) - SHOWN} more" if len(cached) > SHOWN else ""
+        held = "only a part of it" if name in cached else f"no such repository ({listed}{more})"
+        return f"no such folder, {why}, and the local cache holds {held}"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"access has to be granted: ask at https://huggingface.co/{name}, then `hf auth login`"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "no such folder, and the Hugging Face hub has no such repository; for a private one, `hf auth login`"
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"no such folder, and the Hugging Face hub failed: {brief(error)}"
+    return None
+
+
+def _fault(folder: Path, error: Exception) -> str:
+    """What is wrong with a model folder that mlx-lm could not load, and in which file."""
+    for file in (folder / name for name in JSON_FILES):
+        try:
+            found = json.loads(file.read_bytes()) if file.exists() else {}
+        except OSError as problem:
+            return f"{file.name} can't be read: {problem.strerror}"
+        except ValueError as problem:
+            return f"{file.name} is no JSON: {problem}"
+        if not isinstance(found, dict):
+            return f"{file.name} is no JSON object"
+        if file.name == "config.json" and "model_type" not in found:
+            return "config.json names no model_type"
+    weights = sorted(folder.glob("model*.safetensors"))
+    if not weights:
+        return "no weights there: model.safetensors, or several model-*.safetensors"
+    for file in weights:
+        if not _is_whole(file):
+            return f"{file.name} is damaged or cut short"
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    has_tokenizer = any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+    if "load_tokenizer" in frames and not has_tokenizer:
+        return "no tokenizer there: tokenizer.json, for one"
+    step = next((about for name, about in STEPS.items() if name in frames), "mlx-lm can't load it")
+    return f"{step}: {brief(error)}"
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file is as long as its header says."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np"):
+            return True
+    except (OSError, SafetensorError):
+        return False

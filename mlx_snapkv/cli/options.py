@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
 from ..demo import MODELS
 from ..errors import SnapKVError
-from ..paths import path_of
-
-if TYPE_CHECKING:
-    from ..entries.quantization import Quantization
-    from ..policies import Policy, Stages
 
 Model = Annotated[
     str, Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
-]
-Pipeline = Annotated[
-    bool,
-    Option(
-        "--pipeline",
-        help="On several Macs, started by mlx.launch: each has some of the layers, instead of a slice of each.",
-    ),
 ]
 SystemPrompt = Annotated[str | None, Option(help="System message of the chat template.")]
 IgnoreChatTemplate = Annotated[
@@ -39,15 +24,6 @@ MaxTokens = Annotated[
     int, Option("--max-tokens", "-m", min=1, help="Tokens of an answer, at most.")
 ]
 Seed = Annotated[int | None, Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
-PrefillStepSize = Annotated[int, Option(min=1, help="Prompt tokens read at a time, at most.")]
-Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
-Far = Annotated[
-    str | None,
-    Option(
-        help="Entries farther away than the model was trained to: turned as if they were nearer (pull), or left where "
-        "they are (keep). Without it, pulled if the prompt is longer than that, and the policy evicts while it is read."
-    ),
-]
 Concurrency = Annotated[int, Option(min=1, max=1024, help="Requests at once, at most.")]
 MaxKVBytes = Annotated[
     str | None,
@@ -88,7 +64,13 @@ class ModelOptions:
 class ShardedModelOptions(ModelOptions):
     """The same for a command that several Macs can run."""
 
-    pipeline: Pipeline = False
+    pipeline: Annotated[
+        bool,
+        Option(
+            "--pipeline",
+            help="On several Macs, started by mlx.launch: each has some of the layers, instead of a slice of each.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +106,7 @@ class TextOptions:
 
     def read(self) -> str:
         """The file's text, then the prompt's; see `read_prompt`."""
-        from .prompt_text import read_prompt
+        from .prompts import read_prompt
 
         return read_prompt(self.prompt, self.prompt_file)
 
@@ -137,16 +119,11 @@ class PromptOptions(TextOptions):
     ignore_chat_template: IgnoreChatTemplate = False
 
     def encode(self, tokenizer: Any, text: str) -> list[int]:
-        """Token ids of a prompt with this text; see `prompt_text.encode`."""
-        from .prompt_text import encode
+        """Token ids of a prompt with this text; see `prompts.encode`."""
+        from .prompts import encode
 
-        return encode(
-            tokenizer,
-            text,
-            self.system_prompt,
-            self.ignore_chat_template,
-            prefill_response=self.prefill_response,
-        )
+        ending: Any = {"prefill_response": self.prefill_response}
+        return encode(tokenizer, text, self.system_prompt, self.ignore_chat_template, **ending)
 
 
 @dataclass(frozen=True)
@@ -161,7 +138,7 @@ class TokenizerOptions:
 
     def adapt(self, tokenizer: Any) -> None:
         """Tell the tokenizer; see `adapt_tokenizer`."""
-        from .generation import adapt_tokenizer
+        from .prompts import adapt_tokenizer
 
         adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
 
@@ -180,167 +157,26 @@ class SamplingOptions:
     max_tokens: MaxTokens = 256
 
     def generation(self, tokenizer: Any) -> dict[str, Any]:
-        """The same as options of mlx-lm's `stream_generate`."""
-        from .generation import make_sampler
+        """The same as options of mlx-lm's `stream_generate`; SnapKVError if one is beyond the vocabulary."""
+        from mlx_lm.sample_utils import make_sampler
 
-        options = dict(vars(self))
+        options, size = dict(vars(self)), len(tokenizer)
+        for name in ("top_k", "min_tokens_to_keep"):
+            if options[name] >= size:
+                flag = f"--{name.replace('_', '-')}"
+                raise SnapKVError(
+                    f"{flag} must be below the vocabulary's {size}, got {options[name]}"
+                )
+        special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+        max_tokens = options.pop("max_tokens")
         return {
-            "max_tokens": options.pop("max_tokens"),
-            "sampler": make_sampler(tokenizer, **options),
+            "max_tokens": max_tokens,
+            "sampler": make_sampler(xtc_special_tokens=special, **options),
         }
 
 
-@dataclass(frozen=True)
-class CacheOptions:
-    """How a prompt is read, and how its entries are stored."""
+def seed_sampling(seed: int | None) -> None:
+    import mlx.core as mx
 
-    prefill_step_size: PrefillStepSize = 2048
-    kv_group_size: Annotated[int, Option(help="Values that share a scale: 32, 64 or 128.")] = 64
-    kv_bits: Annotated[
-        int | None, Option(help="Bits of the KV cache's entries: 2, 3, 4, 6 or 8.")
-    ] = None
-
-    def __post_init__(self):
-        if self.kv_bits not in (None, 2, 3, 4, 6, 8):
-            raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {self.kv_bits}")
-        if self.kv_group_size not in (32, 64, 128):
-            raise SnapKVError(f"--kv-group-size must be 32, 64 or 128, got {self.kv_group_size}")
-
-    @property
-    def quantization(self) -> Quantization | None:
-        from ..entries.quantization import Quantization
-
-        return None if self.kv_bits is None else Quantization(self.kv_bits, self.kv_group_size)
-
-    def keywords(self) -> dict[str, Any]:
-        """The same as keywords of batches, conversations and mlx-lm's loop."""
-        return dict(vars(self))
-
-    def require(self, model: Any) -> None:
-        """Raises: SnapKVError: the model's entries can't be quantised so."""
-        from .generation import require_quantization
-
-        require_quantization(model, self.quantization)
-
-
-@dataclass(frozen=True)
-class MLXCacheOptions(CacheOptions):
-    """The same with mlx-lm's options of a full cache."""
-
-    max_kv_size: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="mlx-lm's rotating cache, in entries, of models that make no caches of their own.",
-        ),
-    ] = None
-    quantized_kv_start: Annotated[
-        int | None,
-        Option(min=0, help="Tokens from which --kv-bits counts, without a policy; mlx-lm's 5000."),
-    ] = None
-
-    def generation(self, policy: Policy | Stages | None) -> dict[str, Any]:
-        """The same as options of mlx-lm's `stream_generate`.
-
-        Raises:
-            SnapKVError: one is given that has no effect on a policy's entries.
-        """
-        options = self.keywords()
-        if self.quantized_kv_start is None:
-            del options["quantized_kv_start"]
-        elif policy is not None:
-            raise SnapKVError(
-                "--quantized-kv-start is for the full cache: a policy's entries are quantised when they are "
-                "compressed; drop it or the policy"
-            )
-        return options
-
-    def require(self, model: Any, draft_model: str | None = None) -> None:
-        """Raises: SnapKVError: the model has no such cache, or not beside the draft model."""
-        from .generation import require_rotating
-
-        super().require(model)
-        require_rotating(model, self.max_kv_size, kv_bits=self.kv_bits, draft_model=draft_model)
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """The policy that compresses prompts, if any does."""
-
-    snapkv: Snapkv = None
-    policy: Annotated[
-        str | None,
-        Option(help='Any policy, such as "keydiff:budget=25%"; see mlx-snapkv policies.'),
-    ] = None
-
-    def resolve(self) -> Policy | Stages | None:
-        """The policy; SnapKVError for a mistake in it, or for two."""
-        from ..policies import resolve_policy
-
-        return resolve_policy(self.snapkv, self.policy)
-
-
-@dataclass(frozen=True)
-class MemoryOptions:
-    """What becomes of the entries that a policy does not keep."""
-
-    memory: Annotated[
-        str,
-        Option(
-            help="Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
-            "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
-            "policy that evicts while it reads, such as keydiff, then reads within its budget."
-        ),
-    ] = "drop"
-    store_dir: Annotated[
-        Path | None,
-        Option(help="Folder for the files of --memory recall:file; by default TMPDIR."),
-    ] = None
-
-    def __post_init__(self):
-        """Let temporary files be made in `store_dir`."""
-        if self.store_dir is None:
-            return
-        folder = path_of(self.store_dir, "--store-dir")
-        if not folder.is_dir():
-            raise SnapKVError(f"--store-dir {folder} is no folder: make it, or give another one")
-        if not os.access(folder, os.W_OK):
-            raise SnapKVError(f"--store-dir {folder} can't be written to: give another folder")
-        tempfile.tempdir = str(folder)
-
-
-@dataclass(frozen=True)
-class VerifyOptions(MemoryOptions):
-    """The same, and what an answer does with these entries."""
-
-    verify: Annotated[
-        str | None,
-        Option(
-            help="all: the answer is drafted, and checked on all entries that --memory keeps: the full cache's own."
-        ),
-    ] = None
-    refresh: Annotated[
-        str,
-        Option(
-            help="With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
-            "the whole answer, which is faster and less exact (turn)."
-        ),
-    ] = "token"
-
-    def keywords(self) -> dict[str, Any]:
-        """The same as keywords of `stream_generate`, `Conversation` and batches."""
-        return {name: value for name, value in vars(self).items() if name != "store_dir"}
-
-
-@dataclass(frozen=True)
-class RetentionOptions(VerifyOptions):
-    """The same, and how far entries are seen from."""
-
-    far: Far = None
-
-    def __post_init__(self):
-        """Raises: SnapKVError: these options are out of range, or don't go together."""
-        super().__post_init__()
-        from ..engine.recalling import Recall
-
-        Recall(self.memory, self.verify, self.refresh, self.far)
+    if seed is not None:
+        mx.random.seed(seed)

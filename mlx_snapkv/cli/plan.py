@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from .options import AsJson, CacheOptions, MaxTokens, Model, PolicyOptions
+from .cache_options import CacheOptions, PolicyOptions
+from .options import AsJson, MaxTokens, Model
 from .values import n_bytes, n_tokens, tokens_text
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError
 from ..policies import POLICIES, Policy, Stages, resolve_policy
-from .prompt_text import conversation
+from .prompts import encode_question
 
 
 class SavedStart:
@@ -111,7 +111,7 @@ class SavedStart:
                 f"{self._file} was saved without its text: only mlx-snapkv cache-prompt's files go on here"
             )
         today = datetime.fromisoformat(notes["time"])
-        whole = conversation(tokenizer, notes["text"], question, notes["system_prompt"], today)
+        whole = encode_question(tokenizer, notes["text"], question, notes["system_prompt"], today)
         if whole[: self.n_tokens] != self._saved.tokens or len(whole) == self.n_tokens:
             raise SnapKVError(
                 f"with this question the prompt does not begin with the tokens of {self._file}: "

@@ -15,7 +15,7 @@ from typer import Option
 from ..errors import SnapKVError
 from ..paths import path_of
 from ..server import BILLING
-from . import options
+from . import cache_options, options
 from .batch import load_for_requests, most_kv_bytes
 from .process import listen
 from .values import n_bytes
@@ -146,9 +146,9 @@ def serve(
     prefixes: PrefixOptions,
     tokenizer: options.TokenizerOptions,
     sampling: AnswerOptions,
-    cache: options.CacheOptions,
-    policy: options.PolicyOptions,
-    retention: options.RetentionOptions,
+    cache: cache_options.CacheOptions,
+    policy: cache_options.PolicyOptions,
+    retention: cache_options.RetentionOptions,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
 

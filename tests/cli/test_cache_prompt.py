@@ -15,7 +15,7 @@ from request_helpers import plain
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.chat.continuation import mlx_lm_suffix
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.cli.prompt_text import encode, opening_tokens
+from mlx_snapkv.cli.prompts import encode, opening_tokens
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.prefill import mlx_generate

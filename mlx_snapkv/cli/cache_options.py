@@ -1,0 +1,205 @@
+"""The options of KV caches, each declared once: how entries are stored, which are kept, what becomes of the rest."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from ..errors import SnapKVError, UnsupportedModelError
+from ..paths import path_of
+
+if TYPE_CHECKING:
+    from ..entries.quantization import Quantization
+    from ..policies import Policy, Stages
+
+PrefillStepSize = Annotated[int, Option(min=1, help="Prompt tokens read at a time, at most.")]
+Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "top_k=1024".')]
+Far = Annotated[
+    str | None,
+    Option(
+        help="Entries farther away than the model was trained to: turned as if they were nearer (pull), or left where "
+        "they are (keep). Without it, pulled if the prompt is longer than that, and the policy evicts while it is read."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How a prompt is read, and how its entries are stored."""
+
+    prefill_step_size: PrefillStepSize = 2048
+    kv_group_size: Annotated[int, Option(help="Values that share a scale: 32, 64 or 128.")] = 64
+    kv_bits: Annotated[
+        int | None, Option(help="Bits of the KV cache's entries: 2, 3, 4, 6 or 8.")
+    ] = None
+
+    def __post_init__(self):
+        if self.kv_bits not in (None, 2, 3, 4, 6, 8):
+            raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {self.kv_bits}")
+        if self.kv_group_size not in (32, 64, 128):
+            raise SnapKVError(f"--kv-group-size must be 32, 64 or 128, got {self.kv_group_size}")
+
+    @property
+    def quantization(self) -> Quantization | None:
+        from ..entries.quantization import Quantization
+
+        return None if self.kv_bits is None else Quantization(self.kv_bits, self.kv_group_size)
+
+    def keywords(self) -> dict[str, Any]:
+        """The same as keywords of batches, conversations and mlx-lm's loop."""
+        return dict(vars(self))
+
+    def require(self, model: Any) -> None:
+        """Raises: SnapKVError: the model's entries can't be quantised so."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        from ..caches.layers import attention_layers
+        from ..caches.quantizable import require_quantizable
+
+        if self.quantization is None:
+            return
+        try:
+            layers = attention_layers(model, make_prompt_cache(model))
+        except UnsupportedModelError:  # whose entries are mlx-lm's alone
+            return
+        require_quantizable(model, layers, self.quantization)
+
+
+@dataclass(frozen=True)
+class MLXCacheOptions(CacheOptions):
+    """The same with mlx-lm's options of a full cache."""
+
+    max_kv_size: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="mlx-lm's rotating cache, in entries, of models that make no caches of their own.",
+        ),
+    ] = None
+    quantized_kv_start: Annotated[
+        int | None,
+        Option(min=0, help="Tokens from which --kv-bits counts, without a policy; mlx-lm's 5000."),
+    ] = None
+
+    def generation(self, policy: Policy | Stages | None) -> dict[str, Any]:
+        """The same as options of mlx-lm's `stream_generate`.
+
+        Raises:
+            SnapKVError: one is given that has no effect on a policy's entries.
+        """
+        options = self.keywords()
+        if self.quantized_kv_start is None:
+            del options["quantized_kv_start"]
+        elif policy is not None:
+            raise SnapKVError(
+                "--quantized-kv-start is for the full cache: a policy's entries are quantised when they are "
+                "compressed; drop it or the policy"
+            )
+        return options
+
+    def require(self, model: Any, draft_model: str | None = None) -> None:
+        """Raises: SnapKVError: the model has no such cache, or mlx-lm would ignore an option beside it."""
+        from ..models import type_of
+
+        super().require(model)
+        if self.max_kv_size is None:
+            return
+        if hasattr(model, "make_cache"):
+            raise SnapKVError(
+                f"--max-kv-size has no effect on {type_of(model)} models, since they make their own caches: drop it, "
+                f"or limit the entries with --policy streaming_llm:budget={self.max_kv_size}"
+            )
+        if draft_model is not None:
+            raise SnapKVError("--max-kv-size has no effect beside --draft-model: drop one of them")
+        if self.kv_bits is not None:
+            raise SnapKVError(
+                "--kv-bits can't quantise the cache of --max-kv-size: drop one of them"
+            )
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The policy that compresses prompts, if any does."""
+
+    snapkv: Snapkv = None
+    policy: Annotated[
+        str | None,
+        Option(help='Any policy, such as "keydiff:budget=25%"; see mlx-snapkv policies.'),
+    ] = None
+
+    def resolve(self) -> Policy | Stages | None:
+        """The policy; SnapKVError for a mistake in it, or for two."""
+        from ..policies import resolve_policy
+
+        return resolve_policy(self.snapkv, self.policy)
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What becomes of the entries that a policy does not keep."""
+
+    memory: Annotated[
+        str,
+        Option(
+            help="Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
+            "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
+            "policy that evicts while it reads, such as keydiff, then reads within its budget."
+        ),
+    ] = "drop"
+    store_dir: Annotated[
+        Path | None,
+        Option(help="Folder for the files of --memory recall:file; by default TMPDIR."),
+    ] = None
+
+    def __post_init__(self):
+        """Let temporary files be made in `store_dir`."""
+        if self.store_dir is None:
+            return
+        folder = path_of(self.store_dir, "--store-dir")
+        if not folder.is_dir():
+            raise SnapKVError(f"--store-dir {folder} is no folder: make it, or give another one")
+        if not os.access(folder, os.W_OK):
+            raise SnapKVError(f"--store-dir {folder} can't be written to: give another folder")
+        tempfile.tempdir = str(folder)
+
+
+@dataclass(frozen=True)
+class VerifyOptions(MemoryOptions):
+    """The same, and what an answer does with these entries."""
+
+    verify: Annotated[
+        str | None,
+        Option(
+            help="all: the answer is drafted, and checked on all entries that --memory keeps: the full cache's own."
+        ),
+    ] = None
+    refresh: Annotated[
+        str,
+        Option(
+            help="With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
+            "the whole answer, which is faster and less exact (turn)."
+        ),
+    ] = "token"
+
+    def keywords(self) -> dict[str, Any]:
+        """The same as keywords of `stream_generate`, `Conversation` and batches."""
+        return {name: value for name, value in vars(self).items() if name != "store_dir"}
+
+
+@dataclass(frozen=True)
+class RetentionOptions(VerifyOptions):
+    """The same, and how far entries are seen from."""
+
+    far: Far = None
+
+    def __post_init__(self):
+        """Raises: SnapKVError: these options are out of range, or don't go together."""
+        super().__post_init__()
+        from ..engine.recalling import Recall
+
+        Recall(self.memory, self.verify, self.refresh, self.far)
