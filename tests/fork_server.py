@@ -119,7 +119,7 @@ def main() -> None:
     import mlx_snapkv.api
     import mlx_snapkv.bench.speed
     import mlx_snapkv.cli.app
-    import mlx_snapkv.evals.asking
+    import mlx_snapkv.evals.answering
 
     del mlx_lm, prompt_toolkit, transformers, mlx_snapkv
     gc.collect()

@@ -32,8 +32,8 @@ from .values import whole_numbers
 
 if TYPE_CHECKING:
     from ..evals.answering import Method
-    from ..evals.haystack import Haystack
-    from ..evals.score_tables import Page
+    from ..evals.tables import Page
+    from ..evals.tasks import Haystack
     from .result_files import ResultFiles
 
 LEAST = 256  # tokens of a prompt
@@ -73,7 +73,7 @@ def needle(
 
     mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
     """
-    from ..evals.needle import Needle
+    from ..evals.tasks import Needle
 
     text = "\n\n".join(read_file("--haystack", file) for file in haystack or [])
     if haystack and not text.strip():
@@ -88,7 +88,7 @@ def lines(*, grid: GridOptions, result: ResultOptions) -> None:
     default. These use lookahead=0: with its default the full cache would answer the whole number. The embedded
     models, which don't know LongEval's words, get lines of their own.
     """
-    from ..evals.lines import FACTS, LONGEVAL, Lines
+    from ..evals.tasks import FACTS, LONGEVAL, Lines
 
     wording = FACTS if grid.model in MODELS else LONGEVAL
     _evaluate(partial(Lines, wording=wording), grid, grid.policy or POOLING, result)
@@ -98,7 +98,7 @@ def _evaluate(
     make: Callable[..., Haystack], grid: GridOptions, policies: Sequence[str], result: ResultOptions
 ) -> None:
     """Ask, and draw a heat map of every method."""
-    from ..evals.haystack import PAGE
+    from ..evals.tasks import RETRIEVAL
     from ..reporting import heatmap
 
     lengths = list(dict.fromkeys(whole_numbers("--length", grid.length, LEAST)))
@@ -115,7 +115,7 @@ def _evaluate(
         n_documents=grid.questions,
         seed=grid.seed,
     )
-    asked = grid.model, model, dataset, PAGE
+    asked = grid.model, model, dataset, RETRIEVAL
     _measure(*asked, methods, settings, result, files, heatmap.write_heatmaps)
 
 
@@ -148,7 +148,7 @@ def suite(
 
     mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
-    from ..evals.suite import PAGE, Suite
+    from ..evals.tasks import SUITE, Suite
 
     tasks = known("--task", task or list(TASKS), list(TASKS))
     settings = settings_of(setting)
@@ -157,7 +157,7 @@ def suite(
     files = result.files()
     loaded, tokenizer = _load(model)
     dataset = Suite(tokenizer, tasks, lengths, documents, questions, seed)
-    _measure(model, loaded, dataset, PAGE, methods, settings, result, files)
+    _measure(model, loaded, dataset, SUITE, methods, settings, result, files)
 
 
 def data(
@@ -226,20 +226,20 @@ def _measure(
     Args:
         plots: writes pictures of a result beside a path, without its ending.
     """
-    from ..evals import score_tables
-    from ..evals.asking import require_compression, run
-    from ..evals.results import Results
+    from ..evals.answering import require_compression, require_room, run
+    from ..evals.loop import Results
+    from ..evals.tables import markdown, summarise, tables
     from .progress import StepBars
 
-    require_compression(model, methods, dataset.lengths)
+    require_compression(methods, dataset.lengths)
+    require_room(model, methods, dataset.lengths)
     fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
     answers = None if files is None else files.path(".jsonl")
     results = Results(fixed, answers)
     with StepBars(answers) as bar:
         bar.start("documents", len(dataset))
         records = run(model, dataset, methods, settings, results, bar.done)
-    result = result_of(fixed, score_tables.summarise(records, page), records)
+    result = result_of(fixed, summarise(records), records)
     pictures = [] if files is None or plots is None else plots(result, files.base)
-    text = score_tables.markdown(result, page, [path.name for path in pictures])
-    tables = score_tables.tables(result["summary"], page)
-    options.finish(files, result, tables, text, pictures)
+    text = markdown(result, page, [path.name for path in pictures])
+    options.finish(files, result, tables(result["summary"], page), text, pictures)

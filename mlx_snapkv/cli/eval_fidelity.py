@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from .._version import __version__
-from .asking import Policies, ResultOptions, known, result_of
+from .asking import Policies, ResultOptions, known, methods_of, result_of
 from .loading import load_model
 from .options import Model
 
@@ -67,22 +67,21 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     """
     from ..evals import fidelity as measuring
     from ..evals import fidelity_tables
-    from ..evals.results import Results
+    from ..evals.answering import require_compression, require_room
+    from ..evals.loop import Results
     from ..evals.texts import Texts
-    from ..policies import resolve_policy
     from .progress import StepBars, stderr_console
 
     settings = known("--setting", options.setting or [measuring.TEXT], measuring.SETTINGS)
-    chosen = (resolve_policy(policy=text) for text in options.policy or [])
-    methods = {measuring.FULL: None} | {str(policy): policy for policy in chosen}
-    measuring.require_compression(methods, options.length)
+    methods = methods_of(options.policy)
+    require_compression(methods, [options.length])
     texts = Texts(options.text)
     # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.
     n_following = options.continuation + 1
     texts.require_length(options.length + n_following)
     files = result.files()
     model, tokenizer = load_model(options.model)
-    measuring.require_room(model, methods, options.length)
+    require_room(model, methods, [options.length])
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     if texts.left_out is not None:
         stderr_console().print(texts.left_out, soft_wrap=True)

@@ -14,7 +14,6 @@ from typer import Option
 from .._version import __version__
 from ..demo import MODELS
 from ..errors import SnapKVError
-from ..evals.results import Results
 from .asking import Policies, ResultOptions, methods_of, result_of
 from .loading import load_model
 from .options import ChatTemplateConfig, Model
@@ -103,6 +102,7 @@ def lm(
     """
     harness = _harness()
     from ..evals import lm_table
+    from ..evals.loop import Results
     from .progress import StepBars
 
     methods = methods_of(policy)

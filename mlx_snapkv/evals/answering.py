@@ -1,14 +1,17 @@
-"""The answers to questions about one document, which is read once for all methods that choose from full caches.
+"""Questions about documents, in two settings, answered by methods side by side.
 
-Those that evict while they read, read twice or keep everything at hand read for themselves. No method's answer depends
-on which others are asked.
+known   the question stands in the prompt that is compressed: the policy may look at it
+later   the document is read and compressed first, and each question comes to what is left
+
+A document is read once for all methods that choose from full caches. Those that evict while they read, read twice or
+keep every entry read for themselves. No method's answer depends on which others are asked.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,15 +19,20 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..caches.layers import attention_layers, file_bytes, kv_bytes
+from ..engine.decision import gate
 from ..engine.generate import stream_generate
 from ..engine.prefill import prefill
 from ..engine.reading import read_book
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..engine.serving import NO_POLICY_REASON
+from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .document import Document, Question
+from . import loop
+from .document import Dataset, Document, Place, Question
 from .headwise import HeadWise, kinds_of, masked
+from .loop import Record, Results
 from .reading import Reading, judged, read_once, shares_reading
 
 KNOWN, LATER = "known", "later"
@@ -54,47 +62,114 @@ class Method:
 
     @property
     def shares_reading(self) -> bool:
-        """Whether it chooses from what is read for all."""
         return not self.options and (self.scores is None or shares_reading(self.scores))
+
+    @property
+    def memory(self) -> str:
+        return self.options.get("memory", "drop")
+
+
+def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
+    """Raises: SnapKVError: a policy would leave prompts of all these lengths as they are."""
+    for method in methods:
+        policy = method.scores
+        reasons = [None if policy is None else gate(policy, length, None) for length in lengths]
+        if lengths and all(reasons):
+            raise SnapKVError(f"{method.name} would compress nothing here: {reasons[-1]}")
+
+
+def require_room(model: Any, methods: Iterable[Method], lengths: Sequence[int]) -> None:
+    """Raises: SnapKVError: the model is not supported, or a budget has no room for what is always kept."""
+    n_layers = len(attention_layers(model, make_prompt_cache(model)))
+    for policy, length in itertools.product((method.scores for method in methods), lengths):
+        if policy is not None and gate(policy, length, None) is None:
+            policy.prefill_quotas(length, n_layers)
+
+
+def run(
+    model: Any,
+    dataset: Dataset,
+    methods: Sequence[Method],
+    settings: Sequence[str],
+    results: Results,
+    on_document: Callable[[bool], None] = lambda asked: None,
+) -> list[Record]:
+    """Every method's answer to every question in every setting; see `loop.run`."""
+    named = {method.name: method for method in methods}
+
+    def cells(place: Place, document: Document):
+        n = len(document.questions)
+        wanted = [
+            {"method": name, "setting": setting, **place, "question": i}
+            for name, setting, i in itertools.product(named, settings, range(n))
+        ]
+
+        def measure(missing: list[Record]) -> Iterable[Record]:
+            # All answers to a prompt, then the next prompt; of documents, all answers of a method.
+            known = lambda cell: cell["question"] if cell["setting"] == KNOWN else 0  # noqa: E731
+            missing.sort(key=lambda cell: (settings.index(cell["setting"]), known(cell)))
+            asked = [(named[x["method"]], x["setting"], x["question"]) for x in missing]
+            answers = Answers(model, dataset.tokenizer, document, asked)
+            for cell, (method, setting, i) in zip(missing, asked):
+                question = document.questions[i]
+                answer = answers.get(method, setting, question)
+                yield cell | _record(question, method, answer)
+
+        return wanted, measure
+
+    return loop.run((cells(*each) for each in dataset), results, on_document)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a question.
-
-    Attributes:
-        cache: the prompt cache that was given; with a `memory` it holds all entries.
-        report: what became of the tokens that were compressed.
-    """
+    """An answer's text, the prompt cache it was given (with a `memory`, of all entries), and what was compressed."""
 
     text: str
     cache: list
     report: CompressionReport
 
 
-class Asked:
-    """A document that questions are asked about.
+def _record(question: Question, method: Method, answer: Answer) -> Record:
+    report, n_bytes = answer.report, kv_bytes(answer.cache)
+    if report.compressed:
+        # With a memory, the cache that was given holds all entries, and the answer's own is another.
+        n_bytes = report.kv_bytes_after + (n_bytes if method.memory != "drop" else 0)
+    return {
+        "score": float(question.score(answer.text)),
+        "answer": answer.text,
+        "expected": question.expected,
+        "tokens": len(question.prompt),
+        "entries": report.entries if report.compressed else None,
+        "kv_bytes": n_bytes,
+        "file_bytes": file_bytes(answer.cache),
+        "reason": None if method.policy is None else report.reason,
+    }
+
+
+class Answers:
+    """The answers to questions about one document.
 
     Args:
-        wanted: the methods, settings and numbers of the questions to come, in the order in which they cost least: of
-            a setting question by question where it is known, and method by method where it comes later.
+        wanted: the methods, settings and numbers of the questions to come. They cost least question by question where
+            the question is known, and method by method where it comes later.
     """
 
     def __init__(self, model, tokenizer, document: Document, wanted: Sequence[tuple]):
-        self._model, self._tokenizer, self._document = model, tokenizer, document
+        self._model, self._tokenizer = model, tokenizer
+        self._n_shared = document.n_shared
+        self._document = document.questions[0].prompt[: document.n_shared]
         self._policies = [method.scores for method, *_ in wanted if method.shares_reading]
         known = {i for method, setting, i in wanted if setting == KNOWN and method.shares_reading}
-        self._tails = {i: self._tail(document.questions[i]) for i in sorted(known)}
+        self._tails = [self._tail(document.questions[i]) for i in sorted(known)]
         self._prompt: Reading | None = None  # document and question that were read last
         self._kept: tuple[str, list, CompressionReport | None] = ("", [], None)
         self._full: dict[int, Answer] = {}  # by question: the same in both settings
 
-    def answer(self, method: Method, setting: str, question: Question) -> Answer:
+    def get(self, method: Method, setting: str, question: Question) -> Answer:
         if not method.shares_reading and setting == KNOWN:
-            cache, options = make_prompt_cache(self._model), {"policy": method.policy}
-            return self._decoded(
-                question.prompt, cache, question.max_tokens, options | method.options
-            )
+            options = {"policy": method.policy, **method.options}
+            cache = make_prompt_cache(self._model)
+            return self._decoded(question.prompt, cache, question.max_tokens, options)
         if method.policy is None:
             if id(question) not in self._full:
                 self._full[id(question)] = self._later(method, question)
@@ -102,17 +177,17 @@ class Asked:
         return self._known(method, question) if setting == KNOWN else self._later(method, question)
 
     def _later(self, method: Method, question: Question) -> Answer:
-        name, cache, report = self._kept
-        if name != method.name:
-            cache, report = self._document_kept(method)
-            self._kept = method.name, cache, report
-        rest, cache = self._tail(question), copy.deepcopy(cache)
+        if self._kept[0] != method.name:
+            self._kept = method.name, *self._document_kept(method)
+        _, cache, report = self._kept
         options = {"policy": method.policy, **method.options} if report is None else {}
-        return self._decoded(rest, cache, question.max_tokens, options, report)
+        rest = self._tail(question)
+        return self._decoded(rest, copy.deepcopy(cache), question.max_tokens, options, report)
 
     def _known(self, method: Method, question: Question) -> Answer:
-        reading = self._reading_with(question)
-        stops = self._tokenizer.eos_token_ids
+        if self._prompt is None or self._prompt.tokens != question.prompt:
+            self._prompt = self._reading.followed_by(self._tail(question))
+        reading, stops = self._prompt, self._tokenizer.eos_token_ids
         full = reading.answer(question.max_tokens, stops)
         cache, report = self._chosen(reading, method, answering=True)
         # As many tokens as the policy looks ahead, and the next one, are chosen by all entries.
@@ -121,9 +196,8 @@ class Asked:
         if answer == full or (answer and answer[-1] in stops):
             return Answer(self._text(answer), cache, report)
         rest = [*reading.tokens, *answer][held_tokens(self._model, cache) :]
-        return self._decoded(
-            rest, cache, question.max_tokens - len(answer), {}, report, before=answer
-        )
+        n_left = question.max_tokens - len(answer)
+        return self._decoded(rest, cache, n_left, {}, report, before=answer)
 
     def _agreed(self, full: list[int], n_chosen: int, cache: list) -> list[int]:
         """The full cache's answer up to the first token that a small cache chooses otherwise, and that token.
@@ -137,10 +211,9 @@ class Asked:
         if n_chosen < 1 or not known:
             return full[: max(0, n_chosen)]
         before = copy.deepcopy(cache)
-        chosen: list[int] = mx.argmax(judged(self._model, cache, known), axis=-1).tolist()  # type: ignore[assignment]
-        n_right = len(
-            [*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, full[n_chosen:]))]
-        )
+        chosen: Any = mx.argmax(judged(self._model, cache, known), axis=-1).tolist()
+        pairs = zip(chosen, full[n_chosen:])
+        n_right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if n_right == len(known):
             return full
         cache[:] = before
@@ -150,41 +223,32 @@ class Asked:
 
     def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
         """The document's cache, and the report of its compression; None if that comes with the question."""
-        tokens = self._document.questions[0].prompt[: self._document.n_shared]
         policy: Any = method.policy
-        memory = method.options.get("memory", "drop")
         if policy is None:
-            return self._reading.full(), CompressionReport(NO_POLICY, len(tokens), NO_POLICY_REASON)
+            report = CompressionReport(NO_POLICY, len(self._document), NO_POLICY_REASON)
+            return self._reading.full(), report
         if method.shares_reading:
             return self._chosen(self._reading, method, answering=False)
-        if memory == "drop":
-            return prefill(self._model, tokens, policy)
+        if method.memory == "drop":
+            return prefill(self._model, self._document, policy)
         if policy.reads_in_blocks:
-            return read_book(self._model, tokens, policy, memory)[0], None
+            return read_book(self._model, self._document, policy, method.memory)[0], None
         return self._reading.full(), None
 
     def _chosen(
         self, reading: Reading, method: Method, answering: bool
     ) -> tuple[list, CompressionReport]:
-        """What a method keeps of a prompt that was read; see `Reading`."""
-        if isinstance(method.policy, HeadWise):
-            kinds = kinds_of(self._tokenizer, reading.tokens)
-            return masked(reading, method.policy, kinds, answering)
         policy: Any = method.policy
+        if isinstance(policy, HeadWise):
+            return masked(reading, policy, kinds_of(self._tokenizer, reading.tokens), answering)
         return reading.answering(policy) if answering else reading.compressed(policy)
 
     @cached_property
     def _reading(self) -> Reading:
-        tokens = self._document.questions[0].prompt[: self._document.n_shared]
-        return read_once(self._model, tokens, self._policies, self._tails.values())
-
-    def _reading_with(self, question: Question) -> Reading:
-        if self._prompt is None or self._prompt.tokens != question.prompt:
-            self._prompt = self._reading.followed_by(self._tail(question))
-        return self._prompt
+        return read_once(self._model, self._document, self._policies, self._tails)
 
     def _tail(self, question: Question) -> list[int]:
-        return question.prompt[self._document.n_shared :]
+        return question.prompt[self._n_shared :]
 
     def _decoded(
         self,
@@ -203,17 +267,9 @@ class Asked:
             before: the answer's first tokens.
         """
         reports: list[CompressionReport] = []
-        answer = list(before)
-        for response in stream_generate(
-            self._model,
-            self._tokenizer,
-            tokens,
-            max_tokens,
-            prompt_cache=cache,
-            on_report=reports.append,
-            **options,
-        ):
-            answer.append(response.token)
+        options |= {"prompt_cache": cache, "on_report": reports.append}
+        responses = stream_generate(self._model, self._tokenizer, tokens, max_tokens, **options)
+        answer = [*before, *(response.token for response in responses)]
         return Answer(self._text(answer), cache, report or reports[0])
 
     def _text(self, tokens: Sequence[int]) -> str:

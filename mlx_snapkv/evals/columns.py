@@ -11,8 +11,9 @@ import importlib
 import itertools
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import string
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,9 +26,8 @@ from ..errors import SnapKVError
 from ..models.length import trained_length
 from ..paths import path_of
 from .document import Document, Place, Question
-from .frame import around
-from .score_tables import Page
-from .scores import metric_of
+from .tables import Page
+from .texts import around
 
 MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't tell apart
 SPLIT = re.compile(r"(train|test|validation|data)\b")
@@ -74,8 +74,8 @@ def read_columns(
         SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
     """
     place = path_of(name, "--data")
-    paths = [place] if place.is_file() else sorted(place.rglob("*.jsonl"))
-    paths += [] if place.is_file() else sorted(place.rglob("*.parquet"))
+    endings = "*.jsonl", "*.parquet"
+    paths = [place] if place.is_file() else [p for e in endings for p in sorted(place.rglob(e))]
     if not paths:
         raise SnapKVError(
             f"--data {name}: no such file, and no folder with .parquet or .jsonl files"
@@ -104,8 +104,8 @@ def _rows(path: Path) -> Iterator[Row]:
     try:
         for given in _parquet(path) if path.suffix == ".parquet" else _lines(path):
             number += 1
-            told = {name: value for name, value in given.items() if value is not None}
-            yield Row.model_validate({"task": task, "length": folder} | told)
+            known = {name: value for name, value in given.items() if value is not None}
+            yield Row.model_validate({"task": task, "length": folder} | known)
     except ValidationError as error:
         problem = error.errors()[0]
         column = ".".join(map(str, problem["loc"]))
@@ -180,7 +180,7 @@ class Columns:
             yield place, self._document(rows)
 
     def _document(self, rows: list[Row]) -> Document:
-        before, between = self._around(rows[0].context)
+        before, between = self._before_and_between(rows[0].context)
         questions = []
         for row in rows:
             text = row.question + between + row.answer_prefix
@@ -189,7 +189,7 @@ class Columns:
             questions.append(Question(prompt, row.answer, score, row.max_new_tokens))
         return Document(questions, len(before))
 
-    def _around(self, context: str) -> tuple[list[int], str]:
+    def _before_and_between(self, context: str) -> tuple[list[int], str]:
         """The tokens up to the context's end, and the text between question and answer."""
         if not (self.template and self.tokenizer.has_chat_template):
             return encode_prompt(self.tokenizer, context).tolist(), "\n"  # type: ignore[return-value]
@@ -210,3 +210,59 @@ class Columns:
                 f"--data has a prompt of {taken} tokens with its answer, and the model was trained to {most}: give "
                 "shorter documents, or another model"
             )
+
+
+# Scores, 0 to 1, of an output given its references. RULER's two are those of its own evaluation, as kvpress computes
+# them; F1 and the choice of a letter are LongBench's and InfiniteBench's. Every other task has the first of them.
+
+
+def string_match_all(references: Sequence[str], output: str) -> float:
+    """The share of the references that stand in the output, whatever their case (RULER's niah, vt, cwe and fwe)."""
+    text = re.sub(r"[\x00-\x1f]", "", output.strip()).lower()
+    return sum(reference.lower() in text for reference in references) / len(references)
+
+
+def string_match_part(references: Sequence[str], output: str) -> float:
+    """Whether one of the references stands in the output, whatever its case (RULER's qa)."""
+    return float(string_match_all(references, output) > 0)
+
+
+def f1(references: Sequence[str], output: str) -> float:
+    """F1 of the words, without case, punctuation and articles; of several references the best."""
+    return max(_f1(_words(reference), _words(output)) for reference in references)
+
+
+def first_line_f1(references: Sequence[str], output: str) -> float:
+    """F1 of the first line that is not empty."""
+    return f1(references, output.lstrip().partition("\n")[0])
+
+
+def choice(references: Sequence[str], output: str) -> float:
+    """Whether the reference is the output's letter: the last of A to D that stands alone, of its first such line."""
+    found = re.search(r"\b[A-D]\b(?!.*\b[A-D]\b)", output)
+    return float(found is not None and found.group() in references)
+
+
+_F1 = "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique longbook_qa_eng shortdep_qa longdep_qa"
+METRICS: dict[str, Callable[[Sequence[str], str], float]] = {
+    **dict.fromkeys(("qa_1", "qa_2", "longdialogue_qa_eng"), string_match_part),
+    **dict.fromkeys(("longbook_choice_eng", "code_debug"), choice),
+    **dict.fromkeys(_F1.split(), f1),
+    "triviaqa": first_line_f1,
+}
+
+
+def metric_of(task: str) -> Callable[[Sequence[str], str], float]:
+    """The score of a task; of LongBench-E's tasks (`-e`, `_e`) that of LongBench's."""
+    return METRICS.get(re.sub(r"[-_]e$", "", task), string_match_all)
+
+
+def _words(text: str) -> Counter[str]:
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return Counter(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def _f1(wanted: Counter[str], found: Counter[str]) -> float:
+    """2PR / (P + R), of words each counted as often as it stands there."""
+    total = wanted.total() + found.total()
+    return 2 * (wanted & found).total() / total if total else 0.0

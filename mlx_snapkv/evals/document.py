@@ -13,12 +13,11 @@ Place = dict[str, Any]  # a document's `task`, `length` (a number, or None) and 
 
 @dataclass(frozen=True)
 class Question:
-    """A document with a question, and the judgement of its answer.
+    """A document with a question: the prompt's token ids, and how an answer is scored.
 
     Attributes:
-        prompt: token ids.
-        expected: what a right answer has, for the records.
-        score: of an answer's text as it was decoded, 0 to 1.
+        expected: what a right answer contains, for the records.
+        score: 0 to 1, of an answer's text as it was decoded.
         max_tokens: of the answer.
     """
 
@@ -30,23 +29,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A document's questions.
-
-    Attributes:
-        n_shared: tokens that all prompts begin with, whatever is asked: the document. At least one, and fewer than any
-            prompt has.
-    """
+    """A document's questions, whose prompts share their first `n_shared` tokens: at least one, never all."""
 
     questions: list[Question]
     n_shared: int
 
 
 class Dataset(Protocol):
-    """Documents, each with its place.
-
-    Attributes:
-        lengths: tokens of the prompts, where all are made to have them; else none.
-    """
+    """Documents, each with its place; `lengths` are those of the prompts where all are made to have them."""
 
     tokenizer: Any
 
@@ -62,5 +52,5 @@ class Dataset(Protocol):
 
 
 def n_shared(prompt: list[int], *others: list[int]) -> int:
-    """Tokens that a prompt begins with whatever is asked, by other prompts about the same document; never all."""
+    """Tokens that a prompt shares with others about the same document: at least one, never all of them."""
     return max(1, min(common_prefix([prompt, *others]), len(prompt) - 1))

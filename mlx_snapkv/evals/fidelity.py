@@ -8,72 +8,105 @@ later   the piece is compressed first, and the question comes to what is left: t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
-from ..engine.decision import gate
 from ..engine.generate import generate_step
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..entries.quantization import n_bytes
-from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .beside import Beside
+from . import loop
+from .answering import KNOWN, LATER, Method
 from .divergence import Reference, log_softmax, loss
-from .frame import Frame, frame_of
+from .loop import Record, Results
 from .reading import Reading, judged, read_once, shares_reading
-from .results import Record, Results
-from .texts import Piece
+from .texts import Frame, Piece, frame_of
 
-TEXT, KNOWN, LATER = "text", "known", "later"
+TEXT = "text"
 SETTINGS = (TEXT, KNOWN, LATER)
-FULL = "full cache"
 KEYS = ("method", "setting", "document", "piece")
 
 AnyPolicy = Policy | Stages
-Methods = Mapping[str, AnyPolicy | None]
 
 
-def require_compression(methods: Methods, length: int) -> None:
-    """Raises: SnapKVError: a policy would leave prompts of so many tokens as they are."""
-    for name, policy in methods.items():
-        reason = None if policy is None else gate(policy, length, None)
-        if reason is not None:
-            raise SnapKVError(f"{name} would compress nothing here: {reason}")
+@dataclass(frozen=True)
+class Comparison:
+    """What is judged, and of which methods.
+
+    Attributes:
+        questions: each piece is asked one of them, in turn, where it is asked any.
+        n: tokens of an answer, at most.
+    """
+
+    pieces: Sequence[Piece]
+    methods: Sequence[Method]
+    settings: Sequence[str]
+    questions: Sequence[str]
+    n: int
 
 
-def require_room(model: Any, methods: Methods, length: int) -> None:
-    """Raises: SnapKVError: the model is not supported, or a layer's budget has no room for what is always kept."""
-    n_layers = len(attention_layers(model, make_prompt_cache(model)))
-    for policy in methods.values():
-        if policy is not None:
-            policy.prefill_quotas(length, n_layers)
+def run(
+    model: Any,
+    tokenizer: Any,
+    comparison: Comparison,
+    results: Results,
+    on_piece: Callable[[bool], None] = lambda measured: None,
+) -> list[Record]:
+    """The records of all pieces, settings and methods; see `loop.run`."""
+    methods: Any = {method.name: method.policy for method in comparison.methods}
+    settings = comparison.settings
+    asked = [None] if set(settings) == {TEXT} else comparison.questions
+    framed = [(question, frame_of(tokenizer, question)) for question in asked]
+
+    def cells(piece: Piece, question: str | None, frame: Frame):
+        def measure(missing: list[Record]) -> Iterable[Record]:
+            judges = Judges(
+                model,
+                piece,
+                frame,
+                [p for cell in missing if (p := methods[cell["method"]]) is not None],
+                {cell["setting"] for cell in missing},
+                comparison.n,
+                tokenizer.eos_token_ids,
+            )
+            judges.read()
+            for cell in missing:
+                setting, policy = cell["setting"], methods[cell["method"]]
+                figures = judges.judge(setting, policy, loop.next_stream())
+                yield cell | {"question": None if setting == TEXT else question} | figures
+
+        place = {"document": piece.document, "piece": piece.number}
+        pairs = itertools.product(settings, methods)
+        return [{"method": name, "setting": s, **place} for s, name in pairs], measure
+
+    pieces = zip(comparison.pieces, itertools.cycle(framed))
+    return loop.run((cells(piece, *frame) for piece, frame in pieces), results, on_piece)
 
 
-def without_answer(policy: AnyPolicy) -> AnyPolicy:
-    """The policy for a text that nothing answers: it does not look ahead."""
+def without_lookahead(policy: AnyPolicy) -> AnyPolicy:
+    """The policy for a text that nothing answers."""
     if isinstance(policy, Stages):
-        chooses: Any = without_answer(policy.decode_policy)
+        chooses: Any = without_lookahead(policy.decode_policy)
         return dataclasses.replace(policy, decode_policy=chooses)
     return dataclasses.replace(policy, lookahead=0) if policy.n_lookahead else policy  # type: ignore[call-arg]
 
 
 @dataclass
-class Document:
-    """A piece of a text, which is read once for all that it is judged for.
+class Judges:
+    """A piece of a text, read once, and the figures of every policy.
 
     Args:
         frame: what stands around the piece.
-        policies: all that will be compared.
-        settings: those they will be compared in.
+        policies, settings: all that will be compared.
         n: tokens of an answer, at most.
         stops: tokens that end it.
     """
@@ -94,31 +127,27 @@ class Document:
     def judge(self, setting: str, policy: AnyPolicy | None, stream: Any) -> Record:
         """A policy's figures, or the full cache's; some of them are arrays that `stream` has to compute."""
         if policy is None:
-            return self._full(setting)
+            reading = self._reading(setting)
+            report = CompressionReport(NO_POLICY, len(reading.tokens))
+            figures = self._figures(setting, self._reference(setting).logprobs)
+            return figures | self._held(reading.full(), report) | {"kl": 0.0}
         if setting == KNOWN and not shares_reading(policy):
             return self._generated(policy)
         if setting == KNOWN:
             cache, report = self._prompt.answering(policy)
         else:
-            cache, report = self._reading(setting).compressed(without_answer(policy))
+            cache, report = self._reading(setting).compressed(without_lookahead(policy))
         held = self._held(cache, report)
         with mx.stream(stream):
             return self._figures(setting, self._judged(setting, cache)) | held
 
-    def _full(self, setting: str) -> Record:
-        reading = self._reading(setting)
-        report = CompressionReport(NO_POLICY, len(reading.tokens))
-        figures = self._figures(setting, self._reference(setting).logprobs)
-        return figures | self._held(reading.full(), report) | {"kl": 0.0}
-
     def _held(self, cache: list, report: CompressionReport) -> Record:
         """What a cache holds once it is compressed: entries, the mean over layers, and their bytes."""
         held = [layer.entries_in(cache).held() for layer in attention_layers(self.model, cache)]
-        nbytes = sum(n_bytes((e.stored_keys, e.stored_values)) for e in held)
         kept = [n for n in report.entries_kept if n is not None]
         return {
-            "entries": round(sum(kept) / len(kept)) if kept else report.prompt_tokens,
-            "kv_bytes": nbytes,
+            "entries": round(fmean(kept)) if kept else report.prompt_tokens,
+            "kv_bytes": sum(n_bytes((e.stored_keys, e.stored_values)) for e in held),
             "reason": report.reason,
         }
 
@@ -147,20 +176,16 @@ class Document:
 
     def _judged(self, setting: str, cache: list) -> mx.array:
         """Log-probabilities for those tokens that a cache is asked for: all, or the last ones of an answer."""
-        known = self._known(setting)[held_tokens(self.model, cache) : -1]
-        if not known:
-            return self._prompt.following[None][:0]
-        return log_softmax(judged(self.model, cache, known)[-self._n_judged(setting) :])
-
-    def _known(self, setting: str) -> list[int]:
-        """The prompt and what comes after it."""
-        if setting == TEXT:
-            return [*self._text.tokens, *self.piece.following]
-        return [*self._prompt.tokens, *self._answer]
-
-    def _n_judged(self, setting: str) -> int:
         # The full cache says which token comes first after a piece; that one is fed, and those after it are judged.
-        return len(self.piece.following) - 1 if setting == TEXT else len(self._answer)
+        text, following = self._text if setting == TEXT else self._prompt, self._following(setting)
+        known = [*text.tokens, *following][held_tokens(self.model, cache) : -1]
+        if not known:
+            return text.following[None][:0]
+        n = len(following) - (setting == TEXT)
+        return log_softmax(judged(self.model, cache, known)[-n:])
+
+    def _following(self, setting: str) -> list[int]:
+        return self.piece.following if setting == TEXT else self._answer
 
     def _generated(self, policy: AnyPolicy) -> Record:
         """The figures of a policy that reads a prompt for itself: `generate_step` is told what to answer."""
@@ -187,16 +212,16 @@ class Document:
     @cached_property
     def _text(self) -> Reading:
         """The piece by itself."""
-        alike = self.frame.start == self.frame.before and self.settings != {TEXT}
+        if self.frame.start == self.frame.before and set(self.settings) != {TEXT}:
+            return self._asked
         tokens = [*self.frame.start, *self.piece.tokens]
-        plain = map(without_answer, self.policies)
-        return self._asked if alike else read_once(self.model, tokens, plain)
+        return read_once(self.model, tokens, map(without_lookahead, self.policies))
 
     @cached_property
     def _asked(self) -> Reading:
         """The piece, where a question comes after it."""
         tokens = [*self.frame.before, *self.piece.tokens]
-        policies = [*self.policies, *map(without_answer, self.policies)]
+        policies = [*self.policies, *map(without_lookahead, self.policies)]
         return read_once(self.model, tokens, policies, [self.frame.after])
 
     @cached_property
@@ -207,61 +232,3 @@ class Document:
     @cached_property
     def _answer(self) -> list[int]:
         return self._prompt.answer(self.n, self.stops)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What is judged, and of whom.
-
-    Attributes:
-        questions: each piece is asked one of them, in turn, where it is asked any.
-        n: tokens of an answer, at most.
-    """
-
-    pieces: Sequence[Piece]
-    methods: Methods
-    settings: Sequence[str]
-    questions: Sequence[str]
-    n: int
-
-
-def run(
-    model: Any,
-    tokenizer: Any,
-    comparison: Comparison,
-    results: Results,
-    on_piece: Callable[[bool], None] = lambda measured: None,
-) -> list[Record]:
-    """Judge what `results` does not hold yet; the records of all pieces, settings and methods.
-
-    `on_piece` is called after each piece, and told whether any of it was measured.
-    """
-    methods, settings = comparison.methods, comparison.settings
-    asked = [None] if set(settings) == {TEXT} else comparison.questions
-    framed = [(question, frame_of(tokenizer, question)) for question in asked]
-    beside = Beside(results.add)
-    every: list[Record] = []
-    measured = False
-    for piece, (question, frame) in zip(comparison.pieces, itertools.cycle(framed)):
-        place = {"document": piece.document, "piece": piece.number}
-        places: list[Record] = [
-            {"method": name, "setting": s, **place} for s in settings for name in methods
-        ]
-        missing = [wanted for wanted in places if results.get(wanted) is None]
-        policies = [p for wanted in missing if (p := methods[wanted["method"]]) is not None]
-        stops = tokenizer.eos_token_ids
-        of_piece = {wanted["setting"] for wanted in missing}
-        document = Document(model, piece, frame, policies, of_piece, comparison.n, stops)
-        document.read()
-        beside.finish()
-        for wanted in missing:
-            setting, policy = wanted["setting"], methods[wanted["method"]]
-            wanted["question"] = None if setting == TEXT else question
-            beside.add(wanted | document.judge(setting, policy, beside.next_stream()))
-        beside.then(functools.partial(on_piece, bool(missing)))
-        if missing and not measured:
-            beside.finish()  # the first tells how long the others will take
-        measured |= bool(missing)
-        every += places
-    beside.finish()
-    return [results.get(wanted) for wanted in every]  # type: ignore[misc]  # all were added

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 from ..engine.report import format_bytes
-from ..reporting.table import Table, as_markdown, setting_text
-from .fidelity import FULL, KNOWN, LATER, SETTINGS, TEXT
-from .paired import Difference, difference
-from .results import Record
+from ..reporting.table import Table, as_page
+from .answering import FULL, KNOWN, LATER
+from .fidelity import SETTINGS, TEXT
+from .loop import Record
+from .tables import difference, grouped
 
 TITLE = "Fidelity to the full cache"
 HEADINGS = {
@@ -36,11 +38,9 @@ def summarise(records: list[Record]) -> list[dict[str, Any]]:
     """One JSON object a setting and method, in that order."""
     found = []
     for setting in SETTINGS:
-        of_setting = [r for r in records if r["setting"] == setting]
-        methods = dict.fromkeys(r["method"] for r in of_setting)
-        own = {name: [r for r in of_setting if r["method"] == name] for name in methods}
-        first = next((name for name in methods if name != FULL), FULL)
-        found += [_summary(own[name], own[FULL], own[first]) for name in methods]
+        own = grouped([r for r in records if r["setting"] == setting], "method")
+        first = next((rows for (name,), rows in own.items() if name != FULL), own.get((FULL,), []))
+        found += [_summary(rows, own[FULL,], first) for rows in own.values()]
     return found
 
 
@@ -51,18 +51,18 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> dict
     def apart(key: str, others: list[Record]) -> dict[str, Any]:
         return vars(difference([r[key] for r in own], [r[key] for r in others], texts))
 
-    n, has_loss = len(own), own[0]["setting"] == TEXT
+    has_loss = own[0]["setting"] == TEXT
     return {
         "method": own[0]["method"],
         "setting": own[0]["setting"],
-        "pieces": n,
+        "pieces": len(own),
         "texts": len(set(texts)),
         "tokens": sum(r["tokens"] for r in own),
         "judged": sum(r["judged"] for r in own),
         "kl": apart("kl", full),
         "kl_against_first": apart("kl", first),
-        "same": sum(r["same"] for r in own) / n,
-        "loss": sum(r["loss"] for r in own) / n if has_loss else None,
+        "same": fmean(r["same"] for r in own),
+        "loss": fmean(r["loss"] for r in own) if has_loss else None,
         "loss_against_full": apart("loss", full) if has_loss else None,
         "entries": max(r["entries"] for r in own),
         "kv_bytes": max(r["kv_bytes"] for r in own),
@@ -72,10 +72,7 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> dict
 
 def tables(summary: list[dict[str, Any]]) -> list[Table]:
     """One a setting."""
-    return [
-        _table([s for s in summary if s["setting"] == setting], setting)
-        for setting in dict.fromkeys(s["setting"] for s in summary)
-    ]
+    return [_table(own, setting) for (setting,), own in grouped(summary, "setting").items()]
 
 
 def _table(summary: list[dict[str, Any]], setting: str) -> Table:
@@ -84,27 +81,25 @@ def _table(summary: list[dict[str, Any]], setting: str) -> Table:
     more = {TEXT: ["loss"], KNOWN: ["judged"], LATER: []}[setting]
     columns = ["method", "KL", "against the first", "same token", *more, "entries", "KV memory"]
     table = Table(HEADINGS[setting], f"{counts} {ABOUT[setting]}", columns)
-    policies = [s["method"] for s in summary if s["method"] != FULL]
+    first = next((s for s in summary if s["method"] != FULL), None)
     for s in summary:
         is_full = s["method"] == FULL
-        is_first = s["method"] in policies[:1]
-        kl, others = Difference(**s["kl"]), Difference(**s["kl_against_first"])
+        judged = {"judged": f"{s['judged']:,}", "loss": _loss(s) if setting == TEXT else ""}
         table.add(
             s["method"],
-            "0" if is_full else _with_interval(kl, "", s["texts"]),
-            "" if is_full or is_first else _with_interval(others, "+", s["texts"]),
+            "0" if is_full else _interval(s["kl"], "", s["texts"]),
+            "" if is_full or s is first else _interval(s["kl_against_first"], "+", s["texts"]),
             f"{s['same']:.1%}",
-            *([_loss(s)] if setting == TEXT else [f"{s['judged']:,}"] if setting == KNOWN else []),
+            *(judged[name] for name in more),
             f"{s['entries']:,}",
             format_bytes(s["kv_bytes"]),
         )
     return table
 
 
-def _with_interval(found: Difference, sign: str, n_texts: int) -> str:
-    """A mean and its interval; of a single text there is none."""
-    form = f"{sign}.3f"
-    mean, low, high = (format(x, form) for x in (found.mean, found.low, found.high))
+def _interval(found: dict[str, Any], sign: str, n_texts: int) -> str:
+    """A mean and its interval; there is none of a single text."""
+    mean, low, high = (format(found[key], f"{sign}.3f") for key in ("mean", "low", "high"))
     return mean if n_texts < 2 else f"{mean} ({low} to {high})"
 
 
@@ -114,8 +109,4 @@ def _loss(s: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A page: setting, remark and tables."""
-    parts = [f"# {TITLE}", setting_text(result), REMARK]
-    for table in tables(result["summary"]):
-        parts += [f"## {table.title}", table.remark, as_markdown(table)]
-    return "\n\n".join(parts) + "\n"
+    return as_page(TITLE, result, REMARK, tables(result["summary"]))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,11 +28,11 @@ from ..engine.prefill import prefill
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
 from ..policies import Policy, Stages
+from . import loop
 from .answering import Method
-from .results import Record, Results
+from .loop import Record, Results
 
 KEYS = ("method", "task")
-ROLLING = "loglikelihood_rolling"
 
 
 class PolicyLM(mlx_evaluate.MLXLM):
@@ -153,7 +151,7 @@ def load_tasks(
 
 
 def _require_possible(name: str, task: Any) -> None:
-    if task.get_config("output_type") == ROLLING:
+    if task.get_config("output_type") == "loglikelihood_rolling":
         raise SnapKVError(
             f"--tasks {name} judges whole texts, of which no part is a prompt that could be compressed: "
             "ask eval fidelity how a policy changes predictions"
@@ -176,47 +174,42 @@ def run(
     on_documents: Callable[[bool, int], None] = lambda asked, n: None,
     **options: Any,
 ) -> list[Record]:
-    """Every method's record of every task; what `results` does not hold is asked.
+    """Every method's record of every task; see `loop.run`.
 
     Args:
         lm_of: makes the `PolicyLM` of a policy, with its `on_answers`.
         methods: the full cache first.
-        on_documents: told after each batch of documents whether anything was asked about them, and how many they are.
+        on_documents: called after each batch of documents, with whether they were asked about and how many they are.
         **options: of lm-evaluation-harness' `simple_evaluate`.
     """
-    records = []
     manager = TaskManager(include_defaults=False)  # tasks are here, so no index of others is needed
-    for name, task in tasks.items():
-        for method in methods:
-            place = {"method": method.name, "task": name}
-            asked = results.get(place) is None
-            steps = _Steps(n_documents(task, options.get("limit")), partial(on_documents, asked))
-            if asked:
-                lm = lm_of(method.policy, on_answers=steps.take)
-                with contextlib.redirect_stdout(sys.stderr):
-                    found = simple_evaluate(
-                        model=lm, tasks=[task], task_manager=manager, bootstrap_iters=0, **options
-                    )
-                results.add(place | _told(found, name, lm.reports))
-            steps.take(steps.left)
-            records.append(results.get(place))
-    return records  # type: ignore[return-value]
+    left = 0  # documents of a task; some have several prompts
+
+    def done(asked: bool, n: int) -> None:
+        nonlocal left
+        if n := min(n, left):
+            left -= n
+            on_documents(asked, n)
+
+    def cells() -> Iterable[tuple[list[Record], Callable]]:
+        nonlocal left
+        for name, task in tasks.items():
+            for method in methods:
+                left = n_documents(task, options.get("limit"))
+
+                def measure(missing: list[Record], name=name, task=task, method=method):
+                    lm = lm_of(method.policy, on_answers=lambda n: done(True, n))
+                    given = options | {"task_manager": manager, "bootstrap_iters": 0}
+                    with contextlib.redirect_stdout(sys.stderr):
+                        found = simple_evaluate(model=lm, tasks=[task], **given)
+                    yield missing[0] | _record(found, name, lm.reports)
+
+                yield [{"method": method.name, "task": name}], measure
+
+    return loop.run(cells(), results, lambda asked: done(asked, left))
 
 
-@dataclass
-class _Steps:
-    """Documents of a task that are to be told of: some have several prompts."""
-
-    left: int
-    on_documents: Callable[[int], None]
-
-    def take(self, n: int) -> None:
-        if done := min(n, self.left):
-            self.left -= done
-            self.on_documents(done)
-
-
-def _told(found: dict[str, Any], name: str, reports: Sequence[CompressionReport]) -> Record:
+def _record(found: dict[str, Any], name: str, reports: Sequence[CompressionReport]) -> Record:
     """What is recorded of a task: its metrics, and those of its documents that are numbers."""
     own = found["results"][name]
     documents = [
@@ -228,13 +221,12 @@ def _told(found: dict[str, Any], name: str, reports: Sequence[CompressionReport]
         }
         for sample in found["samples"][name]
     ]
-    kept = [report.entries for report in reports if report.compressed]
     reasons = [report.reason for report in reports if not report.compressed]
     return {
         "n": own["sample_len"],
         "metrics": _numbers({k: x for k, x in own.items() if "," in k and "_stderr," not in k}),
         "prompts": len(reports),
-        "entries": max(kept, default=None),
+        "entries": max((r.entries for r in reports if r.compressed), default=None),
         "uncompressed": len(reasons),
         "reason": reasons[0] if reasons else None,
         "documents": documents,

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..reporting.table import Table, as_markdown, setting_text
+from ..reporting.table import Table, as_page
 from .answering import FULL
-from .paired import difference
-from .results import Record
+from .loop import Record
+from .tables import difference
 
 TITLE = "lm-evaluation-harness"
 REMARK = (
@@ -22,43 +22,35 @@ MEAN = "mean"
 
 def summarise(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One JSON object a task, metric and method; then a metric's means over the tasks, if there are several."""
-    tasks = list(dict.fromkeys(record["task"] for record in records))
     methods = list(dict.fromkeys(record["method"] for record in records))
     of = {(record["task"], record["method"]): record for record in records}
-    asked = [(task, metric) for task in tasks for metric in _metrics(of[task, FULL])]
-    found = [
-        _row(task, m, [(of[task, method], of[task, FULL])])
-        for task, m in asked
+    tasks: dict[str, list[str]] = {}  # by metric
+    rows = []
+    for task in dict.fromkeys(record["task"] for record in records):
+        for metric, value in of[task, FULL]["metrics"].items():
+            if value == -1 and metric[0].isdigit():
+                continue  # RULER's metrics are named by lengths, and none of its prompts has this one
+            tasks.setdefault(metric, []).append(task)
+            rows.append((task, metric, [task]))
+    rows += [(MEAN, metric, own) for metric, own in tasks.items() if len(own) > 1]
+    return [
+        _row(title, metric, [(of[task, method], of[task, FULL]) for task in own])
+        for title, metric, own in rows
         for method in methods
     ]
-    for metric in dict.fromkeys(metric for _, metric in asked):
-        own = [task for task, other in asked if other == metric]
-        if len(own) > 1:
-            found += [
-                _row(MEAN, metric, [(of[task, method], of[task, FULL]) for task in own])
-                for method in methods
-            ]
-    return found
-
-
-def _metrics(full: Record) -> list[str]:
-    """A task's metrics. RULER's are named by lengths, and -1 is one that none of its prompts has."""
-    return [name for name, x in full["metrics"].items() if not (x == -1 and name[0].isdigit())]
 
 
 def _row(task: str, metric: str, pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
     """One method's figures of a metric, from its record of each task and the full cache's."""
     own = [record for record, _ in pairs]
-    values = [record["metrics"][metric] for record in own]
-    entries = [record["entries"] for record in own if record["entries"] is not None]
     return {
         "task": task,
         "metric": metric,
         "method": own[0]["method"],
         "n": sum(record["n"] for record in own),
-        "value": sum(values) / len(values),
+        "value": sum(record["metrics"][metric] for record in own) / len(own),
         "difference": None if own[0]["method"] == FULL else _difference(metric, pairs),
-        "entries": max(entries, default=None),
+        "entries": max((r["entries"] for r in own if r["entries"] is not None), default=None),
         "prompts": sum(record["prompts"] for record in own),
         "uncompressed": sum(record["uncompressed"] for record in own),
         "reason": next((record["reason"] for record in own if record["reason"]), None),
@@ -68,32 +60,32 @@ def _row(task: str, metric: str, pairs: Sequence[tuple[Record, Record]]) -> dict
 def _difference(metric: str, pairs: Sequence[tuple[Record, Record]]) -> str | None:
     """The paired difference; None of a metric that is no mean over documents."""
     name, _, kind = metric.partition(",")
-    columns: tuple[list, ...] = ([], [], [], [])
-    for records in pairs:
+    rows = []
+    for own, full in pairs:
         scores = [
-            {
-                d["document"]: d[name]
-                for d in record["documents"]
-                if d["filter"] == kind and name in d
-            }
-            for record in records
+            {d["document"]: d[name] for d in r["documents"] if d["filter"] == kind and name in d}
+            for r in (own, full)
         ]
-        for record, own in zip(records, scores):
-            if not own or not math.isclose(
-                sum(own.values()) / len(own), record["metrics"][metric], abs_tol=1e-9
-            ):
+        for record, found in zip((own, full), scores):
+            value = sum(found.values()) / len(found) if found else math.nan
+            if not math.isclose(value, record["metrics"][metric], abs_tol=1e-9):
                 return None
-        for document in scores[0]:
-            values = scores[0][document], scores[1][document], document, records[0]["task"]
-            for column, value in zip(columns, values):
-                column.append(value)
-    return difference(*columns).told()
+        rows += [
+            (x, scores[1][document], document, own["task"]) for document, x in scores[0].items()
+        ]
+    return difference(*zip(*rows)).text()  # type: ignore[arg-type]
 
 
 def table(summary: Sequence[dict[str, Any]]) -> Table:
-    """A row a task, metric and method."""
+    """A row a task, metric and method; the remark says which prompts were left as they were."""
+    remarks = [
+        f"Not compressed: {row['uncompressed']} of {row['prompts']} prompts of {row['task']} by {row['method']} "
+        f"({row['reason']})."
+        for row in summary
+        if row["reason"] and row["task"] != MEAN
+    ]
     columns = ["task", "method", "n", "value", "against full", "entries"]
-    made, before = Table(TITLE, _remark(summary), columns), ""
+    made, before = Table(TITLE, " ".join(dict.fromkeys(remarks)), columns), ""
     for row in summary:
         place = f"{row['task']}, {row['metric'].removesuffix(',none')}"
         nothing = 0 < row["prompts"] == row["uncompressed"]
@@ -109,18 +101,5 @@ def table(summary: Sequence[dict[str, Any]]) -> Table:
     return made
 
 
-def _remark(summary: Sequence[dict[str, Any]]) -> str:
-    """Which prompts were left as they were."""
-    told = {
-        f"Not compressed: {row['uncompressed']} of {row['prompts']} prompts of {row['task']} by {row['method']} "
-        f"({row['reason']}).": None
-        for row in summary
-        if row["reason"] and row["task"] != MEAN
-    }
-    return " ".join(told)
-
-
 def markdown(result: dict[str, Any]) -> str:
-    made = table(result["summary"])
-    parts = [f"# {TITLE}", setting_text(result), REMARK, as_markdown(made), made.remark]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return as_page(TITLE, result, REMARK, [table(result["summary"])])

@@ -1,4 +1,4 @@
-"""Pieces of a user's own texts: tokens to be read, and the ones that follow them."""
+"""Pieces of a user's own texts, and what stands around a text in a prompt."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import SnapKVError
+from ..errors import SnapKVError, brief
 from ..paths import path_of, reason
 
 OPTION = "--text"
+MARK = "THE TEXT STANDS HERE"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a text.
+    """A part of a text: the `number`th, from 1, of a document.
 
     Attributes:
-        document: the text's name.
-        number: which of its pieces, from 1.
         tokens: ids to be read, without special ones.
         following: the ids after them.
     """
@@ -30,24 +29,6 @@ class Piece:
     number: int
     tokens: list[int]
     following: list[int]
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    for file in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if not hidden and file.is_file():
-            yield file
-
-
-def _read(path: Path) -> str | None:
-    """The text of a file, without white space around it; None if it is no text."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
-    except (OSError, ValueError) as error:
-        raise SnapKVError(f"{OPTION} {path}: {reason(error)}") from error
-    return None if "\0" in text else text.strip()
 
 
 class Texts:
@@ -60,7 +41,7 @@ class Texts:
         digest: what tells these texts from others.
 
     Raises:
-        SnapKVError: a path can't be read, a file that was given is no UTF-8 text, or there is no text.
+        SnapKVError: a path can't be read, a file that was given is not UTF-8 text, or there is no text.
     """
 
     def __init__(self, paths: Sequence[str]):
@@ -87,12 +68,11 @@ class Texts:
 
     def require_length(self, n_tokens: int) -> None:
         """Raises: SnapKVError: no text has so many tokens, each of which is a byte at least."""
-        longest = max(len(text.encode()) for text in self._texts.values())
-        if longest < n_tokens:
+        if max(len(text.encode()) for text in self._texts.values()) < n_tokens:
             raise self._too_short(n_tokens)
 
     def pieces(self, tokenizer: Any, length: int, n_following: int, most: int) -> list[Piece]:
-        """At most `most` pieces without a token in common: the first of every text, then the second of every one, ...
+        """At most `most` disjoint pieces: the first of every text, then the second of every one, ...
 
         Raises:
             SnapKVError: no text is long enough.
@@ -118,8 +98,8 @@ class Texts:
         """A sentence on the files that gave no piece; None if each that was looked at did."""
         unread = f"{self._n_unread} not UTF-8 text" if self._n_unread else ""
         short = f"{self._n_short} shorter than a piece" if self._n_short else ""
-        told = ", ".join(filter(None, (unread, short)))
-        return f"Files left out: {told}." if told else None
+        named = ", ".join(filter(None, (unread, short)))
+        return f"Files left out: {named}." if named else None
 
     def _too_short(self, n_tokens: int) -> SnapKVError:
         return SnapKVError(
@@ -128,10 +108,74 @@ class Texts:
         )
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    for file in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if not hidden and file.is_file():
+            yield file
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file, without white space around it; None if it is not text."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+    except (OSError, ValueError) as error:
+        raise SnapKVError(f"{OPTION} {path}: {reason(error)}") from error
+    return None if "\0" in text else text.strip()
+
+
 def _cut(name: str, text: str, tokenizer: Any, length: int, n_following: int) -> Iterator[Piece]:
-    """A text's pieces, one after the other; it is put in tokens when the first is asked for."""
+    """A text's pieces, one after the other; it is tokenized when the first is asked for."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     step = length + n_following
     for number, start in enumerate(range(0, len(ids) - step + 1, step), start=1):
         end = start + length
         yield Piece(name, number, ids[start:end], ids[end : start + step])
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Token ids around a text.
+
+    Attributes:
+        start: special tokens that a text by itself begins with.
+        before: what a prompt about it begins with.
+        after: the question, and the end of that prompt.
+    """
+
+    start: list[int]
+    before: list[int]
+    after: list[int]
+
+
+def frame_of(tokenizer: Any, question: str | None) -> Frame:
+    """Around a text with a question behind it, in the chat template if there is one, or around a text alone.
+
+    Raises:
+        SnapKVError: the template fails, or changes what the user says.
+    """
+    start = tokenizer.encode("")
+    if question is None:
+        return Frame(start, start, [])
+    if not tokenizer.has_chat_template:
+        after = tokenizer.encode(f"\n\n{question}\n", add_special_tokens=False)
+        return Frame(start, start, after)
+    parts = around(tokenizer, f"\n\n{question}")
+    return Frame(start, *(tokenizer.encode(part, add_special_tokens=False) for part in parts))
+
+
+def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
+    """What the chat template has before what the user says, and from its `ending` on.
+
+    Raises:
+        SnapKVError: the template fails, or changes what the user says.
+    """
+    messages = [{"role": "user", "content": f"{MARK}{ending}"}]
+    options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
+    try:
+        before, after = tokenizer.apply_chat_template(messages, **options).split(MARK)
+    except Exception as error:  # templates are code of the model's authors
+        raise SnapKVError(f"the chat template failed: {brief(error)}") from error
+    return before, after

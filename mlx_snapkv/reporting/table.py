@@ -1,5 +1,6 @@
-"""A table, and what stands around tables on a page."""
+"""A table, and the page of a result."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,17 @@ class Table:
 
     def add(self, *cells: str) -> None:
         self.rows.append(list(cells))
+
+
+def as_page(
+    title: str, result: dict[str, Any], remark: str, tables: Iterable[Table], pictures=()
+) -> str:
+    """A result as Markdown: how it was measured, the remark, its tables, and pictures of these names."""
+    parts = [f"# {title}", setting_text(result), remark]
+    for table in tables:
+        parts += [f"## {table.title}", table.remark, as_markdown(table)]
+    parts += [f"![{title}](<{picture}>)" for picture in pictures]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def setting_text(result: dict[str, Any]) -> str:

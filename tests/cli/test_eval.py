@@ -47,7 +47,7 @@ def test_files_are_written_and_the_next_run_reads_them(call, tmp_path):
     assert len(result["records"]) == 4 and len(result["summary"]) == 2
     page = (base.parent / "r.1.md").read_text()
     assert "# Retrieval" in page and "| full cache | 2 | 1.00 |" in page
-    assert "![Scores](<r.1-full-cache-known.png>)" in page
+    assert "](<r.1-full-cache-known.png>)" in page
 
 
 def test_json_is_one_object(call):

@@ -5,13 +5,19 @@ from tiny_models import make_llama
 
 from mlx_snapkv import stream_generate
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals import haystack, score_tables
-from mlx_snapkv.evals.answering import FULL, KNOWN, LATER, SETTINGS, Method
-from mlx_snapkv.evals.asking import require_compression, run
-from mlx_snapkv.evals.lines import FACTS, Lines
-from mlx_snapkv.evals.needle import Needle
-from mlx_snapkv.evals.results import Results
-from mlx_snapkv.evals.suite import PAGE, Suite
+from mlx_snapkv.evals import tables
+from mlx_snapkv.evals.answering import (
+    FULL,
+    KNOWN,
+    LATER,
+    SETTINGS,
+    Method,
+    require_compression,
+    require_room,
+    run,
+)
+from mlx_snapkv.evals.loop import Results
+from mlx_snapkv.evals.tasks import FACTS, RETRIEVAL, SUITE, Lines, Needle, Suite
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.reporting.heatmap import accuracies, write_heatmaps
 from mlx_snapkv.reporting.setting import setting as machine
@@ -55,7 +61,7 @@ def asked(demo_tasks):
 def test_the_tables_tell_methods_apart(asked):
     """Chains need what nobody votes for; entries that stay, and doubtful tokens that vote, find it."""
     *_, records = asked
-    found = {(s["method"], s["setting"]): s for s in score_tables.summarise(records, PAGE)}
+    found = {(s["method"], s["setting"]): s for s in tables.summarise(records)}
     for setting in SETTINGS:
         assert found[FULL, setting]["score"] >= 5 / 6
         assert found["snapkv", setting]["score"] < found["recalled", setting]["score"]
@@ -110,7 +116,7 @@ def test_a_run_goes_on_where_it_was(asked, tmp_path):
 
 def test_a_page_has_a_table_a_setting_and_its_pictures(asked):
     *_, records = asked
-    summary = score_tables.summarise(records, PAGE)
+    summary = tables.summarise(records)
     machine = {"processor": "p", "cores": 1, "system": "s", "device": "cpu", "blas": "b"}
     result = {
         "records": records,
@@ -121,8 +127,8 @@ def test_a_page_has_a_table_a_setting_and_its_pictures(asked):
         "date": "d",
     }
     result |= {"machine": machine, "versions": {"mlx": "1"}}
-    page = score_tables.markdown(result, PAGE, ["r.png"])
-    assert "![Scores](<r.png>)" in page and "| recalled |" in page
+    page = tables.markdown(result, SUITE, ["r.png"])
+    assert "](<r.png>)" in page and "| recalled |" in page
     assert "## Question known, 768 tokens, by task" in page
 
 
@@ -139,7 +145,7 @@ def needles(demo_llama):
 
 
 def test_needles_that_random_entries_lose(needles):
-    found = {(s["method"], s["setting"]): s for s in score_tables.summarise(needles, haystack.PAGE)}
+    found = {(s["method"], s["setting"]): s for s in tables.summarise(needles)}
     for setting in SETTINGS:
         assert (found[FULL, setting]["score"], found[FULL, setting]["asked"]) == (1, 2)
         random = found["random", setting]
@@ -148,8 +154,8 @@ def test_needles_that_random_entries_lose(needles):
 
 
 def test_an_uncompressed_prompt_never_counts_as_the_methods(needles, tmp_path):
-    summary = score_tables.summarise(needles, haystack.PAGE)
-    known, _ = score_tables.tables(summary, haystack.PAGE)
+    summary = tables.summarise(needles)
+    known, _ = tables.tables(summary, RETRIEVAL)
     assert [row[2] for row in known.rows] == ["1.00", "0.00", "not compressed"]
     assert "Not compressed: 2 of 2 prompts of default (the prompt's 10" in known.remark
     own = [r for r in needles if (r["method"], r["setting"]) == ("default", KNOWN)]
@@ -171,7 +177,7 @@ def test_lines_show_what_pooling_is_worth(demo_llama):
     methods = [Method(FULL), method("1", f"{policy}1"), method("21", f"{policy}21")]
     dataset = Lines(tokenizer, [1024], 4, wording=FACTS)
     records = run(model, dataset, methods, [KNOWN], Results({}))
-    full, unpooled, pooled = score_tables.summarise(records, haystack.PAGE)
+    full, unpooled, pooled = tables.summarise(records)
     assert full["score"] == pooled["score"] == 1 and unpooled["score"] < 1
 
 
@@ -184,9 +190,11 @@ def test_lines_show_what_pooling_is_worth(demo_llama):
 )
 def test_mistakes_show_before_anything_is_measured(policy, words):
     with pytest.raises(SnapKVError, match=words):
-        require_compression(make_llama(), [Method(FULL), method(policy, policy)], [256, 512])
+        require_compression([Method(FULL), method(policy, policy)], [256, 512])
+        require_room(make_llama(), [Method(FULL), method(policy, policy)], [256, 512])
 
 
 def test_a_policy_that_compresses_some_lengths_is_measured():
     methods = [method("some", "keydiff:budget=300,min_ctx=400")]
-    require_compression(make_llama(), methods, [256, 512])
+    require_compression(methods, [256, 512])
+    require_room(make_llama(), methods, [256, 512])

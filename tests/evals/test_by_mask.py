@@ -7,12 +7,11 @@ import pytest
 from mlx_snapkv import SnapKVError, stream_generate
 from mlx_snapkv.engine import prefill
 from mlx_snapkv.engine.request import held_tokens
-from mlx_snapkv.evals.answering import BY_MASK, SETTINGS, Method
-from mlx_snapkv.evals.asking import run
+from mlx_snapkv.evals.answering import BY_MASK, SETTINGS, Method, run
 from mlx_snapkv.evals.headwise import AdaKV, FastGen, MaskedKVCache, headwise, kinds_of, masked
+from mlx_snapkv.evals.loop import Results
 from mlx_snapkv.evals.reading import read_once
-from mlx_snapkv.evals.results import Results
-from mlx_snapkv.evals.suite import Suite
+from mlx_snapkv.evals.tasks import Suite
 from mlx_snapkv.policies import resolve_policy
 
 GROW = "snapkv:budget=64,n_sink=4,n_window=16,obs_window=16,on_full=grow"

@@ -11,24 +11,19 @@ from request_helpers import assert_unpatched, plain
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.answering import FULL, KNOWN, LATER, Method, require_room
 from mlx_snapkv.evals.divergence import Reference, log_softmax, loss
 from mlx_snapkv.evals.fidelity import (
-    FULL,
     KEYS,
-    KNOWN,
-    LATER,
     SETTINGS,
     TEXT,
     Comparison,
-    require_compression,
-    require_room,
     run,
-    without_answer,
+    without_lookahead,
 )
 from mlx_snapkv.evals.fidelity_tables import markdown, summarise, tables
-from mlx_snapkv.evals.frame import frame_of
-from mlx_snapkv.evals.results import Results
-from mlx_snapkv.evals.texts import Piece
+from mlx_snapkv.evals.loop import Results
+from mlx_snapkv.evals.texts import Piece, frame_of
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import resolve_policy
@@ -53,6 +48,10 @@ def methods_of(policies):
     return {FULL: None} | {str(policy): policy for policy in chosen}
 
 
+def listed(methods):
+    return [Method(name, policy) for name, policy in methods.items()]
+
+
 METHODS = methods_of(POLICIES)
 
 
@@ -75,7 +74,7 @@ def compare(demo_llama, pieces):
     """compare(methods, settings, ...) -> records, of a run that knows nothing yet."""
 
     def get(methods, settings=SETTINGS, results=None, of=pieces, **more):
-        comparison = Comparison(of, methods, settings, QUESTIONS, N)
+        comparison = Comparison(of, listed(methods), settings, QUESTIONS, N)
         results = Results({}, keys=KEYS) if results is None else results
         return run(*demo_llama, comparison, results, **more)
 
@@ -116,7 +115,7 @@ def expected(model, tokenizer, piece, question, setting, policy):
     frame = frame_of(tokenizer, None if setting == TEXT else question)
     document = [*frame.before, *piece.tokens]
     if setting == TEXT:
-        cache, _ = prefill(model, document, without_answer(policy))
+        cache, _ = prefill(model, document, without_lookahead(policy))
         full = full_logprobs(model, document, piece.following)[1:]
         return full, fed_one_by_one(model, cache, piece.following[:-1])
     prompt = [*document, *frame.after]
@@ -125,7 +124,7 @@ def expected(model, tokenizer, piece, question, setting, policy):
     answer = answer[: stops[0] + 1] if stops else answer
     full = full_logprobs(model, prompt, answer)
     if setting == LATER:
-        cache, _ = prefill(model, document, without_answer(policy))
+        cache, _ = prefill(model, document, without_lookahead(policy))
         rest = [*frame.after, *answer[:-1]]
         return full, fed_one_by_one(model, cache, rest)[-len(answer) :]
     told = iter(answer)
@@ -250,15 +249,10 @@ def test_the_page_has_a_table_a_setting(records):
     assert "to" not in alone.rows[1][1]  # one text has no interval
 
 
-def test_a_policy_that_does_nothing_is_told():
-    with pytest.raises(SnapKVError, match="nothing here: the prompt's 1400 tokens are below"):
-        require_compression(methods_of(["snapkv:min_ctx=2000"]), 1400)
-
-
 def test_a_layer_without_room_is_told(demo_llama):
-    methods = methods_of(["keydiff:budget=30,n_window=2 then snapkv:budget=5%,n_window=32"])
+    methods = methods_of(["snapkv:budget=pyramid:40,n_sink=4,n_window=32,min_ctx=0"])
     with pytest.raises(SnapKVError, match="budget must be at least"):
-        require_room(demo_llama[0], methods, 1400)
+        require_room(demo_llama[0], listed(methods), [1400])
 
 
 def test_tokens_that_cannot_come_count_for_nothing():

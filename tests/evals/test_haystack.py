@@ -4,8 +4,7 @@ import random
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.haystack import fill, hide
-from mlx_snapkv.evals.needle import Needle, repeated, synthetic
+from mlx_snapkv.evals.tasks import Needle, fill, hide, repeated, synthetic
 
 
 def words(text):

@@ -24,7 +24,7 @@ from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals import lm as harness
 from mlx_snapkv.evals.answering import FULL, Method
 from mlx_snapkv.evals.lm import KEYS, PolicyLM, load_tasks, run
-from mlx_snapkv.evals.results import Results
+from mlx_snapkv.evals.loop import Results
 from mlx_snapkv.policies import resolve_policy
 
 SNAPKV = resolve_policy(policy="snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=0,lookahead=2")

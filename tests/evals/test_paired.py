@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_snapkv.evals.paired import difference
+from mlx_snapkv.evals.tables import difference
 
 
 def test_the_difference_is_the_mean_of_pairs():
@@ -12,14 +12,14 @@ def test_the_difference_is_the_mean_of_pairs():
     assert found.mean == pytest.approx(-1 / 6) and (found.better, found.worse) == (1, 2)
     assert found.low <= found.mean <= found.high
     same = difference(full, full, range(6))
-    assert (same.low, same.high) == (0, 0) and same.told() == "0, each scored the same"
+    assert (same.low, same.high) == (0, 0) and same.text() == "0, each scored the same"
 
 
 def test_tasks_weigh_the_same():
     """Three questions of one task and one of another: the mean of 1 and 0; their documents are drawn apart."""
     found = difference([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 2, 0], ["a", "a", "a", "b"])
     assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5)
-    assert found.told(100) == "+50.0 (+50.0 to +50.0)"
+    assert found.text(100) == "+50.0 (+50.0 to +50.0)"
 
 
 def test_the_interval_covers_the_truth():

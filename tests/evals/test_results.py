@@ -3,7 +3,7 @@ import json
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.results import Results
+from mlx_snapkv.evals.loop import Results
 
 SETTING = {"task": "needle", "seed": 0}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_snapkv.evals.scores import (
+from mlx_snapkv.evals.columns import (
     choice,
     f1,
     first_line_f1,

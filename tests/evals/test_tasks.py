@@ -2,8 +2,7 @@
 
 import pytest
 
-from mlx_snapkv.evals.lines import FACTS, LONGEVAL, Lines
-from mlx_snapkv.evals.needle import Needle
+from mlx_snapkv.evals.tasks import FACTS, LONGEVAL, Lines, Needle
 
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 BOOK = "It was a long and quiet winter.\nNobody came to the house.\n\n" * 5

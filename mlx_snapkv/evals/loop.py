@@ -1,0 +1,143 @@
+"""The loop of all evaluations: measure, document by document, what a file of records does not hold yet."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import SnapKVError
+from ..paths import naming, put_result
+
+Record = dict[str, Any]
+
+KEYS = ("method", "setting", "task", "length", "document", "question")
+WAITING = 32  # records that a CPU computes at a time, each of which holds a compressed cache
+
+
+class Results:
+    """Records, identified by the values of `keys`.
+
+    With a path, each is appended to that file of JSON lines as it comes; the first line is the setting. A later run
+    goes on from the file. A last line that was not finished is dropped.
+
+    Raises:
+        SnapKVError: the file is not of this setting, or not such a file.
+    """
+
+    def __init__(self, setting: Record, path: Path | None = None, keys: tuple[str, ...] = KEYS):
+        self._path, self._keys = path, keys
+        loaded = [] if path is None else self._loaded(setting, path)
+        self._records = {self._key(record): record for record in loaded}
+
+    def get(self, wanted: Record) -> Record | None:
+        """The record with the same keys as `wanted`."""
+        return self._records.get(self._key(wanted))
+
+    def add(self, record: Record) -> None:
+        self._records[self._key(record)] = record
+        if self._path is not None:
+            with naming(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def _key(self, record: Record) -> tuple:
+        return tuple(record[name] for name in self._keys)
+
+    def _loaded(self, setting: Record, path: Path) -> list[Record]:
+        data = path.read_bytes() if path.exists() else b""
+        header = (json.dumps(setting) + "\n").encode()
+        if header.startswith(data):  # nothing yet, or not even all of the first line
+            put_result(path, header)
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        first, *lines = whole.splitlines() or [b""]
+        _require_same(setting, first, path)
+        records = []
+        for number, line in enumerate(lines, start=2):
+            try:
+                record = json.loads(line)
+                hash(self._key(record))
+                records.append(record)
+            except (ValueError, TypeError, KeyError):
+                raise SnapKVError(f"{path}: line {number} is damaged: delete that line") from None
+        if len(whole) < len(data):
+            os.truncate(path, len(whole))
+        return records
+
+
+def _require_same(setting: Record, first: bytes, path: Path) -> None:
+    try:
+        found = json.loads(first)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "task" not in found:
+        raise SnapKVError(f"{path} is not the file of an evaluation: choose another --output")
+    for name in dict.fromkeys([*setting, *found]):
+        if found.get(name) != setting.get(name):
+            raise SnapKVError(
+                f"{path} is of another run, with {name} {found.get(name)!r} and not {setting.get(name)!r}: "
+                "choose another --output, or delete it"
+            )
+
+
+def run(
+    documents: Iterable[tuple[list[Record], Callable[[list[Record]], Iterable[Record]]]],
+    results: Results,
+    on_document: Callable[[bool], None] = lambda measured: None,
+) -> list[Record]:
+    """All records of all documents; what `results` does not hold is measured.
+
+    Args:
+        documents: the keys of each document's records, and a function that measures the missing ones. Its records may
+            hold arrays: a CPU computes them while the next document is read (see `next_stream`).
+        on_document: called after each document, with whether anything of it was measured.
+    """
+    wanted: list[Record] = []
+    pending: deque[Callable[[], None]] = deque()
+    most = WAITING if mx.default_device().type == mx.cpu else 0
+    deferred, is_first = False, True
+
+    def settle(n: int = 0) -> None:
+        while len(pending) > n:
+            pending.popleft()()
+
+    for places, measure in documents:
+        missing = [place for place in places if results.get(place) is None]
+        for i, record in enumerate(measure(missing) if missing else ()):
+            if i == 0:
+                settle()  # what was computed while this document was read
+            arrays = [x for x in record.values() if isinstance(x, mx.array)]
+            mx.async_eval(arrays)
+            deferred = deferred or bool(arrays)
+            pending.append(functools.partial(_add, results, record))
+            settle(most if deferred else 0)
+        pending.append(functools.partial(on_document, bool(missing)))
+        if is_first or not deferred:  # the first tells how long the others will take
+            settle()
+        is_first = is_first and not missing
+        wanted += places
+    settle()
+    return [results.get(place) for place in wanted]  # type: ignore[misc]  # all were added
+
+
+def _add(results: Results, record: Record) -> None:
+    results.add({k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()})
+
+
+def next_stream() -> Any:
+    """Where a record's arrays are computed: on a CPU, one of two cores beside the one that reads."""
+    cpu = mx.default_device().type == mx.cpu
+    return next(_cpu_streams()) if cpu else mx.default_stream(mx.default_device())
+
+
+@functools.cache
+def _cpu_streams() -> Any:
+    """Each has a thread, as long as the process runs."""
+    return itertools.cycle([mx.new_stream(mx.cpu) for _ in range(2)])
