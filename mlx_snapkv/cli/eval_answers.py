@@ -226,13 +226,12 @@ def _measure(
     Args:
         plots: writes pictures of a result beside a path, without its ending.
     """
-    from ..evals.answering import require_compression, require_room, run
+    from ..evals.answering import require_compression, run
     from ..evals.loop import Results
     from ..evals.tables import markdown, summarise, tables
     from .progress import StepBars
 
     require_compression(methods, dataset.lengths)
-    require_room(model, methods, dataset.lengths)
     fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
     answers = None if files is None else files.path(".jsonl")
     results = Results(fixed, answers)

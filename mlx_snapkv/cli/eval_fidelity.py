@@ -67,7 +67,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     """
     from ..evals import fidelity as measuring
     from ..evals import fidelity_tables
-    from ..evals.answering import require_compression, require_room
+    from ..evals.answering import require_compression
     from ..evals.loop import Results
     from ..evals.texts import Texts
     from .progress import StepBars, stderr_console
@@ -81,7 +81,6 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     texts.require_length(options.length + n_following)
     files = result.files()
     model, tokenizer = load_model(options.model)
-    require_room(model, methods, [options.length])
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
     if texts.left_out is not None:
         stderr_console().print(texts.left_out, soft_wrap=True)

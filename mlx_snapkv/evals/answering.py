@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, file_bytes, kv_bytes
+from ..caches.layers import file_bytes, kv_bytes
 from ..engine.decision import gate
 from ..engine.generate import stream_generate
 from ..engine.prefill import prefill
@@ -70,20 +70,12 @@ class Method:
 
 
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
-    """Raises: SnapKVError: a policy would leave prompts of all these lengths as they are."""
+    """Raises: SnapKVError: a policy would leave prompts of all these lengths as they are, or has no room for them."""
     for method in methods:
         policy = method.scores
         reasons = [None if policy is None else gate(policy, length, None) for length in lengths]
         if lengths and all(reasons):
             raise SnapKVError(f"{method.name} would compress nothing here: {reasons[-1]}")
-
-
-def require_room(model: Any, methods: Iterable[Method], lengths: Sequence[int]) -> None:
-    """Raises: SnapKVError: the model is not supported, or a budget has no room for what is always kept."""
-    n_layers = len(attention_layers(model, make_prompt_cache(model)))
-    for policy, length in itertools.product((method.scores for method in methods), lengths):
-        if policy is not None and gate(policy, length, None) is None:
-            policy.prefill_quotas(length, n_layers)
 
 
 def run(

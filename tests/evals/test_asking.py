@@ -1,7 +1,6 @@
 """The loop: both settings, going on, questions and methods that don't see each other, and the tables of it all."""
 
 import pytest
-from tiny_models import make_llama
 
 from mlx_snapkv import stream_generate
 from mlx_snapkv.errors import SnapKVError
@@ -13,7 +12,6 @@ from mlx_snapkv.evals.answering import (
     SETTINGS,
     Method,
     require_compression,
-    require_room,
     run,
 )
 from mlx_snapkv.evals.loop import Results
@@ -191,10 +189,8 @@ def test_lines_show_what_pooling_is_worth(demo_llama):
 def test_mistakes_show_before_anything_is_measured(policy, words):
     with pytest.raises(SnapKVError, match=words):
         require_compression([Method(FULL), method(policy, policy)], [256, 512])
-        require_room(make_llama(), [Method(FULL), method(policy, policy)], [256, 512])
 
 
 def test_a_policy_that_compresses_some_lengths_is_measured():
     methods = [method("some", "keydiff:budget=300,min_ctx=400")]
     require_compression(methods, [256, 512])
-    require_room(make_llama(), methods, [256, 512])

@@ -11,7 +11,7 @@ from request_helpers import assert_unpatched, plain
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.answering import FULL, KNOWN, LATER, Method, require_room
+from mlx_snapkv.evals.answering import FULL, KNOWN, LATER, Method
 from mlx_snapkv.evals.divergence import Reference, log_softmax, loss
 from mlx_snapkv.evals.fidelity import (
     KEYS,
@@ -247,12 +247,6 @@ def test_the_page_has_a_table_a_setting(records):
     assert page.count("| full cache | 0 |") == 3 and "3 pieces of 2 texts, 72 tokens" in page
     (alone,) = tables(summarise([r for r in records if r["document"] == "b"]))[:1]
     assert "to" not in alone.rows[1][1]  # one text has no interval
-
-
-def test_a_layer_without_room_is_told(demo_llama):
-    methods = methods_of(["snapkv:budget=pyramid:40,n_sink=4,n_window=32,min_ctx=0"])
-    with pytest.raises(SnapKVError, match="budget must be at least"):
-        require_room(demo_llama[0], listed(methods), [1400])
 
 
 def test_tokens_that_cannot_come_count_for_nothing():
