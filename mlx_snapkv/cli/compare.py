@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from . import options
+from . import cache_options, options
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def compare(
     prompt: options.PromptOptions,
     tokenizer: options.TokenizerOptions,
     max_tokens: options.MaxTokens = 256,
-    prefill_step_size: options.PrefillStepSize = 2048,
+    prefill_step_size: cache_options.PrefillStepSize = 2048,
     policy: Annotated[
         list[str] | None,
         Option(
@@ -36,7 +36,7 @@ def compare(
             help="As for generate; repeat it for several. By default three that suit the prompt's length.",
         ),
     ] = None,
-    retention: options.RetentionOptions,
+    retention: cache_options.RetentionOptions,
     output: Annotated[
         str | None, Option("--output", "-o", metavar="FILE", help="A page of it (.html).")
     ] = None,
