@@ -1,5 +1,7 @@
 """The package's errors: each message is one sentence that says what to change."""
 
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,9 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, SnapKVError):
         return " ".join(str(error).split())
     return "stopped" if isinstance(error, KeyboardInterrupt) else brief(error)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """A parenthesis with the close match, if there is one."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

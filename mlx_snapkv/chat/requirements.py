@@ -11,9 +11,8 @@ from ..engine.prefill import mlx_generate
 from ..engine.recalling import Recall
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import taken_from
-from ..errors import SnapKVError, UnknownOptionError
+from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..policies import Policy, Stages
-from ..policies.base import suggestion
 
 
 def require_usable(

@@ -16,10 +16,9 @@ from ..caches.layers import file_bytes, kv_bytes
 from ..chat.conversation import Conversation
 from ..engine.recalling import VERIFY
 from ..engine.report import format_bytes
-from ..errors import SnapKVError, UnknownOptionError
+from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..paths import path_of, put, refusing
 from ..policies import POLICIES, resolve_policy
-from ..policies.base import suggestion
 from ..saved import require_writable
 from ..several.ranks import here
 from .chat_session import Session

@@ -103,7 +103,7 @@ def _known(table: Table, group: Any, place: str) -> Table:
         if name in below and isinstance(value, dict):
             value = _known(value, below[name], f"{place}, [{key}]")
         elif name not in names:
-            from ..policies.base import suggestion
+            from ..errors import suggestion
 
             raise SnapKVError(f"{place}: no option is {key}{suggestion(name, names | set(below))}")
         found[name] = value

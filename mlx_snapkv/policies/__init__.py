@@ -2,11 +2,12 @@
 
 import importlib
 import pkgutil
+from dataclasses import dataclass
 from typing import Any
 
-from ..errors import SnapKVError, UnknownOptionError
-from .base import POLICIES, Policy, suggestion
-from .stages import THEN, Stages
+from ..errors import SnapKVError, UnknownOptionError, suggestion
+from .base import POLICIES, Policy
+from .budgets import Quota, require_entries
 
 # The registry, and so every list of the policies, is in the order of these imports; SnapKV is the first.
 # isort: off
@@ -23,9 +24,76 @@ from .kvzip import KVzip as KVzip
 from .random_rows import RandomRows as RandomRows
 # isort: on
 
-# A policy is its file: those that no import above names follow, in the order of their files' names.
+# Any other file here is a policy too; those follow in the order of their names.
 for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_name}")
+
+THEN = " then "
+# Their heads keep different numbers of entries: to store them, every head would be padded to the longest.
+BY_MASK = ("adakv", "fastgen")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Keep the prompt within a budget, block by block, by one policy, then let another choose from what is left.
+
+    Attributes:
+        prefill_policy: chooses while the prompt is read, with schedule="block"; `min_ctx` is its own. It keeps
+            at least the sink and the recent entries that the other one wants.
+        decode_policy: chooses when the prompt has been read, and decides who votes then and how the answer is decoded.
+
+    Raises:
+        SnapKVError: `prefill_policy` is not a block policy, its budget is less than `decode_policy` always keeps, or
+            that one needs all entries.
+    """
+
+    prefill_policy: Policy
+    decode_policy: Policy
+
+    def __post_init__(self):
+        if self.prefill_policy.schedule != "block":
+            raise SnapKVError(
+                f"only a policy with schedule=block can be followed by another, not {self.prefill_policy}"
+            )
+        if self.decode_policy.repeats is not None:
+            raise SnapKVError(
+                f"{self.decode_policy.name} reads all of a prompt again, so no policy can come before it: give it alone"
+            )
+        if all(isinstance(stage.budget, int) for stage in self.stages):
+            self.prefill_quotas(1, 1)  # the same for every prompt
+
+    @property
+    def stages(self) -> tuple[Policy, Policy]:
+        return self.prefill_policy, self.decode_policy
+
+    reads_in_blocks = True
+
+    @property
+    def min_ctx(self) -> int:
+        return self.prefill_policy.min_ctx
+
+    def fits(self, n_prompt: int) -> bool:
+        return all(stage.fits(n_prompt) for stage in self.stages)
+
+    def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
+        """What each full-attention layer keeps while the prompt is read.
+
+        Raises:
+            SnapKVError: the budget is less than the sinks and windows of both.
+        """
+        wanted = self.decode_policy.quotas(n_prompt, n_layers)
+        quotas = [
+            Quota(mine.entries, max(mine.n_sink, then.n_sink), max(mine.n_window, then.n_window))
+            for mine, then in zip(self.prefill_policy.quotas(n_prompt, n_layers), wanted)
+        ]
+        why = f"what {self.decode_policy.name} always keeps"
+        for quota in quotas:
+            least = quota.n_sink + quota.n_window
+            require_entries(self.prefill_policy.name, quota.entries, least, why)
+        return quotas
+
+    def __str__(self) -> str:
+        return f"{self.prefill_policy}{THEN}{self.decode_policy}"
 
 
 def resolve_policy(
@@ -63,19 +131,14 @@ def _from_policy(policy: Policy | Stages | str) -> Policy | Stages:
     if isinstance(policy, (Policy, Stages)):
         return policy
     if not isinstance(policy, str):
-        raise SnapKVError(
-            f"policy must be a policy object or a string, got {type(policy).__name__}"
-        )
+        kind = type(policy).__name__
+        raise SnapKVError(f"policy must be a policy object or a string, got {kind}")
     stages = [_from_name(part.strip()) for part in policy.split(THEN)]
     if len(stages) > 2:
         raise SnapKVError(
             f"at most two policies can follow each other, got {len(stages)} in {policy!r}"
         )
     return stages[0] if len(stages) == 1 else Stages(*stages)
-
-
-# Their heads keep different numbers of entries: to store them, every head would be padded to the longest.
-BY_MASK = ("adakv", "fastgen")
 
 
 def _from_name(text: str) -> Policy:
@@ -88,8 +151,7 @@ def _from_name(text: str) -> Policy:
             "--by-mask"
         )
     if name not in POLICIES:
-        close = suggestion(name, POLICIES)
         raise UnknownOptionError(
-            f"unknown policy {name!r}{close}; known: {', '.join(POLICIES)} (mlx-snapkv policies)"
+            f"unknown policy {name!r}{suggestion(name, POLICIES)}; known: {', '.join(POLICIES)} (mlx-snapkv policies)"
         )
     return POLICIES[name].from_string(options)

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from ..errors import SnapKVError, UnknownOptionError
+from ..errors import SnapKVError, UnknownOptionError, suggestion
 from .budgets import (
     Quota,
     amount,
     is_adaptive,
-    is_amount,
     is_budget,
     layer_entries,
     mean_entries,
-    require_room,
+    require_entries,
 )
+from .options import MOST, count, entry_count, option, parsed
 
 SCHEDULES = ("once", "block")
-LEAD = 8  # tokens before those that are read again, which lead in to them
+LEAD = 8  # tokens before those that are read again, as their context
 
-POLICIES: dict[str, type[Policy]] = {}  # by name; to define a subclass with one is to register it
+POLICIES: dict[str, type[Policy]] = {}  # by name; defining a subclass with a name registers it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,29 +35,29 @@ class Policy(ABC):
 
     Attributes:
         budget: entries kept per KV head: a number, a share of the prompt ("25%"), or either as a mean over
-            the layers: "pyramid:2048", with more entries in low layers, or "adaptive:2048", with as many in each as it
+            the layers: "pyramid:2048" gives low layers more, "adaptive:2048" gives each layer as many as it
             has among the best of all layers (schedule="once").
         n_sink: first entries, always kept.
         n_window: most recent entries, always kept: a number, or a share of the budget ("10%").
         min_ctx: prompts with fewer tokens are left alone.
         schedule: "block" evicts while the prompt is read and while the answer is generated, whenever the next
-            tokens would make more than `budget + block` entries; "once" reads the whole prompt first, and
-            while decoding the recent window slides, unless `on_full` says otherwise.
+            tokens would make more than `budget + block` entries. "once" reads the whole prompt first; while
+            decoding, the recent window slides, unless `on_full` says otherwise.
         block: tokens read at a time, at most, under "block".
 
     Class attributes, for policies that ask for more than keys and values:
         obs_window: how many of the last queries vote.
         accumulates_attention: all queries vote; the votes are in `Entries.received`.
-        query_statistics: count statistics of the pre-RoPE queries of all the prompt's tokens but so many first
-            ones, for `Entries.statistics`; None is none.
-        repeats: tokens of the prompt that are read again at a time, when all have been read, so that their queries
-            vote, for `Entries.repeated`; None is none.
+        query_statistics: how many first tokens to leave out of the statistics of pre-RoPE queries in
+            `Entries.statistics`; None computes none.
+        repeats: tokens in a chunk of a second reading, whose queries vote, for `Entries.repeated`; None is no
+            second reading.
         last_token: the prompt's last token votes.
-        lookahead: answer tokens that vote, before the prompt is compressed; None leaves it to the policy.
-        prefill_chunk: tokens a prefill chunk under "once"; None follows `prefill_step_size`.
-        closes_gaps: entries are to be seen as if none were missing between them, where they may be moved at all.
-        on_full: what becomes of the answer's entries under "once", when they fill the recent window.
-        schedules: those that the policy can follow.
+        lookahead: answer tokens that vote before the compression; None leaves it to the policy.
+        prefill_chunk: tokens in a prefill chunk under "once"; None follows `prefill_step_size`.
+        closes_gaps: entries are seen as if none were missing between them, where they may be moved at all.
+        on_full: what happens to the answer's entries under "once" when the recent window is full.
+        schedules: those that the policy supports.
     """
 
     name: ClassVar[str]
@@ -79,12 +75,16 @@ class Policy(ABC):
     on_full: ClassVar[str] = "slide"
     schedules: ClassVar[tuple[str, ...]] = SCHEDULES
 
-    budget: int | str = 8192
-    n_sink: int = 0
-    n_window: int | str = "10%"
-    min_ctx: int = 0
+    budget: int | str = option(
+        8192,
+        is_budget,
+        'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" or "adaptive:" and either',
+    )
+    n_sink: int = count(0)
+    n_window: int | str = entry_count("10%")
+    min_ctx: int = count(0)
     schedule: str = "block"
-    block: int = 512
+    block: int = count(512, least=1)
 
     def __init_subclass__(cls, registered: bool = True, **kwargs):
         """Register a policy that has a name of its own; SnapKVError if another policy has it."""
@@ -99,22 +99,13 @@ class Policy(ABC):
         POLICIES[name] = cls
 
     def __post_init__(self):
-        self._require(
-            "budget",
-            is_budget(self.budget),
-            'a whole number of entries of at least 1, a share such as "25%", or "pyramid:" or "adaptive:" and either',
-        )
-        self._require_count("n_sink")
-        allowed = 'a whole number of entries or a share such as "10%"'
-        self._require("n_window", is_amount(self.n_window), allowed)
-        self._require_count("min_ctx")
+        self._check_options()
         self._require("schedule", self.schedule in self.schedules, " or ".join(self.schedules))
-        self._require_count("block", least=1)
         if self.adaptive:
             allowed = "a number or a share, evenly or as a pyramid: adaptive needs schedule=once"
             self._require("budget", self.schedule == "once", allowed)
         if isinstance(self.budget, int):
-            self._require_room(self.budget)
+            self._require_entries(self.budget)
 
     @abstractmethod
     def score(self, entries: Entries) -> mx.array:
@@ -122,18 +113,18 @@ class Policy(ABC):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the layers share the budget out by the scores of their entries."""
+        """Whether scores decide how many entries each layer keeps."""
         return is_adaptive(self.budget)
 
     @property
     def observes(self) -> bool:
-        """Whether the policy asks for queries, or for what is made of them."""
+        """Whether the policy asks for queries, or for what is computed from them."""
         votes = self.obs_window > 0 or self.accumulates_attention or self.repeats is not None
         return votes or self.query_statistics is not None
 
     @property
     def n_lookahead(self) -> int:
-        """Answer tokens that vote, before the prompt is compressed, whatever the way in."""
+        """Answer tokens that vote before the prompt is compressed, whatever the way in."""
         return self.lookahead or 0
 
     def lead_in(self, tokens: mx.array, start: int) -> mx.array:
@@ -141,7 +132,7 @@ class Policy(ABC):
         return tokens[max(0, start - LEAD) : start]
 
     def reserved(self, n_voted: int) -> int:
-        """How many of the entries kept for their scores an answer never takes the place of."""
+        """How many of the entries kept for their scores an answer never replaces."""
         return 0
 
     @property
@@ -160,7 +151,7 @@ class Policy(ABC):
         return (self.schedule == "block" and self.observes) or self.on_full == "reselect"
 
     def answer_block(self, n_window: int) -> int:
-        """Tokens of the answer that are taken in between two evictions, where the recent window has so many entries."""
+        """Tokens of the answer between two evictions, where the recent window has `n_window` entries."""
         return self.block
 
     @property
@@ -181,13 +172,14 @@ class Policy(ABC):
         """What each full-attention layer keeps of a prompt.
 
         Raises:
-            SnapKVError: a share of this prompt is less than what is kept in any case.
+            SnapKVError: a share of this prompt is less than what is always kept.
         """
         mean = mean_entries(self.budget, n_prompt)
-        self._require_room(mean)
-        least = max(1, self.n_sink + self.window(mean))
+        self._require_entries(mean)
+        n_window = self.window(mean)
+        least = max(1, self.n_sink + n_window)
         counts = layer_entries(self.budget, n_prompt, n_layers, least)
-        return [Quota(n, self.n_sink, self.window(mean)) for n in counts]
+        return [Quota(n, self.n_sink, n_window) for n in counts]
 
     def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """What each full-attention layer keeps while the prompt is read: under "once", everything."""
@@ -215,33 +207,32 @@ class Policy(ABC):
             UnknownOptionError: a name is not one of the policy's; the message lists those.
             SnapKVError: a value is out of range.
         """
+        known = cls.options()
         for name in map(str, options):
-            if name not in cls.options():
+            if name not in known:
                 raise UnknownOptionError(
-                    f"unknown {cls.name} option {name!r}{suggestion(name, cls.options())}; "
-                    f"known: {', '.join(cls.options())}"
+                    f"unknown {cls.name} option {name!r}{suggestion(name, known)}; known: {', '.join(known)}"
                 )
         return cls(**options)
 
     @classmethod
     def from_string(cls, text: str) -> Policy:
-        """Build from `"key=value,key=value"`; values are read as the field's type."""
+        """Build from `"key=value,key=value"`; raises as `from_options`."""
         options: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
-            name, sign, value = part.partition("=")
+            name, sign, value = (x.strip() for x in part.partition("="))
             if not sign:
                 raise SnapKVError(
                     f"{cls.name} options are written key=value, such as budget=25%, got {part!r}"
                 )
-            if name.strip() in options:
-                raise SnapKVError(f"{cls.name} option {name.strip()} is given twice: give it once")
-            options[name.strip()] = _parse(value.strip())
+            if name in options:
+                raise SnapKVError(f"{cls.name} option {name} is given twice: give it once")
+            options[name] = parsed(value)
         return cls.from_options(options)
 
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        told = (name for name in self.options() if name != self._implied)
-        values = {name: getattr(self, name) for name in told}
+        values = {name: getattr(self, name) for name in self.options() if name != self._implied}
         changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name]]
         return f"{self.name}:{','.join(changed)}" if changed else self.name
 
@@ -250,10 +241,22 @@ class Policy(ABC):
         """The option whose value follows from the others'."""
         return None
 
-    def _require_room(self, budget: int) -> None:
+    def _check_options(self) -> None:
+        checked: dict[str, dataclasses.Field] = {}
+        for cls in reversed(type(self).__mro__):
+            fields = vars(cls).get("__dataclass_fields__", {})
+            checked |= {name: f for name, f in fields.items() if f.metadata}
+        for name, field in checked.items():
+            value = getattr(self, name)
+            by_default = value is None and getattr(type(self), name) is None
+            ok = by_default or field.metadata["allowed"](value)
+            self._require(name, ok, field.metadata["said"])
+            self._require(name, not isinstance(value, int) or value <= MOST, f"at most {MOST}")
+
+    def _require_entries(self, budget: int) -> None:
         window = self.window(budget)
         why = f"n_sink={self.n_sink} and n_window={window} entries are always kept"
-        require_room(self.name, budget, max(1, self.n_sink + window), why)
+        require_entries(self.name, budget, max(1, self.n_sink + window), why)
         if self.schedule == "once" and not self.grows:
             allowed = "at least 1 entry with schedule=once, where it slides"
             self._require("n_window", window >= 1, allowed)
@@ -262,28 +265,3 @@ class Policy(ABC):
         if not ok:
             got = getattr(self, name)
             raise SnapKVError(f"{self.name} option {name} must be {allowed}, got {got!r}")
-
-    def _require_count(self, name: str, least: int = 0, most: int = 2**31 - 1) -> None:
-        value = getattr(self, name)
-        ok = isinstance(value, Integral) and not isinstance(value, bool)
-        ok = ok and least <= int(value) <= most
-        told = most != 2**31 - 1 or (isinstance(value, Integral) and int(value) > most)
-        allowed = f"{least} to {most}" if told else f"at least {least}"
-        self._require(name, ok, f"a whole number of {allowed}")
-
-
-def _parse(text: str) -> Any:
-    """A value from the command line: a number, true or false, none, or the word itself."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return number(text)
-    return text
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """A parenthesis with the close match, if there is one."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -142,7 +142,7 @@ def _share(text: str) -> float | None:
         return None
 
 
-def require_room(name: str, budget: int, kept: int, why: str) -> None:
+def require_entries(name: str, budget: int, kept: int, why: str) -> None:
     """Raises: SnapKVError: `budget` is less than is kept in any case."""
     if budget < kept:
         raise SnapKVError(

@@ -21,12 +21,12 @@ class ExpectedAttention(Policy):
     """The attention that a normally distributed query would give, times the size of the value.
 
     Mean and covariance are those of the pre-RoPE queries of all tokens read but the first `n_sink` (of a prompt that
-    has no more, those of its last one), turned by the mean of the next 512 positions' rotations. The expected weight of
-    a key is then known in closed form. Weights are a softmax over the keys behind the sink, averaged over the query
+    has no more, those of its last one), rotated by the mean of the next 512 positions' rotations. The expected weight
+    of a key then has a closed form. Weights are a softmax over the keys behind the sink, averaged over the query
     heads of a GQA group.
 
     Attributes:
-        n_sink: first entries, always kept, whose queries are not counted where others are.
+        n_sink: first entries, always kept, whose queries are left out of the statistics.
     """
 
     name = "expected_attention"

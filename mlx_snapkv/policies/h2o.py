@@ -18,8 +18,7 @@ class H2O(Policy):
     """The attention that every entry has received from all queries since it was stored (section 4.1).
 
     Half of the budget are recent entries, as in the paper (algorithm 1). Votes are averaged over the query heads of a
-    GQA group, and taken block by block, so that no more than a block's logits exist at a time; an entry that
-    is dropped takes its votes with it.
+    GQA group and summed block by block; an evicted entry's votes are lost.
     """
 
     name = "h2o"
@@ -30,7 +29,7 @@ class H2O(Policy):
     n_window: int | str = "50%"
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32 attention received; SnapKVError if nobody has kept count of it."""
+        """`(B, n_kv_heads, T)` float32 attention received; SnapKVError if it was not recorded."""
         if entries.received is None:
             raise SnapKVError(
                 "h2o needs the attention of all queries: prefill with mlx_snapkv.prefill"

@@ -12,11 +12,10 @@ import mlx.core as mx
 from ..entries.attention import BLOCK_BYTES
 from ..entries.entries import Entries
 from .base import Policy
+from .options import choice, count
 from .snapkv import pool_votes
 
 TINY = 1e-12  # added to squared norms, so that a key of zeros has a direction of zeros
-
-ANCHORS = ("mean", "median", "pairwise")
 SIMILARITIES = ("cosine", "dot", "euclidean")
 
 
@@ -37,65 +36,44 @@ class KeyDiff(Policy):
     summary = "keys least like the mean key"
     paper = "Park et al. 2025, arXiv:2504.15364"
 
-    anchor: str = "mean"
-    similarity: str = "cosine"
-    pool_kernel: int = 1
+    anchor: str = choice("mean", "median", "pairwise")
+    similarity: str = choice(*SIMILARITIES)
+    pool_kernel: int = count(1, least=1, most=255)
 
     def __post_init__(self):
         super().__post_init__()
-        self._require("anchor", self.anchor in ANCHORS, ", ".join(ANCHORS))
-        self._require("similarity", self.similarity in SIMILARITIES, ", ".join(SIMILARITIES))
-        self._require_count("pool_kernel", least=1, most=255)
         self._require("pool_kernel", self.pool_kernel % 2 == 1, "odd")
 
     def score(self, entries: Entries) -> mx.array:
         """Minus the similarity, `(B, n_kv_heads, T)` float32; linear in T but for anchor="pairwise"."""
-        scores = self._differences(entries)
+        keys = entries.keys
+        if self.anchor == "pairwise":
+            parts = _by_block(keys, lambda part: self._mean_similarity(part, keys))
+        else:
+            anchor = self._median(keys) if self.anchor == "median" else self._mean(keys)
+            parts = _by_block(keys, lambda part: self._similarity(part, anchor)[..., 0])
+        scores = -mx.concatenate(parts, axis=2)
         if self.pool_kernel == 1:
             return scores
         least = scores.min(axis=-1, keepdims=True)  # what lies outside counts as much as the lowest
         return pool_votes(scores - least, "avg", self.pool_kernel) + least
 
-    def _differences(self, entries: Entries) -> mx.array:
-        keys = entries.keys
-        if self.anchor == "pairwise":
-            return -_joined(keys, lambda part: self._mean_similarity(part, keys))
-        anchor = self._anchor(keys)
-        return -_joined(keys, lambda part: self._similarity(part, anchor)[..., 0])
-
-    def _anchor(self, keys: mx.array) -> mx.array:
+    def _mean(self, keys: mx.array) -> mx.array:
         """`(B, n_kv_heads, 1, head_dim)`."""
-        if self.anchor == "median":
-            return self._median(keys)
-        sums = _by_block(keys, lambda part: self._weighted(part).sum(axis=2, keepdims=True))
+        sums = _by_block(keys, lambda part: self._scaled(part).sum(axis=2, keepdims=True))
         return sum(sums[1:], sums[0]) / keys.shape[2]
 
     def _median(self, keys: mx.array) -> mx.array:
-        """Of each coordinate, a few at a time: a median sorts a copy."""
-        B, H, T, D = keys.shape
-        width = max(1, BLOCK_BYTES // (4 * B * T))
-        factors = None
-        if self.similarity == "cosine":
-            factors = _joined(keys, lambda part: mx.rsqrt(_squared(part) + TINY))
-        heads: list[mx.array] = []
-        last: list[mx.array] = []
-        for head in range(H):
-            parts: list[mx.array] = []
-            for start in range(0, D, width):
-                block = keys[:, head : head + 1, :, start : start + width]
-                block = _after(last, block).astype(mx.float32)
-                if factors is not None:
-                    block = block * factors[:, head : head + 1]
-                parts.append(mx.median(block.swapaxes(2, 3), axis=3, keepdims=True))
-                last = parts[-1:]
-            heads.append(mx.concatenate(parts, axis=2).swapaxes(2, 3))
-        return mx.concatenate(heads, axis=1)
+        """Of each coordinate, `(B, n_kv_heads, 1, head_dim)`: a head at a time, since a median sorts a copy."""
+        medians: list[mx.array] = []
+        for head in range(keys.shape[1]):
+            of_head = _after(medians[-1:], keys[:, head : head + 1]).astype(mx.float32)
+            medians.append(mx.median(self._scaled(of_head), axis=2, keepdims=True))
+        return mx.concatenate(medians, axis=1)
 
-    def _weighted(self, keys: mx.array) -> mx.array:
-        """Keys as the anchor is made of: of length one for the cosine."""
-        if self.similarity != "cosine":
-            return keys
-        return keys * mx.rsqrt(_squared(keys) + TINY)
+    def _scaled(self, keys: mx.array) -> mx.array:
+        """Keys as the anchor is computed from: of length one for the cosine."""
+        return keys * mx.rsqrt(_squared(keys) + TINY) if self.similarity == "cosine" else keys
 
     def _similarity(self, keys: mx.array, others: mx.array) -> mx.array:
         """Of keys `(B, n_kv_heads, n, head_dim)` to `(B, n_kv_heads, m, head_dim)`: `(B, n_kv_heads, n, m)`."""
@@ -116,17 +94,13 @@ def _squared(keys: mx.array) -> mx.array:
     return (keys * keys).sum(axis=-1, keepdims=True)
 
 
-def _joined(keys: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
-    return mx.concatenate(_by_block(keys, function), axis=2)
-
-
 def _by_block(
     keys: mx.array, function: Callable[[mx.array], mx.array], width: int = 0
 ) -> list[mx.array]:
-    """`function` of the keys in float32, block by block of T.
+    """`function` of the keys in float32, block by block of T, one after the other.
 
     Args:
-        width: numbers made of each key, if they are more than `head_dim`; `BLOCK_BYTES` hold those of a block.
+        width: numbers computed from each key, if more than `head_dim`; `BLOCK_BYTES` hold those of a block.
     """
     B, H, T, D = keys.shape
     size = max(64, BLOCK_BYTES // (4 * B * H * max(D, width)))
@@ -138,5 +112,5 @@ def _by_block(
 
 
 def _after(before: list[mx.array], block: mx.array) -> mx.array:
-    """The block, to be computed with after what is `before`, so that the memory of one block is enough."""
+    """The block, computed with only after `before`, so that the memory of one block is enough."""
     return mx.depends(block, before) if before else block

@@ -15,16 +15,16 @@ from .base import Policy
 class KVzip(Policy):
     """The most attention that an entry receives while the model reads the prompt once more (section 3.2).
 
-    When the prompt has been read, it is fed again behind itself, 2,048 tokens at a time, each led in by the 8 tokens
-    before it, and taken back. Each query's weights are a softmax over the first `n_sink` entries, those of the chunk,
+    When the prompt has been read, it is fed again behind itself, 2,048 tokens at a time, each chunk after the 8 tokens
+    before it, and rolled back. Each query's weights are a softmax over the first `n_sink` entries, those of the chunk,
     and the repetition so far (section 3.4); an entry's score is the maximum over all queries and a GQA group's heads.
-    No question is asked for it, so it is for texts that are read before their questions are known. Reading takes 2 to 5
-    times as long, and room for one more chunk. Conversations, whose turns choose again, and `memory="recall"` refuse
+    It needs no question, so it is for texts that are read before their questions are known. Reading takes 2 to 5
+    times as long, and memory for one more chunk. Conversations, whose turns choose again, and `memory="recall"` refuse
     it.
 
     All heads of a layer keep equally many entries; budget="adaptive:...", which ranks those of all layers together, is
-    nearest to the paper's own choice. It differs in that no instruction to repeat is read, since a request may have
-    no tokenizer to put it in tokens with: a subclass can give one by `lead_in`.
+    nearest to the paper's own choice. It also differs in that no instruction to repeat is read, since a request may
+    have no tokenizer to encode it: a subclass can give one by `lead_in`.
 
     Attributes:
         n_sink: first entries, always kept, which every query may look at.

@@ -10,26 +10,27 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from .base import Policy
+from .options import count, flag
 
 BLOCK_BYTES = 8 << 20  # of float32 keys or values that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Policy):
-    """Behind the sink, entries are told apart by the next `lag_size` ones.
+    """Behind the sink, entries are compared with the next block of `lag_size` entries.
 
-    Keys and values are scaled to the smallest and largest of the block that follows theirs, coordinate by coordinate;
-    how much an entry's coordinates then differ among themselves is its score, after a softmax over its own block. The
-    last full block has none to be compared with: it stays with what follows it, as far as the budget goes, the newest
-    first. So do the newest of fewer than `n_sink + 2 * lag_size` entries.
+    Keys and values are scaled to the minimum and maximum of the block that follows theirs, coordinate by coordinate.
+    The standard deviation of an entry's scaled coordinates, after a softmax over its own block, is its score. The last
+    full block has no successor: it and what follows stay as far as the budget goes, the newest first. So do the newest
+    of fewer than `n_sink + 2 * lag_size` entries.
 
     Attributes:
         n_sink: first entries, always kept, and left out of the blocks.
         lag_size: entries a block.
-        cross_scoring: compare the scores of all blocks; else an entry's rank in its own block decides, so that as many
-            of each block stay.
+        cross_scoring: compare the scores of all blocks; else an entry's rank in its own block decides, and each block
+            keeps as many.
 
-    Differs from the paper in that blocks are counted anew, among the entries held, whenever some give way.
+    Differs from the paper in that every eviction counts the blocks anew, among the entries held.
     """
 
     name = "lagkv"
@@ -37,16 +38,11 @@ class LagKV(Policy):
     paper = "Liang et al. 2025, arXiv:2504.04704"
 
     n_sink: int = 4
-    lag_size: int = 128
-    cross_scoring: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._require_count("lag_size", least=2)
-        self._require("cross_scoring", isinstance(self.cross_scoring, bool), "true or false")
+    lag_size: int = count(128, least=2)
+    cross_scoring: bool = flag(False)
 
     def score(self, entries: Entries) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: below 1 for those that are compared, from 1 on for the others."""
+        """`(B, n_kv_heads, T)` float32: below 1 for compared entries, from 1 on for the others."""
         T, lag = len(entries), self.lag_size
         n_blocks = (T - self.n_sink) // lag
         recency = mx.arange(T) / T
@@ -76,7 +72,7 @@ class LagKV(Policy):
         after = blocks[:, :, 1:]
         least = after.min(axis=3, keepdims=True)
         span = after.max(axis=3, keepdims=True) - least
-        # A coordinate that does not change tells nothing.
+        # A coordinate that does not change carries no information.
         scaled = mx.where(span > 0, (blocks[:, :, :-1] - least) / span, 0)
         return mx.softmax(mx.std(scaled, axis=-1, ddof=1), axis=-1)
 

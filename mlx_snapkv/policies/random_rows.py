@@ -6,28 +6,25 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from .base import Policy
+from .options import count
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomRows(Policy):
     """A uniformly random set of the prompt's entries, per KV head.
 
-    An entry's score is a hash of its position, head and `seed`, so that it stays the same from block to block: what is
-    left at the end is a uniform sample of the whole prompt, whatever the schedule.
+    An entry's score is a hash of its position, head and `seed`, the same in every block. So a uniform sample of the
+    whole prompt is left at the end, whatever the schedule.
 
     Attributes:
-        seed: another one keeps other entries.
+        seed: of the hash.
     """
 
     name = "random"
     summary = "random entries, as a control"
     paper = ""
 
-    seed: int = 0
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._require_count("seed")
+    seed: int = count(0)
 
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32: whole numbers below 2**24, which it holds exactly."""

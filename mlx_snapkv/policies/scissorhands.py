@@ -10,14 +10,15 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from .base import Policy
+from .options import count
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScissorHands(Policy):
     """How many of the last queries give an entry at least the average weight, 1/t of the t entries that they see.
 
-    How much more than that does not count: that is what tells it from H2O, which sums up the weights of all queries,
-    from SnapKV, which sums up those of the last ones, and from TOVA, which asks the very last.
+    Only whether a weight exceeds the average counts, not by how much. H2O sums the weights of all queries, SnapKV those
+    of the last ones, and TOVA takes the very last's.
 
     Attributes:
         obs_window: the last queries, whose weights are counted (the paper's history window).
@@ -31,12 +32,8 @@ class ScissorHands(Policy):
     summary = "how often the last queries gave an entry more than the average"
     paper = "Liu et al. 2023, arXiv:2305.17118"
 
-    obs_window: int = 400  # type: ignore[misc]
+    obs_window: int = count(400, least=1)  # type: ignore[misc]
     n_window: int | str = 10
-
-    def __post_init__(self):
-        super().__post_init__()
-        self._require_count("obs_window", least=1)
 
     def score(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, T)` float32: queries, from 0 to `obs_window`."""

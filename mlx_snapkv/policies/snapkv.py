@@ -8,17 +8,22 @@ from functools import reduce
 
 import mlx.core as mx
 
-from ..entries.attention import shared_logits
+from ..entries.attention import READ_TOKENS, shared_logits
 from ..entries.entries import Entries
+from ..entries.selection import top_positions
 from .base import Policy
-from .budgets import amount, is_amount, mean_entries
-from .critical import two_stages
+from .budgets import amount, mean_entries
+from .options import choice, count, entry_count, flag
 
 ON_FULL = ("grow", "slide", "reselect", "keydiff")
 CHOOSING = ("reselect", "keydiff")
-POOLS = ("forward", "avg", "max")
 LATEST = (32, 64)  # queries, which "forward" compares with those before them
 DEFAULT_LOOKAHEAD = 32  # answer tokens, where the prompt's last token votes
+
+# CriticalKV's second stage.
+EPSILON = 1e-4  # added to the weights
+CERTAIN = 1e30  # factor that puts the first stage's weights above all of the second's
+WRITTEN_BYTES = 8 << 20  # of float32 that a block of values is projected to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,34 +37,33 @@ class SnapKV(Policy):
         budget: all entries, instead of `top_k`: a number, a share of the prompt ("25%"), or a mean over the
             layers ("pyramid:2048"). By default the fewest of which `top_k` are voted.
         obs_window: prompt queries that vote (the paper's L_obs).
-        pool_kernel: width of the pooling over the votes; 1 is none (section 4.1). It should be about as wide as the
-            values to be found.
-        pool: "avg" and "max" pool over the neighbours on both sides, as the paper does; the width is then odd.
+        pool_kernel: width of the pooling over the votes, about that of the values to be found; 1 is none (section 4.1).
+        pool: "avg" and "max" pool over the neighbours on both sides, as in the paper; the width is then odd.
             "forward" takes the highest of an entry's own votes, which plain text needs, and of two contrasts, which
             exact values need: how much more the prompt's last 32 or 64 queries vote than those before them, averaged
             over the entry and the `pool_kernel - 1` before it. A model that looks a value up attends to the words
-            before the value and reads on from there; what all queries attend to, such as line breaks, has no contrast.
+            before the value and reads on from there. What all queries attend to, such as line breaks, has no contrast.
         heads: "per_head" ranks the entries of every KV head on its own, as in the paper; "shared"
             keeps one set for all heads, by the highest logit over heads and queries.
         critical: choose the second half of the budget by the votes times the size of what the attention's output
             projection makes of an entry's value (CriticalKV: Feng et al. 2025, arXiv:2502.03805).
         last_token: the observation window ends with the prompt's last token, whose query predicts the
             answer's first; False ends it one before.
-        lookahead: answer tokens decoded on all entries, whose queries vote too, before the compression. None is 32, or
+        lookahead: answer tokens decoded on all entries before the compression, whose queries vote too. None is 32, or
             none with last_token=False.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
-        on_full: what becomes of the answer's own entries. "grow", as in the paper, keeps all of them beside the
-            budget. The others stay within the budget, at a fixed shape, and cost more of the answer (docs/quality.md):
-            when the recent window is full, "slide" drops the oldest entry; every `n_window // 2` tokens, "keydiff"
-            compares all entries held, the prompt's too, and drops those with the least distinct keys, and "reselect"
-            those that the last `obs_window` queries attend to least.
-        reserve: how many of the voted entries, those with most votes, on_full="keydiff" never drops: a number or a
-            share. The more it is, the less stays of what the answer said.
+        on_full: what happens to the answer's own entries. "grow", as in the paper, keeps all of them beside the
+            budget. The others stay within the budget, at a fixed shape, and change the answer more (docs/quality.md):
+            when the recent window is full, "slide" evicts the oldest entry. Every `n_window // 2` tokens, "keydiff"
+            compares all entries held, the prompt's too, and evicts the least distinct keys; "reselect" evicts those
+            that the last `obs_window` queries attend to least.
+        reserve: how many of the voted entries, those with most votes, on_full="keydiff" never evicts: a number or a
+            share. More of them leave less space for the answer.
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a recent window), in
-    pool="forward", and in that pooling sees the middle only, so that votes for entries kept anyway don't leak out.
+    pool="forward", and in pooling over the middle only, so that votes for entries kept anyway don't leak out.
     The paper's own choice: pool="avg", pool_kernel=7, obs_window=32, n_window=32, n_sink=0, lookahead=0.
     """
 
@@ -67,47 +71,31 @@ class SnapKV(Policy):
     summary = "the prompt's last queries vote, pooled over neighbours"
     paper = "Li et al. 2024, arXiv:2404.14469"
 
-    top_k: int = 4096
+    top_k: int = count(4096)
     n_sink: int = 4
-    n_window: int | str = "25%"
+    n_window: int | str = entry_count("25%", least=1)
     budget: int | str = None  # type: ignore[assignment]  # a value once the policy is made
-    obs_window: int = 256  # type: ignore[misc]
-    pool_kernel: int = 16
+    obs_window: int = count(256, least=1)  # type: ignore[misc]
+    pool_kernel: int = count(16, least=1, most=255)
     min_ctx: int = 0
-    prefill_chunk: int | None = None  # type: ignore[misc]
-    pool: str = "forward"
-    heads: str = "per_head"
-    critical: bool = False
-    last_token: bool = True  # type: ignore[misc]
-    lookahead: int | None = None  # type: ignore[misc]
-    on_full: str = "grow"  # type: ignore[misc]
-    reserve: int | str = "10%"
+    prefill_chunk: int | None = count(None, least=1)  # type: ignore[misc]
+    pool: str = choice("forward", "avg", "max")
+    heads: str = choice("per_head", "shared")
+    critical: bool = flag(False)
+    last_token: bool = flag(True)  # type: ignore[misc]
+    lookahead: int | None = count(None, most=256)  # type: ignore[misc]
+    on_full: str = choice(*ON_FULL)  # type: ignore[misc]
+    reserve: int | str = entry_count("10%")
     schedule: str = "once"
 
     def __post_init__(self):
-        for name in ("top_k", "n_sink", "min_ctx"):
-            self._require_count(name)
-        self._require_count("obs_window", least=1)
-        allowed = 'a whole number of entries of at least 1 or a share such as "25%"'
-        self._require("n_window", is_amount(self.n_window, least=1), allowed)
-        if self.lookahead is not None:
-            self._require_count("lookahead", most=256)
-        self._require("pool", self.pool in POOLS, "forward, avg or max")
-        self._require_count("pool_kernel", least=1, most=255)
+        self._check_options()
         odd = self.pool == "forward" or self.pool_kernel % 2 == 1
         self._require("pool_kernel", odd, f"odd with pool={self.pool}")
-        if self.prefill_chunk is not None:
-            self._require_count("prefill_chunk", least=1)
-        self._require("heads", self.heads in ("per_head", "shared"), "per_head or shared")
-        self._require("critical", isinstance(self.critical, bool), "true or false")
         if self.critical:
             self._require("heads", self.heads == "per_head", "per_head with critical")
-        self._require("last_token", isinstance(self.last_token, bool), "true or false")
-        self._require(
-            "lookahead", self.last_token or not self.lookahead, "0 when last_token is false"
-        )
-        self._require("on_full", self.on_full in ON_FULL, ", ".join(ON_FULL))
-        self._require("reserve", is_amount(self.reserve), 'a whole number or a share such as "10%"')
+        votes = self.last_token or not self.lookahead
+        self._require("lookahead", votes, "0 when last_token is false")
         if self.on_full in ("slide", "reselect"):
             self._require("schedule", self.schedule == "once", f"once with on_full={self.on_full}")
         self._settle_budget()
@@ -120,9 +108,8 @@ class SnapKV(Policy):
             self._require("n_window", fewest is not None, "less than all of the budget")
             object.__setattr__(self, "budget", fewest)
         elif isinstance(self.budget, int):
-            object.__setattr__(
-                self, "top_k", max(0, self.budget - self.n_sink - self.window(self.budget))
-            )
+            n_voted = self.budget - self.n_sink - self.window(self.budget)
+            object.__setattr__(self, "top_k", max(0, n_voted))
 
     def _fewest(self) -> int | None:
         """The smallest budget of which `top_k` entries are voted; None if the window is all of it."""
@@ -159,33 +146,31 @@ class SnapKV(Policy):
     def score(self, entries: Entries) -> mx.array:
         """Pooled votes `(B, n_kv_heads, T)` of the middle; plain votes for sink and window.
 
-        With pool="forward" they are mean votes, else sums over the queries.
+        With pool="forward" they are means over the queries, else sums.
         """
+        forward = self.pool == "forward"
         if self.heads == "shared":
             votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
             to_pool = [votes]
-        elif self.pool == "forward":
+        elif forward:
             votes, to_pool = mean_and_contrasts(entries)
         else:
             votes = entries.votes
             to_pool = [votes]
         budget = entries.budget or mean_entries(self.budget, len(entries))
         n_window = self.window(budget) if entries.n_window is None else entries.n_window
-        end = votes.shape[-1] - n_window
-        if end <= self.n_sink:
+        middle = slice(self.n_sink, votes.shape[-1] - n_window)
+        if middle.stop <= middle.start:
             return votes
-        pooled = [
-            pool_votes(each[..., self.n_sink : end], self.pool, self.pool_kernel)
-            for each in to_pool
-        ]
-        own = [votes[..., self.n_sink : end]] if self.pool == "forward" else []
-        middle = reduce(mx.maximum, own + pooled)
+        pooled = [pool_votes(each[..., middle], self.pool, self.pool_kernel) for each in to_pool]
+        ranked = reduce(mx.maximum, [votes[..., middle], *pooled] if forward else pooled)
         if self.critical:
             n_certain = budget // 2 - self.n_sink - n_window
             n_heads, n_voters = entries.queries.shape[1:3]
-            mean = middle if self.pool == "forward" else middle / n_voters
-            middle = two_stages(mean, entries, self.n_sink, n_certain, n_heads)
-        return mx.concatenate([votes[..., : self.n_sink], middle, votes[..., end:]], axis=-1)
+            mean = ranked if forward else ranked / n_voters
+            ranked = two_stages(mean, entries, self.n_sink, n_certain, n_heads)
+        ends = votes[..., : middle.start], votes[..., middle.stop :]
+        return mx.concatenate([ends[0], ranked, ends[1]], axis=-1)
 
 
 def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
@@ -223,3 +208,63 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
     if pool == "max":
         return reduce(mx.maximum, shifted)
     return sum(shifted[1:], shifted[0]) / kernel
+
+
+def two_stages(
+    weights: mx.array, entries: Entries, start: int, n_certain: int, n_heads: int
+) -> mx.array:
+    """CriticalKV's scores `(B, n_kv_heads, n)` of the entries `[start, start + n)`.
+
+    Those with the `n_certain` highest weights come first, in their order. The others are ranked by weight times the
+    size of the projected value.
+
+    Args:
+        weights: float32 `(B, n_kv_heads, n)`, not negative: mean attention that the entries receive from a query.
+        n_certain: entries that the first stage chooses; 0 or less is none.
+        n_heads: query heads.
+    """
+    n = weights.shape[-1]
+    scores = (weights + EPSILON) * projected_norms(entries, start, start + n, n_heads)
+    n_certain = min(n_certain, n)
+    if n_certain <= 0:
+        return scores
+    best = top_positions(weights, n_certain)
+    first = (mx.take_along_axis(weights, best, axis=-1) + EPSILON) * CERTAIN
+    return mx.put_along_axis(scores, best, first, axis=-1)
+
+
+def projected_norms(entries: Entries, start: int, stop: int, n_heads: int) -> mx.array:
+    """L1 norms of the values of the entries `[start, stop)` after the output projection.
+
+    Float32 `(B, n_kv_heads, stop - start)`, averaged over the query heads of a GQA group; computed block by block, a KV
+    head at a time.
+    """
+    one = entries.read_values(start, start + 1)
+    weights = [
+        entries.layer.output_weights(head, n_heads, one).swapaxes(0, 1)
+        for head in range(one.shape[1])
+    ]
+    width = weights[0].shape[1] * weights[0].shape[2]
+    size = max(64, WRITTEN_BYTES // (4 * one.shape[0] * width))
+    read_at_once = READ_TOKENS if entries.waits else size
+    norms: list[mx.array] = []
+    for begin in range(start, stop, read_at_once):
+        end = min(stop, begin + read_at_once)
+        values = entries.read_values(begin, end)
+        for first in range(0, end - begin, size):
+            block = values[:, :, first : first + size]
+            norms.append(_block_norms(block, weights, after=norms[-1:]))
+        if entries.waits:
+            mx.eval(norms)
+    return mx.concatenate(norms, axis=-1)
+
+
+def _block_norms(values: mx.array, weights: list[mx.array], after: list[mx.array]) -> mx.array:
+    """Of values `(B, n_kv_heads, n, head_dim)`; `weights` by KV head: `(head_dim, group, hidden_size)`."""
+    sums: list[mx.array] = []
+    for head, weight in enumerate(weights):
+        part, before = values[:, head], sums[-1:] or after
+        part = mx.depends(part, before) if before else part
+        projected = part.astype(mx.float32) @ weight.astype(mx.float32).flatten(1)
+        sums.append(mx.abs(projected).sum(axis=-1) / weight.shape[1])
+    return mx.stack(sums, axis=1)

@@ -16,8 +16,8 @@ from .budgets import Quota, layer_entries
 class StreamingLLM(Policy):
     """`n_sink` first entries and as many recent ones as the budget holds (section 3.2); nothing is scored.
 
-    Differs from the paper in that keys keep the rotation of their original position, unless they are pulled together
-    (`far="pull"`): then, as in the paper, to their place in the cache.
+    Differs from the paper in that keys keep the rotation of their original position. With `far="pull"` they get that of
+    their place in the cache, as in the paper.
     """
 
     name = "streaming_llm"
@@ -41,7 +41,7 @@ class StreamingLLM(Policy):
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """A layer's recent entries fill its own budget, also in a pyramid."""
         counts = layer_entries(self.budget, n_prompt, n_layers, self.n_sink + 1)
-        self._require_room(min(counts))
+        self._require_entries(min(counts))
         return [Quota(n, self.n_sink, n - self.n_sink) for n in counts]
 
     def score(self, entries: Entries) -> mx.array:

@@ -1,29 +1,27 @@
-"""What a policy may ask a layer for, against float64 NumPy made from the model's weights.
-
-At the level of a recording cache and its entries, and last through a whole request.
-"""
+"""What a policy may ask a layer for, and Expected Attention, against float64 NumPy made of a model's weights."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVError, generate_step, prefill
+from mlx_snapkv import ExpectedAttention, SnapKVError, generate_step, prefill
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.engine.request import Request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.policies import POLICIES, Policy
+from mlx_snapkv.policies import POLICIES, Policy, expected_attention
 
 T, N, FIRST = 60, 5, 4  # tokens, queries that vote, first positions that no statistics count
-N_HEADS, H, D = 4, 2, 8
+N_HEADS, H, D, GROUP = 4, 2, 8, 2
 
 
 @pytest.fixture
@@ -32,26 +30,26 @@ def asking():
 
     @dataclass(frozen=True, kw_only=True)
     class Asking(Policy):
-        name: ClassVar[str] = "asking"
-        summary: ClassVar[str] = "a test's"
-        paper: ClassVar[str] = ""
-        obs_window: ClassVar[int] = N
-        query_statistics: ClassVar[int | None] = FIRST
+        name = "asking"
+        summary = "a test's"
+        paper = ""
+        obs_window = N
+        query_statistics = FIRST
 
         def score(self, entries):
             """Weights times the size of what the head writes; the mean query's own logits besides."""
             weight = entries.layer.attention.o_proj.weight.reshape(-1, N_HEADS, D)
-            values = mx.repeat(entries.values, N_HEADS // H, axis=1)
+            values = mx.repeat(entries.values, GROUP, axis=1)
             written = mx.linalg.norm(mx.einsum("ohd,bhtd->bhto", weight, values), axis=-1)
             size = entries.attention.sum(axis=2) * written
             away = entries.raw_queries - entries.statistics.mean[:, :, None]
             unlike = mx.einsum("bhnd,bhde,bhne->bh", away, entries.statistics.covariance, away)
             turned = entries.layer.rope(entries.statistics.mean[:, :, None], offset=T)
-            keys = mx.repeat(entries.keys, N_HEADS // H, axis=1)
+            keys = mx.repeat(entries.keys, GROUP, axis=1)
             expected = (turned @ keys.swapaxes(-1, -2)).squeeze(2)
             depth = (entries.layer.number + 1) / entries.layer.n_layers
             scores = depth * size + expected + unlike[..., None]
-            return scores.reshape(1, H, N_HEADS // H, -1).mean(axis=2)
+            return scores.reshape(1, H, GROUP, -1).mean(axis=2)
 
     yield Asking(budget=20)
     del POLICIES["asking"]
@@ -61,36 +59,34 @@ class Watched:
     """A projection that remembers what it was given."""
 
     def __init__(self, projection):
-        self.projection, self.inputs = projection, []
+        self.projection, self.inputs, self.weight = projection, [], projection.weight
 
     def __call__(self, x):
         self.inputs.append(x)
         return self.projection(x)
 
 
-def read(model, policy=None, chunks=(17, 1, 42)):
-    """The layers of a model, recording caches that have read `T` tokens, and every layer's inputs `(T, hidden)`."""
+def read(model, statistics_from=None, chunks=(17, 1, 42)):
+    """A model's layers, their entries when `T` tokens have been read, and every layer's inputs `(T, hidden)`."""
     caches = [RecordingKVCache(T - N, T, T) for _ in model.layers]
     found = attention_layers(model, caches)
-    watched = []
     for layer, cache in zip(found, caches):
-        cache.layer = layer
-        cache.statistics_from = policy.query_statistics if policy else None
-        watched.append(Watched(layer.attention.q_proj))
-        layer.attention.q_proj = watched[-1]
+        cache.layer, cache.statistics_from = layer, statistics_from
+        layer.attention.q_proj = Watched(layer.attention.q_proj)
     tokens = mx.random.randint(0, 64, (1, T), key=mx.random.key(3))
     with recording([type(model.layers[0].self_attn)]):
         for start, length in zip(np.cumsum([0, *chunks]), chunks):
             model(tokens[:, int(start) : int(start) + length], cache=caches)
-    inputs = [np.concatenate([np.asarray(x[0], np.float64) for x in w.inputs]) for w in watched]
-    return found, caches, inputs
+    watched = [layer.attention.q_proj.inputs for layer in found]
+    inputs = [np.concatenate([np.asarray(x[0], np.float64) for x in each]) for each in watched]
+    entries = [entries_of(layer, cache) for layer, cache in zip(found, caches)]
+    return entries, inputs, caches
 
 
 def entries_of(layer, cache):
     observed = Queries(cache.queries, cache.query_positions, cache.scale)
-    return Entries(
-        *cache.keys_and_values(), observed=observed, layer=layer, statistics=cache.statistics
-    )
+    made = {"observed": observed, "layer": layer, "statistics": cache.statistics}
+    return Entries(*cache.keys_and_values(), **made)
 
 
 def heads(x, weight):
@@ -108,9 +104,9 @@ def rotated(x, positions):
 
 def expected_of(attention, x, number):
     """Raw queries, weights, mean, covariance and scores, from a layer's inputs and weights alone."""
-    queries = heads(x, attention.q_proj.projection.weight)
-    keys = rotated(heads(x, attention.k_proj.weight), range(T)).repeat(N_HEADS // H, axis=0)
-    values = heads(x, attention.v_proj.weight).repeat(N_HEADS // H, axis=0)
+    queries = heads(x, attention.q_proj.weight)
+    keys = rotated(heads(x, attention.k_proj.weight), range(T)).repeat(GROUP, axis=0)
+    values = heads(x, attention.v_proj.weight).repeat(GROUP, axis=0)
     raw = queries[:, T - N :]
     logits = rotated(raw, range(T - N, T)) @ keys.swapaxes(-1, -2) * D**-0.5
     logits = np.where(np.arange(T) <= np.arange(T - N, T)[:, None], logits, -np.inf)
@@ -129,22 +125,23 @@ def expected_of(attention, x, number):
 
 @pytest.mark.parametrize("chunks", [(T,), (17, 1, 42), (2, 1, 1, 56)])
 def test_everything_a_policy_asks_for(asking, chunks):
-    found, caches, inputs = read(make_llama(), asking, chunks)
-    for number, (layer, cache, x) in enumerate(zip(found, caches, inputs)):
-        assert (layer.number, layer.n_layers) == (number, 2)
-        entries = entries_of(layer, cache)
-        raw, weights, mean, covariance, scores = expected_of(layer.attention, x, number)
+    for number, (entries, x, _) in enumerate(zip(*read(make_llama(), FIRST, chunks))):
+        assert (entries.layer.number, entries.layer.n_layers) == (number, 2)
         assert entries.raw_queries.dtype == mx.float32
-        assert np.allclose(entries.raw_queries[0], raw, atol=1e-5)
-        assert np.allclose(entries.attention[0], weights, atol=1e-5)
-        assert np.allclose(entries.statistics.mean[0], mean, atol=1e-5)
-        assert np.allclose(entries.statistics.covariance[0], covariance, atol=1e-5)
-        assert np.allclose(asking.score(entries)[0], scores, atol=1e-4)
+        found = (
+            entries.raw_queries,
+            entries.attention,
+            entries.statistics.mean,
+            entries.statistics.covariance,
+            asking.score(entries),
+        )
+        for ours, wanted in zip(found, expected_of(entries.layer.attention, x, number)):
+            assert np.allclose(ours[0], wanted, atol=1e-4)
 
 
-def test_tokens_fed_again_are_counted_once(asking):
+def test_tokens_fed_again_are_counted_once():
     model = make_llama()
-    _, caches, _ = read(model, asking)
+    *_, caches = read(model, FIRST)
     before = caches[0].statistics
     for cache in caches:
         cache.trim(10)
@@ -158,8 +155,7 @@ def test_what_nobody_asks_for_is_not_computed(monkeypatch):
     monkeypatch.setattr(
         layers.AttentionLayer, "undo_rope", lambda *args: calls.append(args) or args[1]
     )
-    found, caches, _ = read(make_llama())
-    entries = entries_of(found[0], caches[0])
+    (entries, _), _, caches = read(make_llama())
     entries.votes, entries.queries, entries.positions  # noqa: B018
     assert not calls and caches[0].statistics is None and not caches[0]._sums
     assert not {"attention", "raw_queries"} & set(vars(entries))
@@ -174,6 +170,7 @@ def test_what_nobody_asks_for_is_not_computed(monkeypatch):
         (lambda e: e.attention, "queries are missing: pass queries="),
         (lambda e: e.layer.attention, "prefill with mlx_snapkv.prefill"),
         (lambda e: e.statistics.mean, "give the policy a query_statistics"),
+        (lambda e: ExpectedAttention().score(e), "prefill with mlx_snapkv"),
     ],
 )
 def test_what_is_missing_is_one_sentence(ask, message):
@@ -183,11 +180,12 @@ def test_what_is_missing_is_one_sentence(ask, message):
 
 
 def test_queries_of_entries_with_gaps_need_their_start():
-    keys, heads = mx.zeros((1, H, 6, D)), mx.zeros((1, N_HEADS, 2, D))
+    keys, queries = mx.zeros((1, H, 6, D)), mx.zeros((1, N_HEADS, 2, D))
     positions = mx.broadcast_to(mx.arange(3, 9, dtype=mx.uint32), (1, H, 6))
     with pytest.raises(SnapKVError, match="give Queries their start"):
-        entries = Entries(keys, keys, Queries(heads, range(4, 6)), given_positions=positions)
-        _ = entries.raw_queries
+        _ = Entries(
+            keys, keys, Queries(queries, range(4, 6)), given_positions=positions
+        ).raw_queries
 
 
 def test_a_name_is_given_once(asking):
@@ -199,13 +197,51 @@ def test_a_name_is_given_once(asking):
 @pytest.mark.parametrize("schedule", ["once", "block"])
 def test_a_whole_request_is_served_by_such_a_policy(asking, schedule):
     """Read in chunks, with evictions while it is read and while it answers: all it asks for is there."""
-    model = make_llama()
+    model, reports = make_llama(), []
     policy = dataclasses.replace(asking, schedule=schedule, block=8, n_window=6)
-    tokens = mx.array(np.random.default_rng(0).integers(0, 64, T))
-    cache, reports = make_prompt_cache(model), []
+    tokens, cache = mx.array(np.random.default_rng(0).integers(0, 64, T)), make_prompt_cache(model)
     options = {"prompt_cache": cache, "on_report": reports.append, "prefill_step_size": 16}
     answer = [t for t, _ in generate_step(tokens, model, max_tokens=20, policy=policy, **options)]
     assert len(answer) == 20 and reports[0].compressed and reports[0].entries == 20
     assert all(c.size() <= 28 for c in cache)
     read_by = prefill(model, tokens, dataclasses.replace(policy, schedule="once"))[0]
     assert all(c.positions.shape[2] == 20 for c in read_by)
+
+
+@pytest.mark.parametrize("n_sink", [0, 4, 9])
+@pytest.mark.parametrize("n_bytes", [expected_attention.BLOCK_BYTES, 1])  # 1: blocks of 64 keys
+def test_expected_attention(n_sink, n_bytes, monkeypatch):
+    monkeypatch.setattr(expected_attention, "BLOCK_BYTES", n_bytes)
+    model = make_llama()
+    attention = model.layers[0].self_attn
+    attention.q_proj.weight = 4 * attention.q_proj.weight  # else all weights are about the same
+    (entries, _), (x, _), _ = read(model, n_sink)
+    queries = heads(x, attention.q_proj.weight).reshape(H, GROUP, T, D)
+    to_come = [rotated(np.eye(D)[None], [p] * D)[0].T for p in range(T, T + 512)]
+    scores = np.asarray(ExpectedAttention(n_sink=n_sink).score(entries))
+    for head in range(H):
+        states = entries.keys[0, head], entries.values[0, head]
+        expected = reference.expected_attention(*states, queries[head], to_come, n_sink, D**-0.5)
+        assert np.allclose(scores[0, head, n_sink:], np.log(expected), atol=1e-4)
+    assert scores[0, :, :n_sink].min(initial=np.inf) > scores[0, :, n_sink:].max()
+
+
+def test_weights_too_small_for_float32_are_still_told_apart():
+    model = make_llama()
+    attention = model.layers[0].self_attn
+    attention.q_proj.weight = 400 * attention.q_proj.weight
+    scores = ExpectedAttention().score(read(model, 4)[0][0])
+    assert len(set(scores[0, 0, 4:].tolist())) == T - 4 and scores.min().item() < -100
+
+
+def test_statistics_of_a_later_turn_whose_first_tokens_need_an_eviction(tokens):
+    """Nothing is known of queries yet when they come, so they are read first."""
+    model = make_llama()
+    cache = make_prompt_cache(model)
+    model(tokens[None, :60], cache=cache)
+    request = Request(model, ExpectedAttention(budget=40, block=16, n_window=8), 20, cache)
+    with request.recording():
+        for part in (tokens[60:64], tokens[64:80]):
+            model(part[None], cache=request.caches)
+    report = request.compress()
+    assert report.entries == 40 and all(c.offset == 80 for c in cache)

@@ -11,29 +11,26 @@ from mlx_snapkv.policies.budgets import Quota, layer_entries, shared_out
 
 @given(st.integers(1, 5000), st.integers(1, 60), st.integers(0, 100))
 def test_a_pyramid_falls_and_keeps_the_mean(mean, n_layers, least):
-    rows = layer_entries(f"pyramid:{mean}", 10_000, n_layers, min(least, mean))
-    assert rows == sorted(rows, reverse=True)
-    assert min(rows) >= min(least, mean)
-    assert abs(sum(rows) - mean * n_layers) <= n_layers
+    counts = layer_entries(f"pyramid:{mean}", 10_000, n_layers, min(least, mean))
+    assert counts == sorted(counts, reverse=True) and min(counts) >= min(least, mean)
+    assert abs(sum(counts) - mean * n_layers) <= n_layers
 
 
 def test_pyramid_by_hand():
-    """Top layer 100 / 20, bottom layer 200 - 5, linear between."""
+    """Top layer 100 / 20, bottom layer 200 - 5, linear between; never less than an entry."""
     assert layer_entries("pyramid:100", 1000, 3, 0) == [195, 100, 5]
     assert layer_entries("pyramid:10%", 1000, 3, 50) == [150, 100, 50]
+    assert [quota.entries for quota in KeyDiff(budget="pyramid:5").quotas(2000, 3)] == [9, 5, 1]
 
 
 @pytest.mark.parametrize(
-    "budget, rows", [(300, 300), ("25%", 250), ("12.5%", 125), ("pyramid:25%", 250), ("100%", 1000)]
+    "budget, n", [(300, 300), ("25%", 250), ("12.5%", 125), ("pyramid:25%", 250), ("100%", 1000)]
 )
-def test_mean_rows_of_a_prompt(budget, rows):
-    quotas = KeyDiff(budget=budget).quotas(1000, 5)
-    assert quotas[2] == Quota(rows, 0, rows // 10)
+def test_mean_entries_of_a_prompt(budget, n):
+    assert KeyDiff(budget=budget).quotas(1000, 5)[2] == Quota(n, 0, n // 10)
 
 
-@pytest.mark.parametrize(
-    "budget", [0, -1, 1.5, True, "", "0%", "101%", "x%", "nan%", "pyramid:", "5"]
-)
+@pytest.mark.parametrize("budget", [0, 1.5, True, "", "0%", "101%", "x%", "nan%", "pyramid:", "5"])
 def test_a_bad_budget_is_one_sentence(budget):
     with pytest.raises(
         SnapKVError, match="keydiff option budget must be a whole number of entries"
@@ -41,7 +38,7 @@ def test_a_bad_budget_is_one_sentence(budget):
         KeyDiff(budget=budget)
 
 
-def test_a_share_without_room_is_refused_when_the_prompt_is_known():
+def test_a_share_that_is_too_small_is_refused_when_the_prompt_is_known():
     policy = SnapKV(budget="25%")
     with pytest.raises(SnapKVError, match=r"at least 5 .*, got 4 entries"):
         policy.quotas(16, 4)
@@ -50,18 +47,13 @@ def test_a_share_without_room_is_refused_when_the_prompt_is_known():
         KeyDiff(budget="25%").quotas(3, 4)
 
 
-def test_every_layer_keeps_an_entry():
-    assert [quota.entries for quota in KeyDiff(budget="pyramid:5").quotas(2000, 3)] == [9, 5, 1]
-
-
 def test_snapkvs_budget_and_top_k_say_the_same():
     assert SnapKV(budget=1023) == SnapKV(top_k=1023 - 4 - 255)
-    assert str(SnapKV(budget=1023)) == "snapkv:top_k=764"
     assert SnapKV(top_k=100).budget == 138  # 4 + 100 + 34
     assert SnapKV(top_k=100, n_sink=2, n_window=30).budget == 132
-    assert str(SnapKV(budget="25%")) == "snapkv:budget=25%"
     # Of 1,024 entries 764 are voted, too, but 1,023 are enough for that.
-    assert str(SnapKV(budget=1024)) == "snapkv:budget=1024"
+    for budget, said in ((1023, "top_k=764"), (1024, "budget=1024"), ("25%", "budget=25%")):
+        assert str(SnapKV(budget=budget)) == f"snapkv:{said}"
 
 
 shares = st.integers(1, 99).map("{}%".format)
@@ -79,11 +71,10 @@ def test_a_budget_is_the_smallest_of_which_top_k_are_voted(top_k, n_sink, share)
 def test_a_policy_is_what_it_is_called(budget, n_sink, share):
     assume(budget >= max(1, n_sink + int(share[:-1]) * budget // 100))
     policy = SnapKV(budget=budget, n_sink=n_sink, n_window=share)
-    assert policy.budget == budget
-    assert resolve_policy(policy=str(policy)) == policy
+    assert policy.budget == budget and resolve_policy(policy=str(policy)) == policy
 
 
-def test_a_window_that_is_all_of_the_budget_leaves_no_room_for_votes():
+def test_a_window_that_is_all_of_the_budget_leaves_no_votes():
     with pytest.raises(SnapKVError, match="n_window must be less than all of the budget, got"):
         SnapKV(n_window="100%")
     policy = SnapKV(budget=100, n_sink=0, n_window="100%")
@@ -107,26 +98,22 @@ def test_a_growing_answer_needs_no_window():
     st.lists(st.integers(1, 40), min_size=1, max_size=5),
     st.integers(1, 3),
     st.integers(0, 50),
-    st.sampled_from([0, 1]),
+    st.booleans(),
 )
-def test_an_adaptive_budget_is_shared_out_by_one_ranking(lengths, heads, seed, levels):
+def test_an_adaptive_budget_is_shared_out_by_one_ranking(lengths, heads, seed, ties):
     """Each layer gets the mean over its heads of how many of the best of all are theirs, to the rounding."""
     rng = np.random.default_rng(seed)
     sink, window = 2, 3
     scores = [rng.random((1, heads, n + sink + window)) for n in lengths]
-    if levels:  # many ties
-        scores = [np.round(s) for s in scores]
+    scores = [np.round(s) for s in scores] if ties else scores
     free = sum(rng.integers(0, n + 1) for n in lengths)
-    given_each = [sink + window + free // len(lengths)] * len(lengths)
-    given_each[0] += free % len(lengths)
-    quotas = [Quota(n, sink, window) for n in given_each]
-    found = shared_out([mx.array(s) for s in scores], quotas)
+    each = [sink + window + free // len(lengths)] * len(lengths)
+    each[0] += free % len(lengths)
+    found = shared_out([mx.array(s) for s in scores], [Quota(n, sink, window) for n in each])
     assert all((q.n_sink, q.n_window) == (sink, window) for q in found)
     voted = [q.entries - sink - window for q in found]
-    assert sum(voted) == min(free, sum(lengths)) and all(
-        0 <= n <= most for n, most in zip(voted, lengths)
-    )
-    if levels or not free:
+    assert sum(voted) == free and all(0 <= n <= most for n, most in zip(voted, lengths))
+    if ties or not free:
         return
     every = sorted((x for s in scores for x in s[..., sink:-window].ravel()), reverse=True)
     best = every[free * heads - 1]

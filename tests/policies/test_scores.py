@@ -11,6 +11,8 @@ from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.policies import keydiff, lagkv
 
+HEADS = list(np.ndindex(2, 2))
+
 
 def make_entries(T=70, n=3, seed=0, dtype=mx.float32):
     rng = np.random.default_rng(seed)
@@ -19,30 +21,26 @@ def make_entries(T=70, n=3, seed=0, dtype=mx.float32):
     return Entries(keys, keys, Queries(queries, range(T - n, T), 8**-0.5))
 
 
+def of_keys(rows):
+    keys = mx.array(rows)[None, None]
+    return Entries(keys, keys)
+
+
 @pytest.mark.parametrize("anchor", ["mean", "median", "pairwise"])
-@pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean"])
-def test_keydiff(anchor, similarity, monkeypatch):
+@pytest.mark.parametrize("similarity", keydiff.SIMILARITIES)
+@pytest.mark.parametrize("block_bytes", [keydiff.BLOCK_BYTES, 1])  # 1: blocks of 64 keys
+def test_keydiff(anchor, similarity, block_bytes, monkeypatch):
+    monkeypatch.setattr(keydiff, "BLOCK_BYTES", block_bytes)
     entries = make_entries()
-    policy = KeyDiff(anchor=anchor, similarity=similarity)
-    for block_bytes in (keydiff.BLOCK_BYTES, 1):  # 1: blocks of 64 keys
-        monkeypatch.setattr(keydiff, "BLOCK_BYTES", block_bytes)
-        scores = np.asarray(policy.score(entries))
-        for b in range(2):
-            for head in range(2):
-                expected = reference.keydiff(entries.keys[b, head], anchor, similarity)
-                assert np.allclose(scores[b, head], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("similarity", ["cosine", "dot", "euclidean"])
-@pytest.mark.parametrize("kernel", [3, 7])
-def test_pooled_keydiff(similarity, kernel):
-    entries = make_entries()
-    scores = np.asarray(KeyDiff(similarity=similarity, pool_kernel=kernel).score(entries))
-    for b in range(2):
-        for head in range(2):
-            each = reference.keydiff(entries.keys[b, head], "mean", similarity)
-            expected = reference.pool(each - each.min(), "avg", kernel) + each.min()
-            assert np.allclose(scores[b, head], expected, atol=1e-5)
+    scores, pooled = (
+        np.asarray(KeyDiff(anchor=anchor, similarity=similarity, pool_kernel=n).score(entries))
+        for n in (1, 3)
+    )
+    for head in HEADS:
+        expected = reference.keydiff(entries.keys[head], anchor, similarity)
+        assert np.allclose(scores[head], expected, atol=1e-5)
+        neighbours = reference.pool(expected - expected.min(), "avg", 3) + expected.min()
+        assert np.allclose(pooled[head], neighbours, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [0, 4, 2.5])
@@ -52,9 +50,12 @@ def test_a_kernel_without_a_middle_is_refused(kernel):
 
 
 def test_keydiff_by_hand():
-    """Three keys point one way and one another: the odd one out is kept."""
-    keys = mx.array([[1.0, 0], [2, 0.1], [0.5, 0], [0, 3]])[None, None]
-    assert mx.argmax(KeyDiff().score(Entries(keys, keys))).item() == 3
+    """Three keys point one way and one another: the odd one out is kept, and with pooling its neighbours."""
+    one_out = of_keys([[1.0, 0], [2, 0.1], [0.5, 0], [0, 3]])
+    assert mx.argmax(KeyDiff().score(one_out)).item() == 3
+    in_the_middle = of_keys([[1.0, 0.0]] * 5 + [[0.0, 1.0]] + [[1.0, 0.0]] * 5)
+    scores = KeyDiff(pool_kernel=3).score(in_the_middle)[0, 0]
+    assert set(mx.argsort(-scores)[:3].tolist()) == {4, 5, 6}
 
 
 def test_keydiff_ranks_half_precision_keys_in_float32():
@@ -64,18 +65,16 @@ def test_keydiff_ranks_half_precision_keys_in_float32():
     assert np.allclose(KeyDiff().score(entries)[0, 0], expected, atol=1e-5)
 
 
-def test_a_key_of_zeros_is_no_nan():
-    keys = mx.concatenate([mx.zeros((1, 1, 1, 8)), mx.ones((1, 1, 5, 8))], axis=2)
-    for similarity in keydiff.SIMILARITIES:
-        scores = KeyDiff(similarity=similarity).score(Entries(keys, keys))
-        assert not mx.any(mx.isnan(scores)).item()
+@pytest.mark.parametrize("policy", [KeyDiff(), KeyDiff(similarity="euclidean"), LagKV(lag_size=8)])
+def test_keys_of_zeros_and_coordinates_that_do_not_change_are_no_nan(policy):
+    keys = mx.concatenate([mx.zeros((1, 1, 1, 8)), mx.ones((1, 1, 39, 8))], axis=2)
+    assert not mx.any(mx.isnan(policy.score(Entries(keys, keys)))).item()
 
 
 def test_tova_is_the_last_querys_attention_averaged_over_all_heads():
     entries = make_entries(n=1)
     raw = reference.votes(entries.queries, entries.keys, [69], entries.observed.scale)
-    scores = np.asarray(TOVA().score(entries))
-    assert np.allclose(scores, raw.mean(axis=1, keepdims=True), atol=1e-6)
+    assert np.allclose(TOVA().score(entries), raw.mean(axis=1, keepdims=True), atol=1e-6)
 
 
 @pytest.mark.parametrize("T, first", [(70, 60), (70, 68), (9000, 8990)])
@@ -92,9 +91,9 @@ def test_scissorhands_counts_queries(T, first):
 
 def test_scissorhands_by_hand():
     """Once very much counts less than twice a little more than the average."""
-    keys = mx.array([[9.0, 0], [0.5, 0.5], [0, 0]])[None, None]
+    entries = of_keys([[9.0, 0], [0.5, 0.5], [0, 0]])
     queries = mx.array([[1.0, 0.1], [-0.5, 2], [0, 3]])[None, None]
-    entries = Entries(keys, keys, Queries(queries, range(2, 5), 1.0))
+    entries.observed = Queries(queries, range(2, 5), 1.0)
     assert ScissorHands().score(entries)[0, 0].tolist() == [1, 2, 0]
 
 
@@ -105,50 +104,36 @@ def test_key_norm_prefers_small_keys():
 
 
 @pytest.mark.parametrize("crosses", [False, True])
-@pytest.mark.parametrize("lag, n_sink", [(8, 3), (16, 0), (23, 1), (2, 4)])
-def test_lagkv(lag, n_sink, crosses, monkeypatch):
+@pytest.mark.parametrize("lag, n_sink", [(8, 3), (23, 1), (2, 4)])
+@pytest.mark.parametrize("block_bytes", [lagkv.BLOCK_BYTES, 1])  # 1: one block at a time
+def test_lagkv(lag, n_sink, crosses, block_bytes, monkeypatch):
+    monkeypatch.setattr(lagkv, "BLOCK_BYTES", block_bytes)
     entries = make_entries()
     rng = np.random.default_rng(1)
     entries.stored_values = mx.array(rng.normal(size=(2, 2, 70, 8)).astype(np.float32))
     policy = LagKV(lag_size=lag, n_sink=n_sink, cross_scoring=crosses)
-    for block_bytes in (lagkv.BLOCK_BYTES, 1):  # 1: one block at a time
-        monkeypatch.setattr(lagkv, "BLOCK_BYTES", block_bytes)
-        scores = np.asarray(policy.score(entries))
-        for b in range(2):
-            for head in range(2):
-                states = entries.keys[b, head], entries.values[b, head]
-                expected = reference.lagkv(*states, n_sink, lag)
-                end = n_sink + expected.size
-                if not crosses:
-                    expected = np.argsort(np.argsort(expected)) / lag
-                assert np.allclose(scores[b, head, n_sink:end], expected.ravel(), atol=1e-6)
-                assert (np.diff(scores[b, head, end:]) > 0).all() and scores[b, head, end] >= 1
+    scores = np.asarray(policy.score(entries))
+    for head in HEADS:
+        expected = reference.lagkv(entries.keys[head], entries.values[head], n_sink, lag)
+        end = n_sink + expected.size
+        if not crosses:
+            expected = np.argsort(np.argsort(expected)) / lag
+        assert np.allclose(scores[head][n_sink:end], expected.ravel(), atol=1e-6)
+        assert (np.diff(scores[head][end:]) > 0).all() and scores[head][end] >= 1
 
 
 def test_lagkv_by_hand():
     """Of two blocks of three, the entry whose coordinates differ most once they are scaled by the next block."""
     after = [[0.0, 0], [10, 1], [5, 0.5]]
-    keys = mx.array([[1.0, 0.1], [10, 0], [2, 0.2], *after])[None, None]
-    scores = LagKV(lag_size=3, n_sink=0).score(Entries(keys, keys))
+    scores = LagKV(lag_size=3, n_sink=0).score(of_keys([[1.0, 0.1], [10, 0], [2, 0.2], *after]))
     assert mx.argmax(scores[0, 0, :3]).item() == 1
 
 
-def test_lagkv_keeps_the_newest_of_a_few():
-    entries = make_entries()
-    policy = LagKV(budget=20, n_sink=4, n_window=0)
-    kept = policy.quotas(70, 1)[0].select(policy.score(entries))
-    assert kept[0, 0].tolist() == [*range(4), *range(54, 70)]
-
-
-def test_a_coordinate_that_does_not_change_is_no_nan():
-    keys = mx.concatenate([mx.ones((1, 1, 40, 2)), mx.random.normal((1, 1, 40, 6))], axis=3)
-    assert not mx.any(mx.isnan(LagKV(lag_size=8).score(Entries(keys, keys)))).item()
-
-
-def test_streaming_llm_keeps_sinks_and_the_newest():
-    entries = make_entries()
-    policy = StreamingLLM(budget=20, n_sink=3)
-    kept = policy.quotas(70, 1)[0].select(policy.score(entries))
+@pytest.mark.parametrize(
+    "policy", [LagKV(budget=20, n_sink=3, n_window=0), StreamingLLM(budget=20, n_sink=3)]
+)
+def test_the_newest_of_a_few_and_the_sink_stay(policy):
+    kept = policy.quotas(70, 1)[0].select(policy.score(make_entries()))
     assert kept[0, 0].tolist() == [*range(3), *range(53, 70)]
 
 
@@ -168,16 +153,8 @@ def test_random_is_a_uniform_sample_that_no_schedule_changes():
     assert not mx.array_equal(scores, RandomRows(seed=1).score(Entries(keys, keys)))
     best = np.sort(np.argsort(-np.asarray(scores[0, 0]))[:1000])
     assert abs(np.mean(best) - 2000) < 100 and abs(np.mean(best < 1000) - 0.25) < 0.05
-    # Rows that an eviction left have the scores they had before.
+    # Entries that an eviction left have the scores they had before.
     some = mx.arange(0, 4000, 3, dtype=mx.uint32)
     left = Entries(keys[:, :, ::3], keys[:, :, ::3])
     left.given_positions = mx.broadcast_to(some, (1, 4, some.size))
     assert mx.array_equal(RandomRows().score(left), scores[..., ::3])
-
-
-def test_neighbours_of_a_distinct_key_stay_with_it():
-    keys = mx.tile(mx.array([[1.0, 0.0]]), (11, 1))
-    keys[5] = mx.array([0.0, 1.0])
-    entries = Entries(keys[None, None], keys[None, None])
-    scores = KeyDiff(pool_kernel=3).score(entries)[0, 0]
-    assert set(mx.argsort(-scores)[:3].tolist()) == {4, 5, 6}
