@@ -43,8 +43,8 @@ docs: $(VENV)/.installed ## write docs/policies.md, commands.md, models.md and t
 
 bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and servers; writes docs/*.json and their tables (two hours)
 	$(RUN) -m mlx_snapkv bench --output build/benchmarks
-	$(RUN) -m mlx_snapkv bench --book --output build/books
-	cp build/benchmarks.json build/benchmarks.png build/books.json docs/
+	cp build/benchmarks.json build/benchmarks.png docs/
+	$(RUN) scripts/measure_books.py
 	$(RUN) scripts/measure_batches.py
 	$(RUN) scripts/measure_servers.py
 	$(RUN) scripts/measure_plan.py

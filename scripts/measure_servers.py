@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,7 @@ from typing import Any
 
 import httpx
 import mlx.core as mx
-from results_page import about, mlx_versions, shared_options, write_json
-from soak_server import look
+from results_page import about, mlx_versions, shared_options, watched, write_json
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
@@ -130,22 +128,6 @@ def running(command: list[str]) -> Iterator[tuple[str, int]]:
         finally:
             process.terminate()
             process.wait(30)
-
-
-@contextlib.contextmanager
-def watched(pid: int) -> Iterator[list[int]]:
-    """The bytes that a process holds while the block runs, looked up now and then."""
-    held, over = [look(pid)["memory"]], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.05):
-            held.append(look(pid)["memory"])
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    yield held
-    over.set()
-    watcher.join()
 
 
 def tokens_while_all_answer(rounds: list[list[Answer]]) -> tuple[float, float]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import re
 import shlex
+import subprocess
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +91,32 @@ def clock() -> float:
 
     on_cpu = mx.default_device().type == mx.cpu
     return time.process_time() if on_cpu else time.perf_counter()
+
+
+def look(pid: int) -> dict[str, int]:
+    """What a process takes: bytes of memory, and open files where the system tells."""
+    status = Path(f"/proc/{pid}/status")
+    if not status.exists():
+        told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
+        return {"memory": int(told.stdout) * 1024}
+    own = re.search(r"^RssAnon:\s+(\d+)", status.read_text(), re.M)
+    if own is None:
+        raise OSError(f"process {pid} has ended")
+    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return {"memory": int(own[1]) * 1024, "files": files}
+
+
+@contextlib.contextmanager
+def watched(pid: int) -> Iterator[list[int]]:
+    """The bytes that a process holds while the block runs, looked up now and then."""
+    held, over = [look(pid)["memory"]], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            held.append(look(pid)["memory"])
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield held
+    over.set()
+    watcher.join()

@@ -20,6 +20,7 @@ import httpx
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from results_page import look  # noqa: E402
 from soak_clients import Tally, run_all  # noqa: E402
 
 FLAGS = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256 --memory recall --queue 64".split()
@@ -29,19 +30,6 @@ WARM = 1 / 3  # of the time, until which memory may grow: caches fill
 MAY_GROW = {"memory": lambda before: 1.10 * before, "files": lambda before: before + 5}
 LINES = 400  # of /metrics, whose names must not come from clients
 SETTLE = 30.0  # seconds until no request is open
-
-
-def look(pid: int) -> dict[str, int]:
-    """What a process takes: bytes of memory, and open files where the system tells."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-        return {"memory": int(told.stdout) * 1024}
-    own = re.search(r"^RssAnon:\s+(\d+)", status.read_text(), re.M)
-    if own is None:
-        raise OSError(f"process {pid} has ended")
-    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return {"memory": int(own[1]) * 1024, "files": files}
 
 
 def grown(looks: list[dict[str, int]]) -> list[str]:

@@ -65,6 +65,13 @@ def _folded(command: str) -> str:
 
 # What it costs
 
+BOOKS = (
+    "A prompt of random tokens, read once. A book is read by KeyDiff within so many resident entries, and every entry "
+    'goes to a file. "Process" is what the process holds itself, on Linux without the files that the system caches for '
+    'it; "entries" those in memory afterwards, room for the next block included. The full cache was not read beyond '
+    "{full:,} tokens: its seconds grow with the square."
+)
+
 
 def _measured(result: dict[str, Any]) -> list[str]:
     """How a result was measured, with what differs from today."""
@@ -78,11 +85,34 @@ def speed(name: str) -> list[str]:
 
 
 def books() -> list[str]:
+    """What reading a book and asking it costs."""
     result = load("books")
-    lines = [setting_text(result)]
-    for made in bench.books(result["book"]):
-        lines += ["", made.remark, "", as_markdown(made)]
-    return lines
+    rows = result["book"]
+    full = max(row["context"] for row in rows if row["contender"] == "full cache")
+    reading, asking = [], []
+    for row in rows:
+        who, disk = (f"{row['context']:,}", row["contender"]), row["disk_bytes_per_token"]
+        sizes = [format_bytes(row[f"{what}_bytes"]) for what in ("peak", "process", "kv")]
+        speed = f"{row['read_seconds']:.1f} s", f"{row['context'] / row['read_seconds']:.0f}"
+        on_disk = format_bytes(disk) if disk else ""
+        reading.append((*who, f"{row['entries']:,}", *speed, *sizes, on_disk))
+        parts = [row.get(f"{part}_seconds") for part in ("vote", "gather", "read_again")]
+        seconds = [f"{x:.2f} s" if x is not None else "" for x in (row["question_seconds"], *parts)]
+        asking.append((*who, f"{row['gathered']:,}" if row["gathered"] else "", *seconds))
+    head = ("prompt", "cache", "resident", "read", "tokens/s", "peak", "process", "entries")
+    asked = ("prompt", "cache", "gathered", "question", "votes", "gathering", "read again")
+    return [
+        setting_text(result),
+        "",
+        BOOKS.format(full=full),
+        "",
+        *table((*head, "disk/token"), reading),
+        "",
+        "A question of 32 tokens until its answer's first token, medians of 3: read over the resident entries, votes "
+        "over all of them, the best gathered, and the question read again over those.",
+        "",
+        *table(asked, asking),
+    ]
 
 
 def batches() -> list[str]:

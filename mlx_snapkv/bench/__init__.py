@@ -1,1 +1,1 @@
-"""What a user measures on a machine of theirs: decoding and reading by context length, and books."""
+"""What a user measures on a machine of theirs: decoding and reading by context length."""

@@ -1,4 +1,4 @@
-"""A benchmark's rows as tables, for the terminal and for a page, and as a picture."""
+"""A benchmark's rows as a table, a page and a picture."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,26 +8,15 @@ from ..engine.report import format_bytes
 from ..paths import put_figure
 from ..reporting.files import PNG_METADATA
 from ..reporting.setting import title
-from ..reporting.table import Table, as_markdown, setting_text
+from ..reporting.table import Table, as_page
 from .speed import Row
 
 REMARK = "Figures are for this machine; the ratios are what carries over, and only to machines of its kind."
 
 
-def tables(result: dict[str, Any]) -> list[Table]:
-    """All tables of a result, in reading order; those without rows are left out."""
-    made = [speed(result["speed"]), *books(result["book"])]
-    return [table for table in made if table.rows]
-
-
-def markdown(result: dict[str, Any], picture: str | None) -> str:
-    """A page: setting, tables, and the picture of this name, if there is one."""
-    lines = ["# Benchmarks", "", f"{setting_text(result)} {REMARK}"]
-    for table in tables(result):
-        lines += ["", f"## {table.title}", "", table.remark, "", as_markdown(table)]
-    if picture is not None:
-        lines += ["", f"![speed and memory by context length]({picture})"]
-    return "\n".join(lines) + "\n"
+def markdown(result: dict[str, Any], picture: str) -> str:
+    """The table's page, with the picture of this name."""
+    return as_page("Benchmarks", result, REMARK, [speed(result["speed"])], [picture])
 
 
 def speed(rows: list[Row]) -> Table:
@@ -59,46 +48,6 @@ def speed(rows: list[Row]) -> Table:
 def _ratio(row: Row, base: Row, figure: str) -> str:
     known = base["contender"] == "full cache" and figure in base
     return f", {row[figure] / base[figure]:.2f}x" if known else ""
-
-
-def books(rows: list[Row]) -> list[Table]:
-    """What reading a book and asking it costs."""
-    full = [row["context"] for row in rows if row["contender"] == "full cache"]
-    beyond = f"beyond {max(full):,} tokens: its seconds grow with the square" if full else "at all"
-    reading = Table(
-        "Reading a book",
-        "A prompt of random tokens, read once. A book is read by KeyDiff within so many resident entries, and every "
-        'entry goes to a file. "Process" is what the process holds itself, on Linux without the files that the system '
-        'caches for it; "entries" those in memory afterwards, room for the next block included. The full cache was not '
-        f"read {beyond}.",
-        ["prompt", "cache", "resident", "read", "tokens/s", "peak", "process", "entries", "disk/token"],
-    )  # fmt: skip
-    asking = Table(
-        "Asking a book",
-        "A question of 32 tokens until its answer's first token, medians of 3: read over the resident entries, votes "
-        "over all of them, the best gathered, and the question read again over those.",
-        ["prompt", "cache", "gathered", "question", "votes", "gathering", "read again"],
-    )
-    for row in rows:
-        who = f"{row['context']:,}", row["contender"]
-        disk = row["disk_bytes_per_token"]
-        sizes = [format_bytes(row[f"{what}_bytes"]) for what in ("peak", "process", "kv")]
-        reading.add(
-            *who,
-            f"{row['entries']:,}",
-            f"{row['read_seconds']:.1f} s",
-            f"{row['context'] / row['read_seconds']:.0f}",
-            *sizes,
-            format_bytes(disk) if disk else "",
-        )
-        parts = [row.get(f"{part}_seconds") for part in ("vote", "gather", "read_again")]
-        asking.add(
-            *who,
-            f"{row['gathered']:,}" if row["gathered"] else "",
-            f"{row['question_seconds']:.2f} s",
-            *("" if seconds is None else f"{seconds:.2f} s" for seconds in parts),
-        )
-    return [reading, asking]
 
 
 def write_picture(result: dict[str, Any], path: Path) -> None:

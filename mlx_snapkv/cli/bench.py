@@ -21,7 +21,6 @@ LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that th
 CONTEXTS = "4096,16384,32768,65536,131072"
 PROMPTS = "8192,16384"
 LONG_PROMPTS = "16384,32768,65536"
-BOOKS = "16384,65536,262144"
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 
 
@@ -44,19 +43,8 @@ class BenchOptions:
         ),
     ] = PROMPTS
     long_prompts: Annotated[
-        str | None,
-        Option(
-            help="Prompt lengths that only policies read that evict meanwhile; "
-            f"default: {LONG_PROMPTS}, with --book {BOOKS}."
-        ),
-    ] = None
-    book: Annotated[
-        bool,
-        Option(
-            "--book",
-            help="Only this: prompts of --long-prompts tokens read with every entry in a file, then questions.",
-        ),
-    ] = False
+        str, Option(help="Prompt lengths that only policies read that evict meanwhile.")
+    ] = LONG_PROMPTS
     num_trials: Annotated[
         int, Option("--num-trials", "-n", min=1, help="Prompts read of each length.")
     ] = 3
@@ -64,21 +52,16 @@ class BenchOptions:
 
     def plan(self) -> Plan:
         """What is measured; a mistake in the options shows before anything is."""
-        from ..bench.book import READS
         from ..bench.speed import Plan
         from ..policies import resolve_policy
 
         named = self.policy or ([] if self.snapkv else POLICIES)
         chosen = [resolve_policy(self.snapkv), *(resolve_policy(policy=text) for text in named)]
         given = [one for one in chosen if one is not None]
-        fills = READS.quotas(0, 1)[0].entries + READS.block  # tokens that fill a budget's buffers
-        lengths = self.long_prompts
-        if lengths is None:
-            lengths = BOOKS if self.book else LONG_PROMPTS
         plan = Plan(
             contexts=whole_numbers("--context", self.context, LEAST),
             prompts=whole_numbers("--prompt-tokens", self.prompt_tokens, LEAST),
-            long_prompts=whole_numbers("--long-prompts", lengths, fills),
+            long_prompts=whole_numbers("--long-prompts", self.long_prompts, LEAST),
             policies=given,
             trials=self.num_trials,
             steps=self.steps,
@@ -102,44 +85,32 @@ def bench(
     ] = None,
 ) -> None:
     """Measure decoding and reading by context length: the full cache, mlx-lm's own options, and policies, in turn."""
-    from ..bench.book import measure_books
     from ..bench.contenders import RANDOM, make_random_model
     from ..bench.speed import measure_speed
-    from ..bench.tables import markdown, tables, write_picture
+    from ..bench.tables import markdown, speed, write_picture
     from ..reporting.setting import setting
     from .print_table import print_table
     from .progress import StepBars
 
-    plan, book = options.plan(), options.book
-    endings = (".json", ".md") if book else (".json", ".md", ".png")
-    files = None if output is None else ResultFiles(output, endings)
+    plan = options.plan()
+    files = None if output is None else ResultFiles(output, (".json", ".md", ".png"))
     listen()
     loaded = make_random_model() if model is None else load_model(model)[0]
     command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
-    about = {"command": command, **setting(), "model": model or RANDOM}
-    result = {**about, "speed": [], "book": []}
+    result = {"command": command, **setting(), "model": model or RANDOM, "speed": []}
     with StepBars() as bars:
 
         def done(rows: list[dict[str, Any]]) -> None:
             """One more is measured: save what there is."""
-            result["book" if book else "speed"] = rows
+            result["speed"] = rows
             bars.done()
             if files is not None:
                 write_json(files.base, result)
 
-        if book:
-            result["book"] = measure_books(loaded, plan.long_prompts, bars.start, done)
-        else:
-            result["speed"] = measure_speed(loaded, plan, bars.start, done)
-    for table in tables(result):
-        print_table(table)
-        print()
+        result["speed"] = measure_speed(loaded, plan, bars.start, done)
+    print_table(speed(result["speed"]))
     if files is not None:
-        picture = None if book else files.path(".png")
-        written = write_result(
-            files.base, result, markdown(result, picture.name if picture else None)
-        )
-        if picture is not None:
-            write_picture(result, picture)
-            written.append(picture)
-        print(files.told(written))
+        picture = files.path(".png")
+        written = write_result(files.base, result, markdown(result, picture.name))
+        write_picture(result, picture)
+        print(files.told([*written, picture]))

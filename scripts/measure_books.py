@@ -1,0 +1,95 @@
+"""What a book costs: a long prompt read once within a budget, and then questions about it, one after the other.
+
+    python scripts/measure_books.py                      # writes docs/books.json; then: make docs
+    python scripts/measure_books.py --lengths 1048576 --out build/books
+
+Everything but the book is measured at the first length and below it. The full cache comes last: where only the most
+that a process ever held is known, it says nothing about others.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from results_page import about, shared_options, watched, write_json
+
+from mlx_snapkv.bench.contenders import RANDOM, make_random_model, random_prompt
+from mlx_snapkv.bench.speed import ANSWER, Row, ask
+from mlx_snapkv.caches.layers import file_bytes, kv_bytes
+from mlx_snapkv.engine.request import held_tokens
+from mlx_snapkv.policies import KeyDiff, SnapKV, Stages
+from mlx_snapkv.reporting.setting import setting
+
+READS = KeyDiff(budget=2048, block=512)
+VOTES = SnapKV(top_k=1024, n_sink=128, n_window=512, lookahead=0)
+QUESTION = 32  # tokens
+ASKED = 3
+
+Case = tuple[int, str, int, dict[str, Any]]  # tokens, name, resident entries, options of an answer
+
+
+def cases(lengths: list[int]) -> list[Case]:
+    stages, resident = Stages(READS, VOTES), READS.quotas(0, 1)[0].entries
+    book = {"policy": stages, "memory": "recall:file"}
+    fewer = {"policy": stages, "memory": "recall:file:4bit"}
+    whole = {"policy": VOTES, "memory": "recall:file"}
+    n, *_ = lengths
+    found: list[Case] = [(length, "book", resident, book) for length in lengths]
+    found += [(n, "book, 4 bits", resident, fewer), (n, "read in full, file", n, whole)]
+    return [*found, *((n // part, "full cache", n // part, {}) for part in (4, 2, 1))]
+
+
+def measure(model, case: Case) -> Row:
+    """Figures of reading a prompt of random tokens, and the medians of the questions that follow it.
+
+    A question's seconds are those until its answer's first token.
+    """
+    length, name, entries, options = case
+    cache = make_prompt_cache(model)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    with watched(os.getpid()) as held:
+        seconds, report = ask(model, random_prompt(length), cache, ANSWER, **options)
+        disk = file_bytes(cache) / held_tokens(model, cache)
+        asked = [
+            ask(model, random_prompt(QUESTION), cache, ANSWER, **options) for _ in range(ASKED)
+        ]
+    row = {
+        "context": length,
+        "contender": name,
+        "entries": entries,
+        "read_seconds": report.prefill_seconds if report.book else seconds,
+        "peak_bytes": mx.get_peak_memory(),
+        "process_bytes": max(held),
+        "kv_bytes": kv_bytes(cache),
+        "disk_bytes_per_token": disk,
+        "gathered": max(report.entries for _, report in asked),
+        "question_seconds": statistics.median(seconds for seconds, _ in asked),
+    }
+    if books := [report.book for _, report in asked if report.book]:
+        for part in ("vote_seconds", "gather_seconds", "read_again_seconds"):
+            row[part] = statistics.median(getattr(book, part) for book in books)
+    return row
+
+
+def main() -> None:
+    parser = shared_options(__doc__, "books")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 262144])
+    args = parser.parse_args()
+    command = about("measure_books.py", *sys.argv[1:])["command"]
+    result = {"command": command, **setting(), "model": RANDOM, "book": []}
+    model = make_random_model()
+    for case in cases(args.lengths):
+        result["book"].append(measure(model, case))
+        print(result["book"][-1], flush=True)
+        result["book"].sort(key=lambda row: row["context"])
+        write_json(args.out, result)
+
+
+if __name__ == "__main__":
+    main()
