@@ -6,8 +6,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from model_configs import make_model
 
-from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.compaction import AFTER, Compaction
+from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries.entries import Entries

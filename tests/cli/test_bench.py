@@ -27,9 +27,7 @@ def test_table_files_and_picture(tmp_path):
     assert {"versions", "commit", "machine"} <= set(result)
     found = {(row["context"], row["contender"]) for row in result["speed"]}
     assert {(1024, "snapkv:budget=6.25%"), (3000, "keydiff:budget=2048")} <= found
-    assert "](<result.png>)" in (
-        base.with_suffix(".md").read_text()
-    )
+    assert "](<result.png>)" in (base.with_suffix(".md").read_text())
     assert base.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -6,7 +6,7 @@ from model_configs import make_model
 
 from mlx_snapkv import CompressedBatchGenerator, SnapKV
 from mlx_snapkv.bench.contenders import Contender, compressed
-from scripts import measure_batches, measure_facts, measure_servers
+from scripts import measure_batches, measure_books, measure_facts, measure_servers
 from scripts.measure_servers import Answer, tokens_while_all_answer
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
@@ -68,3 +68,17 @@ def test_a_server_that_does_not_start_says_why(demo_llama):
     command = ["mlx_snapkv", "serve", "--model", "nowhere"]
     with pytest.raises(SystemExit, match=r"did not start: .*no such folder"):
         measure_servers.measure(command, demo_llama[1], 600, 1)
+
+
+def test_a_book_is_on_disk_and_the_full_cache_in_memory():
+    model = make_model("llama", {"head_dim": 32})
+    cases = measure_books.cases([3000, 4000])
+    assert [case[:2] for case in cases[-3:]] == [(n, "full cache") for n in (750, 1500, 3000)]
+    found = {name: case for case in cases[::-1] if case[0] == 3000 and (name := case[1])}
+    rows = {name: measure_books.measure(model, found[name]) for name in ("book", "full cache")}
+    ours, full = rows["book"], rows["full cache"]
+    assert (ours["disk_bytes_per_token"], full["disk_bytes_per_token"]) == (ENTRY, 0)
+    assert full["kv_bytes"] > 3000 * ENTRY > 2048 * ENTRY <= ours["kv_bytes"] <= 2600 * ENTRY
+    assert ours["gathered"] == 128 + 1024 + 512 and full["gathered"] == 0
+    parts = [ours[f"{part}_seconds"] for part in ("vote", "gather", "read_again")]
+    assert 0 < sum(parts) < ours["question_seconds"] and "vote_seconds" not in full

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
+from scripts.results_page import look
 from scripts.soak_clients import Clients, Tally
-from scripts.soak_server import grown, look
+from scripts.soak_server import grown
 
 MB = 1_000_000
 
