@@ -51,7 +51,7 @@ def decode_cache(
     n_window = min(quota.n_window, len(kept))
     n_pin = len(kept) - n_window
     slides = policy.on_full == "slide"
-    return SnapKVCache(
+    cache = SnapKVCache(
         kept.stored_keys,
         kept.stored_values,
         mx.contiguous(kept.positions[..., :n_pin]),
@@ -61,17 +61,19 @@ def decode_cache(
         quantization=how,
         policy=None if slides else KeyDiff() if policy.on_full == "keydiff" else policy,
         block=1 if slides else policy.answer_block(quota.n_window),
-        n_sink=quota.n_sink,
         reserved=None if slides else _reserved(scores[..., :n_pin], policy, quota.n_sink),
-        layer=layer,
         rotated=None if kept.given_rotations is None else (kept.positions, kept.given_rotations),
     )
+    cache.layer = layer
+    return cache
 
 
-def _reserved(scores: mx.array, policy: Policy, n_sink: int) -> mx.array | None:
-    """Bool `(B, n_kv_heads, n_pin)`: the best of the voted entries, which the answer never takes the place of."""
+def _reserved(scores: mx.array, policy: Policy, n_sink: int) -> mx.array:
+    """Bool `(B, n_kv_heads, n_pin)`: the sink and the best of the voted entries, which the answer never overwrites."""
+    n_sink = min(n_sink, scores.shape[-1])
     n = policy.reserved(scores.shape[-1] - n_sink)
+    reserved = mx.broadcast_to(mx.arange(scores.shape[-1]) < n_sink, scores.shape)
     if n <= 0:
-        return None
+        return reserved
     best = top_positions(scores[..., n_sink:], n) + n_sink
-    return mx.put_along_axis(mx.zeros(scores.shape, mx.bool_), best, mx.array(True), axis=-1)
+    return mx.put_along_axis(reserved, best, mx.array(True), axis=-1)

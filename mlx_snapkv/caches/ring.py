@@ -32,16 +32,16 @@ def visible(n_pin: int, held: int, n_window: int, N: int, oldest: int) -> np.nda
     return pinned | ((newest - n_window < age) & (age <= newest))
 
 
-def layout(scores: mx.array, n_pin: int, n_keep: int, recent: int, n_sink: int) -> mx.array:
+def layout(scores: mx.array, n_pin: int, n_keep: int, recent: int) -> mx.array:
     """Which entry goes to which row, uint32 `(B, n_kv_heads, at most n_keep)`, by scores `(B, n_kv_heads, T)`.
 
     First the `n_pin` best of all but the `recent` newest, then the others, the least of all left out, then the newest;
     each part in order of position.
     """
     T = scores.shape[-1]
-    n_keep, recent, n_sink = min(T, n_keep), min(recent, T - n_pin), min(n_sink, n_pin)
+    n_keep, recent = min(T, n_keep), min(recent, T - n_pin)
     n_best = n_pin + recent
-    best, all_kept = (Quota(n, n_sink, recent).select(scores) for n in (n_best, n_keep))
+    best, all_kept = (Quota(n, 0, recent).select(scores) for n in (n_best, n_keep))
     row = mx.arange(T, dtype=mx.uint32)
     chance = mx.full(scores.shape, T, mx.uint32)
     chance = mx.put_along_axis(chance, all_kept, mx.take(row, all_kept), axis=-1)

@@ -1,7 +1,6 @@
 """The decoding cache of a compressed prompt: a fixed shape."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ from ..policies import Policy
 from . import ring
 from .compaction import looked_up
 from .evicting import EvictingCache
-from .state import SavedState, is_per_entry
+from .state import is_per_entry
 
 SLACK = 16  # rows behind the window, once several tokens have come at a time
 
@@ -25,21 +24,18 @@ class SnapKVCache(EvictingCache):
         [n_pin : n_keep)       recent window; a decoded token overwrites the oldest row (a ring)
         [n_keep : )            pending: tokens that came several at a time
 
-    Keys keep the rotation of their original position; `offset` is the logical position of the next token, whatever
-    the number of rows. Decoding one token writes one row in place. An update of `L > 1` tokens is exactly `L`
-    updates of one: they are written behind the window, and `make_mask` hides from each token what would have given
-    way by then. They move into the window before the next single token, or when the slack is full. So taking them
+    Keys keep the rotation of their original position; `offset` is the logical position of the next token. An update of
+    `L > 1` tokens equals `L` updates of one: `make_mask` hides from each token what would be overwritten by then.
+    Pending tokens move into the window before the next single token, or when the slack is full, so that rolling them
     back moves a counter.
 
-    With a `policy`, which entries the window is to give up next is chosen anew every `block` tokens: a choice
-    rearranges the rows,
+    With a `policy`, the rows are rearranged every `block` tokens, between two updates, by its scores,
 
-        [0 : n_pin)            the best of all, the sink and the reserved ones among them
+        [0 : n_pin)            the best, reserved ones among them
         [n_pin : n_keep)       the others, to be overwritten next, then the most recent ones
 
-    and drops none: every token sees `n_keep` of them, and an entry goes only when a token is written over it. A choice
-    is made between two updates, and sooner before one of more than `room` tokens. Of more than `block`, later
-    tokens no longer see the entries that were to go next, and then the oldest; the next choice is among all of them.
+    and no entry goes before a token is written over it. An update of more than `room` tokens is preceded by a
+    rearrangement; of more than `block`, its later tokens slide on over the oldest.
 
     Args:
         keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` entries in order of position, with `n <= n_window`,
@@ -47,25 +43,25 @@ class SnapKVCache(EvictingCache):
         positions: uint32 `(B, n_kv_heads, n_pin)`, the original positions of the pinned entries.
         offset: position of the next token; the window's entries are the `n` tokens before it.
         n_window: entries the window may hold, at least 1.
-        uniform: all layers of the model hold equally many entries. mlx-lm makes one mask for all of them, so if
-            they don't, the tokens of one update all see the window as it was before it.
+        uniform: all layers of the model hold equally many entries. mlx-lm makes one mask for all of them; see `hide`.
         quantization: how the entries given are quantised, and those to come will be.
-        policy: whose scores decide what gives way; None is the oldest. If it votes, the attention class must be
-            patched while tokens are fed.
-        block: tokens between two choices, at most `n_window`; the `n_window - block` most recent always stay.
-        n_sink: first entries, which always stay.
-        reserved: bool `(B, n_kv_heads, n_pin)`, the pinned entries that no choice gives up.
-        layer: the layer of the model, for what the policy asks.
+        policy: whose scores decide what is overwritten next; None is the oldest. If it votes, the attention class must
+            be patched while tokens are fed.
+        block: tokens between two rearrangements, at most `n_window`; the `n_window - block` most recent always stay.
+        reserved: bool `(B, n_kv_heads, n_pin)`, the pinned entries that always stay; None is none.
         rotated: positions `(B, n_kv_heads, n)` and the others that those entries' keys are turned to, if there are any.
 
     Raises:
         SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
+    _tail: tuple[Stored, Stored] | None = None  # what was written last behind the window
+
     ARRAYS = (*EvictingCache.ARRAYS, "_pinned_positions", "_reserved", "_left", "_rotated")
     COUNTS: ClassVar = {
-        **EvictingCache.COUNTS, "n_window": 1, "n_sink": 0, "_since": 0, "_oldest": 0, "_newest": 0,
-    }  # fmt: skip
+        **EvictingCache.COUNTS,
+        **{"_n": 1, "n_pin": 0, "n_window": 1, "_since": 0, "_oldest": 0, "_newest": 0},
+    }
 
     def __init__(
         self,
@@ -79,38 +75,32 @@ class SnapKVCache(EvictingCache):
         quantization: Quantization | None = None,
         policy: Policy | None = None,
         block: int = 1,
-        n_sink: int = 0,
         reserved: mx.array | None = None,
-        layer: Any = None,
         rotated: tuple[mx.array, mx.array] | None = None,
     ):
-        n_pin, rows = positions.shape[-1], n_rows(keys)
+        n_pin, n = positions.shape[-1], n_rows(keys)
         if n_window < 1:
             raise SnapKVError(f"n_window must be at least 1, got {n_window}")
-        if not n_pin <= rows <= n_pin + n_window or n_rows(values) != rows:
+        if not n_pin <= n <= n_pin + n_window or n_rows(values) != n:
             raise SnapKVError(
-                f"{rows} keys and {n_rows(values)} values don't hold {n_pin} pinned entries "
+                f"{n} keys and {n_rows(values)} values don't hold {n_pin} pinned entries "
                 f"and a window of at most {n_window}"
             )
-        if offset < rows:
-            raise SnapKVError(f"offset must be at least the {rows} entries kept, got {offset}")
+        if offset < n:
+            raise SnapKVError(f"offset must be at least the {n} entries kept, got {offset}")
         super().__init__(newest=min(policy.obs_window, max(1, n_window // 2)) if policy else 0)
-        self.keys, self.values = keys, values
-        self.quantization = quantization
-        self.policy, self.block, self.n_sink, self.layer = policy, block, n_sink, layer
-        self.offset = offset
-        self.n_pin = n_pin
-        self.n_window = n_window
+        self.keys, self.values, self.quantization = keys, values, quantization
+        self.policy, self.block, self.uniform = policy, block, uniform
+        self.offset, self.n_pin, self.n_window = offset, n_pin, n_window
         self._pinned_positions = positions.astype(mx.uint32)
-        self._reserved = reserved
-        self._rotated = rotated
-        self._left: mx.array | None = None  # positions of the window's entries at the last choice
-        self._since = 0  # tokens since the last choice
-        self._n = rows
+        self._reserved, self._rotated = reserved, rotated
+        self._left: mx.array | None = (
+            None  # positions of the window's entries at the last rearrangement
+        )
+        self._since = 0  # tokens since then
+        self._n = n
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
-        self._newest = 0  # tokens that can be taken back: of the last update, or since the mark
-        self._tail: tuple[Stored, Stored] | None = None  # what was written last behind the window
-        self.uniform = uniform
+        self._newest = 0  # tokens that can be rolled back: of the last update, or since the mark
 
     def append(self, keys: Stored, values: Stored) -> None:
         L = n_rows(keys)
@@ -140,7 +130,7 @@ class SnapKVCache(EvictingCache):
         return row
 
     def _count(self, L: int) -> None:
-        """Take note of the `L` tokens of an update."""
+        """Count in the `L` tokens of an update."""
         self.offset += L
         self._since += L
         self._newest = self._newest + L if self._marked else L
@@ -155,13 +145,13 @@ class SnapKVCache(EvictingCache):
         return min(self._n + 1, self.n_keep)
 
     def _grow(self, n: int) -> None:
-        """Have room for `n` rows, and if they are more than the window's for some of slack."""
+        """Have at least `n` rows, and slack behind the window once it is full."""
         more = max(n, self.n_keep + SLACK if n > self.n_keep else 0) - n_rows(self.keys)
         if more > 0:
             self.keys, self.values = grown((self.keys, self.values), more)
 
     def _shrink(self, L: int) -> None:
-        """Give up the room of a longer update than the next one, of `L` tokens."""
+        """Free the rows of an update that was longer than the next one, of `L` tokens."""
         if n_rows(self.keys) > self.n_keep + max(SLACK, L):
             kept = rows((self.keys, self.values), 0, self.n_keep)
             self.keys, self.values = each(mx.contiguous, kept)
@@ -172,15 +162,15 @@ class SnapKVCache(EvictingCache):
         self._shrink(1)
 
     def _flushes(self, L: int) -> bool:
-        """Whether the pending tokens move into the window before an update of `L`: for one, or where slack ends."""
+        """Whether the pending tokens move into the window before an update of `L`."""
         full = L == 1 or self._n + L > self.n_keep + SLACK
         return not self._marked and (full or not self.uniform)
 
     def _flush(self) -> None:
-        """Move the pending tokens into the window, over its oldest entries."""
+        """Write the pending tokens over the window's oldest entries."""
         pending = self._n - self.n_keep
         if pending > 0:
-            # Read from the buffers, they would be copied by the next write.
+            # Read from the buffers, they would make the next write a copy.
             tail = self._tail or self.keys_and_values()
             start = n_rows(tail) - pending
             for first, row, n in ring.pieces(pending, self.n_window, self._oldest):
@@ -200,11 +190,7 @@ class SnapKVCache(EvictingCache):
         self._newest = 0
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.
-
-        With `p` pinned rows, a window of `w` and `m` entries kept behind the pinned ones, oldest first, token `i` sees
-        the pinned ones and of the others, its own and later ones among them, those from `m + i - w + 1` to `m + i`.
-        """
+        """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`; see `ring.visible`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't use a compressed cache")
         p, w = self.n_pin, self.n_window
@@ -224,10 +210,10 @@ class SnapKVCache(EvictingCache):
         return mx.array(ring.visible(p, m, w, N, oldest))
 
     def hide(self, queries: mx.array, keys: Any, mask: Any) -> Any:
-        """What the attention of the newest queries `(B, n_heads, L, head_dim)` is to be masked by, instead of `mask`.
+        """The mask of the newest queries `(B, n_heads, L, head_dim)`, instead of `mask`, which is one for all layers.
 
-        That one, of `make_mask`, is for all layers; where they hold different numbers of entries, it lets the tokens of
-        an update see what earlier ones of it take the place of. A patched attention class asks here.
+        Where layers hold different numbers of entries, that one lets the tokens of an update see what earlier ones of
+        it overwrite. A patched attention class asks here.
         """
         L = queries.shape[2]
         m = self._n - self.n_pin - L
@@ -237,7 +223,6 @@ class SnapKVCache(EvictingCache):
 
     @property
     def room(self) -> float:
-        """Tokens that fit in before the next choice."""
         if self.policy is None:
             return math.inf
         return max(self.block - self._since, self.n_keep - self._n)
@@ -256,18 +241,15 @@ class SnapKVCache(EvictingCache):
         entries = held.taken(order)
         entries.observed = self._observed(self.newest or 0)
         entries.budget, entries.n_window = self.n_keep - self.block, self.n_window
-        scores = self.policy.score(entries)
-        reserved = self._reserved
+        scores, reserved = self.policy.score(entries), self._reserved
         if reserved is not None:
             reserved = mx.pad(reserved, [(0, 0), (0, 0), (0, self._n - self.n_pin)])
             reserved = mx.take_along_axis(reserved, order, axis=-1)
             scores = mx.where(reserved, mx.inf, scores)
-        recent = self.n_window - self.block
-        layout = ring.layout(scores, self.n_pin, self.n_keep, recent, self.n_sink)
+        layout = ring.layout(scores, self.n_pin, self.n_keep, self.n_window - self.block)
         moved = held.taken(mx.take_along_axis(order, layout, axis=-1))
         if reserved is not None:
-            best = layout[..., : self.n_pin]
-            self._reserved = mx.take_along_axis(reserved, best, axis=-1)
+            self._reserved = mx.take_along_axis(reserved, layout[..., : self.n_pin], axis=-1)
         self.keys, self.values = moved.stored_keys, moved.stored_values
         self._pinned_positions = mx.contiguous(moved.positions[..., : self.n_pin])
         self._left = mx.contiguous(moved.positions[..., self.n_pin :])
@@ -280,7 +262,12 @@ class SnapKVCache(EvictingCache):
     def _roll_back(self, n: int) -> None:
         pending = self._n - self.n_keep
         if n > max(0, pending) and self._oldest:
-            self._lay_out()  # the last token, alone, has overwritten the oldest
+            # The last token, alone, has overwritten the oldest: the ring is turned so that this comes first.
+            turned = (mx.arange(self.n_window) + self._oldest) % self.n_window
+            order = mx.concatenate([mx.arange(self.n_pin), self.n_pin + turned])
+            stored = self.keys, self.values
+            self.keys, self.values = each(lambda x: mx.take(x, order, axis=2), stored)
+            self._oldest = 0
         if self._tail is not None:
             left = n_rows(self._tail) - n
             self._tail = rows(self._tail, 0, left) if left > 0 else None
@@ -289,35 +276,22 @@ class SnapKVCache(EvictingCache):
         self._since -= n
         self._newest -= n
 
-    def _lay_out(self) -> None:
-        """Turn the ring so that its oldest entry comes first."""
-        turned = mx.arange(self.n_window) + self._oldest
-        order = mx.concatenate([mx.arange(self.n_pin), self.n_pin + turned % self.n_window])
-        stored = self.keys, self.values
-        self.keys, self.values = each(lambda x: mx.take(x, order, axis=2), stored)
-        self._oldest = 0
-
     @property
     def positions(self) -> mx.array:
         n = self._n - self.n_pin
+        new = n if self._left is None else min(n, self._since)
+        newest = mx.arange(self.offset - new, self.offset, dtype=mx.uint32)
+        window = mx.broadcast_to(newest, (*self._pinned_positions.shape[:2], new))
+        if self._left is not None:
+            left = self._left[..., self._left.shape[-1] - (n - new) :]
+            window = mx.concatenate([left, window], axis=-1)
         m = min(n, self.n_window)
         age = mx.concatenate([(mx.arange(m) - self._oldest) % max(m, 1), mx.arange(m, n)])
-        window = mx.take(self._window_positions(n), age, axis=-1)
-        return mx.concatenate([self._pinned_positions, window], axis=-1)
+        return mx.concatenate([self._pinned_positions, mx.take(window, age, axis=-1)], axis=-1)
 
     @property
     def rotations(self) -> mx.array | None:
         return None if self._rotated is None else looked_up(self.positions, *self._rotated)
-
-    def _window_positions(self, n: int) -> mx.array:
-        """uint32 `(B, n_kv_heads, n)`: positions of the entries behind the pinned ones, the next to go first."""
-        new = n if self._left is None else min(n, self._since)
-        newest = mx.arange(self.offset - new, self.offset, dtype=mx.uint32)
-        newest = mx.broadcast_to(newest, (*self._pinned_positions.shape[:2], new))
-        if self._left is None:
-            return newest
-        left = self._left[..., self._left.shape[-1] - (n - new) :]
-        return mx.concatenate([left, newest], axis=-1)
 
     def held(self, n_queries: int = 0) -> Entries:
         held = self._rows()
@@ -325,29 +299,16 @@ class SnapKVCache(EvictingCache):
         entries.observed = self._observed(n_queries)
         return entries
 
-    @property
-    def state(self) -> tuple:
-        """Arrays, numbers, strings and None only, as `save_prompt_cache` wants it, the queries among them."""
-        keys, values = self.keys_and_values()
-        return keys, values, *super().state[2:]
-
-    @state.setter
-    def state(self, v: Sequence) -> None:
-        SavedState.state.fset(self, v)  # type: ignore[attr-defined]
-        self.n_pin = self._pinned_positions.shape[-1]
-        self._n, self._tail = n_rows(self.keys), None
-
     def _is_sound(self, like: Any) -> bool:
-        heads, left = self._heads, self._left
-        pinned = self._pinned_positions
+        heads, left, pinned = self._heads, self._left, self._pinned_positions
         return (
             super()._is_sound(like)
-            and pinned.shape == (*heads, self.n_pin)
             and is_per_entry(pinned, heads, self.n_pin, mx.uint32)
+            and pinned.shape[2] == self.n_pin
             and is_per_entry(self._reserved, heads, self.n_pin, mx.bool_)
             and self.block <= self.n_window
             and all(is_per_entry(x, heads, self.offset, mx.uint32) for x in self._rotated or ())
-            and self.n_pin <= self._n <= self.offset
+            and self.n_pin <= self._n <= min(n_rows(self.keys), self.offset)
             and self._oldest < max(1, min(self._n - self.n_pin, self.n_window))
             and max(self._newest, self._stop) <= self.offset
             and is_per_entry(left, heads, self.offset, mx.uint32)

@@ -57,7 +57,8 @@ def window(policy=None, quantization=None, n_window=N_WINDOW, **options):
     if quantization is not None:
         keys, values = quantization.pack(keys), quantization.pack(values)
     if policy is not None:
-        options |= {"policy": policy, "block": 4, "n_sink": 2}
+        sink = mx.broadcast_to(mx.arange(len(PINNED)) < 2, (B, H, len(PINNED)))
+        options = {"policy": policy, "block": 4, "reserved": sink} | options
     positions = mx.broadcast_to(mx.array(PINNED, mx.uint32), (B, H, len(PINNED)))
     cache = SnapKVCache(
         keys,
@@ -73,7 +74,7 @@ def window(policy=None, quantization=None, n_window=N_WINDOW, **options):
 
 
 def reserving():
-    reserved = mx.broadcast_to(mx.array([False, False, True, False, True]), (B, H, 5))
+    reserved = mx.broadcast_to(mx.array([True, True, True, False, True]), (B, H, 5))
     return window(KeyDiff(), reserved=reserved)
 
 

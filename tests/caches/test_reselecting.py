@@ -47,10 +47,8 @@ def make(chooses=True, reserved=NONE, **options):
     if how is not None:
         keys, values = how.pack(keys), how.pack(values)
     if chooses:
-        options |= {"policy": KeyDiff(), "block": PERIOD, "n_sink": N_SINK}
-    if any(reserved):
-        marks = [[p in kept for p in pinned] for pinned, kept in zip(PINNED, reserved)]
-        options["reserved"] = mx.array([marks])
+        marks = [[p in (0, 1, *kept) for p in pinned] for pinned, kept in zip(PINNED, reserved)]
+        options |= {"policy": KeyDiff(), "block": PERIOD, "reserved": mx.array([marks])}
     return SnapKVCache(
         keys, values, mx.array([PINNED], mx.uint32), offset=OFFSET, n_window=N_WINDOW, **options
     )
@@ -238,7 +236,6 @@ def test_a_window_of_one_row_and_one_without_pinned_rows():
             n_window=n_window,
             policy=KeyDiff(),
             block=max(1, n_window // 2),
-            n_sink=0,
         )
         for position in range(40, 60):
             feed(cache, position, 1)
