@@ -59,9 +59,8 @@ class Compaction:
 
     def asking(self, observed: Queries, layer: Any) -> Queries:
         """The queries, to vote over all entries from the first position on, which come as they were read."""
-        size = max(1, self.length // PAGES)
         start = observed.places.start
-        far = min(-(-(start - self.length) // size), start // size) * size
+        size, far = self._pages(start)
         if far <= 0:
             return observed
 
@@ -70,6 +69,21 @@ class Compaction:
             return layer.turned_to(observed.heads, start, (page + 1) * size - 1 + AFTER)
 
         return replace(observed, pages=Pages(size, far, asked))
+
+    def seen_from(self, entries: Entries, start: int) -> Entries:
+        """Entries as they were read, turned to where queries from `start` on vote for them."""
+        size, far = self._pages(start)
+        if far <= 0 or not len(entries):
+            return entries
+        places = entries.positions.astype(mx.int32)
+        before = AFTER + size - 1 - places % size
+        steps = mx.where(places < far, start - before - places, 0)
+        return entries.rekeyed(entries.layer.turn(entries.keys, steps))
+
+    def _pages(self, start: int) -> tuple[int, int]:
+        """Entries of a page, and how many entries lie in pages that are too far from `start`."""
+        size = max(1, self.length // PAGES)
+        return size, min(-(-(start - self.length) // size), start // size) * size
 
 
 def squeezed(positions: mx.array, end: int, span: int) -> mx.array:

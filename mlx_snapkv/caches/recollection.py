@@ -50,9 +50,7 @@ class Recollection:
 
     def voted_by(self, observed: Queries | None) -> Entries:
         """All entries, as a policy scores them; its votes, if it asks for them, are made in blocks."""
-        if observed is not None and self._pull is not None:
-            observed = self._pull.asking(observed, self.layer)
-        return _Recalled(self, observed)
+        return _Recalled(self, None if observed is None else self.asked_by(observed))
 
     def gather(self, positions: mx.array, end: int | None = None) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain.
@@ -66,6 +64,15 @@ class Recollection:
             return entries
         near, _ = self._pull.nearer(entries, end)
         return near
+
+    def asked_by(self, observed: Queries) -> Queries:
+        """Queries as they vote over all entries, which come as they were read."""
+        return observed if self._pull is None else self._pull.asking(observed, self.layer)
+
+    def seen_from(self, positions: mx.array, start: int) -> Entries:
+        """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as queries from `start` on vote for them."""
+        entries = self.gather(positions)
+        return entries if self._pull is None else self._pull.seen_from(entries, start)
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
         """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are few."""
@@ -151,9 +158,11 @@ class _Recalled(Entries):
         index, asked = self._everything.index, self.voters
         budget = self.budget or len(self)
         few = len(self) <= CANDIDATES * budget
-        if index is None or few or asked.pages is not None:
+        if index is None or few:
             return latest_votes(self._voted_keys, asked, counts)
-        return index.latest_votes(asked, counts, budget, self._keys_at)
+        start = asked.places.start
 
-    def _keys_at(self, positions: mx.array) -> mx.array:
-        return self._everything.gather(positions).keys
+        def keys_at(positions: mx.array) -> mx.array:
+            return self._everything.seen_from(positions, start).keys
+
+        return index.latest_votes(asked, counts, budget, keys_at)

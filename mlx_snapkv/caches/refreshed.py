@@ -58,9 +58,10 @@ class RefreshedKVCache(OnQueries, LayerCache):
         self._chosen: tuple[mx.array, mx.array] | None = None  # what it is to be given
 
     def _at(self, positions: mx.array) -> Entries:
-        """The entries of all heads at positions `(n,)`."""
+        """The entries of all heads at positions `(n,)`, as the answer's first token sees them."""
         shape = (*self._everything.blocks().shape[:2], positions.size)
-        return self._everything.gather(mx.broadcast_to(positions.astype(mx.uint32), shape))
+        positions = mx.broadcast_to(positions.astype(mx.uint32), shape)
+        return self._everything.seen_from(positions, self._n_prompt)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add keys and values; zeros, never computed, in an attention module's first call, then what was chosen."""
@@ -108,15 +109,16 @@ class RefreshedKVCache(OnQueries, LayerCache):
         always = self._always.keys_and_values()
         if self._n_chosen == 0 or self._first == self._stop:
             return always[0], always[1]
+        start = self.offset - heads.shape[2]
+        tokens = range(start, self.offset)
+        asked = self._everything.asked_by(Queries(heads, tokens, scale, sinks, cap=self.layer.cap))
         if self._index is not None:
-            scores = self._index.relevance(heads * scale, self._stop)
+            scores = self._index.relevance(asked, self._stop)
         else:
-            tokens = range(self._n_prompt, self._n_prompt + heads.shape[2])
-            asked = Queries(heads, tokens, scale, sinks, cap=self.layer.cap)
             scores = attention_votes(self._everything.blocks(), asked)
         middle = scores[..., self._first : self._stop]
         places = top_of_groups(middle, self._n_chosen) + self._first
-        chosen = self._everything.gather(places).plain()
+        chosen = self._everything.seen_from(places, start).plain()
         keys, values = (mx.concatenate(list(pair), axis=2) for pair in zip(chosen, always))
         return keys, values
 

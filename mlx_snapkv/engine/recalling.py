@@ -141,13 +141,12 @@ class RecallingRequest(Request):
 
     @property
     def _refreshes(self) -> bool:
-        """Whether tokens choose anew: not from entries pulled together, or to be quantised for the answer.
+        """Whether tokens choose anew: not from entries to be quantised for the answer.
 
         Nor where a model itself reads its caches.
         """
         takes_itself = any(layer.family.method != "__call__" for layer in self._layers)
-        changed = self.pull is not None or self.quantization is not None
-        return self.recall.refresh == "token" and not changed and not takes_itself
+        return self.recall.refresh == "token" and self.quantization is None and not takes_itself
 
     @property
     def _reads_on(self) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,9 @@ WHOLE_BYTES = {mx.cpu: 16 << 20, mx.gpu: 256 << 20}[mx.default_device().type]
 SAMPLED = 8  # one key in so many, of which the largest logit of each query is taken then
 ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
+
+# Codes `(B, n_kv_heads, n, size)`, what to multiply them by, and what to add for logits.
+Part = tuple[mx.array, mx.array, mx.array | float]
 
 
 class KeyIndex:
@@ -115,34 +119,55 @@ class KeyIndex:
         other._codes = list(self._codes)
         return other
 
-    def relevance(self, heads: mx.array, n: int) -> mx.array:
+    def relevance(self, observed: Queries, n: int) -> mx.array:
         """How near each of the first `n` keys comes to the largest logit of any of the queries.
 
         In nats below it, so that 0 is the best: the maximum over queries, and over a GQA group. It orders entries
-        nearly as the softmax does, and takes no exponentials.
-
-        Args:
-            heads: `(B, n_heads, m, head_dim)`, scaled as the attention scales them, each KV head's readers together.
+        nearly as the softmax does, and takes no exponentials. The queries see all of the keys.
 
         Returns:
             `(B, n_kv_heads, n)` float32.
         """
         B, H, _, size = self._of_queries.shape
-        queries = heads.astype(mx.float32).reshape(B, H, -1, heads.shape[3]) @ self._of_queries
-        parts = [codes[:, :, : n - i * BLOCK] for i, codes in enumerate(self._codes)]
-        parts = parts[: math.ceil(n / BLOCK)]
+        parts = list(self._parts(observed, n))
+        m = parts[0][1].shape[-1]
 
-        def logits(codes: mx.array) -> mx.array:
-            return codes.astype(mx.float32) @ queries.swapaxes(-1, -2)
+        def logits(part: Part) -> mx.array:
+            codes, queries, base = part
+            found = codes.astype(mx.float32) @ queries
+            return found if isinstance(base, float) else found + base
 
-        if 4 * B * H * n * (queries.shape[2] + size) <= WHOLE_BYTES:
-            every = mx.concatenate([logits(codes) for codes in parts], axis=2)
+        if 4 * B * H * n * (m + size) <= WHOLE_BYTES:
+            every = mx.concatenate([logits(part) for part in parts], axis=2)
             return (every - every.max(axis=2, keepdims=True)).max(axis=-1)
         # Few entries are above the largest of a sample, and those are among the best.
-        top = _in_turn(lambda codes: logits(codes[:, :, ::SAMPLED]).max(axis=2), parts)
+        sampled = [(codes[:, :, ::SAMPLED], *rest) for codes, *rest in parts]
+        top = _in_turn(lambda part: logits(part).max(axis=2), sampled)
         most = mx.stack(top, axis=2).max(axis=2, keepdims=True)
-        below = _in_turn(lambda codes: (logits(codes) - most).max(axis=-1), parts)
+        below = _in_turn(lambda part: (logits(part) - most).max(axis=-1), parts)
         return mx.minimum(mx.concatenate(below, axis=-1), 0)
+
+    def _parts(self, observed: Queries, n: int) -> Iterator[Part]:
+        """The first `n` keys, a block or page at a time, and the queries that see them."""
+        pages, near = observed.pages, self._asking(observed.heads, observed)
+        far = 0 if pages is None else min(pages.until, n)
+        edges = {*range(0, n, BLOCK), n, far, *range(0, far, pages.size if pages else n)}
+        for start, stop in pairwise(sorted(edges)):
+            asking = near
+            if pages is not None and start < far:
+                asking = self._asking(pages.asked(start // pages.size), observed)
+            codes, first = self._codes[start // BLOCK], start // BLOCK * BLOCK
+            yield codes[:, :, start - first : stop - first], *asking
+
+    def _asking(self, heads: mx.array, observed: Queries) -> tuple[mx.array, mx.array | float]:
+        """What codes are multiplied by, `(B, n_kv_heads, size, group * m)`, and what that leaves out of logits.
+
+        That is the same for all keys, and does not matter, unless pages see other queries.
+        """
+        B, H, D, _ = self._of_queries.shape
+        heads = (heads.astype(mx.float32) * observed.scale).reshape(B, H, -1, D)
+        base = 0.0 if observed.pages is None else (heads @ self._mean.swapaxes(-1, -2)).mT
+        return (heads @ self._of_queries).mT, base
 
     def latest_votes(
         self,
@@ -155,24 +180,25 @@ class KeyIndex:
 
         Args:
             budget: how many entries are to be chosen by the votes.
-            keys_at: gives the keys `(B, n_kv_heads, k, head_dim)` at uint32 positions `(B, n_kv_heads, k)`.
+            keys_at: gives the keys `(B, n_kv_heads, k, head_dim)` at uint32 positions `(B, n_kv_heads, k)`, as the
+                queries see them.
         """
         B, H, _, _ = self._of_queries.shape
         first, T = observed.places.start, self._n
         n = min(first, CANDIDATES * budget)
-        asking = observed.latest(ASKING).heads * observed.scale
-        relevance = self.relevance(asking, first)
+        relevance = self.relevance(observed.latest(ASKING), first)
         likeliest = mx.sort(top_of_groups(relevance, n), axis=-1)
         own = mx.broadcast_to(mx.arange(first, T, dtype=mx.uint32), (B, H, T - first))
         places = mx.concatenate([likeliest, own], axis=-1)
         moved = likeliest.shape[-1] - first
         asked = range(observed.places.start + moved, observed.places.stop + moved)
-        found = latest_votes(keys_at(places), replace(observed, places=asked), counts)
+        seen = replace(observed, places=asked, pages=None)
+        found = latest_votes(keys_at(places), seen, counts)
         votes = mx.zeros((len(counts), B, H, T))
         return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
 
 
-def _in_turn(make: Callable[[mx.array], mx.array], parts: list[mx.array]) -> list[mx.array]:
+def _in_turn(make: Callable[[Part], mx.array], parts: list[Part]) -> list[mx.array]:
     """What is made of each part, with the memory of one."""
     made = []
     for part in parts:

@@ -1,6 +1,7 @@
 """The index of keys, against NumPy in float64."""
 
 import copy
+import dataclasses
 
 import mlx.core as mx
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from mlx_snapkv.entries.attention import attention_votes
 from mlx_snapkv.entries.key_index import BLOCK, KeyIndex
-from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.entries.queries import Pages, Queries
 from mlx_snapkv.entries.selection import GROUP, n_of_groups, take_entries, top_of_groups
 
 B, H, GROUPS, D, T = 1, 2, 3, 32, 600
@@ -23,6 +24,11 @@ def low_rank():
     """Keys that vary in 8 directions only, as many as are held, and queries."""
     keys = normal(0, B, H, T, D // 4) @ normal(1, B, H, D // 4, D) + normal(2, B, H, 1, D)
     return keys, normal(3, B, H * GROUPS, 5, D)
+
+
+def asking(queries) -> Queries:
+    """They see all keys."""
+    return Queries(queries, range(T, T + queries.shape[2]), scale=1.0)
 
 
 def exact(keys, queries, n: int) -> np.ndarray:
@@ -44,7 +50,7 @@ def indexed(keys, queries=None, portions=(250, 1, 349)) -> KeyIndex:
 @pytest.mark.parametrize("n", [1, 250, T])
 def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
     keys, queries = low_rank
-    found = np.array(indexed(keys, queries).relevance(queries, n))
+    found = np.array(indexed(keys, queries).relevance(asking(queries), n))
     assert found.shape == (B, H, n)
     assert np.abs(found - exact(keys, queries, n)).max() < 1  # 8 bits of logits that reach to 60
 
@@ -53,9 +59,9 @@ def test_many_queries_and_keys_are_asked_in_turn(monkeypatch):
     """Blocks of keys, with a wait after each, give what one product does, but for the largest logit, of a sample."""
     keys, queries = normal(0, B, H, BLOCK + 100, D), normal(1, B, H * GROUPS, 4, D)
     index = indexed(keys, queries, (BLOCK - 3, 103))
-    whole = index.relevance(queries, BLOCK + 50)
+    whole = index.relevance(asking(queries), BLOCK + 50)
     monkeypatch.setattr("mlx_snapkv.entries.key_index.WHOLE_BYTES", 0)
-    found = index.relevance(queries, BLOCK + 50)
+    found = index.relevance(asking(queries), BLOCK + 50)
     assert (found >= whole - 1e-3).all() and mx.abs(found - whole).mean() < 4
     best = set(np.argsort(-np.array(whole)[0, 0])[:100].tolist())
     assert len(best & set(np.argsort(-np.array(found)[0, 0])[:400].tolist())) > 80
@@ -69,9 +75,9 @@ def test_channels_count_by_how_large_queries_are_in_them():
     wanted = exact(keys, queries[:, :, :1], T)
 
     def agreement(index: KeyIndex) -> float:
-        return np.corrcoef(np.array(index.relevance(queries[:, :, :1], T)).ravel(), wanted.ravel())[
-            0, 1
-        ]
+        return np.corrcoef(
+            np.array(index.relevance(asking(queries[:, :, :1]), T)).ravel(), wanted.ravel()
+        )[0, 1]
 
     assert agreement(indexed(keys, queries)) > 2 * agreement(indexed(keys))
 
@@ -83,14 +89,14 @@ def test_it_takes_an_eighth_of_the_keys_in_bfloat16(low_rank):
 
 def test_taken_back_and_copied(low_rank):
     keys, queries = low_rank
-    index, wanted = indexed(keys, queries), indexed(keys, queries).relevance(queries, T)
+    index, wanted = indexed(keys, queries), indexed(keys, queries).relevance(asking(queries), T)
     other = copy.deepcopy(index)
     index.truncate(200)
     index.append(-keys[:, :, 200:])
-    assert mx.array_equal(other.relevance(queries, T), wanted)
+    assert mx.array_equal(other.relevance(asking(queries), T), wanted)
     index.truncate(200)
     index.append(keys[:, :, 200:])
-    assert len(index) == T and mx.array_equal(index.relevance(queries, T), wanted)
+    assert len(index) == T and mx.array_equal(index.relevance(asking(queries), T), wanted)
 
 
 def test_votes_are_exact_among_the_likeliest(low_rank):
@@ -120,3 +126,19 @@ def test_the_best_of_groups():
     run = mx.zeros((1, 3 * GROUP)).at[:, 500:520].add(1)  # neighbours are kept together
     assert set(range(500, 520)) <= set(np.array(top_of_groups(run, 32))[0])
     assert np.array(top_of_groups(scores, 10**6)).tolist() == [[*range(3 * GROUP + 17)]] * 2
+
+
+def test_pages_see_their_own_queries(low_rank):
+    keys, queries = low_rank
+    size, n_far = 70, 280  # no whole number of blocks
+    turned = [queries * (page + 2) for page in range(4)]
+    observed = dataclasses.replace(asking(queries), pages=Pages(size, n_far, lambda p: turned[p]))
+    found = np.array(indexed(keys, queries).relevance(observed, T))
+    k, parts = np.array(keys, np.float64), []
+    for start, q in zip([*range(0, n_far, size), n_far], [*turned, queries]):
+        q = np.array(q, np.float64).reshape(B, H, -1, D)
+        parts.append(q @ k[:, :, start : start + size if start < n_far else T].swapaxes(-1, -2))
+    logits = np.concatenate(parts, axis=-1)
+    wanted = (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
+    assert np.abs(found - wanted).max() < 6  # 8 bits of logits that reach to 300
+    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.999
