@@ -18,6 +18,7 @@ from .block import BlockKVCache
 from .compaction import Compaction
 from .contract import LosslessCache, Mark
 from .evicting import snapshot
+from .recollection import Recollection
 from .stores import Source, Store
 
 _CLOSED: Any = Missing(
@@ -90,11 +91,14 @@ class ArchivedKVCache(LosslessCache, BlockKVCache):
             self._add_to_index(new.keys, n_before)
 
     def _add_to_index(self, keys: mx.array, n_before: int) -> None:
-        """Add the keys behind the first `n_before`; the first of all say what it is made for."""
-        if n_before == 0:
+        """Add the keys behind the first `n_before` to the index; when all have doubled, make it anew of all.
+
+        Keys late in a text differ from early ones, if only by their rotation.
+        """
+        if self._index is None or self.store.n_entries >= 2 * self._index.n_made_of:
             asked = self.layer.grouped(self.queries, keys.shape[1]) if self._queries else None
-            self._index = KeyIndex(keys, asked)
-        if self._index is not None:
+            self._index = Recollection([self.store], self.layer).make_index(asked)
+        else:
             self._index.truncate(n_before)
             self._index.append(keys)
 

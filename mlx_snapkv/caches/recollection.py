@@ -86,6 +86,7 @@ class Recollection:
         )
         for part in parts:
             index.append(self.keys(part.start, part.stop))
+        index.n_made_of = n
         return index
 
     def keys(self, start: int, stop: int) -> mx.array:

@@ -39,10 +39,14 @@ class KeyIndex:
     Args:
         keys: `(B, n_kv_heads, n, head_dim)`, of which the components are taken; they are not appended.
         queries: `(B, n_heads, m, head_dim)`, each KV head's readers together; None: all channels count alike.
+
+    Attributes:
+        n_made_of: how many keys there were, of which those were a sample.
     """
 
     def __init__(self, keys: mx.array, queries: mx.array | None = None):
         B, H, n, D = keys.shape
+        self.n_made_of = n
         sample = keys[:, :, :: math.ceil(n / SAMPLE)].astype(mx.float32)
         weights = mx.ones((B, H, 1, D))
         if queries is not None:
@@ -111,7 +115,7 @@ class KeyIndex:
             )
         except (AttributeError, IndexError, TypeError, ValueError):
             return None
-        index._n = sum(c.shape[2] for c in index._codes) if fits else 0
+        index._n = index.n_made_of = sum(c.shape[2] for c in index._codes) if fits else 0
         return index if fits else None
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:

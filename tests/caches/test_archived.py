@@ -1,14 +1,17 @@
 """The cache that stores every entry before it gives way."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_snapkv.caches import recollection
 from mlx_snapkv.caches.archived import ArchivedKVCache
 from mlx_snapkv.caches.block import BlockKVCache
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.stores import MemoryStore
+from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import TrimError
 from mlx_snapkv.policies import KeyDiff
 from mlx_snapkv.policies.budgets import Quota
@@ -93,3 +96,25 @@ def test_what_gave_way_can_not_be_taken_back():
     with pytest.raises(TrimError):
         cache.rollback(60)
     assert_stored(cache, rows)
+
+
+def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
+    """Late keys lie elsewhere than early ones; an index made of those alone would see no difference among them."""
+    monkeypatch.setattr(recollection, "FEW", 50)
+    few, values = rows_of(800)
+    keys = few[..., :3] @ mx.random.normal(
+        (3, 16), key=mx.random.key(1)
+    )  # as many as an index holds
+    keys = keys + 40 * mx.arange(800)[:, None] / 800
+    cache = limited(MemoryStore())
+    feed(cache, (keys, values), [8] * 6)
+    cache.offload()
+    assert cache.index is None
+    feed(cache, (keys[:, :, 48:], values[:, :, 48:]), [8] * 94)
+    cache.offload()
+    assert len(cache.index) == 800 and 2 * cache.index.n_made_of > 800
+    queries = mx.random.normal((1, 2, 1, 16))
+    found = cache.index.relevance(Queries(queries, range(800, 801), 1.0), 800)[..., 700:]
+    wanted = (queries @ keys[:, :, 700:].swapaxes(-1, -2))[:, :, 0]
+    for head in range(2):
+        assert np.corrcoef(np.array(found[0, head]), np.array(wanted[0, head]))[0, 1] > 0.9

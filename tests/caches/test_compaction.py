@@ -66,6 +66,17 @@ def test_votes_are_those_of_far_keys_brought_near(layer, cache, observed_heads):
     assert np.abs(as_it_is - wanted).max() > 1e-2
 
 
+def test_entries_are_seen_as_queries_vote_for_them(layer, cache):
+    """A logit of a far key, turned, is that of the query turned for its page."""
+    start = T - N
+    everything = Recollection([MemoryStore(cache=cache)], layer, Compaction(LENGTH))
+    places = mx.broadcast_to(mx.array([0, 63, 64, 500, 767, 768, 999], mx.uint32), (1, 2, 7))
+    wanted = mx.take(brought_near(layer, cache.keys[:, :, :T], start), places[0, 0], axis=2)
+    seen = everything.seen_from(places, start)
+    assert mx.allclose(seen.keys, wanted, atol=1e-4)
+    assert mx.array_equal(seen.values, mx.take(cache.values, places[0, 0], axis=2))
+
+
 def test_within_the_length_queries_vote_as_they_are(layer, cache):
     observed = Queries(mx.random.normal((1, 4, N, 16)), range(T - N, T), scale=0.25)
     near = Recollection([MemoryStore(cache=cache)], layer, Compaction(T)).voted_by(observed).votes

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
 
 from mlx_snapkv import Conversation, SnapKVError, generate_step, prefill, stream_generate
+from mlx_snapkv.caches import recollection
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
@@ -88,9 +89,11 @@ def test_within_the_length_nothing_is_moved(short):
                 assert mx.array_equal(mine.held().keys, theirs.held().keys).item()
 
 
-def test_entries_that_were_pulled_together_are_chosen_once(short):
-    conversation, right, _ = asked(*short, 2000, policy=THEN, memory="recall")
-    assert all(right) and conversation.report.refreshed is None
+@pytest.mark.parametrize("few", [0, 8192])
+def test_every_token_chooses_anew_from_entries_pulled_together(short, few, monkeypatch):
+    monkeypatch.setattr(recollection, "FEW", few)
+    conversation, right, _ = asked(*short, 2000, 6, policy=THEN, memory="recall")
+    assert sum(right) >= 5 and conversation.report.refreshed == 96
 
 
 @pytest.mark.parametrize("policy", [READ, THEN, "h2o:budget=96,block=128", f"{THEN},on_full=grow"])
