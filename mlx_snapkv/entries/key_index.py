@@ -145,7 +145,7 @@ class KeyIndex:
             every = mx.concatenate([logits(part) for part in parts], axis=2)
             return (every - every.max(axis=2, keepdims=True)).max(axis=-1)
         # Few entries are above the largest of a sample, and those are among the best.
-        sampled = [(codes[:, :, ::SAMPLED], *rest) for codes, *rest in parts]
+        sampled = [(codes[:, :, ::SAMPLED], asking, base) for codes, asking, base in parts]
         top = _in_turn(lambda part: logits(part).max(axis=2), sampled)
         most = mx.stack(top, axis=2).max(axis=2, keepdims=True)
         below = _in_turn(lambda part: (logits(part) - most).max(axis=-1), parts)
