@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_snapkv.cli import result_files
-from mlx_snapkv.cli.result_files import write_result
+from mlx_snapkv.cli import results
+from mlx_snapkv.cli.results import write_result
 from mlx_snapkv.reporting.setting import setting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +72,7 @@ def write(out: Path, result: Any, page: str) -> None:
 def write_json(out: Path, result: Any) -> None:
     """Write the result to OUT.json, of which `make docs` writes the tables."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    result_files.write_json(out, result)
+    results.write_json(out, result)
 
 
 def load(name: str) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,16 +9,13 @@ from typer import Option
 
 from .loading import load_model
 from .process import listen
-from .result_files import ResultFiles, write_json, write_result
+from .results import ResultFiles, about, print_table, write_json, write_result
 from .values import whole_numbers
 
 if TYPE_CHECKING:
     from ..bench.speed import Plan
 
 LEAST = 1024  # tokens of a context: 1/16 of them are the fewest entries that the default policy can share out
-CONTEXTS = "4096,16384,32768,65536,131072"
-PROMPTS = "8192,16384"
-LONG_PROMPTS = "16384,32768,65536"
 POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 
 
@@ -33,7 +28,9 @@ class BenchOptions:
         Option(help=f"Policy to compare, once or more; default: {' and '.join(POLICIES)}."),
     ] = None
     snapkv: Annotated[str | None, Option(help="The same for SnapKV: its options alone.")] = None
-    context: Annotated[str, Option(help="Context lengths to decode at.")] = CONTEXTS
+    context: Annotated[str, Option(help="Context lengths to decode at.")] = (
+        "4096,16384,32768,65536,131072"
+    )
     prompt_tokens: Annotated[
         str,
         Option(
@@ -41,10 +38,10 @@ class BenchOptions:
             "-p",
             help="Prompt lengths that the full cache and all policies read.",
         ),
-    ] = PROMPTS
+    ] = "8192,16384"
     long_prompts: Annotated[
         str, Option(help="Prompt lengths that only policies read that evict meanwhile.")
-    ] = LONG_PROMPTS
+    ] = "16384,32768,65536"
     num_trials: Annotated[
         int, Option("--num-trials", "-n", min=1, help="Prompts read of each length.")
     ] = 3
@@ -58,18 +55,13 @@ class BenchOptions:
         named = self.policy or ([] if self.snapkv else POLICIES)
         chosen = [resolve_policy(self.snapkv), *(resolve_policy(policy=text) for text in named)]
         given = [one for one in chosen if one is not None]
-        plan = Plan(
-            contexts=whole_numbers("--context", self.context, LEAST),
-            prompts=whole_numbers("--prompt-tokens", self.prompt_tokens, LEAST),
-            long_prompts=whole_numbers("--long-prompts", self.long_prompts, LEAST),
-            policies=given,
-            trials=self.num_trials,
-            steps=self.steps,
-        )
-        for n in (*plan.contexts, *plan.prompts, *plan.long_prompts):
+        names = ("context", "prompt_tokens", "long_prompts")
+        flags = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        lengths = [whole_numbers(flag, text, LEAST) for flag, text in flags.items()]
+        for n in sum(lengths, []):
             for policy in given:
                 policy.prefill_quotas(n, 1)
-        return plan
+        return Plan(*lengths, policies=given, trials=self.num_trials, steps=self.steps)
 
 
 def bench(
@@ -88,16 +80,13 @@ def bench(
     from ..bench.contenders import RANDOM, make_random_model
     from ..bench.speed import measure_speed
     from ..bench.tables import markdown, speed, write_picture
-    from ..reporting.setting import setting
-    from .print_table import print_table
     from .progress import StepBars
 
     plan = options.plan()
     files = None if output is None else ResultFiles(output, (".json", ".md", ".png"))
     listen()
     loaded = make_random_model() if model is None else load_model(model)[0]
-    command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
-    result = {"command": command, **setting(), "model": model or RANDOM, "speed": []}
+    result: dict[str, Any] = {**about(), "model": model or RANDOM, "speed": []}
     with StepBars() as bars:
 
         def done(rows: list[dict[str, Any]]) -> None:
@@ -113,4 +102,4 @@ def bench(
         picture = files.path(".png")
         written = write_result(files.base, result, markdown(result, picture.name))
         write_picture(result, picture)
-        print(files.told([*written, picture]))
+        print(files.summary([*written, picture]))

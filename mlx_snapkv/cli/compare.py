@@ -57,7 +57,7 @@ def compare(
     from ..evals.compare import Comparison, Way
     from ..policies import resolve_policy
     from .inspecting import require_page
-    from .print_table import print_table
+    from .results import print_table
 
     path = None if output is None else require_page(output, (".html",))
     named = [resolve_policy(policy=text) for text in policy or []]

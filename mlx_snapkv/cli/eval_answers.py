@@ -14,17 +14,17 @@ from .._version import __version__
 from ..demo import MODELS
 from ..demo.tasks import TASKS
 from ..errors import SnapKVError
-from .asking import (
+from .cache_options import VerifyOptions
+from .eval_options import (
     Lengths,
     Policies,
     ResultOptions,
     Setting,
     known,
     methods_of,
-    result_of,
+    results_in,
     settings_of,
 )
-from .cache_options import VerifyOptions
 from .loading import load_model
 from .options import DocumentSeed, IgnoreChatTemplate, Model
 from .prompts import read_file
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..evals.answering import Method
     from ..evals.tables import Page
     from ..evals.tasks import Haystack
-    from .result_files import ResultFiles
+    from .results import ResultFiles
 
 LEAST = 256  # tokens of a prompt
 LEAST_OF_SUITE = 512
@@ -227,18 +227,14 @@ def _measure(
         plots: writes pictures of a result beside a path, without its ending.
     """
     from ..evals.answering import require_compression, run
-    from ..evals.loop import Results
     from ..evals.tables import markdown, summarise, tables
-    from .progress import StepBars
+
+    def show(result: dict[str, Any]) -> Any:
+        pictures = [] if files is None or plots is None else plots(result, files.base)
+        text = markdown(result, page, [path.name for path in pictures])
+        return tables(result["summary"], page), text, pictures
 
     require_compression(methods, dataset.lengths)
     fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
-    answers = None if files is None else files.path(".jsonl")
-    results = Results(fixed, answers)
-    with StepBars(answers) as bar:
-        bar.start("documents", len(dataset))
-        records = run(model, dataset, methods, settings, results, bar.done)
-    result = result_of(fixed, summarise(records), records)
-    pictures = [] if files is None or plots is None else plots(result, files.base)
-    text = markdown(result, page, [path.name for path in pictures])
-    options.finish(files, result, tables(result["summary"], page), text, pictures)
+    ask = partial(run, model, dataset, methods, settings)
+    options.measure(files, fixed, results_in(files, fixed), len(dataset), ask, summarise, show)

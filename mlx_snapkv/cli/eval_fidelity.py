@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 from typer import Option
 
 from .._version import __version__
-from .asking import Policies, ResultOptions, known, methods_of, result_of
+from .eval_options import Policies, ResultOptions, known, methods_of, results_in
 from .loading import load_model
 from .options import Model
 
@@ -68,9 +69,8 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     from ..evals import fidelity as measuring
     from ..evals import fidelity_tables
     from ..evals.answering import require_compression
-    from ..evals.loop import Results
     from ..evals.texts import Texts
-    from .progress import StepBars, stderr_console
+    from .progress import stderr_console
 
     settings = known("--setting", options.setting or [measuring.TEXT], measuring.SETTINGS)
     methods = methods_of(options.policy)
@@ -96,11 +96,11 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "mlx-snapkv": __version__,
     }
-    answers = None if files is None else files.path(".jsonl")
-    results = Results(fixed, answers, measuring.KEYS)
-    with StepBars(answers) as bar:
-        bar.start("documents", len(pieces))
-        records = measuring.run(model, tokenizer, comparison, results, bar.done)
-    found = result_of(fixed, fidelity_tables.summarise(records), records)
-    tables = fidelity_tables.tables(found["summary"])
-    result.finish(files, found, tables, fidelity_tables.markdown(found))
+    ask = partial(measuring.run, model, tokenizer, comparison)
+
+    def show(found: dict[str, Any]) -> Any:
+        return fidelity_tables.tables(found["summary"]), fidelity_tables.markdown(found), []
+
+    summarise = fidelity_tables.summarise
+    results = results_in(files, fixed, measuring.KEYS)
+    result.measure(files, fixed, results, len(pieces), ask, summarise, show)

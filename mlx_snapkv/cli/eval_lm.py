@@ -14,7 +14,7 @@ from typer import Option
 from .._version import __version__
 from ..demo import MODELS
 from ..errors import SnapKVError
-from .asking import Policies, ResultOptions, methods_of, result_of
+from .eval_options import Policies, ResultOptions, methods_of, results_in
 from .loading import load_model
 from .options import ChatTemplateConfig, Model
 from .prompts import adapt_tokenizer
@@ -102,8 +102,6 @@ def lm(
     """
     harness = _harness()
     from ..evals import lm_table
-    from ..evals.loop import Results
-    from .progress import StepBars
 
     methods = methods_of(policy)
     if options.include_path is not None and not options.include_path.is_dir():
@@ -111,8 +109,7 @@ def lm(
     files = result.files()
     versions = {"mlx-snapkv": __version__, "lm_eval": version("lm_eval")}
     fixed = options.fixed() | {"model": model} | versions
-    answers = None if files is None else files.path(".jsonl")
-    results = Results(fixed, answers, harness.KEYS)
+    results = results_in(files, fixed, harness.KEYS)
     metadata: dict[str, Any] = {"tokenizer": str(MODELS.get(model, model))}
     if options.length is not None:
         metadata["max_seq_lengths"] = [options.length]
@@ -137,11 +134,14 @@ def lm(
         max_tokens=options.max_tokens,
     )
     n = sum(harness.n_documents(task, options.limit) for task in tasks.values()) * len(methods)
-    with StepBars(answers) as bar:
-        bar.start("documents", n)
-        records = harness.run(lm_of, tasks, methods, results, bar.done, **asked)
-    found = result_of(fixed, lm_table.summarise(records), records)
-    result.finish(files, found, [lm_table.table(found["summary"])], lm_table.markdown(found))
+
+    def run(results: Any, done: Any) -> Any:
+        return harness.run(lm_of, tasks, methods, results, done, **asked)
+
+    def show(found: dict[str, Any]) -> Any:
+        return [lm_table.table(found["summary"])], lm_table.markdown(found), []
+
+    result.measure(files, fixed, results, n, run, lm_table.summarise, show)
 
 
 def _harness() -> Any:

@@ -196,7 +196,7 @@ def _command(model: str, plan: MemoryPlan) -> str:
 
 def _print(plans: Plans) -> None:
     from ..engine.report import format_bytes
-    from .print_table import print_table
+    from .results import print_table
 
     length = "an unknown number of" if plans.trained is None else f"{plans.trained:,}"
     print(f"{plans.model} was trained to read {length} tokens.")

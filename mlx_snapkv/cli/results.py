@@ -1,14 +1,25 @@
-"""The files of a result."""
+"""The results of measurements: their tables on the terminal, and their files."""
+
+from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
-from ..paths import path_of, put_result, reason, require_place
+from ..paths import path_of, put_result, refusing, require_place
 from ..reporting import files
+
+if TYPE_CHECKING:
+    from ..reporting.table import Table
+
+NAMES = ("cache", "server", "policy", "method", "task")  # columns of names; all others hold figures
+LONG = 24  # characters of a heading, which are then folded
+LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
 
 
 class ResultFiles:
@@ -29,15 +40,12 @@ class ResultFiles:
             raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
         self.base = path_of(name, "--output")
         folder = self.base.parent
-        try:
+        with refusing(f"--output {name}"):
             if folder.exists() and not folder.is_dir():
                 raise SnapKVError(f"--output {name}: {folder} is a file, and no folder")
             folder.mkdir(parents=True, exist_ok=True)
-            paths = [self.path(ending) for ending in endings]
-            self._replaced = [path for path in paths if require_place(path)]
+            self._replaced = [p for p in map(self.path, endings) if require_place(p)]
             foreign = [path for path in self._replaced if not files.is_ours(path)]
-        except (OSError, ValueError) as error:
-            raise SnapKVError(f"--output {name}: {reason(error)}") from error
         if foreign:
             raise SnapKVError(
                 f"--output {name}: {foreign[0]} is there already, and mlx-snapkv did not write it: "
@@ -48,12 +56,19 @@ class ResultFiles:
         """The file with this ending."""
         return with_suffix(self.base, ending)
 
-    def told(self, written: Iterable[Path]) -> str:
+    def summary(self, written: Iterable[Path]) -> str:
         """What was written and what that replaced, in a line each."""
         there = {path: path in self._replaced for path in written}
         ways = {"wrote": False, "replaced": True}
         lines = [[way, *(str(p) for p in there if there[p] is old)] for way, old in ways.items()]
         return "\n".join(" ".join(line) for line in lines if len(line) > 1)
+
+
+def about() -> dict[str, Any]:
+    """How and where a result was measured: the command, versions, commit and machine."""
+    from ..reporting.setting import setting
+
+    return {"command": shlex.join(["mlx-snapkv", *sys.argv[1:]]), **setting()}
 
 
 def write_json(base: Path, result: Any) -> Path:
@@ -73,3 +88,22 @@ def write_result(base: Path, result: Any, page: str) -> list[Path]:
 def with_suffix(base: Path, suffix: str) -> Path:
     """`base` and a suffix, whatever dots its name has."""
     return base.with_name(base.name + suffix)
+
+
+def print_table(made: Table) -> None:
+    """Print a table with its title and its remark, names to the left and figures to the right."""
+    from rich import box
+    from rich import table as rich_table
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, LEAST_WIDTH)
+    looks: Any = {"title_justify": "left", "box": box.SIMPLE, "padding": (0, 1, 0, 0)}
+    drawn = rich_table.Table(title=made.title, **looks)
+    for column in made.columns:
+        fold = column in NAMES or len(column) > LONG
+        figures: Any = {"justify": "right", "no_wrap": not fold, "min_width": 8 * fold}
+        drawn.add_column(column, overflow="fold", **({} if column in NAMES else figures))
+    for row in made.rows:
+        drawn.add_row(*row)
+    console.print(drawn, made.remark, sep="\n", markup=False)

@@ -1,11 +1,10 @@
-"""What the evaluations share: their options, and the way from records to tables and files."""
+"""What the evaluations share: their options, and the way from a measurement to tables and files."""
 
 from __future__ import annotations
 
 import json
-import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +13,15 @@ from typer import Option
 
 from ..errors import SnapKVError
 from .options import AsJson
-from .result_files import ResultFiles, write_result
+from .results import ResultFiles, about, print_table, write_result
 
 if TYPE_CHECKING:
     from ..evals.answering import Method
+    from ..evals.loop import Record, Results
     from ..reporting.table import Table
+
+    Run = Callable[[Results, Callable[..., None]], list[Record]]
+    Shown = tuple[list[Table], str, list[Path]]  # tables, page and pictures
 
 Policies = Annotated[
     list[str] | None,
@@ -54,17 +57,30 @@ class ResultOptions:
             return None
         return ResultFiles(self.output, (".jsonl", ".json", ".md", *endings))
 
-    def finish(
+    def measure(
         self,
         files: ResultFiles | None,
-        result: dict[str, Any],
-        tables: Iterable[Table],
-        page: str,
-        pictures: Sequence[Path] = (),
+        fixed: dict[str, Any],
+        results: Results,
+        n_documents: int,
+        run: Run,
+        summarise: Callable[[list[Record]], list[dict[str, Any]]],
+        show: Callable[[dict[str, Any]], Shown],
     ) -> None:
-        """Print the tables or a JSON object, and write the result with its page."""
-        from .print_table import print_table
+        """Measure what the files do not hold yet, with a bar; print the result, and write it.
 
+        Args:
+            fixed: what results that go on from each other have in common.
+            run: the records, from those there are and a callback for every document.
+            show: what is shown of a result.
+        """
+        from .progress import StepBars
+
+        with StepBars(None if files is None else files.path(".jsonl")) as bars:
+            bars.start("documents", n_documents)
+            records = run(results, bars.done)
+        result = {**about(), **fixed, "summary": summarise(records), "records": records}
+        tables, page, pictures = show(result)
         if self.as_json:
             print(json.dumps(result))
         else:
@@ -72,17 +88,16 @@ class ResultOptions:
                 print_table(table)
         if files is not None:
             written = [*write_result(files.base, result, page), *pictures]
-            print(files.told(written), file=sys.stderr if self.as_json else sys.stdout)
+            print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 
-def result_of(
-    fixed: dict[str, Any], summary: list[dict[str, Any]], records: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """A result as it is written: the command and the machine, what was fixed, and what was found."""
-    from ..reporting.setting import setting
+def results_in(
+    files: ResultFiles | None, fixed: dict[str, Any], keys: tuple[str, ...] | None = None
+) -> Results:
+    """The records that are there; `keys` identify a record. SnapKVError if they are of another run."""
+    from ..evals.loop import KEYS, Results
 
-    command = shlex.join(["mlx-snapkv", *sys.argv[1:]])
-    return {"command": command, **fixed, **setting(), "summary": summary, "records": records}
+    return Results(fixed, None if files is None else files.path(".jsonl"), keys or KEYS)
 
 
 def methods_of(
@@ -100,8 +115,8 @@ def methods_of(
 
     recall = Recall(memory, verify, refresh)
     options = {} if memory == "drop" else asdict(recall)
-    said = {name: x for name, x in options.items() if x not in ("drop", None, "token")}
-    added = "".join(f", {name} {x}" for name, x in said.items())
+    given = {name: x for name, x in options.items() if x not in ("drop", None, "token")}
+    added = "".join(f", {name} {x}" for name, x in given.items())
     methods = [Method(FULL)]
     for text in dict.fromkeys(policies or []):
         chosen = resolve_policy(policy=text)
@@ -114,8 +129,8 @@ def methods_of(
 def settings_of(setting: str) -> list[str]:
     from ..evals.answering import SETTINGS
 
-    both = [*SETTINGS, "both"]
-    return list(SETTINGS) if setting == "both" else known("--setting", [setting], both)
+    known("--setting", [setting], [*SETTINGS, "both"])
+    return list(SETTINGS) if setting == "both" else [setting]
 
 
 def known(option: str, given: Sequence[str], names: Sequence[str]) -> list[str]:
