@@ -7,7 +7,7 @@ import reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, RandomRows, SnapKVError, StreamingLLM
+from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVError
 from mlx_snapkv.errors import TrimError
 from mlx_snapkv.policies.budgets import Quota
 
@@ -94,11 +94,6 @@ def test_a_blocks_attention_is_the_dense_one_with_dropped_positions_masked_out(r
                 0.5,
             )
             assert np.allclose(out[0, head], expected[0], atol=1e-5)
-
-
-def test_one_token_needs_no_mask():
-    assert make_cache().make_mask(1) is None
-    assert make_cache().make_mask(2) == "causal"
 
 
 def test_layers_of_different_sizes_refuse_one_mask_for_all():
@@ -200,20 +195,3 @@ def test_without_the_queries_it_asks_for_a_policy_says_so():
     cache.update_and_fetch(*rows_of(0, 8))
     with pytest.raises(SnapKVError, match="were not recorded"):
         cache.update_and_fetch(*rows_of(8, 1))
-
-
-def test_a_random_sample_stays_uniform_over_many_blocks():
-    cache = make_cache(RandomRows(), rows=100, n_window=0, block=50)
-    for start in range(0, 2000, 50):
-        cache.update_and_fetch(*rows_of(start, 50))
-    cache.evict()
-    assert 700 < np.asarray(cache.positions).mean() < 1300
-
-
-def test_streaming_llm_is_a_sliding_window():
-    policy = StreamingLLM(budget=10, n_sink=2)
-    cache = BlockKVCache(policy, policy.quotas(100, 1)[0], 5)
-    for start in range(0, 60, 5):
-        cache.update_and_fetch(*rows_of(start, 5))
-    cache.evict()
-    assert cache.positions[0, 0].tolist() == [0, 1, *range(52, 60)]

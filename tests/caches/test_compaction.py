@@ -1,12 +1,14 @@
-"""Entries pulled together, and votes of queries that are turned instead of the entries."""
+"""Position compaction: entries brought nearer, and votes of queries that are turned instead of the entries."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from model_configs import make_model
 
-from mlx_snapkv.caches.compaction import AFTER, Compaction
+from mlx_snapkv.caches.compaction import AFTER, Compaction, looked_up, squeezed
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.caches.stores import MemoryStore
@@ -25,18 +27,15 @@ def layer():
 @pytest.fixture(scope="module")
 def cache():
     found = KVCache()
-    keys, values = mx.random.normal((2, 1, 2, T, 16), key=mx.random.key(3))
-    found.update_and_fetch(keys, values)
+    found.update_and_fetch(*mx.random.normal((2, 1, 2, T, 16), key=mx.random.key(3)))
     return found
 
 
 def brought_near(layer, keys, start):
     """The keys of far pages, turned on to where their page ends just before the question."""
     n_far = -(-(start - LENGTH) // PAGE) * PAGE
-    place = np.arange(T)
-    ends = place // PAGE * PAGE + PAGE - 1
-    steps = np.where(place < n_far, start - AFTER - ends, 0)
-    assert steps.min() >= 0 and steps[n_far:].max(initial=0) == 0 and steps[0] > 0
+    ends = np.arange(T) // PAGE * PAGE + PAGE - 1
+    steps = np.where(np.arange(T) < n_far, start - AFTER - ends, 0)
     return layer.turn(keys, mx.broadcast_to(mx.array(steps), (1, 2, T)))
 
 
@@ -51,19 +50,20 @@ def softmax_votes(keys, queries, places):
     return votes
 
 
-@pytest.mark.parametrize("observed_heads", ["votes", "attention"])
-def test_votes_are_those_of_far_keys_brought_near(layer, cache, observed_heads):
-    places = range(T - N, T)
+@pytest.mark.parametrize("length", [LENGTH, T])
+def test_votes_are_those_of_far_keys_brought_near(layer, cache, length):
+    places, keys = range(T - N, T), cache.keys[:, :, :T]
     queries = mx.random.normal((1, 4, N, 16), key=mx.random.key(4))
-    observed = Queries(queries, places, scale=0.25)
-    entries = Recollection([MemoryStore(cache=cache)], layer, Compaction(LENGTH)).voted_by(observed)
-    found = entries.votes
-    if observed_heads == "attention":
-        found = entries.attention.sum(axis=2).reshape(1, 2, 2, T).mean(axis=2)
-    wanted = softmax_votes(brought_near(layer, cache.keys[:, :, :T], T - N), queries, places)
-    assert np.abs(np.array(found[0]) - wanted).max() < 1e-4
-    as_it_is = softmax_votes(cache.keys[:, :, :T], queries, places)
-    assert np.abs(as_it_is - wanted).max() > 1e-2
+    entries = Recollection([MemoryStore(cache=cache)], layer, Compaction(length)).voted_by(
+        Queries(queries, places, scale=0.25)
+    )
+    near = softmax_votes(brought_near(layer, keys, T - N), queries, places)
+    as_it_is = softmax_votes(keys, queries, places)
+    assert np.abs(as_it_is - near).max() > 1e-2
+    by_head = entries.attention.sum(axis=2).reshape(1, 2, 2, T).mean(axis=2)
+    for found in (entries.votes, by_head):
+        wanted = as_it_is if length == T else near
+        assert np.abs(np.array(found[0]) - wanted).max() < 1e-4
 
 
 def test_entries_are_seen_as_queries_vote_for_them(layer, cache):
@@ -77,14 +77,6 @@ def test_entries_are_seen_as_queries_vote_for_them(layer, cache):
     assert mx.array_equal(seen.values, mx.take(cache.values, places[0, 0], axis=2))
 
 
-def test_within_the_length_queries_vote_as_they_are(layer, cache):
-    observed = Queries(mx.random.normal((1, 4, N, 16)), range(T - N, T), scale=0.25)
-    near = Recollection([MemoryStore(cache=cache)], layer, Compaction(T)).voted_by(observed).votes
-    assert mx.array_equal(
-        near, Recollection([MemoryStore(cache=cache)], layer).voted_by(observed).votes
-    ).item()
-
-
 def entries_at(layer, positions):
     keys, values = mx.random.normal((2, 1, 2, len(positions), 16))
     given = mx.broadcast_to(mx.array(positions, mx.uint32), (1, 2, len(positions)))
@@ -93,23 +85,66 @@ def entries_at(layer, positions):
 
 def test_entries_move_when_the_next_tokens_would_be_too_far(layer):
     entries = entries_at(layer, [0, 1, 100, 101, 230])
-    same, pull = Compaction(LENGTH).nearer(entries, 231, 25)
-    assert same is entries and pull == Compaction(LENGTH)
-    moved, pull = pull.nearer(entries, 231, 26)
-    assert pull.farthest == 231 - (LENGTH + 5) // 2
+    same, near = Compaction(LENGTH).nearer(entries, 231, 25)
+    assert same is entries and near == Compaction(LENGTH)
+    moved, near = near.nearer(entries, 231, 26)
+    assert near.farthest == 231 - (LENGTH + 5) // 2
     assert 231 - moved.rotations.min().item() <= (LENGTH + 5) // 2
     steps = moved.rotations.astype(mx.int32) - entries.positions.astype(mx.int32)
-    assert mx.array_equal(moved.keys, layer.turn(entries.keys, steps)).item()
-    assert mx.array_equal(moved.values, entries.values).item()
-    assert mx.array_equal(moved.positions, entries.positions).item()
+    assert mx.array_equal(moved.keys, layer.turn(entries.keys, steps))
+    assert mx.array_equal(moved.values, entries.values)
+    assert mx.array_equal(moved.positions, entries.positions)
     # Half of the room is free again.
-    assert pull.nearer(moved, 231 + 100, 20)[0] is moved
-    assert pull.nearer(moved, 231 + 200, 26)[0] is not moved
-
-
-def test_what_is_moved_twice_is_as_if_moved_once(layer):
-    entries = entries_at(layer, [0, 1, 100, 101, 230])
-    once, pull = Compaction(LENGTH).nearer(entries, 300)
-    twice, _ = pull.nearer(once, 600)
+    assert near.nearer(moved, 231 + 100, 20)[0] is moved
+    twice, _ = near.nearer(moved, 231 + 200, 26)
     steps = twice.rotations.astype(mx.int32) - entries.positions.astype(mx.int32)
-    assert mx.allclose(twice.keys, layer.turn(entries.keys, steps), atol=1e-4).item()
+    assert twice is not moved and mx.allclose(
+        twice.keys, layer.turn(entries.keys, steps), atol=1e-4
+    )
+
+
+def reference(positions, end, span):
+    """Every gap is tried."""
+    steps = np.diff([*positions, end])
+    if steps.sum() > span:
+        fits = [m for m in range(1, steps.max() + 1) if np.minimum(steps, m).sum() <= span]
+        steps = np.minimum(steps, max(fits, default=1))
+    return end - np.cumsum(steps[::-1])[::-1]
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 400), min_size=5, max_size=5), min_size=1, max_size=3),
+    st.integers(1, 80),
+    st.integers(0, 500),
+)
+def test_gaps_are_squeezed_as_the_reference_does(found, more, span):
+    positions = np.array([[sorted(head) for head in found]])
+    end = int(positions.max()) + more
+    new = np.array(squeezed(mx.array(positions.astype(np.uint32)), end, span))
+    assert new.dtype == np.uint32
+    for row, was in zip(new[0], positions[0]):
+        assert row.tolist() == reference(was, end, span).tolist()
+
+
+def test_worked_out_by_hand():
+    """Gaps of 90 and 190 shrink alike: 40 positions have room for 18 each beside four steps of one."""
+    old = mx.array([[[0, 1, 2, 92, 93, 283]]], mx.uint32)
+    assert squeezed(old, 284, 40).tolist() == [[[244, 245, 246, 264, 265, 283]]]
+    assert squeezed(old, 284, 0).tolist() == [[list(range(278, 284))]]
+
+
+@pytest.mark.parametrize("span", [100_000, 2**30])
+def test_positions_of_a_billion_tokens(span):
+    old = np.sort(np.random.default_rng(0).choice(2**30, (1, 2, 300), replace=False))
+    end = 2**30 + 7
+    new = np.array(squeezed(mx.array(old.astype(np.uint32)), end, span)).astype(int)
+    steps = np.diff(np.pad(new, [(0, 0), (0, 0), (0, 1)], constant_values=end))
+    assert (steps.sum(axis=-1) <= span).all() and (new >= old).all()
+    assert span > 2**29 or (steps.sum(axis=-1) > span - 300).all()
+
+
+@given(st.sets(st.integers(0, 60), min_size=1), st.lists(st.integers(0, 60), min_size=1))
+def test_positions_are_looked_up(known, positions):
+    table = mx.array(sorted(known), mx.uint32)[None, None]
+    found = looked_up(mx.array(positions, mx.uint32)[None, None], table, table + 7)
+    assert found.tolist() == [[[n + 7 * (n in known) for n in positions]]]

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKV, SnapKVCache, SnapKVError
+from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKV, SnapKVCache
 from mlx_snapkv.caches.adapter import layer_cache, plain_cache
 from mlx_snapkv.caches.contract import LayerCache
 from mlx_snapkv.caches.evicting import EvictingCache
@@ -95,24 +95,19 @@ def offloaded(store):
 
 EVICTING = {
     "window": window,
-    "window of 8 bits": lambda: window(quantization=HOW),
     "window that is not full": lambda: window(n_window=11),
-    "window that chooses": lambda: window(KeyDiff()),
-    "window that chooses, not full": lambda: window(KeyDiff(), n_window=11),
     "window that chooses, of 8 bits": lambda: window(KeyDiff(), HOW),
+    "window that chooses, not full": lambda: window(KeyDiff(), n_window=11),
     "window that reserves": reserving,
     "window that reselects": lambda: window(RESELECT),
-    "block": lambda: block(KeyDiff()),
     "block of 8 bits": lambda: block(KeyDiff(), quantization=HOW),
     "block that votes": lambda: block(TOVA()),
     "block that counts": lambda: block(H2O()),
-    "block that counts, of 8 bits": lambda: block(H2O(), quantization=HOW),
 }
 FULL = {
     "recording": lambda: fed(RecordingKVCache(0, 10**6, 30)),
     "offloaded, in a file": lambda: offloaded(FileStore()),
     "offloaded, of 8 bits": lambda: offloaded(MemoryStore(HOW)),
-    "offloaded, not yet": lambda: fed(OffloadedKVCache(FileStore())),
     "mlx-lm's": lambda: fed(KVCache()),
     "mlx-lm's of 8 bits": lambda: fed(QuantizedKVCache(32, 8)),
 }
@@ -187,8 +182,9 @@ def snapshot(cache):
 
 @pytest.mark.parametrize("kind", HOLDING)
 def test_entries_are_held_in_order_with_their_positions(kind):
-    cache = HOLDING[kind]()
+    cache, other = HOLDING[kind](), HOLDING[kind]()
     for n in (1, 3, 1):
+        feed_split(other, n) if kind in EVICTING else feed(other, n)
         feed_split(cache, n) if kind in EVICTING else feed(cache, n)
         layer = layer_cache(cache)
         entries = layer.held()
@@ -202,16 +198,7 @@ def test_entries_are_held_in_order_with_their_positions(kind):
                 assert np.allclose(
                     stored[0, head], np.array(all_rows[head])[positions[0, head]], atol=atol
                 )
-
-
-@pytest.mark.parametrize("kind", HOLDING)
-def test_to_ask_what_is_held_changes_nothing(kind):
-    cache, other = HOLDING[kind](), HOLDING[kind]()
-    for _ in range(9):
-        layer = layer_cache(cache)
-        layer.held(), layer.n_entries, layer.kv_nbytes, layer.full_nbytes
-        feed(cache, 1), feed(other, 1)
-    assert_same(cache, other)
+    assert_same(cache, other)  # to be asked changed nothing
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -231,7 +218,7 @@ def test_figures(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("updates", [(1,), (3,), (1, 1, 1, 1), (4, 4), (2, 1, 3), (1, 5)])
+@pytest.mark.parametrize("updates", [(3,), (1, 1, 1), (4, 4), (2, 1, 3)])
 def test_what_is_taken_back_has_never_been_there(kind, updates):
     k = sum(updates)
     for n in range(1, k + 1) if kind not in STATES else (k,):
@@ -264,7 +251,10 @@ def test_what_is_taken_back_has_never_been_there(kind, updates):
 def test_more_than_was_fed_since_the_mark_is_refused_and_changes_nothing(kind):
     cache = EVICTING[kind]()
     feed(cache, 1)
+    assert not cache.is_trimmable()  # mlx-lm takes true for any number of tokens
     cache.mark()
+    feed(cache, 2)
+    assert cache.is_trimmable() and cache.trim(2) == 2
     if "block" in kind:
         cache.evict()  # what came before can't be taken back by undoing nothing
     for n in (3, 2, 1):
@@ -274,18 +264,6 @@ def test_more_than_was_fed_since_the_mark_is_refused_and_changes_nothing(kind):
         with pytest.raises(TrimError):
             cache.rollback(n)
         assert snapshot(cache) == before
-
-
-@pytest.mark.parametrize("kind", EVICTING)
-def test_mlx_lm_may_trim_only_since_a_mark(kind):
-    cache = EVICTING[kind]()
-    feed(cache, 1)
-    assert not cache.is_trimmable()
-    cache.mark()
-    feed(cache, 2)
-    assert cache.is_trimmable() and cache.trim(2) == 2
-    cache.commit()
-    assert not cache.is_trimmable()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("offloaded")])
@@ -337,7 +315,7 @@ def test_a_rotating_cache_and_a_state_have_problems_too():
 
 
 @pytest.mark.parametrize("kind", EVICTING)
-@pytest.mark.parametrize("updates", [(), (1,), (3,), (1, 4), (4, 4, 2)])
+@pytest.mark.parametrize("updates", [(), (1,), (4, 4, 2)])
 def test_saved_and_loaded_it_goes_on(kind, updates, tmp_path):
     cache = EVICTING[kind]()
     for n in updates:
@@ -351,28 +329,10 @@ def test_saved_and_loaded_it_goes_on(kind, updates, tmp_path):
     assert_same(loaded, cache)
 
 
-def test_the_entries_that_an_answer_never_takes_the_place_of_are_saved(tmp_path):
-    cache = reserving()
-    for _ in range(5):
-        feed(cache, 1)
-    path = str(tmp_path / "cache.safetensors")
-    save_prompt_cache(path, [cache])
-    (loaded,) = load_prompt_cache(path)
-    for c in (cache, loaded):
-        for _ in range(60):
-            feed(c, 1)
-        assert {5, 11} <= set(c.positions[0, 0].tolist())
-    assert_same(cache, loaded)
-
-
-def test_without_a_mark_a_state_is_not_taken_back():
+def test_a_state_goes_back_to_a_mark_only_and_holds_nothing_to_choose_from():
     for make in STATES.values():
         with pytest.raises(TrimError, match="goes back to a mark only"):
             layer_cache(make()).rollback(1)
-
-
-def test_a_state_holds_nothing_to_choose_from():
-    for make in STATES.values():
         with pytest.raises(TypeError, match="no entries to choose from"):
             layer_cache(make()).held()
 
@@ -446,9 +406,3 @@ def test_whatever_is_done_a_cache_is_as_one_that_was_only_fed(kind, steps):
         getattr(driven, name)(*arguments)
     driven.commit()
     assert_same(driven.cache, driven.replayed())
-
-
-def test_a_window_of_a_sliding_model_is_refused():
-    for make in EVICTING.values():
-        with pytest.raises(SnapKVError, match="sliding-window"):
-            make().make_mask(2, window_size=4)

@@ -4,12 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import in_order, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import KeyDiff, SnapKVCache
-from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.errors import SnapKVError, TrimError
 
 B, H, D = 1, 2, 32
@@ -134,30 +133,6 @@ def test_several_tokens_at_once_that_fit_in_are_as_one_by_one(updates):
         position += L
 
 
-def test_a_long_update_is_as_on_a_window_that_slides_and_then_all_its_rows_compete():
-    cache, sliding = make(), make(chooses=False)
-    assert np.array_equal(np.array(cache.make_mask(30)), np.array(sliding.make_mask(30)))
-    for a, b in zip(feed(cache, OFFSET, 30), feed(sliding, OFFSET, 30)):
-        assert mx.array_equal(a, b)
-    feed(cache, OFFSET + 30, 1)
-    positions = set(cache.positions[0, 0].tolist())
-    assert cache.size() == N_PIN + N_WINDOW and {0, 1, OFFSET + 30} <= positions
-    assert positions & set(range(OFFSET, OFFSET + 22)), "early tokens of the update were kept"
-
-
-def test_taking_back_what_came_after_a_choice_leaves_the_choice():
-    cache, simulations = make(), [Simulation(h) for h in range(H)]
-    for position in range(OFFSET, OFFSET + PERIOD):
-        feed(cache, position, 1)
-    feed(cache, OFFSET + PERIOD, 3)  # the choice is made before it
-    cache.trim(2)
-    feed(cache, OFFSET + PERIOD + 1, 1)
-    for position in range(OFFSET, OFFSET + PERIOD + 2):
-        for simulation in simulations:
-            simulation.step(position)
-    assert_holds(cache, simulations)
-
-
 @pytest.mark.parametrize("reserved", [NONE, RESERVED])
 @pytest.mark.parametrize("rejected", range(1, 6))
 def test_a_choice_for_now_is_taken_back_with_the_tokens_before_it(rejected, reserved):
@@ -182,65 +157,6 @@ def test_a_choice_for_now_is_taken_back_with_the_tokens_before_it(rejected, rese
         for simulation in simulations:
             simulation.step(position)
     assert_holds(cache, simulations)
-
-
-@pytest.mark.parametrize("reserved", [NONE, RESERVED])
-@pytest.mark.parametrize("fed", [0, 3, 4, 9])
-def test_saved_and_loaded_it_goes_on_the_same(tmp_path, fed, reserved):
-    cache = make(reserved=reserved)
-    for position in range(OFFSET, OFFSET + fed):
-        feed(cache, position, 1)
-    save_prompt_cache(str(tmp_path / "c.safetensors"), [cache])
-    (loaded,) = load_prompt_cache(str(tmp_path / "c.safetensors"))
-    assert type(loaded) is SnapKVCache and str(loaded.policy) == "keydiff"
-    for position in range(OFFSET + fed, OFFSET + fed + 20):
-        for a, b in zip(feed(cache, position, 1), feed(loaded, position, 1)):
-            assert mx.array_equal(a, b)
-    assert mx.array_equal(cache.positions, loaded.positions)
-    for held, kept in zip(loaded.positions[0].tolist(), reserved):
-        assert set(kept) <= set(held)
-
-
-def test_with_all_voted_entries_reserved_the_window_only_slides():
-    cache, sliding = make(reserved=ALL), make(chooses=False)
-    for position in range(OFFSET, OFFSET + 30):
-        feed(cache, position, 1)
-        feed(sliding, position, 1)
-        for a, b in zip(in_order(cache), in_order(sliding)):
-            assert mx.array_equal(a, b)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_rows_are_moved_as_they_are(bits):
-    how = Quantization(bits, 32)
-    cache = make(quantization=how)
-    shapes = [part.shape for part in (*cache.keys, *cache.values)]
-    for position in range(OFFSET, OFFSET + 50):
-        feed(cache, position, 1)
-        assert [part.shape for part in (*cache.keys, *cache.values)] == shapes
-    keys, values, positions = in_order(cache)
-    for found, wanted in zip((keys, values), stacked(positions[0].tolist())):
-        assert all(mx.array_equal(a, b) for a, b in zip(found, how.pack(wanted)))
-
-
-def test_a_window_of_one_row_and_one_without_pinned_rows():
-    for pinned, n_window in ((3, 1), (0, 4)):
-        n = pinned + n_window
-        keys, values = stacked([list(range(30, 30 + n))] * H)
-        positions = mx.broadcast_to(mx.arange(30, 30 + pinned, dtype=mx.uint32), (B, H, pinned))
-        cache = SnapKVCache(
-            keys,
-            values,
-            positions,
-            offset=40,
-            n_window=n_window,
-            policy=KeyDiff(),
-            block=max(1, n_window // 2),
-        )
-        for position in range(40, 60):
-            feed(cache, position, 1)
-            held = cache.positions[0, 0].tolist()
-            assert cache.size() == n and position in held and len(set(held)) == n
 
 
 def test_a_cache_that_votes_says_so_where_nobody_records_its_queries(tokens):

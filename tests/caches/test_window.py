@@ -1,12 +1,9 @@
-import copy
-
 import mlx.core as mx
 import numpy as np
 import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_snapkv import SnapKVCache, SnapKVError
 
@@ -59,11 +56,6 @@ def test_a_decoded_token_overwrites_the_oldest_window_row():
     assert_consistent(cache)
 
 
-def test_positions_are_uint32_per_head():
-    cache = make_cache()
-    assert cache.positions.shape == (1, H, 7) and cache.positions.dtype == mx.uint32
-
-
 def test_1000_decoded_tokens_keep_shape_and_buffer():
     cache = make_cache(window=16, offset=100)
     feed(cache, 1)
@@ -79,20 +71,6 @@ def test_1000_decoded_tokens_keep_shape_and_buffer():
         assert cache.keys.shape == cache.values.shape == shape
     assert seen == {first}
     assert_consistent(cache)
-
-
-@pytest.mark.parametrize("before", [0, 1, 3, 4, 9])
-@pytest.mark.parametrize("L", [2, 3, 4, 5, 11])
-def test_one_call_of_many_tokens_equals_many_calls_of_one(L, before):
-    together, alone = make_cache(), make_cache()
-    for _ in range(before):
-        feed(together, 1), feed(alone, 1)
-    out = feed(together, L)
-    expected = mx.concatenate([feed(alone, 1) for _ in range(L)], axis=1)
-    assert np.allclose(out, expected, atol=1e-6)
-    # and the next update starts from the same rows
-    assert np.allclose(feed(together, 1), feed(alone, 1), atol=1e-6)
-    assert sorted(contents(together)) == sorted(contents(alone))
 
 
 @settings(max_examples=60)
@@ -133,28 +111,6 @@ def test_mask_is_a_string_or_none_where_that_is_exact():
         cache.make_mask(2, window_size=4)
 
 
-def test_a_window_that_is_not_full_fills_up_first():
-    cache = SnapKVCache(
-        rows([0, 1, 2]), rows([0, 1, 2]) + 1, mx.zeros((1, H, 1)), offset=3, n_window=4
-    )
-    sizes = []
-    for _ in range(4):
-        feed(cache, 1)
-        sizes.append(cache.size())
-        assert_consistent(cache)
-    assert sizes == [4, 5, 5, 5]
-
-
-@pytest.mark.parametrize("L", [1, 2, 4, 9])
-def test_the_last_update_can_be_taken_back(L):
-    cache, untouched = make_cache(), make_cache()
-    feed(cache, 1), feed(untouched, 1)
-    feed(cache, L)
-    cache.rollback(L)
-    assert cache.offset == untouched.offset
-    assert np.allclose(feed(cache, 3), feed(untouched, 3), atol=1e-6)
-
-
 def test_an_inexact_rewind_is_refused():
     cache = make_cache()
     with pytest.raises(SnapKVError, match="take back 0 to 0 tokens"):
@@ -166,30 +122,6 @@ def test_an_inexact_rewind_is_refused():
     with pytest.raises(SnapKVError, match="not -1"):
         cache.trim(-1)
     assert cache.trim(0) == 0
-
-
-@pytest.mark.parametrize("updates", [(), (1,), (1, 1), (5,), (5, 1)])
-def test_saved_and_loaded_by_mlx_lm(tmp_path, updates):
-    cache = make_cache()
-    for L in updates:
-        feed(cache, L)
-    path = str(tmp_path / "cache.safetensors")
-    save_prompt_cache(path, [cache], {"model": "demo"})
-    (loaded,), metadata = load_prompt_cache(path, return_metadata=True)
-    assert metadata == {"model": "demo"}
-    assert isinstance(loaded, SnapKVCache)
-    assert mx.array_equal(loaded.positions, cache.positions)
-    for L in (1, 3, 1):
-        assert mx.array_equal(feed(loaded, L), feed(cache, L))
-
-
-def test_a_copy_is_independent():
-    cache = make_cache()
-    other = copy.deepcopy(cache)
-    feed(cache, 1)
-    assert (cache.offset, other.offset) == (21, 20)
-    assert_consistent(other)
-    assert_consistent(cache)
 
 
 def test_bookkeeping_mlx_lm_relies_on():

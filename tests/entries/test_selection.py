@@ -31,23 +31,11 @@ def test_ties_go_to_the_lower_position():
 
 
 @pytest.mark.parametrize(
-    "parts, expected",
-    [
-        ({"n_sink": 1, "top_k": 0, "n_window": 2}, [0, 4, 5]),
-        ({"n_sink": 3, "top_k": 4, "n_window": 3}, [0, 1, 2, 3, 4, 5]),
-        ({"n_sink": 2, "top_k": 2, "n_window": 2}, [0, 1, 2, 3, 4, 5]),
-        ({"n_sink": 100, "top_k": 1, "n_window": 100}, [0, 1, 2, 3, 4, 5]),
-        ({"n_sink": 0, "top_k": 1, "n_window": 0}, [5]),
-    ],
-    ids=[
-        "no middle wanted",
-        "more than there is",
-        "exactly all",
-        "parts longer than T",
-        "middle only",
-    ],
+    "n_sink, top_k, n_window, expected",
+    [(1, 0, 2, [0, 4, 5]), (3, 4, 3, [*range(6)]), (100, 1, 100, [*range(6)]), (0, 1, 0, [5])],
 )
-def test_degenerate_cases(parts, expected):
+def test_degenerate_cases(n_sink, top_k, n_window, expected):
+    parts = {"n_sink": n_sink, "top_k": top_k, "n_window": n_window}
     assert positions([0.0, 1, 2, 3, 4, 5], **parts) == expected
 
 
