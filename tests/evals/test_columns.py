@@ -7,7 +7,16 @@ import pytest
 from pyarrow import parquet
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.columns import Columns, read_columns
+from mlx_snapkv.evals.columns import (
+    Columns,
+    choice,
+    f1,
+    first_line_f1,
+    metric_of,
+    read_columns,
+    string_match_all,
+    string_match_part,
+)
 
 ROW = {
     "context": "The code is 4711. The sky is blue.\n",
@@ -37,6 +46,8 @@ def write(path, rows):
 def test_rows_of_one_context_are_one_document(tmp_path, name):
     other = ROW | {"question": "What is blue?", "answer": ["sky"]}
     data = write(tmp_path / name, [ROW, ROW | {"context": "Nothing."}, other])
+    if name.endswith("l"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
     documents, _ = read_columns(data)
     assert [rows[0].context for rows in documents] == [ROW["context"], "Nothing."]
     assert [row.question for row in documents[0]] == [ROW["question"], "What is blue?"]
@@ -117,37 +128,20 @@ def test_what_is_not_there(tmp_path):
         read_columns(str(tmp_path / "nowhere"))
 
 
-def test_a_byte_order_mark_is_none_of_the_data(tmp_path):
-    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(ROW).encode())
-    (((row,),), _) = read_columns(str(tmp_path))
-    assert row.context == ROW["context"]
-
-
-def prompt(tokenizer, tmp_path, template=True):
+@pytest.mark.parametrize("template", [True, False])
+def test_the_prompt_is_kvpresss(demo_llama, tmp_path, template):
+    """Context and question in the user's turn, the answer's beginning behind it; tokenized before the question."""
+    tokenizer = demo_llama[1]
     documents, copy = read_columns(write(tmp_path / "d.jsonl", [ROW]))
     ((place, document),) = Columns(tokenizer, documents, copy, template)
     assert place == {"task": "niah_single_1", "length": None, "document": 0}
     (question,) = document.questions
-    return document.n_shared, question
-
-
-def test_the_prompt_is_kvpresss(demo_llama, tmp_path):
-    """Context and question in the user's turn, the answer's beginning behind it; tokenized before the question."""
-    tokenizer = demo_llama[1]
-    n, question = prompt(tokenizer, tmp_path)
-    head = tokenizer.encode("<|bos|><|user|>" + ROW["context"], add_special_tokens=False)
-    tail = tokenizer.encode("What is the code?<|assistant|> The code is", add_special_tokens=False)
-    assert question.prompt == head + tail and n == len(head)
-    assert question.max_tokens == 8
+    before, between = ("<|bos|><|user|>", "<|assistant|>") if template else ("<|bos|>", "\n")
+    head = tokenizer.encode(before + ROW["context"], add_special_tokens=False)
+    tail = f"What is the code?{between} The code is"
+    assert question.prompt == head + tokenizer.encode(tail, add_special_tokens=False)
+    assert (document.n_shared, question.max_tokens) == (len(head), 8)
     assert question.score(" 4711.") == 1 and question.score("471") == 0
-
-
-def test_the_prompt_without_a_template(demo_llama, tmp_path):
-    tokenizer = demo_llama[1]
-    n, question = prompt(tokenizer, tmp_path, template=False)
-    head = tokenizer.encode(ROW["context"])
-    tail = tokenizer.encode("What is the code?\n The code is", add_special_tokens=False)
-    assert question.prompt == head + tail and n == len(head)
 
 
 def test_documents_beyond_the_models_length_are_refused(demo_llama, tmp_path):
@@ -158,3 +152,65 @@ def test_documents_beyond_the_models_length_are_refused(demo_llama, tmp_path):
     with pytest.raises(SnapKVError, match=r"has a prompt of \d+ tokens .* was trained to \d+"):
         Columns(tokenizer, documents, copy).require_room(model)
     Columns(tokenizer, documents[:1], copy).require_room(model)
+
+
+@pytest.mark.parametrize(
+    "references, output, every, some",
+    [
+        (["12", "ab"], " It is AB\x00 and 12.", 1.0, 1.0),
+        (["12", "ab"], "AB only", 0.5, 1.0),
+        (["onetwo"], "one\ntwo", 1.0, 1.0),  # kvpress takes control characters out before it looks
+        (["12", "12", "34"], "\x0012,", 2 / 3, 1.0),  # a reference counts as often as it is one
+    ],
+)
+def test_rulers_string_matches(references, output, every, some):
+    assert string_match_all(references, output) == every
+    assert string_match_part(references, output) == some
+
+
+@pytest.mark.parametrize(
+    "output, references, wanted",
+    [
+        ("The cat, a dog!", ["cat dog"], 1.0),
+        ("cat", ["cat dog"], 2 / 3),  # precision 1, recall 1/2
+        ("cat cat", ["cat dog"], 0.5),  # a word counts as often as it stands in both
+        ("bird", ["cat"], 0.0),
+        ("cat", ["bird", "a cat"], 1.0),  # the best of several
+        ("the", ["cat"], 0.0),
+    ],
+)
+def test_f1_of_words(output, references, wanted):
+    assert f1(references, output) == pytest.approx(wanted)
+
+
+def test_f1_of_the_first_line():
+    assert first_line_f1(["Paul"], "\n Paul\nand more") == 1.0
+    assert f1(["Paul"], "Paul\nand more") == 0.5
+
+
+@pytest.mark.parametrize(
+    "output, wanted",
+    [
+        ("B. something", 1.0),
+        ("not A but B", 1.0),  # the last of its line
+        ("The answer is B\nand not C", 1.0),  # the first line that has one
+        ("I say C, or D", 0.0),
+        ("Bob", 0.0),
+    ],
+)
+def test_letters(output, wanted):
+    assert choice(["B"], output) == wanted
+
+
+@pytest.mark.parametrize(
+    "task, metric",
+    [
+        ("niah_multivalue", string_match_all),
+        ("qa_2", string_match_part),
+        ("qasper_e", f1),
+        ("hotpotqa-e", f1),
+        ("a task of one's own", string_match_all),
+    ],
+)
+def test_every_task_has_a_score(task, metric):
+    assert metric_of(task) is metric

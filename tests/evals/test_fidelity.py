@@ -142,7 +142,7 @@ def expected(model, tokenizer, piece, question, setting, policy):
 @pytest.mark.parametrize("name", [name for name in METHODS if name != FULL])
 def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name):
     for piece, question in zip(pieces[:2], QUESTIONS):
-        record = record_of(records, name, setting, piece)
+        whole, record = (record_of(records, n, setting, piece) for n in (FULL, name))
         full, ours = expected(*demo_llama, piece, question, setting, METHODS[name])
         assert record["tokens"] == len(full) == len(ours)
         kl = (np.exp(full) * (full - ours)).sum(axis=-1)
@@ -153,6 +153,9 @@ def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name
         if setting == TEXT:
             came = -ours[np.arange(N), piece.following[1:]].mean()
             assert record["loss"] == pytest.approx(came, rel=1e-4)
+            came = -full[np.arange(N), piece.following[1:]].mean()
+            assert whole["loss"] == pytest.approx(came, rel=1e-5)
+        assert (whole["kl"], whole["same"]) == (0, 1) and whole["entries"] >= 150
     assert_unpatched()
 
 
@@ -166,16 +169,6 @@ def test_tokens_that_all_entries_choose_are_counted_but_not_judged(records, piec
         assert alone["judged"] == n
         later = record_of(records, [*METHODS][1], LATER, piece)
         assert later["judged"] == later["tokens"] == n
-
-
-def test_full_is_full(records, pieces, demo_llama):
-    for piece in pieces:
-        record = record_of(records, FULL, TEXT, piece)
-        prompt = [*frame_of(demo_llama[1], None).start, *piece.tokens]
-        assert (record["kl"], record["same"], record["entries"]) == (0, 1, len(prompt))
-        full = full_logprobs(demo_llama[0], prompt, piece.following)[1:]
-        came = -full[np.arange(N), piece.following[1:]].mean()
-        assert record["loss"] == pytest.approx(came, rel=1e-5)
 
 
 def test_a_budget_for_everything_is_no_distance(compare, pieces):
@@ -193,29 +186,6 @@ def test_alone_and_together_are_equal(compare, pieces, records, name):
     alone = compare({FULL: None, name: METHODS[name]}, of=pieces[:2])
     together = [r for r in records if r["method"] in (FULL, name) and r["document"] == "a"]
     assert alone == together
-
-
-def test_what_was_interrupted_goes_on(compare, pieces, tmp_path, records):
-    methods = dict(list(METHODS.items())[:3])
-    wanted = [r for r in records if r["method"] in methods]
-    measured_now = []
-
-    def stop_at_two(new):
-        measured_now.append(new)
-        if len(measured_now) == 2:
-            raise KeyboardInterrupt
-
-    def again(on_piece):
-        results = Results({"task": "fidelity"}, tmp_path / "r.jsonl", KEYS)
-        return compare(methods, results=results, on_piece=on_piece)
-
-    with pytest.raises(KeyboardInterrupt):
-        again(stop_at_two)
-    assert again(measured_now.append) == wanted
-    assert measured_now == [True, True, False, False, True]
-    measured_now.clear()
-    assert again(measured_now.append) == wanted
-    assert measured_now == [False] * 3
 
 
 def test_the_summary_is_paired_by_piece(records):
@@ -284,11 +254,6 @@ class Bare:
         return [1] * add_special_tokens + [ord(c) for c in text]
 
 
-def test_without_a_template_the_question_stands_alone():
-    frame = frame_of(Bare(), "W?")
-    assert (frame.start, frame.before, frame.after) == ([1], [1], [10, 10, 87, 63, 10])
-
-
 class Broken(Bare):
     has_chat_template = True
 
@@ -296,6 +261,8 @@ class Broken(Bare):
         return "always the same"
 
 
-def test_a_template_that_drops_the_message_is_told():
+def test_without_a_template_the_question_stands_alone():
+    frame = frame_of(Bare(), "W?")
+    assert (frame.start, frame.before, frame.after) == ([1], [1], [10, 10, 87, 63, 10])
     with pytest.raises(SnapKVError, match="the chat template failed"):
         frame_of(Broken(), "W?")

@@ -23,13 +23,6 @@ def kept(scores, quota, safeguard=0.2):
     return [np.flatnonzero(head).tolist() for head in np.array(found[0])]
 
 
-def test_adakv_by_hand():
-    """Four of seven entries a head, two of them safe: as in kvpress, what is always kept counts as safe."""
-    scores = [[9, 8, 7, 6, 5, 0, 0], [0.1, 3, 0.2, 0.3, 0.4, 0, 0]]
-    assert kept(scores, Quota(4, 0, 2), 0.5) == [[0, 1, 2, 3, 5, 6], [5, 6]]
-    assert kept(scores, Quota(4, 0, 2), 0.75) == [[0, 1, 2, 5, 6], [1, 5, 6]]
-
-
 def adakv_reference(scores, quota, safeguard):
     """The sets of a layer's heads, an entry at a time."""
     H, T = scores.shape

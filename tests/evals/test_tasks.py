@@ -1,8 +1,12 @@
 """What needle and lines ask: where it is hidden, and what is beside it."""
 
+import itertools
+import random
+
 import pytest
 
-from mlx_snapkv.evals.tasks import FACTS, LONGEVAL, Lines, Needle
+from mlx_snapkv.errors import SnapKVError
+from mlx_snapkv.evals.tasks import FACTS, LONGEVAL, Lines, Needle, fill, hide, repeated, synthetic
 
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 BOOK = "It was a long and quiet winter.\nNobody came to the house.\n\n" * 5
@@ -65,13 +69,6 @@ def test_every_document_and_seed_is_another(demo_llama, make):
     ]
 
 
-def test_own_text_is_the_filler(demo_llama):
-    tokenizer = demo_llama[1]
-    ((_, question),) = questions(tokenizer, Needle, [1024], n_depths=1, text=BOOK)
-    text = tokenizer.decode(question.prompt)
-    assert text.count("to the house") > 20 and text.count("quiet winter") > 20
-
-
 def test_longevals_lines(demo_llama):
     tokenizer = demo_llama[1]
     ((_, question),) = questions(tokenizer, Lines, n_depths=1, wording=LONGEVAL)
@@ -88,3 +85,52 @@ def test_what_the_prompts_depend_on_is_in_the_setting():
     one, other = Needle(None, [], text="a b."), Needle(None, [], text="a c.")
     assert one.setting() != other.setting() != Needle(None, []).setting()
     assert Lines(None, [], wording=FACTS).setting() != Lines(None, []).setting()
+
+
+def words(text):
+    return text.split()
+
+
+def filled(length, hidden, filler):
+    prompt_of = lambda text: words(f"{text} so what ?")  # noqa: E731
+    return prompt_of(fill(length, hidden, filler, lambda text: len(prompt_of(text))))
+
+
+def test_the_grid_goes_from_start_to_end(demo_llama):
+    task = Needle(demo_llama[1], [512, 256], n_depths=3, n_documents=2)
+    places = [place for place, _ in task]
+    assert len(places) == len(task) == 2 * 3 * 2
+    assert [p["depth"] for p in places[:6:2]] == [0, 0.5, 1]
+    assert len({(p["length"], p["document"]) for p in places}) == 12
+    assert [p["depth"] for p, _ in Needle(demo_llama[1], [256], n_depths=1)] == [0.5]
+
+
+def test_hidden_text_goes_to_its_depth():
+    hidden = [(1.0, "z "), (0.0, "x "), (0.6, "y "), (0.0, "w ")]
+    assert hide(["a ", "b ", "c ", "d "], hidden) == "x w a b y c d z"
+
+
+@pytest.mark.parametrize("length", [100, 101, 150, 999])
+def test_the_prompt_is_as_long_as_sentences_allow(length):
+    prompt = filled(length, [(0.5, "needle here . ")], synthetic(random.Random(0)))
+    assert length - 20 < len(prompt) <= length
+    assert prompt[-3:] == ["so", "what", "?"]
+
+
+def test_a_text_is_repeated_whole_and_cut_between_sentences():
+    text = 'One two three. "Four five!" Six\nseven.\n\nA heading\n\nEight nine ten'
+    pieces = list(itertools.islice(repeated(text), 10))
+    assert pieces[:5] == pieces[5:]
+    assert "".join(pieces[:5]) == text + "\n\n"
+    assert pieces[1] == '"Four five!" '
+    prompt = filled(30, [(0.0, "needle . ")], repeated(text))
+    assert (
+        " ".join(prompt)
+        .removesuffix(" so what ?")
+        .endswith(("three.", '!"', "seven.", "heading", "ten"))
+    )
+
+
+def test_no_room_is_an_error_that_says_how_much_is_needed():
+    with pytest.raises(SnapKVError, match="--length must be at least 11 for this question, got 10"):
+        filled(10, [(0.5, "needle here . ")], repeated("one two three four five."))

@@ -114,17 +114,7 @@ def test_a_run_goes_on_where_it_was(asked, tmp_path):
 
 def test_a_page_has_a_table_a_setting_and_its_pictures(asked):
     *_, records = asked
-    summary = tables.summarise(records)
-    machine = {"processor": "p", "cores": 1, "system": "s", "device": "cpu", "blas": "b"}
-    result = {
-        "records": records,
-        "summary": summary,
-        "command": "c",
-        "commit": "0",
-        "model": "m",
-        "date": "d",
-    }
-    result |= {"machine": machine, "versions": {"mlx": "1"}}
+    result = machine() | {"summary": tables.summarise(records), "command": "c", "model": "m"}
     page = tables.markdown(result, SUITE, ["r.png"])
     assert "](<r.png>)" in page and "| recalled |" in page
     assert "## Question known, 768 tokens, by task" in page

@@ -1,11 +1,11 @@
-"""What tables say of records that were made by hand."""
+"""Paired differences, their intervals, and the tables of lm-evaluation-harness' records made by hand."""
 
+import numpy as np
 import pytest
-
-pytest.importorskip("lm_eval", reason="needs pip install 'mlx-snapkv[lm]'")
 
 from mlx_snapkv.evals.answering import FULL
 from mlx_snapkv.evals.lm_table import MEAN, summarise, table
+from mlx_snapkv.evals.tables import difference
 
 
 def record(task, method, values, metrics=None, **more):
@@ -68,3 +68,31 @@ def test_what_was_not_compressed_has_no_figure():
         "Not compressed: 2 of 2 prompts of a by none (fits the budget). "
         "Not compressed: 1 of 2 prompts of a by some (is short)."
     )
+
+
+def test_the_difference_is_the_mean_of_pairs():
+    right, full = [1, 0, 1, 0, 0, 1], [1, 1, 1, 1, 0, 0]
+    found = difference(right, full, [0, 0, 1, 1, 2, 2])
+    assert found.mean == pytest.approx(-1 / 6) and (found.better, found.worse) == (1, 2)
+    assert found.low <= found.mean <= found.high
+    same = difference(full, full, range(6))
+    assert (same.low, same.high) == (0, 0) and same.text() == "0, each scored the same"
+
+
+def test_tasks_weigh_the_same():
+    """Three questions of one task and one of another: the mean of 1 and 0; their documents are drawn apart."""
+    found = difference([1, 1, 1, 0], [0, 0, 0, 0], [0, 1, 2, 0], ["a", "a", "a", "b"])
+    assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5)
+    assert found.text(100) == "+50.0 (+50.0 to +50.0)"
+
+
+def test_the_interval_covers_the_truth():
+    """Of 200 samples of 40 documents, the 95% interval holds the true difference about as often."""
+    rng = np.random.default_rng(0)
+    inside = 0
+    for _ in range(200):
+        full = rng.random(80) < 0.9
+        right = full & (rng.random(80) < 0.8)
+        found = difference(right, full, np.repeat(np.arange(40), 2))
+        inside += found.low <= -0.18 <= found.high
+    assert 170 <= inside <= 199

@@ -1,9 +1,12 @@
+"""What is measured is recorded, and not measured again."""
+
 import json
 
+import mlx.core as mx
 import pytest
 
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.loop import Results
+from mlx_snapkv.evals.loop import Results, run
 
 SETTING = {"task": "needle", "seed": 0}
 
@@ -75,3 +78,28 @@ def test_a_damaged_line_is_named(path, line):
         file.write(line + "\n" + json.dumps(record(2)) + "\n")
     with pytest.raises(SnapKVError, match="line 4 is damaged"):
         Results(SETTING, path)
+
+
+def test_arrays_are_computed_while_the_next_document_is_read(tmp_path):
+    """In order, and the first document's before the second one is looked at; what is missing is measured again."""
+    events = []
+
+    def documents(n):
+        def measure(missing):
+            for place in missing:
+                events.append(place["question"])
+                yield place | {"score": mx.array(1.0) + place["question"]}
+
+        for i in range(n):
+            yield [asked("p", 2 * i), asked("p", 2 * i + 1)], measure
+
+    def again(n):
+        results = Results(SETTING, tmp_path / "r.jsonl")
+        return run(documents(n), results, lambda measured: events.append(measured))
+
+    again(1)
+    assert events == [0, 1, True]
+    events.clear()
+    records = again(3)
+    assert [record["score"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert events[:4] == [False, 2, 3, True] and sorted(events[4:]) == [True, 4, 5]
