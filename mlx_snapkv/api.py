@@ -9,8 +9,7 @@ from .engine.generate import generate, generate_step, stream_generate
 from .engine.prefill import prefill
 from .engine.report import CompressionReport
 from .errors import SnapKVError
-from .inspecting.inspection import Inspection
-from .inspecting.prompt import inspect_prompt
+from .inspecting.inspection import Inspection, inspect_prompt
 from .models.patch import patch_for_snapkv, unpatch_snapkv
 from .planning.plan import MemoryPlan, plan_memory
 from .policies import (

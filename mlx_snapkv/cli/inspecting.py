@@ -58,7 +58,7 @@ def inspect(
       mlx-snapkv inspect --model demo --prompt-file contract.txt --prompt "When does it end?" \\
           --policy keydiff:budget=25% --policy streaming_llm:budget=25% -o kept.png
     """
-    from ..inspecting.prompt import inspect_prompt
+    from ..inspecting.inspection import inspect_prompt
     from .kept_map import print_inspections
 
     chosen = _policies(snapkv, policy)
@@ -119,7 +119,7 @@ def require_page(name: str, endings: Sequence[str] = ENDINGS) -> Path:
 def _write(found: list[Inspection], model: str, tokenizer: Any, path: Path) -> None:
     from ..inspecting.page import page
     from ..inspecting.picture import write_picture
-    from ..inspecting.spans import special_tokens
+    from ..inspecting.sentences import special_tokens
 
     if path.suffix == ".png":
         write_picture(found, model, path)

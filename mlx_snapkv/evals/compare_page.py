@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..content_policy import content_policy
-from ..inspecting.spans import token_spans
+from ..inspecting.sentences import token_spans
 from ..reporting.table import Table
 from .compare import Answer
 

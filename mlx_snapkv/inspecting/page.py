@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,9 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
     if len({found.tokens for found in inspections}) != 1:
         raise SnapKVError("one page shows one prompt: inspect the same with every policy")
     one = inspections[0]
-    # Tokens that share a span are a group.
-    groups = [
-        len(list(same)) for _, same in groupby(range(one.n_tokens), key=lambda i: _of(one, i))
-    ]
+    # Tokens that share a span are a group; one without a text is a group of its own.
+    keys = [(*span, i if span[0] == span[1] else None) for i, span in enumerate(one.spans)]
+    groups = [len(list(same)) for _, same in groupby(keys)]
     firsts = np.cumsum([0, *groups])
     group_of = np.repeat(np.arange(len(groups)), groups)
     marks = set(special)
@@ -68,14 +68,7 @@ def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
         "without": list(found.layers_without),
         "bits": _text(np.packbits(rows, axis=1, bitorder="little")),
         "sentences": [
-            {
-                "start": int(group_of[s.start]),
-                "stop": int(group_of[s.stop - 1]) + 1,
-                "text": s.text,
-                "kept": s.kept,
-                "chosen": s.chosen,
-                "votes": s.votes,
-            }
+            asdict(s) | {"start": int(group_of[s.start]), "stop": int(group_of[s.stop - 1]) + 1}
             for s in found.sentences[:SENTENCES]
         ],
         "answer": _answer(found, group_of),
@@ -97,12 +90,6 @@ def _answer(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
 
 def _text(array: np.ndarray) -> str:
     return b64encode(array.tobytes()).decode()
-
-
-def _of(found: Inspection, i: int) -> Any:
-    """What tokens of one group have in common; one without a text is a group of its own."""
-    start, stop = found.spans[i]
-    return (start, stop) if stop > start else (start, stop, i)
 
 
 def _units(text: str) -> int:

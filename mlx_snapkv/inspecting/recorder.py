@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +12,26 @@ from ..caches.layers import AttentionLayer
 from ..engine.report import NO_POLICY, CompressionReport
 from ..entries.attention import attention_weights
 from ..policies.budgets import Quota
-from .inspection import Attended
 
 MOST = 24  # prompt tokens recorded for each of the answer's, by layer
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """What the answer's tokens attended to: the attention that predicted each, averaged over a layer's query heads.
+
+    Attributes:
+        positions: int32 `(n_answer, n_layers + 1, n)`, the prompt's tokens with most attention first; the last of
+            the layers is the mean of all. -1 where there are fewer.
+        weights: float32, the same shape, their shares of the attention, 0 to 1.
+        own: float32 `(n_answer, n_layers + 1)`, the share that went to the answer's own tokens before.
+        n_before: so many first tokens of the answer were predicted before the compression, from all entries held then.
+    """
+
+    positions: np.ndarray
+    weights: np.ndarray
+    own: np.ndarray
+    n_before: int
 
 
 class Recorder:

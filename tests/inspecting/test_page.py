@@ -13,7 +13,7 @@ from mlx_snapkv import CompressionReport, Inspection, SnapKVError, inspect_promp
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 from mlx_snapkv.inspecting.inspection import Attended
 from mlx_snapkv.inspecting.page import page as page_of
-from mlx_snapkv.inspecting.spans import special_tokens
+from mlx_snapkv.inspecting.sentences import special_tokens
 
 HOSTILE = (
     "</script><script>window.done = 1</script><!-- <script> --><img src=x onerror='window.done = 1'>"
