@@ -14,14 +14,12 @@ import numpy as np
 from tokenizers import Tokenizer
 from training_tokenizer import BOS, END, ROLES
 
-from mlx_snapkv.demo import documents, tasks
+from mlx_snapkv.demo import documents
 
 TEXT, ANSWER, COPY = 0, 1, 2
 
 # Share of documents whose facts differ in their subject alone, so that the subject must be matched.
 SAME_ATTRIBUTE = 0.5
-
-TASK_SHARE = 0.75
 
 Sequence = tuple[list[int], list[int]]  # ids, labels
 
@@ -31,8 +29,7 @@ class Mix:
     """What a batch is made of.
 
     length: tokens a sequence; facts: facts per 1,000 tokens (at least 2); questions: asked at most;
-    copy: share of copying sequences; made_up: chance that a word of a subject is an invented one;
-    tasks: harder ones that three quarters of the other sequences draw from.
+    copy: share of copying sequences; made_up: chance that a word of a subject is an invented one.
     """
 
     length: int
@@ -40,7 +37,6 @@ class Mix:
     questions: int = 12
     copy: float = 0.05
     made_up: float = 0.15
-    tasks: tuple[str, ...] = ()
 
 
 class SequenceMaker:
@@ -77,15 +73,6 @@ class SequenceMaker:
             begun = self.encode(("\n" if i else "\n\n") + lead)
             turns.append((begun, self.encode(f" {fact.value}.")))
         return self._sequence(mix, [self.bos], document, turns)
-
-    def task(self, mix: Mix) -> Sequence:
-        """One of the harder tasks, as a chat."""
-        sentences, questions = tasks.TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
-
-        def document(n_tokens: int) -> str:
-            return documents.hide_in_order(self.rng, sentences, n_tokens, self.count)
-
-        return self._chat(mix, questions[: mix.questions], document)
 
     def _hidden(self, mix: Mix) -> int:
         return max(2, round(mix.facts * mix.length / 1000 * self.rng.uniform(0.5, 1.5)))
@@ -138,8 +125,6 @@ class SequenceMaker:
     def _draw(self, mix: Mix) -> Sequence:
         if self.rng.random() < mix.copy:
             return self.copying(mix)
-        if mix.tasks and self.rng.random() < TASK_SHARE:
-            return self.task(mix)
         return self.question_answering(mix)
 
     def batch(self, mix: Mix, tokens: int) -> tuple[np.ndarray, np.ndarray]:
