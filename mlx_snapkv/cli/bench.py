@@ -58,10 +58,11 @@ class BenchOptions:
         names = ("context", "prompt_tokens", "long_prompts")
         flags = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
         lengths = [whole_numbers(flag, text, LEAST) for flag, text in flags.items()]
-        for n in sum(lengths, []):
+        contexts, prompts, long_prompts = lengths
+        for n in (*contexts, *prompts, *long_prompts):
             for policy in given:
                 policy.prefill_quotas(n, 1)
-        return Plan(*lengths, policies=given, trials=self.num_trials, steps=self.steps)
+        return Plan(contexts, prompts, long_prompts, given, self.num_trials, self.steps)
 
 
 def bench(
