@@ -1,6 +1,5 @@
-"""The KV cache of a fixed budget that forgets nothing: before entries give way, they are stored."""
+"""The out-of-core KV cache: a fixed budget in memory, and every entry in a store."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +30,10 @@ _NOT_MARKED = {"keys", "values", "store", "_index", "_at_mark", "_marked", "_bef
 
 
 class ArchivedKVCache(LosslessCache, BlockKVCache):
-    """A `BlockKVCache` of what is resident, and a store of every entry there ever was.
+    """A `BlockKVCache` of resident entries, and a store of all entries.
 
-    The tokens since the last eviction lie together in the resident buffers, and go to the store just before the next,
-    a block at a time. Until it is told what to keep, everything is resident, and nothing need be stored.
+    The tokens since the last eviction are together in the resident buffers, and go to the store just before the next,
+    a block at a time. Before `limit` everything is resident, and nothing stored.
 
     Attributes:
         store: the entries of the first `store.n_entries` tokens; whoever loads a cache from a file gives it one.
@@ -62,17 +61,17 @@ class ArchivedKVCache(LosslessCache, BlockKVCache):
         statistics_from: int | None = None,
         compaction: Compaction | None = None,
     ) -> None:
-        """Keep so much resident from now on, and such queries; see `BlockKVCache` for the arguments."""
+        """Set the budget and the queries to record from now on; see `BlockKVCache` for the arguments."""
         self.policy, self.quota, self.block = policy, quota, policy.block
         self.last, self.newest, self.statistics_from = last, newest, statistics_from
         self._expected, self.uniform, self.layer = expected, uniform, layer
         self.compaction = None if compaction is None else compaction.after(self.compaction)
         if self._n and not self._queries:
-            # Nobody has asked them yet, and the next tokens will.
+            # No query has voted for these yet; the next tokens' will.
             self._rotations, self._kept_positions = self.rotations, self.positions
 
     def append(self, keys: Stored, values: Stored) -> None:
-        _ = self.store.n_entries  # which a cache that was loaded alone does not know, and says so
+        _ = self.store.n_entries  # an error if the cache was loaded without its store
         super().append(keys, values)
 
     def _evict(self) -> None:
@@ -81,7 +80,7 @@ class ArchivedKVCache(LosslessCache, BlockKVCache):
         super()._evict()
 
     def _store(self) -> None:
-        """Append what the store has not got yet."""
+        """Append to the store what it lacks."""
         n_before = self.store.n_entries
         n_new = self.offset - n_before
         if n_new > 0:
@@ -126,17 +125,11 @@ class ArchivedKVCache(LosslessCache, BlockKVCache):
         return self.store.cache if self.store.n_entries else None
 
     def saved_form(self) -> Any:
-        """Itself, whose store is to be saved with it; until it is told what to keep, what is resident is all."""
+        """Itself, whose store is to be saved with it; a plain cache if everything is resident."""
         if self.policy is None:
             return KVCache() if self.empty() else plain_cache(*self.keys_and_values())
         self.offload()
         return self
-
-    def with_store(self, store: Store) -> "ArchivedKVCache":
-        """The same, resident entries and queries, with another store of all entries; this one stays as it is."""
-        other = copy.copy(self)
-        vars(other).update(snapshot(vars(self)), store=store, _index=copy.deepcopy(self._index))
-        return other
 
     def fill(self, entries: Entries) -> None:
         self.hold(entries.packed(None))
@@ -144,7 +137,7 @@ class ArchivedKVCache(LosslessCache, BlockKVCache):
 
     @property
     def is_compressed(self) -> bool:  # type: ignore[override]
-        """Whether entries have given way: whoever goes on without the store, goes on without them."""
+        """Whether entries were evicted, so that some are in the store only."""
         return self._n < self.offset
 
     def mark(self) -> None:

@@ -1,4 +1,4 @@
-"""The KV cache of a fixed budget: it evicts by itself whenever it is full."""
+"""The KV cache of a fixed budget, which evicts whenever it is full."""
 
 import dataclasses
 import math
@@ -26,22 +26,20 @@ class BlockKVCache(EvictingCache):
         [0 : n_kept)        entries that an eviction left, in order of position, different ones in every head
         [n_kept : size())   the tokens since then
 
-    Before an update that would not fit, the policy's best `quota.entries` are moved to the front, so every token
-    attends to all entries held when it came. All of them precede the new tokens, so the mask is the ordinary causal
-    one, aligned with the last entry. Keys keep the rotation of their original position; `offset` is the
-    logical position of the next token.
-
-    An update of more than `block` tokens, which our own loops never make, is held in full until the next one.
+    Before an update that would not fit, the policy's best `quota.entries` are moved to the front. All of them precede
+    the new tokens, so the mask is the ordinary causal one, aligned with the last entry. Keys keep the rotation of their
+    original position; `offset` is the logical position of the next token. An update of more than `block` tokens, which
+    our own loops never make, is held in full until the next one.
 
     Args:
-        policy: who chooses; None is nobody, and everything stays. If it votes, the attention class must be
-            patched while tokens are fed.
+        policy: what chooses; with None everything stays. If it votes, the attention class must be patched while tokens
+            are fed.
         quota: what an eviction leaves.
         block: tokens that fit in besides.
         layer: the layer of the model, for what the policy asks.
         last: position before which queries may vote.
         newest: how many of the last queries are kept for the votes.
-        expected: entries that will be held at least; a smaller number than `quota.entries + block` saves memory.
+        expected: entries that will be held at least; less than `quota.entries + block` saves memory.
         steady: positions of tokens that all attend to the same entries: an eviction precedes only the first of them.
             If they are more than `block`, they are held besides.
         uniform: all layers of the model have the same quota.
@@ -74,25 +72,16 @@ class BlockKVCache(EvictingCache):
             last=last, newest=policy.obs_window if policy and newest is None else newest
         )
         self.keys = self.values = None
-        self.offset = 0
-        self.policy = policy
-        self.quota = quota
-        self.block = block
-        self.layer = layer
-        self.quantization = quantization
-        self.accumulates = (
-            policy is not None and policy.accumulates_attention
-            if accumulates is None
-            else accumulates
-        )
-        self._expected = expected
-        self.uniform = uniform
-        self._steady = steady
-        self._n = 0
-        self._kept_positions: mx.array | None = None  # of the entries that the last eviction left
-        self._rotations: mx.array | None = (
-            None  # of those, the positions that keys are turned to if not to their own
-        )
+        self.offset = self._n = 0
+        self.policy, self.quota, self.block = policy, quota, block
+        self.layer, self.quantization, self.uniform = layer, quantization, uniform
+        if accumulates is None:
+            accumulates = policy is not None and policy.accumulates_attention
+        self.accumulates = accumulates
+        self._expected, self._steady = expected, steady
+        # Of the entries that the last eviction left: where they came from, and where keys were turned to.
+        self._kept_positions: mx.array | None = None
+        self._rotations: mx.array | None = None
         self._received: mx.array | None = None  # attention counted so far, by entry
         self._uncounted: list[mx.array] = []  # queries of single tokens, still to be counted
 
@@ -103,7 +92,7 @@ class BlockKVCache(EvictingCache):
 
     @property
     def _n_kept(self) -> int:
-        """Entries of those that the last eviction left."""
+        """How many the last eviction left."""
         return 0 if self._kept_positions is None else self._kept_positions.shape[2]
 
     @property
@@ -189,9 +178,8 @@ class BlockKVCache(EvictingCache):
             queries = mx.concatenate(self._uncounted, axis=2)
             stop = int(min(self.last, self.offset))
             asked = range(stop - queries.shape[2], stop)
-            received = (
-                received + self._rows(observed=self.voters(queries, asked, received.shape)).votes
-            )
+            asking = self.voters(queries, asked, received.shape)
+            received = received + self._rows(observed=asking).votes
         return received
 
     def is_due(self, L: int = 1) -> bool:
@@ -200,10 +188,10 @@ class BlockKVCache(EvictingCache):
         if self.offset in self._steady[1:]:
             return False
         L = max(L, len(self._steady)) if self.offset in self._steady else L
-        asks = bool(self.policy.obs_window and not self._queries)
-        asks |= self.policy.query_statistics is not None and not self._sums
-        if asks and self._n == self._n_kept:
-            return False  # of entries that were given nobody has asked, and the next tokens will
+        votes = bool(self.policy.obs_window and not self._queries)
+        votes |= self.policy.query_statistics is not None and not self._sums
+        if votes and self._n == self._n_kept:
+            return False  # no query has voted for the entries given; the next tokens' will
         return self._n + L > self.capacity and self._n > self.quota.entries
 
     def _write(self, start: int, keys: Stored, values: Stored) -> None:
@@ -219,11 +207,7 @@ class BlockKVCache(EvictingCache):
         write((self.keys, self.values), start, (keys, values))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`.
-
-        Raises:
-            SnapKVError: the model wants one array for all layers, whose entries differ in number.
-        """
+        """The mask of the next update of `N` tokens: None, `"causal"`, or bool `(N, rows)`."""
         if window_size is not None:
             raise SnapKVError("a layer with sliding-window attention can't have a budget")
         if N == 1:
@@ -243,14 +227,12 @@ class BlockKVCache(EvictingCache):
         return None if self._rotations is None else self._with_newest(self._rotations)
 
     def _with_newest(self, kept: mx.array | None) -> mx.array:
-        """Positions of the entries that the last eviction left, and of those since then."""
         n_since = self._n - self._n_kept
         since = mx.arange(self.offset - n_since, self.offset, dtype=mx.uint32)
         since = mx.broadcast_to(since, (*self._heads, n_since))
         return since if kept is None else mx.concatenate([kept, since], axis=2)
 
     def _n_free(self) -> int:
-        """Those since the last eviction whose attention is not counted yet."""
         n_since = self._n - self._n_kept
         if not self.accumulates:
             return n_since

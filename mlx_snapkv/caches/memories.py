@@ -1,5 +1,6 @@
 """The memories of a conversation: what is kept of its entries between turns, and where."""
 
+import copy
 from typing import Any
 
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
@@ -18,9 +19,8 @@ from .layers import (
     is_compressed,
     members,
 )
-from .offloaded import OffloadedKVCache
 from .quantizable import head_sizes, require_quantised_attention
-from .recording import RecordingKVCache
+from .recording import OffloadedKVCache, RecordingKVCache
 from .stores import MemoryStore, Store
 
 MEMORIES = (
@@ -42,10 +42,10 @@ def in_files(memory: str) -> bool:
 
 
 def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> list:
-    """A model's caches, empty; unless `memory` is "drop", those of its full-attention layers forget nothing.
+    """A model's empty caches; unless `memory` is "drop", its full-attention layers keep all entries.
 
     Args:
-        policy: if it evicts while a prompt is read, those keep some entries resident, and all of them elsewhere.
+        policy: if it evicts while a prompt is read, some entries are resident, and all are in a store.
 
     Raises:
         SnapKVError: the model's entries can't be kept that way.
@@ -67,9 +67,9 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
 
 
 def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Quantization | None:
-    """How a memory stores the entries of a model's layers, in groups of a size that divides its heads.
+    """How a memory stores entries, in groups of a size that divides the heads; None is as they are.
 
-    None is as they are. Raises as `make_caches` does.
+    Raises as `make_caches` does.
     """
     bits = _BITS.get(memory.rpartition(":")[2])
     if bits is None:
@@ -82,10 +82,10 @@ def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Qua
 def recalling_caches(
     model, prompt_cache: list, memory: str, policy: Policy | Stages | None = None
 ) -> list:
-    """Caches that keep all entries as `memory` says, those of a prompt cache among them, which stays as it is.
+    """Caches that keep all entries as `memory` says, beginning with a prompt cache's, which stays as it is.
 
     Raises:
-        SnapKVError: it does not hold all entries of what it has read, or the model's can't be kept that way.
+        SnapKVError: some of its entries are gone, or the model's can't be kept that way.
     """
     if is_compressed([cache for cache in members(prompt_cache) if not _is_archived(cache)]):
         raise SnapKVError(
@@ -103,7 +103,7 @@ def recalling_caches(
 
 
 def lasting_forms(model, caches: list, memory: str) -> list:
-    """Caches of a memory for whoever goes on from them: mlx-lm's own, unless entries are in files or archived."""
+    """Caches that a later request goes on from: mlx-lm's own, unless entries are in files or a book's."""
     stays = in_files(memory) or any(map(_is_archived, members(caches)))
     return caches if stays else saved_forms(model, caches)
 
@@ -113,7 +113,7 @@ def _is_archived(cache: Any) -> bool:
 
 
 def saved_forms(model, caches: list) -> list:
-    """Caches to be written to a file: those that keep all entries in kinds that mlx-lm knows, but for a book's."""
+    """Caches to be written to a file: of kinds that mlx-lm knows, but for a book's."""
     forms = list(caches)
     if any(isinstance(cache, LosslessCache) for cache in members(caches)):
         for layer in attention_layers(model, caches):
@@ -122,7 +122,7 @@ def saved_forms(model, caches: list) -> list:
 
 
 def plain_forms(model, caches: list) -> list:
-    """`saved_forms` that mlx-lm can decode together with others: those of quantised entries are plain."""
+    """`saved_forms` that mlx-lm can batch: quantised ones become plain."""
     forms = saved_forms(model, caches)
     for layer in attention_layers(model, forms):
         found = layer.cache_in(forms)
@@ -155,11 +155,7 @@ def filled(empty: Any, found: Any) -> Any:
 
 
 def _reopened(empty: Any, found: ArchivedKVCache) -> ArchivedKVCache:
-    """A book's cache as a memory wants it: asked where its entries are, or with them read into memory.
-
-    Raises:
-        SnapKVError: it is another kind of memory, or of other bits.
-    """
+    """A book's cache with its entries where they are, or read into memory if `empty` holds them there."""
     if not isinstance(empty, ArchivedKVCache):
         raise SnapKVError(
             "a book is asked by a policy that reads in blocks, such as keydiff:budget=4096 then snapkv:top_k=1024, "
@@ -171,8 +167,10 @@ def _reopened(empty: Any, found: ArchivedKVCache) -> ArchivedKVCache:
     if isinstance(empty.store, FileStore) or type(empty.store) is type(found.store):
         return found
     found.offload()
-    empty.store.append(found.store.stored(0, found.offset))
-    return found.with_store(empty.store)
+    other = copy.deepcopy(found)
+    other.store = empty.store
+    other.store.append(found.store.stored(0, found.offset))
+    return other
 
 
 def book_memory(caches: list) -> str | None:

@@ -1,4 +1,6 @@
-"""A plain KV cache that keeps the queries of its own tokens."""
+"""KV caches that hold all entries and record queries: in memory, or between turns in a store."""
+
+from __future__ import annotations
 
 import copy
 import dataclasses
@@ -7,30 +9,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..entries.entries import Entries
+from ..entries.quantization import join, n_bytes, rows
 from ..entries.queries import Read, Recorder
 from .adapter import FullCache, plain_cache
-from .contract import LayerCache, LosslessCache
-from .stores import MemoryStore, Source
+from .contract import LayerCache, LosslessCache, Mark
+from .stores import MemoryStore, Source, Store, quantized_cache
 
 
 class FullRecorder(LosslessCache, Recorder, LayerCache):
-    """What the caches have in common that hold all entries, and keep queries for a policy to come.
+    """What the caches have in common that hold all entries, and record queries for a policy to come.
 
     Attributes:
-        repeated: what reading the prompt again has told; see `Entries`.
+        repeated: what reading the prompt again has measured; see `Entries`.
     """
 
     repeated: Any = None
     index: Any = None  # is made for a request
-    _shared_votes: dict[tuple[int, int, int], mx.array] | None = None
+    _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def observe(
         self, first: int, last: int, capacity: int, statistics_from: int | None = None
     ) -> None:
-        """Keep the queries of `[first, last)`, `capacity` tokens in all; those kept so far are forgotten."""
+        """Record the queries of `[first, last)`, of `capacity` tokens in all, and forget those recorded before."""
         self.start_recording(first, last, statistics_from=statistics_from)
         self._expect(capacity)
 
@@ -40,7 +43,7 @@ class FullRecorder(LosslessCache, Recorder, LayerCache):
 
     @abstractmethod
     def _expect(self, capacity: int) -> None:
-        """Have room for `capacity` tokens at the next allocation."""
+        """Make room for `capacity` tokens at the next allocation."""
 
     def offload(self) -> None:
         """They are where they are."""
@@ -50,16 +53,20 @@ class FullRecorder(LosslessCache, Recorder, LayerCache):
 
     def _with_queries(self, entries: Entries) -> Entries:
         """The entries, with the queries recorded to vote for them."""
-        known = {"statistics": self.statistics, "given_repeated": self.repeated}
-        known["shared_votes"] = self._shared_votes
-        entries = dataclasses.replace(entries, layer=self.layer, **known)
+        entries = dataclasses.replace(
+            entries,
+            layer=self.layer,
+            statistics=self.statistics,
+            given_repeated=self.repeated,
+            shared_votes=self._shared_votes,
+        )
         if self.n_queries:
             entries.observed = self.voters(self.queries, self.query_positions, entries.keys.shape)
         return entries
 
 
 class RecordingKVCache(FullRecorder, KVCache):
-    """A `KVCache` that also keeps the post-RoPE queries of the positions `[first, last)`.
+    """A `KVCache` that also records the post-RoPE queries of the positions `[first, last)`.
 
     Args:
         capacity: entries to allocate at once, so that prefill never regrows the buffers.
@@ -76,7 +83,7 @@ class RecordingKVCache(FullRecorder, KVCache):
     def _expect(self, capacity: int) -> None:
         self.step = max(KVCache.step, capacity - self.offset)
 
-    def filled(self, cache: KVCache, n: int) -> "RecordingKVCache":
+    def filled(self, cache: KVCache, n: int) -> RecordingKVCache:
         """The first `n` entries of another cache, with the queries recorded here; arrays and votes are shared."""
         if self._shared_votes is None:
             self._shared_votes = {}
@@ -111,7 +118,7 @@ class RecordingKVCache(FullRecorder, KVCache):
 
 
 class SharedKVCache(RecordingKVCache):
-    """A `KVCache` whose queries several recorders hear, each taking those that it wants.
+    """A `KVCache` whose queries several recorders record, each those that it wants.
 
     Args:
         recorders: caches of the same layer, which are never fed themselves; see `RecordingKVCache.filled`.
@@ -136,5 +143,158 @@ class SharedKVCache(RecordingKVCache):
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
     def state(self):
-        heard = [(recorder._queries, recorder._sums) for recorder in self.recorders]
-        return self.keys, self.values, self.offset, heard
+        recorded = [(recorder._queries, recorder._sums) for recorder in self.recorders]
+        return self.keys, self.values, self.offset, recorded
+
+
+class OffloadedKVCache(FullRecorder, _BaseCache):
+    """A KV cache of all tokens: those of earlier turns in a store, those of this turn plain in memory.
+
+    Every attention reads the store's entries anew, so that only one layer's are in memory at a time.
+
+    Attributes:
+        store: where entries are kept.
+        fresh: the entries since the last `offload`.
+    """
+
+    def __init__(self, store: Store, layer: Any = None):
+        super().__init__(0, 0)
+        self.store = store
+        self.fresh = KVCache()
+        self.layer = layer
+        self._before = (0, self.fresh)
+
+    @property
+    def offset(self) -> int:  # type: ignore[override]
+        """Tokens held."""
+        return self.store.n_entries + self.fresh.offset
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The newest entries' buffer, which mlx-lm makes wait for what a pipeline sends."""
+        return self.fresh.keys
+
+    @keys.setter
+    def keys(self, keys: mx.array) -> None:
+        self.fresh.keys = keys
+
+    def _expect(self, capacity: int) -> None:
+        self.fresh.step = max(KVCache.step, capacity - self.offset)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Add `(B, n_kv_heads, L, head_dim)` keys and values; all there are."""
+        if self.store.n_entries:
+            mx.eval(keys, values)  # and with them the layer before, whose entries can then go
+        self.fresh.update_and_fetch(keys, values)
+        return self._computed()
+
+    def _computed(self) -> tuple[mx.array, mx.array]:
+        """`keys_and_values`; what the store gives is computed one after the other, for less memory."""
+        keys, values = self.keys_and_values()
+        if self.store.n_entries:
+            mx.eval(keys)
+            mx.eval(values)
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """All keys and values, `(B, n_kv_heads, offset, head_dim)` each."""
+        if self.store.n_entries == 0:
+            return self.fresh.keys_and_values()
+        stored = self.store.entries()
+        return join(stored, self.fresh.keys_and_values()) if self.fresh.offset else stored
+
+    def held(self, n_queries: int = 0) -> Entries:
+        return self._with_queries(Entries(*self._computed()))
+
+    def offload(self) -> None:
+        if self.fresh.offset:
+            self.store.append(Entries(*self.fresh.keys_and_values()))
+            self.fresh = KVCache()
+
+    def growing_cache(self) -> Any:
+        self.offload()
+        return self.store.cache if self.store.n_entries else None
+
+    def saved_form(self) -> Any:
+        if not self.store.n_entries:
+            return super().saved_form()
+        self.offload()
+        how = self.store.quantization
+        if self.store.cache is None and how is not None:
+            return quantized_cache(how, self.store.stored(0, self.offset))
+        return self.store.cache or super().saved_form()
+
+    def sources(self) -> list[Source]:
+        parts: list[Source] = [self.store, MemoryStore(cache=self.fresh)]
+        return [part for part in parts if part.n_entries]
+
+    def fill(self, entries: Entries) -> None:
+        self.store.append(entries)
+
+    def mark(self) -> None:
+        fresh = copy.copy(self.fresh) if self.fresh.offset else KVCache()
+        self._before = self.store.n_entries, fresh
+
+    def commit(self) -> Mark:
+        return Mark(_before=self._before)
+
+    def rollback(self, n: int) -> None:
+        """Drop the newest `n` tokens, whether they are in the store or not."""
+        n_stored, fresh = self._before
+        if self.offset - n == n_stored + fresh.offset:
+            self.store.truncate(n_stored)
+            self.fresh = copy.copy(fresh)
+        else:
+            self.trim(n)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """The mask of the next update of `N` tokens, as mlx-lm's `KVCache` makes it."""
+        return create_attention_mask(N, self.offset, return_array, window_size)
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.offset == 0
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Drop the newest `n` tokens; how many those were."""
+        n = min(self.offset, n)
+        self.store.truncate(self.store.n_entries - (n - self.fresh.trim(n)))
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory between turns."""
+        return self.store.nbytes + self.fresh.offset * self._fresh_entry_bytes
+
+    @property
+    def kv_nbytes(self) -> int:
+        return self.nbytes
+
+    @property
+    def file_nbytes(self) -> int:
+        return self.store.file_nbytes
+
+    @property
+    def full_nbytes(self) -> int:
+        return self.offset * self.entry_bytes
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one token's keys and values as the attention reads them."""
+        return self.store.entry_bytes or self._fresh_entry_bytes
+
+    @property
+    def _fresh_entry_bytes(self) -> int:
+        if self.fresh.empty():
+            return 0
+        return n_bytes(rows(self.fresh.keys_and_values(), 0, 1))
+
+    @property  # type: ignore[misc]  # nothing sets the state of a conversation under way
+    def state(self):
+        # mlx-lm's prefill loop evaluates the state, and with it the queries.
+        return self.fresh.keys, self.fresh.values, self._queries, self._sums

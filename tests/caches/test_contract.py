@@ -24,8 +24,7 @@ from mlx_snapkv.caches.adapter import layer_cache, plain_cache
 from mlx_snapkv.caches.contract import LayerCache
 from mlx_snapkv.caches.evicting import EvictingCache
 from mlx_snapkv.caches.file_store import FileStore
-from mlx_snapkv.caches.offloaded import OffloadedKVCache
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.engine.split_calls import SplitCalls
 from mlx_snapkv.entries.quantization import Quantization, arrays

@@ -10,8 +10,7 @@ from tiny_models import make_llama
 
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.memories import make_caches
-from mlx_snapkv.caches.offloaded import OffloadedKVCache
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.engine.recalling import RecallingRequest
 from mlx_snapkv.entries.quantization import Quantization

@@ -8,9 +8,8 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_snapkv.caches.adapter import plain_cache
 from mlx_snapkv.caches.file_store import FileStore
-from mlx_snapkv.caches.offloaded import OffloadedKVCache
 from mlx_snapkv.caches.recollection import Recollection
-from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.quantization import Quantization
