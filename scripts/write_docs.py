@@ -6,16 +6,15 @@ python scripts/write_docs.py     # or: make docs
 from __future__ import annotations
 
 import commands_page
+import models_page
 import policies_page
 import tables
 from results_page import ROOT
 
-from mlx_snapkv.models import listing
-
 WHOLE = {
     "docs/policies.md": policies_page.page,
     "docs/commands.md": commands_page.page,
-    "docs/models.md": listing.markdown,
+    "docs/models.md": models_page.page,
 }
 
 

@@ -19,9 +19,9 @@ def models(as_json: AsJson = False) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from ..models import listing
+    from ..models.table import refused, supported
 
-    lists = ("Supported", "note", listing.supported()), ("Refused", "why", listing.refused())
+    lists = ("Supported", "note", supported()), ("Refused", "why", refused())
     if as_json:
         found = {}
         for title, last, rows in lists:

@@ -82,7 +82,7 @@ def plan(
       mlx-snapkv plan --model MODEL --context 128k --memory 16GB
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
-    from ..models.length import trained_length
+    from ..models.rope import trained_length
     from ..planning.plan import Planner
     from .loading import load_without_weights
 

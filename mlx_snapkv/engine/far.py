@@ -8,7 +8,7 @@ from ..caches.memories import make_caches
 from ..caches.quantizable import head_sizes
 from ..errors import SnapKVError
 from ..models import type_of
-from ..models.length import trained_length
+from ..models.rope import trained_length
 from ..policies import Policy, Stages
 from .recalling import Recall
 

@@ -23,7 +23,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveIn
 
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError
-from ..models.length import trained_length
+from ..models.rope import trained_length
 from ..paths import path_of
 from .document import Document, Place, Question
 from .tables import Page

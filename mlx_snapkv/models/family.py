@@ -10,8 +10,7 @@ import mlx.core as mx
 from ..errors import UnsupportedModelError
 from ..several.heads import of_heads_here
 from . import latents
-from .rope import mean_rotation, undo_rope
-from .turning import composes, turn
+from .rope import composes, mean_rotation, turn, undo_rope
 
 # What attention modules call the projection that writes their result to the residual stream.
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_resid")
@@ -40,12 +39,11 @@ class AttentionFamily:
         refusal: why a model with these attention modules can't be compressed, or None if it can.
         idle: tells layers whose plain KV cache is to be left alone.
         latent: it stores latents and positional parts of keys (MLA); see `latents`.
-        factor: which argument of its call queries are multiplied by after RoPE, if the attention function is not
-            told; None is none.
+        factor: which argument of its call multiplies queries after RoPE, past the attention function; None is none.
         cap: its name for what logits are bent to stay within.
         attends: what computes the scores: mlx-lm's function, "mx.fast" for MLX's, or "" for the module itself, whose
             queries are then what its RoPE gives first.
-        hears: what else of a call is to be known: what its "rope" gives first, or how it does its first "split".
+        captures: what else of a call is recorded: the first result of its "rope", or its first "split".
         method: its name for what is called with a cache.
         borrows: tells attention modules that read the entries of an earlier layer instead of their own.
         kind: what a borrower has in common with the layer it borrows from, the last such one before it.
@@ -69,7 +67,7 @@ class AttentionFamily:
     factor: int | None = None
     cap: str | None = None
     attends: str = "scaled_dot_product_attention"
-    hears: str = ""
+    captures: str = ""
     method: str = "__call__"
     borrows: Callable[[Any], bool] = _never
     kind: Callable[[Any], Any] = type
@@ -105,61 +103,46 @@ class AttentionFamily:
             return None
         return getattr(attention, self.rope) if isinstance(self.rope, str) else self.rope(attention)
 
+    # `rope` below is what `rope_of` gave for the same module.
+
     def undo_rope(self, attention, rope, queries: mx.array, offset: int) -> mx.array:
-        """Recorded queries `(B, n_heads, n, head_dim)` as they were before `rope`, float32.
+        """Recorded queries `(B, n_heads, n, head_dim)`, the first at position `offset`, before `rope`; float32.
 
-        What a family does to its queries after RoPE, which with a few is a norm or a factor, is not undone.
-
-        Args:
-            rope: what `rope_of` gave for this module.
-            offset: position of the first query.
+        What a family does to its queries after RoPE, in a few a norm or a factor, is not undone.
         """
-        if self.rotary_tail is None:
-            return undo_rope(rope, queries, offset)
-        split = queries.shape[3] - getattr(attention, self.rotary_tail)
-        tail = undo_rope(rope, queries[..., split:], offset)
-        return mx.concatenate([queries[..., :split].astype(tail.dtype), tail], axis=-1)
+        return self._turned(attention, queries, lambda x: undo_rope(rope, x, offset))
 
     def rotated(self, attention, rope, raw: mx.array, offset: int) -> mx.array:
-        """What `undo_rope` gives, turned by `rope` from position `offset` on."""
-        if self.rotary_tail is None:
-            return rope(raw, offset)
-        split = raw.shape[3] - getattr(attention, self.rotary_tail)
-        return mx.concatenate([raw[..., :split], rope(raw[..., split:], offset)], axis=-1)
+        """The result of `undo_rope`, turned by `rope` from position `offset` on."""
+        return self._turned(attention, raw, lambda x: rope(x, offset))
 
     def turn(self, attention, rope, keys: mx.array, steps: mx.array) -> mx.array:
-        """Keys `(B, n_kv_heads, n, head_dim)` turned on by `steps` `(B, n_kv_heads, n)` positions.
-
-        Args:
-            rope: what `rope_of` gave for this module.
-        """
-        if self.rotary_tail is None:
-            return turn(rope, keys, steps)
-        split = keys.shape[3] - getattr(attention, self.rotary_tail)
-        return mx.concatenate([keys[..., :split], turn(rope, keys[..., split:], steps)], axis=-1)
+        """Keys `(B, n_kv_heads, n, head_dim)` turned on by `steps` `(B, n_kv_heads, n)` positions."""
+        return self._turned(attention, keys, lambda x: turn(rope, x, steps))
 
     def can_turn(self, attention, rope, head_dim: int, length: int) -> bool:
         """Whether `turn` does to keys of `head_dim` what the module does, at positions beyond `length`."""
         if self.normed and hasattr(attention, self.normed):
             return False
-        if self.rotary_tail is not None:
-            head_dim = getattr(attention, self.rotary_tail)
-        return composes(rope, head_dim, length)
+        return composes(rope, self._n_rotary(attention, head_dim), length)
 
     def mean_rotation(self, attention, rope, head_dim: int, start: int, n: int) -> mx.array:
-        """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`.
-
-        Args:
-            rope: what `rope_of` gave for this module.
-        """
-        n_rotary = head_dim
-        if self.rotary_tail is not None:
-            n_rotary = getattr(attention, self.rotary_tail)
+        """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`."""
+        n_rotary = self._n_rotary(attention, head_dim)
         mean = mean_rotation(rope, n_rotary, start, n)
         n_before = head_dim - n_rotary
         if not n_before:
             return mean
         return mx.eye(head_dim) * (mx.arange(head_dim) < n_before) + mx.pad(mean, (n_before, 0))
+
+    def _n_rotary(self, attention, head_dim: int) -> int:
+        return head_dim if self.rotary_tail is None else getattr(attention, self.rotary_tail)
+
+    def _turned(self, attention, x: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
+        """`x` with `function` of its rotary dimensions, which are the last."""
+        split = x.shape[3] - self._n_rotary(attention, x.shape[3])
+        tail = function(x[..., split:]) if split else function(x)
+        return mx.concatenate([x[..., :split].astype(tail.dtype), tail], axis=-1) if split else tail
 
     def grouped(self, queries: mx.array, n_kv_heads: int) -> mx.array:
         """Queries `(B, n_heads, n, head_dim)` in an order of heads that puts each KV head's readers together."""

@@ -6,9 +6,9 @@ cache leaves those queries with it; any other call is the original one. The clas
 whether to record, and the queries are taken where the family's module calls mlx-lm's
 `scaled_dot_product_attention`, so no forward code is copied and they are bit-equal for every family.
 
-Where that function is not told all of the queries, the rest is listened to (`hearing.py`): what the module's RoPE or
-its first split gave. A module that computes its scores itself is told from that alone. Whoever reads the entries of an
-earlier layer is known by its cache, or by the very array of keys that the earlier layer was given.
+Where that function is not given all of the queries, `capture.py` records the result of the module's RoPE or first
+split. A module that computes its scores itself is recorded from that alone. Whoever reads the entries of an earlier
+layer is recognised by its cache, or by the very array of keys that the earlier layer was given.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedModelError
-from . import attention_classes, hearing
+from . import attention_classes, capture
+from .capture import Call
 from .family import AttentionFamily
-from .hearing import Call
 from .table import FAMILIES, SUPPORTED
 
 _SDPA = "scaled_dot_product_attention"
@@ -35,8 +35,8 @@ def _attend_and_record(attend):
 
     @functools.wraps(attend)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, *args, **kwargs):
-        keys, values = hearing.told(queries, keys, values, scale, kwargs.get("sinks"))
-        mask = hearing.masked(queries, keys, mask)
+        keys, values = capture.record(queries, keys, values, scale, kwargs.get("sinks"))
+        mask = capture.masked(queries, keys, mask)
         return attend(queries, keys, values, cache, scale, mask, *args, **kwargs)
 
     return scaled_dot_product_attention
@@ -68,9 +68,9 @@ def _call_and_record(call):
         recorder = _recorder_among((*args, *kwargs.values()))
         if recorder is None:
             return call(self, *args, **kwargs)
-        with hearing.listening(Call(recorder, self, family_of(type(self)), args)) as heard:  # type: ignore[arg-type]
+        with capture.capturing(Call(recorder, self, family_of(type(self)), args)) as captured:  # type: ignore[arg-type]
             result = call(self, *args, **kwargs)
-            heard.finish()
+            captured.finish()
         return call(self, *args, **kwargs) if recorder.asks_again() else result
 
     return __call__
@@ -91,7 +91,7 @@ _pinned: dict[type, list[_Key]] = {}  # classes held by patch_for_snapkv
 
 
 def _targets(cls: type) -> list[tuple]:
-    """What to wrap for an attention class: its `__call__`, the attention function of its module, and what it hears."""
+    """What to wrap for an attention class: its `__call__`, its module's attention function, and what it captures."""
     family = family_of(cls)
     owner = next(c for c in cls.__mro__ if family.method in vars(c))
     # Wrapped by others or not, the forward code belongs to the module of the innermost function.
@@ -102,11 +102,11 @@ def _targets(cls: type) -> list[tuple]:
             raise UnsupportedModelError(f"{cls.__name__} does not call mlx-lm's {_SDPA}")
         targets.append((module, _SDPA, _attend_and_record))
     if family.attends == "mx.fast":
-        targets.append((module, "mx", hearing.attention_of_mlx))
-    if family.hears == "split":
-        targets.append((module, "mx", hearing.splits_of_mlx))
-    if family.hears == "rope":
-        targets += [(rope, "__call__", hearing.turn_and_hear) for rope in hearing.rope_classes()]
+        targets.append((module, "mx", capture.attention_of_mlx))
+    if family.captures == "split":
+        targets.append((module, "mx", capture.splits_of_mlx))
+    if family.captures == "rope":
+        targets += [(rope, "__call__", capture.rope_results) for rope in capture.rope_classes()]
     return targets
 
 
@@ -145,7 +145,7 @@ def recording(classes: Iterable[type]) -> Iterator[None]:
             held += _hold(cls)
         yield
     finally:
-        hearing.forget()
+        capture.forget()
         _release(held)
 
 

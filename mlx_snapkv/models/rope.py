@@ -1,34 +1,31 @@
-"""What is to be known of a layer's RoPE, of which nothing is known but that it can be called."""
+"""A layer's RoPE, of which only the call is known: undone, averaged, and applied once more; the trained length."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
 
 Rope = Callable[..., mx.array]
 
-# By the RoPE object's id and the head size: what the object does to the unit vectors. An object that is gone
-# takes its probes with it.
+AT_ONCE = 1 << 15  # entries: CUDA takes at most twice as many sequences in one call
+
+# By the RoPE object's id and the head size: what the object does to the unit vectors. Removed with the object.
 _Probe = tuple[mx.array, mx.array, mx.array]
 _probes: dict[tuple[int, int], tuple[Any, _Probe]] = {}
 
 
 def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.array:
-    """What `rope` made `x` of.
+    """The input of `rope`, float32, from its result `x` `(B, n_heads, n, head_dim)`.
 
     A rotation by an angle is undone by the same rotation between two reflections, so the object itself is
     called again, whatever its frequencies. A first call finds which dimensions it turns together, and what it
-    multiplies them by.
+    multiplies them by. A module whose angles depend on the number of tokens ("dynamic" ones do, beyond the trained
+    length) is undone as if it had been given these.
 
     Args:
         rope: a RoPE module of a model, called as `rope(x, offset)`; None turned nothing.
-        x: `(B, n_heads, n, head_dim)`, as the module returned it.
         offset: position of the first of the `n`.
-
-    Returns:
-        float32 `(B, n_heads, n, head_dim)`. A module whose angles depend on how many tokens it is given ("dynamic"
-        ones do, beyond the length that the model was trained with) is undone as if it had been given these.
     """
     x = x.astype(mx.float32)
     if rope is None or not x.size:
@@ -46,11 +43,7 @@ def amplitudes(rope: Rope, head_dim: int) -> mx.array:
 def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.array:
     """The mean of the matrices that `rope` multiplies vectors by at the positions `[start, start + n)`.
 
-    Args:
-        rope: as of `undo_rope`.
-
-    Returns:
-        float32 `(head_dim, head_dim)`, for column vectors.
+    Float32 `(head_dim, head_dim)`, for column vectors; `rope` as of `undo_rope`.
     """
     own = mx.eye(head_dim)
     if rope is None:
@@ -72,6 +65,38 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     return from_own * own + from_other * other
 
 
+def turn(rope: Rope, x: mx.array, steps: mx.array) -> mx.array:
+    """`x` `(B, n_heads, n, head_dim)`, which `rope` has turned, turned on by `steps` positions.
+
+    Same shape and dtype; what is turned by 0 steps is as it was, bit for bit.
+
+    Args:
+        rope: a RoPE module for which `composes` is true, called as `rope(x, offset)` with an offset for each sequence.
+        steps: integers `(B, n_heads, n)`, at least 0.
+    """
+    D = x.shape[-1]
+    if not x.size:  # which CUDA takes no offsets for
+        return x
+    # An offset for all of a sequence would turn its second by one step more, and so on: each is one of its own.
+    alone, by = x.astype(mx.float32).reshape(-1, 1, 1, D), steps.astype(mx.int32).reshape(-1)
+    parts = (slice(i, i + AT_ONCE) for i in range(0, len(by), AT_ONCE))
+    turned = mx.concatenate([rope(alone[part], by[part]) for part in parts]) / amplitudes(rope, D)
+    return mx.where((steps > 0)[..., None], turned.reshape(x.shape).astype(x.dtype), x)
+
+
+def composes(rope: Rope, head_dim: int, length: int) -> bool:
+    """Whether turning twice is turning once by the sum, at positions beyond `length`."""
+    x = mx.ones((1, 1, 1, head_dim))
+    first, then = 2 * length, max(1, length // 2)
+    try:
+        twice = turn(rope, rope(x, first), mx.full((1, 1, 1), then))
+        at_once = rope(x, first + then)
+        error = mx.square(twice - at_once).mean() / mx.square(at_once).mean()
+        return bool((error < 0.01).item())
+    except (TypeError, ValueError):  # it takes no offset for each sequence
+        return False
+
+
 def _probe(rope: Rope, head_dim: int) -> _Probe:
     """Of every dimension: -1 if it is the first of a pair that turns together, its squared amplitude, and its partner.
 
@@ -89,10 +114,33 @@ def _probe(rope: Rope, head_dim: int) -> _Probe:
     signs = mx.where(partners > dims, -1.0, 1.0)
     power = (turned * turned).sum(axis=1)
     probe = signs, power, partners
-    mx.async_eval(probe)  # so that what is remembered is no graph of this thread's
+    mx.async_eval(probe)  # so that the cached probe is no graph of this thread's
     try:
         owner = weakref.ref(rope, lambda _: _probes.pop(key, None))
     except TypeError:
         return probe
     _probes[key] = (owner, probe)
     return probe
+
+
+def trained_length(model) -> int | None:
+    """The `max_position_embeddings` of a model's configuration, or what it extends them to by a scaled RoPE.
+
+    None if it has neither, as in families whose arguments in mlx-lm leave it out.
+    """
+    args = getattr(model, "args", None)
+    for config in (args, _of(args, "text_config")):
+        length = _of(config, "max_position_embeddings")
+        if isinstance(length, int) and length > 0:
+            return max(length, _extended(config))
+    return None
+
+
+def _extended(config: Any) -> int:
+    scaling = _of(config, "rope_scaling") or _of(config, "rope_parameters")
+    original, factor = _of(scaling, "original_max_position_embeddings"), _of(scaling, "factor")
+    return int(original * factor) if original and factor else 0
+
+
+def _of(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

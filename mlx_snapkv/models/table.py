@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.utils import MODEL_REMAPPING
 
 from .family import AttentionFamily as Family
 
@@ -52,7 +53,7 @@ def _alike(names: str, **special: Any) -> list[Family]:
 
 _MLA: dict[str, Any] = {
     "latent": True,
-    "hears": "rope",
+    "captures": "rope",
     "rotary_tail": _TAIL,
     "plain_only": _always("mlx-lm multiplies this model's latents past its quantised attention"),
     "note": _LATENTS,
@@ -142,7 +143,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma2",
             attends="",
-            hears="rope",
+            captures="rope",
             cap="attn_logit_softcapping",
             note="votes are of its capped logits",
             plain_only=_always(
@@ -156,7 +157,7 @@ FAMILIES: dict[str, Family] = {
         *_alike("bailing_hybrid:MultiLatentAttention bailing_moe_v3:BailingMLA", **_HYBRID_MLA),
         *_alike(
             "kimi_k3:KimiK3MLAAttention kimi_linear:KimiMLAAttention",
-            **(_HYBRID_MLA | {"rope": None, "rotary_tail": None, "hears": "split"}),
+            **(_HYBRID_MLA | {"rope": None, "rotary_tail": None, "captures": "split"}),
         ),
         Family("mistral4", "Mistral4Attention", factor=1, **_MLA),
         *_alike(
@@ -227,3 +228,20 @@ REFUSED: dict[str, str] = {
     "phi3small": "its block-sparse mask is made from the entries' places in the cache, which eviction changes",
     "recurrent_gemma": "all of its attention layers are sliding windows, which are small already",
 }
+
+
+def supported() -> list[tuple[str, str, str]]:
+    """Model type, the other `model_type`s that mlx-lm loads with it, and a note."""
+    return [
+        (name, _aliases(name), "; ".join(filter(None, dict.fromkeys(f.note for f in families))))
+        for name, families in SUPPORTED.items()
+    ]
+
+
+def refused() -> list[tuple[str, str, str]]:
+    """Model type, the other `model_type`s that mlx-lm loads with it, and why it can't be compressed."""
+    return [(name, _aliases(name), reason) for name, reason in sorted(REFUSED.items())]
+
+
+def _aliases(name: str) -> str:
+    return ", ".join(sorted(alias for alias, target in MODEL_REMAPPING.items() if target == name))

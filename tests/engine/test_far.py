@@ -15,7 +15,7 @@ from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
 from mlx_snapkv.engine.far import pull_for
 from mlx_snapkv.engine.recalling import Recall
-from mlx_snapkv.models.length import trained_length
+from mlx_snapkv.models.rope import trained_length
 from mlx_snapkv.policies import resolve_policy
 
 LENGTH = 512

@@ -1,12 +1,14 @@
-"""Queries before RoPE, of every RoPE object that mlx-lm has."""
+"""Every RoPE object that mlx-lm has, undone, averaged and applied once more; and every family's queries and keys."""
 
 import gc
+import math
 import weakref
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.rope_utils import ProportionalRoPE, SuScaledRoPE, initialize_rope
 from model_configs import make_model
@@ -14,66 +16,128 @@ from model_configs import make_model
 from mlx_snapkv import models
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.models import rope as room
 from mlx_snapkv.models.patch import recording
-from mlx_snapkv.models.rope import mean_rotation, undo_rope
+from mlx_snapkv.models.rope import amplitudes, composes, mean_rotation, turn, undo_rope
 
 D = 64
-YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DYNAMIC = {"type": "dynamic", "factor": 2.0}
+
+
+def plain(dims=D, base=1e4, scale=1.0):
+    """Wavelengths of each pair, divided by 2 pi."""
+    return base ** (np.arange(0, dims, 2) / dims) / scale
+
+
+llama3 = initialize_rope(D, 5e5, False, LLAMA3)
+yarn = initialize_rope(D, 1e4, True, YARN)
+loud = initialize_rope(D, 1e4, False, YARN | {"mscale": 2.0})
+su = SuScaledRoPE(48, long_factor=[1.0 + i / 8 for i in range(24)])
+part = ProportionalRoPE(D, 32)
+linear = initialize_rope(D, 1e4, False, {"type": "linear", "factor": 8.0})
+# The object, the wavelengths that it turns pairs by, whether pairs are neighbours, and what it multiplies them by.
 ROPES = {
-    "plain": nn.RoPE(D),
-    "traditional": nn.RoPE(D, traditional=True),
-    "large base": nn.RoPE(D, base=5e6),
-    "scaled": nn.RoPE(D, scale=0.25),
+    "plain": (nn.RoPE(D), plain(), False, 1.0),
+    "large base": (nn.RoPE(D, base=5e6), plain(base=5e6), False, 1.0),
+    "scaled": (nn.RoPE(D, scale=0.25), plain(scale=0.25), False, 1.0),
+    "linear": (linear, plain(scale=1 / 8), False, 1.0),
+    "partial traditional": (nn.RoPE(16, traditional=True), plain(16), True, 1.0),
+    "llama3": (llama3, llama3._freqs, False, 1.0),
+    "yarn": (yarn, yarn._freqs, True, 0.1 * math.log(4) + 1),
+    "yarn, louder": (loud, loud._freqs, False, 0.2 * math.log(4) + 1),
+    "longrope": (su, su._freqs, False, su._scale),
+    "proportional": (part, part._freqs, False, 1.0),
+}
+STEPS = [0, 1, 7, 300, 5_000, 90_000]
+
+
+def rotated(x, angles, neighbours):
+    """`x` `(n, D)` with its first pairs turned by angles `(n, pairs)`, float64."""
+    n, x = angles.shape[1], x.astype(np.float64)
+    first, second = (slice(n), slice(n, 2 * n))
+    if neighbours:
+        first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+    a, b = x[:, first].copy(), x[:, second].copy()
+    x[:, first] = a * np.cos(angles) - b * np.sin(angles)
+    x[:, second] = a * np.sin(angles) + b * np.cos(angles)
+    return x
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_turning_equals_rotation_in_double_precision(name):
+    rope, wavelengths, neighbours, amplitude = ROPES[name]
+    keys = mx.random.normal((1, 2, 6, D), key=mx.random.key(1))
+    steps = np.array([STEPS, STEPS[::-1]])
+    found = np.array(turn(rope, keys, mx.array(steps[None])))
+    for head in range(2):
+        angles = steps[head][:, None] / np.array(wavelengths, np.float64)
+        wanted = rotated(np.array(keys[0, head]), angles, neighbours)
+        assert np.abs(found[0, head] - wanted).max() < 0.03  # of a float32 angle of 90,000
+        assert np.abs(found[0, head] - wanted)[steps[head] <= 300].max() < 2e-4
+    n, found = 2 * len(np.array(wavelengths)), np.array(amplitudes(rope, D))
+    assert np.allclose(found[:n], amplitude, atol=1e-5) and np.allclose(found[n:], 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_turning_is_as_if_the_key_had_come_later(name):
+    rope = ROPES[name][0]
+    keys = mx.random.normal((1, 3, 1, D), key=mx.random.key(2))
+    found = turn(rope, rope(keys, 1000), mx.full((1, 3, 1), 234))
+    assert mx.allclose(found, rope(keys, 1234), atol=2e-3).item()
+    assert composes(rope, D, 4096) and composes(rope, D, 1 << 20)
+
+
+def test_rotations_that_depend_on_the_length_do_not_compose():
+    assert not composes(initialize_rope(D, 1e4, False, DYNAMIC, 4096), D, 4096)
+
+
+@pytest.mark.parametrize("n", [0, 5, 20, 41])
+def test_many_at_a_time_are_as_all_at_once(n, monkeypatch):
+    keys, steps = mx.random.normal((1, 2, n, D)), mx.random.randint(0, 5000, (1, 2, n))
+    at_once = turn(llama3, keys, steps)
+    monkeypatch.setattr(room, "AT_ONCE", 20)
+    assert mx.array_equal(turn(llama3, keys, steps), at_once).item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_what_is_turned_by_nothing_stays_bit_for_bit(dtype):
+    keys = mx.random.normal((1, 2, 3, D)).astype(dtype)
+    found = turn(loud, keys, mx.array([[[0, 5, 0], [1, 0, 0]]]))
+    assert found.dtype == dtype
+    same = mx.all(found == keys, axis=-1)
+    assert same.tolist() == [[[True, False, True], [False, True, True]]]
+
+
+UNDONE = {name: each[0] for name, each in ROPES.items()} | {
     "partial": nn.RoPE(16),
-    "partial traditional": nn.RoPE(16, traditional=True),
-    "linear": initialize_rope(D, 1e4, False, {"type": "linear", "factor": 8.0}),
-    "dynamic": initialize_rope(D, 1e4, False, {"type": "dynamic", "factor": 2.0}, 1 << 20),
-    "llama3": initialize_rope(D, 5e5, False, LLAMA3),
-    "yarn": initialize_rope(D, 1e4, True, YARN | {"type": "yarn"}),
-    "yarn, louder": initialize_rope(D, 1e4, False, YARN | {"type": "yarn", "mscale": 2.0}),
-    "su": SuScaledRoPE(48, long_factor=[1.0 + i / 8 for i in range(24)]),
-    "proportional": ProportionalRoPE(D, 32),
+    "traditional": nn.RoPE(D, traditional=True),
+    "dynamic": initialize_rope(D, 1e4, False, DYNAMIC, 1 << 20),
 }
 
 
-@pytest.mark.parametrize("offset", [0, 1, 511, 100_000])
-@pytest.mark.parametrize("name", ROPES)
-def test_a_rotation_is_undone(name, offset):
+@pytest.mark.parametrize("offset", [0, 17, 100_000])
+@pytest.mark.parametrize("name", UNDONE)
+def test_a_rotation_is_undone_and_averaged(name, offset):
+    """Each of the mean's matrices is what the object makes of the unit vectors."""
+    rope = UNDONE[name]
     x = mx.random.normal((2, 3, 20, D))
-    turned = ROPES[name](x, offset=offset)
-    error = mx.abs(undo_rope(ROPES[name], turned, offset) - x).max() / mx.abs(x).max()
-    assert error.item() < 1e-5
-    assert not mx.allclose(turned, x, atol=1e-2).item()
-
-
-@pytest.mark.parametrize("start", [0, 17, 100_000])
-@pytest.mark.parametrize("name", ROPES)
-def test_the_mean_of_the_rotations_to_come(name, start):
-    """What a vector becomes on average: each of the matrices is what the object makes of the unit vectors."""
-    x, n = mx.random.normal((3, D)), 40
-    turned = ROPES[name](
-        mx.contiguous(mx.broadcast_to(x[:, None, None], (3, 1, n, D))), offset=start
-    )
-    matrix = mean_rotation(ROPES[name], D, start, n)
-    assert np.allclose(x @ matrix.T, turned.mean(axis=(1, 2)), atol=1e-4)
-
-
-def test_the_mean_of_no_rotation_changes_nothing():
-    assert mx.array_equal(mean_rotation(None, 6, 5, 9), mx.eye(6))
-
-
-def test_any_part_of_a_chunk_can_be_undone():
-    rope, x = ROPES["yarn"], mx.random.normal((1, 2, 30, D))
-    part = undo_rope(rope, rope(x, offset=7)[:, :, 11:13], 18)
-    assert mx.allclose(part, x[:, :, 11:13], atol=1e-5).item()
+    found = rope(x, offset=offset)
+    error = mx.abs(undo_rope(rope, found, offset) - x).max() / mx.abs(x).max()
+    assert error.item() < 1e-5 and not mx.allclose(found, x, atol=1e-2).item()
+    assert mx.allclose(undo_rope(rope, found[:, :, 11:13], offset + 11), x[:, :, 11:13], atol=1e-5)
+    same = mx.contiguous(mx.broadcast_to(x[:, :, :1], (2, 3, 40, D)))
+    matrix = mean_rotation(rope, D, offset, 40)
+    assert np.allclose(x[:, :, 0] @ matrix.T, rope(same, offset=offset).mean(axis=2), atol=1e-4)
 
 
 def test_half_precision_becomes_float32_and_no_rope_changes_nothing():
     x = mx.random.normal((1, 1, 4, D)).astype(mx.float16)
-    assert undo_rope(ROPES["plain"], x, 0).dtype == mx.float32
+    assert undo_rope(UNDONE["plain"], x, 0).dtype == mx.float32
     assert mx.array_equal(undo_rope(None, x, 5), x.astype(mx.float32)).item()
+    assert mx.array_equal(mean_rotation(None, 6, 5, 9), mx.eye(6))
 
 
 def test_an_object_is_probed_once_and_not_kept_alive():
@@ -105,7 +169,10 @@ UNTURNED = set(
 
 @pytest.mark.parametrize("name", models.SUPPORTED)
 def test_every_familys_queries_are_what_its_rope_was_given(name, monkeypatch):
-    """What the module itself was given with a second chunk; the dimensions that don't turn are left alone."""
+    """What the module itself was given with a second chunk; the dimensions that don't turn are left alone.
+
+    What is turned back and then by the matrix of one position is as it was.
+    """
     model, given = make_model(name), []
     caches = make_prompt_cache(model)
     found = attention_layers(model, caches)
@@ -117,8 +184,11 @@ def test_every_familys_queries_are_what_its_rope_was_given(name, monkeypatch):
             patched.setattr(cls, "__call__", remembering(cls.__call__, given))
         model(mx.arange(20, 27)[None], cache=caches)
     for layer in found:
-        queries = layer.cache_in(caches).queries
+        queries = layer.cache_in(caches).queries.astype(mx.float32)
         raw = layer.undo_rope(queries, 9)
+        for i in (0, 6):
+            matrix = layer.mean_rotation(queries.shape[3], 9 + i, 1)
+            assert np.allclose(raw[0, :, i] @ matrix.T, queries[0, :, i], atol=1e-4)
         if layer.rope is None:
             assert mx.array_equal(raw, queries)
         elif name in LATER:
@@ -127,24 +197,6 @@ def test_every_familys_queries_are_what_its_rope_was_given(name, monkeypatch):
             parts = mx.split(raw, len(layer.readers), axis=1)
             assert all(any(is_part(part, x) for x in given) for part in parts)
     assert all(layer.rope is None for layer in found) == (name in UNTURNED)
-
-
-@pytest.mark.parametrize("name", models.SUPPORTED)
-def test_every_familys_mean_rotation_is_what_its_queries_become(name):
-    """What is turned back and then by the matrix of one position is as it was."""
-    model = make_model(name)
-    caches = make_prompt_cache(model)
-    found = attention_layers(model, caches)
-    for layer in found:
-        layer.put(caches, RecordingKVCache(9, 16, 16, layer))
-    with recording({type(layer.attention) for layer in found}):
-        model(mx.arange(1, 17)[None], cache=caches)
-    for layer in found:
-        queries = layer.cache_in(caches).queries.astype(mx.float32)
-        raw = layer.undo_rope(queries, 9)
-        for i in (0, 6):
-            matrix = layer.mean_rotation(queries.shape[3], 9 + i, 1)
-            assert np.allclose(raw[0, :, i] @ matrix.T, queries[0, :, i], atol=1e-4)
 
 
 def remembering(call, given):
@@ -161,3 +213,36 @@ def is_part(raw, x):
         return False
     n = x.shape[3]
     return any(mx.allclose(part, x, atol=2e-5).item() for part in (raw[..., :n], raw[..., -n:]))
+
+
+NORMED = {"hunyuan", "hunyuan_v1_dense"}
+# Arguments before the mask: a scale of queries.
+BEFORE_MASK = dict.fromkeys(("ministral3", "mistral3", "mistral4"), (mx.ones((41, 1)),))
+WIDE = {"prism_hadamard_qwen35": 128}
+
+
+@pytest.mark.parametrize("name", models.SUPPORTED)
+def test_every_familys_keys(name):
+    """The same hidden state again and again has keys that differ by nothing but their rotation."""
+    model = make_model(name)
+    caches = make_prompt_cache(model)
+    hidden = mx.repeat(mx.random.normal((1, 1, WIDE.get(name, 64))), 41, axis=1)
+    for layer in attention_layers(model, caches):
+        if layer.rope is None:
+            continue
+        own = layer.cache_in(caches)
+        if layer.family.method == "attention":
+            own.update_and_fetch(*layer.attention.get_qkv(hidden, 0)[1:])
+        else:
+            cache = caches[layer.index] if name == "baichuan_m1" else own
+            layer.attention(hidden, *BEFORE_MASK.get(name, ()), create_causal_mask(41), cache)
+        keys = Entries(*own.keys_and_values(), layer=layer).keys
+        keys = keys[:, :, 1:41]  # a convolution's first is another
+        B, H, _, D = keys.shape
+        can = layer.family.can_turn(layer.attention, layer.rope, D, 4096)
+        assert can == (name not in NORMED)
+        if can:
+            later = layer.turn(keys[:, :, :10], mx.full((B, H, 10), 30))
+            assert mx.allclose(later, keys[:, :, 30:], atol=1e-4).item()
+            sooner = layer.turned_to(keys[:, :, 30:], 31, 1)
+            assert mx.allclose(sooner, keys[:, :, :10], atol=1e-4).item()

@@ -13,13 +13,13 @@ from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.models import attention_classes
-from mlx_snapkv.models.patch import family_of, recording
+from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import POLICIES
 
 LATENT = ["deepseek_v3", "mistral4", "kimi_linear", "longcat_flash"]
 LENDING = ["gemma3n", "gemma4_text", "iquestloopcoder"]
 OWN_CALLS = ["gemma2", "plamo2"]
-NAMES = [*LATENT, *LENDING, *OWN_CALLS]
+NAMES = ["deepseek_v3", "kimi_linear", *LENDING, *OWN_CALLS]
 TOKENS = mx.array(np.random.default_rng(1).integers(1, 128, 64))
 SNAPKV = "snapkv:top_k=10,n_sink=2,n_window=8,obs_window=8,pool_kernel=3,lookahead=4"
 OPTIONS = {"snapkv": "n_window=8,obs_window=8,lookahead=4", "lagkv": "n_sink=2,lag_size=8"}
@@ -59,15 +59,12 @@ def test_every_policy_keeps_its_budget_or_is_refused(model):
         if spec.startswith("snapkv"):
             spec = spec.replace("budget=20", "budget=20,n_sink=2")
         if spec.startswith("expected") and is_type(model, "gemma2"):
-            with pytest.raises(
-                SnapKVError, match=r"no closed form where logits are capped, as those of .*'gemma2'"
-            ):
+            no_form = "no closed form where logits are capped, as those of .*'gemma2'"
+            with pytest.raises(SnapKVError, match=no_form):
                 prefill(model, TOKENS, spec)
             continue
         cache, _ = prefill(model, TOKENS, spec)
-        assert {layer.entries_in(cache).n_entries for layer in layers_of(model, cache)} == {20}, (
-            spec
-        )
+        assert {layer.entries_in(cache).n_entries for layer in layers_of(model, cache)} == {20}
         assert mx.all(mx.isfinite(model(TOKENS[None, :1], cache=cache)))
 
 
@@ -143,11 +140,9 @@ def test_who_reads_through_a_cache_may_read_quantised_entries(name):
     assert all(layer.cache_in(cache).quantization.bits == 8 for layer in layers_of(model, cache))
 
 
-@pytest.mark.parametrize(
-    "policy", ["h2o:budget=20,block=8", "tova:budget=20,block=8", "keydiff:budget=20,block=8"]
-)
-def test_a_file_goes_on_as_if_nothing_had_happened(model, policy, tmp_path):
+def test_a_file_goes_on_as_if_nothing_had_happened(model, tmp_path):
     """Also one that mlx-lm has read, whose caches don't know their layers."""
+    policy = "h2o:budget=20,block=8"
     cache, _ = prefill(model, TOKENS, policy)
     own, theirs = (str(tmp_path / name) for name in ("own.safetensors", "theirs.safetensors"))
     saved.save(own, model, cache, TOKENS, policy)
@@ -167,21 +162,6 @@ def test_requests_of_a_batch_vote_as_alone(model):
     run.finish()
     for uid, prompt in zip(uids, prompts):
         assert run.answers[uid] == alone(model, prompt, 24, policy=policy)
-
-
-def test_without_compression_nothing_is_touched(model):
-    classes = attention_classes(model)
-    before = {cls: vars(cls).get(family_of(cls).method) for cls in classes}
-    wanted = plain(model, TOKENS, n=6)
-    reports = []
-    policy = SNAPKV + ",min_ctx=1000"
-    for options in ({}, {"policy": policy}):
-        found = steps(model, TOKENS, n=6, on_report=reports.append, **options)
-        assert all(
-            a == b and mx.array_equal(x, y) for (a, x), (b, y) in zip(found, wanted, strict=True)
-        )
-        assert {cls: vars(cls).get(family_of(cls).method) for cls in classes} == before
-    assert "below min_ctx" in reports[-1].reason
 
 
 def test_a_call_that_fails_leaves_nothing_for_the_next(monkeypatch):
@@ -216,12 +196,11 @@ def test_lent_entries_need_a_cache_that_knows_its_readers():
 
 
 @pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
-@pytest.mark.parametrize("more", ["budget=adaptive:30", "budget=pyramid:40"])
 @pytest.mark.parametrize("again", [False, True])
-def test_one_mask_for_unlike_layers_is_refused_in_a_sentence(name, more, again):
+def test_one_mask_for_unlike_layers_is_refused_in_a_sentence(name, again):
     """The first answer takes none; a longer message after it does."""
     model = make_model(name)
-    policy = f"{SNAPKV.replace('top_k=10,', '')},{more}"
+    policy = f"{SNAPKV.replace('top_k=10,', '')},budget=pyramid:40"
     cache, _ = prefill(model, TOKENS, policy)
     assert len({layer.cache_in(cache).n_entries for layer in layers_of(model, cache)}) > 1
     with pytest.raises(SnapKVError, match="must keep equally many entries"):

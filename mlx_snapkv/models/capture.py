@@ -1,7 +1,7 @@
-"""What is known of an attention module's call while it is under way, and what of it is listened to.
+"""Query capture: the attention call that a thread is in, and what is recorded of it.
 
-Each thread has the call that it is in, if a recording cache was handed to that. What is wrapped here does what it did,
-and tells that call.
+A call that was handed a recording cache is this thread's current one. The wrappers here compute what the originals do,
+and leave with the call what its recorder needs.
 """
 
 import contextlib
@@ -26,23 +26,24 @@ class Call:
     Attributes:
         recorder: that cache.
         arguments: of the call, by place.
-        heard: what its RoPE gave, or the parts of its splits, in order.
+        captured: the results of its RoPE, or of its splits, in order.
     """
 
     recorder: Any
     attention: Any
     family: AttentionFamily
     arguments: tuple
-    heard: list[Any] = field(default_factory=list)
+    captured: list[Any] = field(default_factory=list)
 
-    def tell(
+    def record(
         self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
     ) -> tuple[Any, Any]:
-        """Leave the queries of the attention function's call with the recorder; the entries to attend to."""
+        """Record the queries of the attention function's call; returns the entries to attend to."""
         read = None
         if self.family.latent:
+            positional = self._positional()
             queries, read = latents.asked(
-                self.attention, queries, self._positional(), absorbed=keys is values
+                self.attention, queries, positional, absorbed=keys is values
             )
         borrowed = self.family.borrows(self.attention)
         self.recorder.record(queries, scale, sinks, read=read, borrowed=borrowed)
@@ -51,28 +52,24 @@ class Call:
         return self.recorder.attended(keys, values)
 
     def _positional(self) -> mx.array:
-        """What an MLA module's queries have besides those that the attention function is given."""
-        first = self.heard[0]
-        positional = first[1] if self.family.hears == "split" else first
-        return (
-            positional
-            if self.family.factor is None
-            else positional * self.arguments[self.family.factor]
-        )
+        """The positional part of an MLA module's queries, which the attention function is not given."""
+        first, factor = self.captured[0], self.family.factor
+        positional = first[1] if self.family.captures == "split" else first
+        return positional if factor is None else positional * self.arguments[factor]
 
     def finish(self) -> None:
-        """Tell the queries of a module that computes its scores itself."""
+        """Record the queries of a module that computes its scores itself."""
         if not self.family.attends:
-            scale = self.family.scale_of(self.attention, self.heard[0].shape[3])
-            self.recorder.record(self.heard[0], scale)
+            scale = self.family.scale_of(self.attention, self.captured[0].shape[3])
+            self.recorder.record(self.captured[0], scale)
 
 
 _active = threading.local()
 
 
 @contextlib.contextmanager
-def listening(call: Call) -> Iterator[Call]:
-    """Be in this call, for the block."""
+def capturing(call: Call) -> Iterator[Call]:
+    """Make it this thread's current call, for the block."""
     outer, _active.call = current(), call
     try:
         yield call
@@ -93,15 +90,15 @@ def _lent() -> dict[int, tuple[Any, Any]]:
 
 
 def forget() -> None:
-    """Give up what was lent to readers who did not come."""
+    """Drop the keys that were lent to readers who did not come."""
     _active.lent = {}
 
 
-def told(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) -> tuple[Any, Any]:
-    """An attention function was called: whose entries it reads is told its queries; the entries to attend to."""
+def record(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) -> tuple[Any, Any]:
+    """Record an attention function's queries with the recorder of its entries; returns the entries to attend to."""
     call = current()
     if call is not None:
-        return call.tell(queries, keys, values, scale, sinks)
+        return call.record(queries, keys, values, scale, sinks)
     _, recorder = _lent().get(id(keys), (None, None))
     if recorder is not None:
         recorder.record(queries, scale, sinks, borrowed=True)
@@ -111,7 +108,7 @@ def told(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) ->
 
 
 def masked(queries: mx.array, keys: Any, mask: Any) -> Any:
-    """What mlx-lm's attention function is to be masked by: a recording cache may `hide` some."""
+    """The mask of an attention function's call: a recording cache may `hide` some entries."""
     call = current()
     hide = None if call is None else getattr(call.recorder, "hide", None)
     return mask if hide is None else hide(queries, keys, mask)
@@ -129,43 +126,43 @@ class _Namespace:
 
 
 def attention_of_mlx(mlx: Any) -> Any:
-    """`mlx.core`, as a module sees it that calls its attention function."""
+    """`mlx.core` for a module that calls its attention function."""
 
     def attend(queries, keys, values, **kwargs):
-        keys, values = told(queries, keys, values, kwargs["scale"], kwargs.get("sinks"))
+        keys, values = record(queries, keys, values, kwargs["scale"], kwargs.get("sinks"))
         return mlx.fast.scaled_dot_product_attention(queries, keys, values, **kwargs)
 
     return _Namespace(mlx, fast=_Namespace(mlx.fast, scaled_dot_product_attention=attend))
 
 
 def splits_of_mlx(mlx: Any) -> Any:
-    """`mlx.core`, as a module sees it that splits its queries."""
+    """`mlx.core` for a module that splits its queries."""
 
     def split(*args, **kwargs):
         parts = mlx.split(*args, **kwargs)
         call = current()
         if call is not None:
-            call.heard.append(parts)
+            call.captured.append(parts)
         return parts
 
     return _Namespace(mlx, split=split)
 
 
-def turn_and_hear(turn):
-    """A RoPE class's `__call__`, telling what it gave to the call of the module that it belongs to."""
+def rope_results(rope_call):
+    """A RoPE class's `__call__`, which leaves its result with the call of the module that it belongs to."""
 
-    @functools.wraps(turn)
+    @functools.wraps(rope_call)
     def __call__(self, *args, **kwargs):
-        turned = turn(self, *args, **kwargs)
+        turned = rope_call(self, *args, **kwargs)
         call = current()
         if call is not None and self is call.family.rope_of(call.attention):
-            call.heard.append(turned)
+            call.captured.append(turned)
         return turned
 
     return __call__
 
 
 def rope_classes() -> list[type]:
-    """The classes of what mlx-lm's models turn queries and keys with."""
+    """The RoPE classes of mlx-lm's models."""
     own = (x for x in vars(rope_utils).values() if isinstance(x, type) and issubclass(x, nn.Module))
     return list(dict.fromkeys([nn.RoPE, *(x for x in own if "__call__" in vars(x))]))

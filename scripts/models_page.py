@@ -1,8 +1,10 @@
-"""The supported and the refused model types, as `mlx-snapkv models` and the docs show them."""
+"""docs/models.md, written from the table of model types."""
 
-from mlx_lm.utils import MODEL_REMAPPING
+from __future__ import annotations
 
-from . import table
+from results_page import table
+
+from mlx_snapkv.models.table import REFUSED, SUPPORTED, refused, supported
 
 PAGE = """# Model types
 
@@ -37,33 +39,11 @@ latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing lay
 """
 
 
-def supported() -> list[tuple[str, str, str]]:
-    """Model type, the other `model_type`s that mlx-lm loads with it, and a note."""
-    return [
-        (name, _aliases(name), "; ".join(filter(None, dict.fromkeys(f.note for f in families))))
-        for name, families in table.SUPPORTED.items()
-    ]
-
-
-def refused() -> list[tuple[str, str, str]]:
-    """Model type, the other `model_type`s that mlx-lm loads with it, and why it can't be compressed."""
-    return [(name, _aliases(name), reason) for name, reason in sorted(table.REFUSED.items())]
-
-
-def markdown() -> str:
-    """Both lists as a page of the docs."""
+def page() -> str:
+    """docs/models.md."""
     return PAGE.format(
-        n_supported=len(table.SUPPORTED),
-        n_refused=len(table.REFUSED),
-        supported=_table(("model type", "also loads", "note"), supported()),
-        refused=_table(("model type", "also loads", "why"), refused()),
+        n_supported=len(SUPPORTED),
+        n_refused=len(REFUSED),
+        supported="\n".join(table(("model type", "also loads", "note"), supported())),
+        refused="\n".join(table(("model type", "also loads", "why"), refused())),
     )
-
-
-def _aliases(name: str) -> str:
-    return ", ".join(sorted(alias for alias, target in MODEL_REMAPPING.items() if target == name))
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, str, str]]) -> str:
-    ruled = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in ruled)
