@@ -10,6 +10,7 @@ from typing import Any
 from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 
+from ..engine.auto import AUTO, BATCH, auto
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.serving import NO_POLICY_REASON
 from ..errors import SnapKVError
@@ -60,8 +61,10 @@ def batch_generate(
     Raises:
         SnapKVError: options, models or prompts can't be served; nothing has been read then.
     """
-    chosen = resolve_policy(snapkv, policy)
     given = [list(prompt) for prompt in prompts]
+    if policy == AUTO:
+        policy = auto(model, max(map(len, given), default=0), BATCH).policy()
+    chosen = resolve_policy(snapkv, policy)
     for number, prompt in enumerate(given):
         if not prompt:
             raise SnapKVError(f"prompt {number} is empty: give at least one token")

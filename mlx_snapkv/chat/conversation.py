@@ -12,6 +12,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.memories import make_caches
+from ..engine.auto import AUTO, CONVERSATION, FEW, auto
 from ..engine.recalling import Recall
 from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
@@ -32,7 +33,8 @@ class Conversation:
 
     Args:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
-        policy: a policy object or string; without one the full cache is kept.
+        policy: a policy object or string; without one the full cache is kept. "auto" takes a policy, and a memory,
+            that suit the model and this machine, as docs/choose.md has it.
         memory: "drop": what a turn does not keep is gone, and every later turn votes over what is left and its
             own entries. "recall": all entries stay in memory beside the small cache, and every turn votes over all of
             them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with entries quantised
@@ -75,6 +77,11 @@ class Conversation:
         require_known(generation)
         if not tokenizer.has_chat_template:
             raise SnapKVError("a conversation needs a chat template, and this model has none")
+        if policy == AUTO:
+            taken = auto(model, None, CONVERSATION, max_tokens=generation.get("max_tokens", 256))
+            policy, own = taken.policy(FEW), taken.setting.memory
+            memory = own if memory == "drop" else memory
+            verify = None if policy is None else verify
         self.model = model
         self.tokenizer = tokenizer
         self.generation = generation

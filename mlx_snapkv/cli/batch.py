@@ -56,7 +56,7 @@ def batch(
     tokenizer: options.TokenizerOptions,
     sampling: options.SamplingOptions,
     cache: cache_options.CacheOptions,
-    policy: cache_options.PolicyOptions,
+    policy: cache_options.AutoPolicyOptions,
     retention: cache_options.RetentionOptions,
 ) -> None:
     """Answer a file of requests, OpenAI's batch lines, several at once on compressed KV caches.
@@ -77,6 +77,10 @@ def batch(
     from ..completions.request import Defaults
 
     chosen = policy.resolve()
+    ways = {"policy": chosen, **retention.keywords()}
+    if policy.is_auto:
+        ways |= take_before(policy, model.model, "batch", retention.memory, files.quiet)
+        chosen = ways["policy"]
     if cache.kv_bits is not None and chosen is None:
         raise SnapKVError(
             "--kv-bits in a batch is for compressed entries: add --policy, or drop it"
@@ -94,7 +98,7 @@ def batch(
         path = path_of(files.output, "--output")
         answers = AnswersFile(path, {"model": model.model, **about})
         loaded, adapted = load_for_requests(model, tokenizer, sampling)
-        keywords = {"policy": chosen, **retention.keywords(), **cache.keywords()}
+        keywords = ways | cache.keywords()
         asked = loaded, adapted, answers, keywords, model.model, about, Defaults(**vars(sampling))
         run = Run(*asked, files.concurrency, seed=files.seed)
         if limit is not None:
@@ -104,6 +108,16 @@ def batch(
         print(_closing_line(answers, run.progress), file=sys.stderr)
     if answers.n_errors and not files.allow_errors:
         raise Exit(1)
+
+
+def take_before(
+    policy: cache_options.AutoPolicyOptions, name: str, task: str, memory: str, quiet: bool = False
+) -> dict[str, Any]:
+    """What --policy auto takes for a model before its weights are loaded, as keywords."""
+    from .loading import load_without_weights
+    from .reading import Reading
+
+    return policy.take(load_without_weights(name), None, task, memory, Reading(quiet).say)
 
 
 def most_kv_bytes(text: str | None) -> int | None:

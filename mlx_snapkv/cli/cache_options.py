@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,6 +138,55 @@ class PolicyOptions:
         from ..policies import resolve_policy
 
         return resolve_policy(self.snapkv, self.policy)
+
+
+@dataclass(frozen=True)
+class AutoPolicyOptions(PolicyOptions):
+    """The same, or what suits the prompt and the machine."""
+
+    policy: Annotated[
+        str | None,
+        Option(
+            help='Any policy, such as "keydiff:budget=25%" (see mlx-snapkv policies); or auto, which takes what '
+            "suits the prompt, the task and this machine."
+        ),
+    ] = None
+    kv_memory: Annotated[
+        str | None,
+        Option(metavar="SIZE", help="KV memory, such as 2GB, that --policy auto keeps to."),
+    ] = None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.policy == "auto" and self.snapkv is None
+
+    def resolve(self) -> Policy | Stages | None:
+        """The policy; None as long as it is to be taken."""
+        return None if self.is_auto else super().resolve()
+
+    def take(
+        self, model: Any, n_prompt: int | None, task: str, memory: str, say: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """What --policy auto changes of the keywords of `stream_generate`, said in one line; see `auto`.
+
+        Args:
+            memory: what --memory says; auto takes its own where that is drop.
+        """
+        from ..engine.auto import FEW, auto
+        from .command import in_flags
+        from .sharded import require_alone
+        from .values import n_bytes
+
+        if not self.is_auto:
+            return {}
+        require_alone(policy=self.policy)
+        limit = None if self.kv_memory is None else n_bytes("--kv-memory", self.kv_memory)
+        taken = auto(model, n_prompt, task, kv_memory=limit)
+        say(in_flags(str(taken)))
+        found = taken.policy(0 if n_prompt else FEW)
+        if found is None:
+            return {"policy": None, "memory": "drop", "verify": None}
+        return {"policy": found, "memory": taken.setting.memory if memory == "drop" else memory}
 
 
 @dataclass(frozen=True)

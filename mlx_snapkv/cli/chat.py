@@ -20,7 +20,7 @@ def chat(
     system_prompt: options.SystemPrompt = None,
     tokenizer: options.TokenizerOptions,
     cache: cache_options.MLXCacheOptions,
-    policy: cache_options.PolicyOptions,
+    policy: cache_options.AutoPolicyOptions,
     retention: cache_options.RetentionOptions,
     quiet: options.Quiet = False,
 ) -> None:
@@ -35,6 +35,7 @@ def chat(
     from .chat_commands import CommandCompleter
     from .chat_session import Session
     from .lines import Lines
+    from .reading import Reading
 
     chosen = policy.resolve()
     generation = cache.generation(chosen)
@@ -43,12 +44,14 @@ def chat(
     tokenizer.adapt(adapted)
     cache.require(loaded)
     options.seed_sampling(seed)
+    reading = Reading(quiet)
+    ways = {"policy": chosen, **retention.keywords()}
+    ways |= policy.take(loaded, None, "conversation", retention.memory, reading.say)
     conversation = Conversation(
         loaded,
         adapted,
-        policy=chosen,
         system=system_prompt,
-        **retention.keywords(),
+        **ways,
         **sampling.generation(adapted),
         **generation,
     )

@@ -77,6 +77,7 @@ NEEDS: dict[str, tuple[str, Callable[[Given], bool]]] = {
     "num_draft_tokens": ("--draft-model", lambda given: given["draft_model"] is not None),
     "refresh": ("--memory recall", lambda given: given["memory"] != "drop"),
     "store_dir": ("--memory recall:file", _keeps_files),
+    "kv_memory": ("--policy auto", lambda given: given["policy"] == "auto"),
     "prefix_dir_bytes": ("--prefix-dir", lambda given: given["prefix_dir"] is not None),
 }
 LATER = ("refresh", "store_dir")  # which a chat may need when it is under way

@@ -51,7 +51,7 @@ def generate(
     seed: options.Seed = None,
     cache: cache_options.MLXCacheOptions,
     draft: options.DraftOptions,
-    policy: cache_options.PolicyOptions,
+    policy: cache_options.AutoPolicyOptions,
     retention: cache_options.RetentionOptions,
     output: OutputOptions,
 ) -> None:
@@ -84,6 +84,7 @@ def generate(
     if prompt_cache_file is None:
         cache.require(loaded, draft.draft_model)
         tokens = reading.wait_for(partial(prompt.encode, adapted, text))
+        keywords |= policy.take(loaded, len(tokens), "question", retention.memory, reading.say)
         reading.warn(loaded, len(tokens), max_tokens=sampling.max_tokens, **keywords)
     else:
         start = SavedStart(

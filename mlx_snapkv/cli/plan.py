@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from .cache_options import CacheOptions, PolicyOptions
+from .cache_options import AutoPolicyOptions, CacheOptions
 from .options import AsJson, MaxTokens, Model
 from .values import n_bytes, n_tokens, tokens_text
 
 if TYPE_CHECKING:
-    from ..planning.machine import Machine
+    from ..engine.machine import Machine
     from ..planning.plan import MemoryPlan, Planner
     from ..reporting.table import Table
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 UNTOLD = 1 << 17  # tokens to plan at most for a model whose trained length is not known
-SHOWN = ("snapkv:top_k=4096", "keydiff:budget=8192,pool_kernel=5")
 FULL = "full cache"
 SAME = "-"
 SMALLEST_MAC = 10**6  # bytes: a number without its unit is a mistake
@@ -67,7 +66,7 @@ def plan(
             help="Memory of another Mac, such as 16GB, in the place of this machine's.",
         ),
     ] = None,
-    policy: PolicyOptions,
+    policy: AutoPolicyOptions,
     cache: CacheOptions,
     max_tokens: MaxTokens = 256,
     as_json: AsJson = False,
@@ -108,7 +107,7 @@ def plan(
 
 
 def _machine(memory: str | None) -> Machine:
-    from ..planning.machine import mac, this_machine
+    from ..engine.machine import mac, this_machine
 
     if memory is None:
         return this_machine()
@@ -125,32 +124,27 @@ def _contexts(trained: int | None) -> list[int]:
 def _choose(
     planner: Planner, n: int, asked: str | None, kv_bits: int | None, usable: int
 ) -> Choice:
-    """Plans for `n` tokens; the policy asked for is recommended if it fits."""
-    others = [asked] if asked is not None else SHOWN if planner.can_compress else ()
+    """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
+    from ..engine.auto import QUESTION, SETTINGS
+    from ..engine.report import format_bytes
+
+    shown = [setting.policy for setting in SETTINGS[QUESTION][:2]]
+    others = [asked] if asked is not None else shown if planner.can_compress else ()
     made = {policy: planner.plan(n, policy, kv_bits) for policy in (None, *others)}
     found = [planner.plan(n)] if kv_bits is not None else []
     # A policy that would change nothing is shown only if it was asked for.
     found += [plan for policy, plan in made.items() if not plan.reason or policy == asked]
     first = made[asked]
-    best = first if asked is not None and first.peak <= usable else None
-    best = best or planner.fitting(n, usable, kv_bits)
-    if best is None:
+    if asked is not None and first.peak <= usable:
+        return Choice(n, found, first, "you asked for it, and it fits")
+    best, taken = planner.recommended(n, usable, kv_bits)
+    if not taken.fits:
         return Choice(n, found, None, "")
-    return Choice(n, [*found, *([] if best in found else [best])], best, _why(best, first, usable))
-
-
-def _why(taken: MemoryPlan, first: MemoryPlan, usable: int) -> str:
-    """Why a plan is recommended; `first` is the one to prefer."""
-    from ..engine.report import format_bytes
-
-    if taken == first and taken.policy is not None:
-        return "you asked for it, and it fits"
-    if taken == first:
-        return "it fits and keeps every entry"
-    if first.peak > usable:
+    why = taken.why
+    if asked is not None:
         size = format_bytes(first.peak)
-        return f"{_way(first)} would take {size}, and {format_bytes(usable)} may be used"
-    return "it evicts while it reads, which keeps distances within the length that the model was trained to"
+        why = f"{_way(first)} would take {size}, and {format_bytes(usable)} may be used"
+    return Choice(n, [*found, *([] if best in found else [best])], best, why)
 
 
 def _as_json(plans: Plans) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..errors import SnapKVError
 from ..paths import path_of
 from ..server import BILLING
 from . import cache_options, options
-from .batch import load_for_requests, most_kv_bytes
+from .batch import load_for_requests, most_kv_bytes, take_before
 from .process import listen
 from .values import n_bytes
 
@@ -147,7 +147,7 @@ def serve(
     tokenizer: options.TokenizerOptions,
     sampling: AnswerOptions,
     cache: cache_options.CacheOptions,
-    policy: cache_options.PolicyOptions,
+    policy: cache_options.AutoPolicyOptions,
     retention: cache_options.RetentionOptions,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs to agents and apps on this Mac, on compressed KV caches.
@@ -168,7 +168,10 @@ def serve(
     ranks = here()
     settings = http.settings() if ranks.rank == 0 else None
     chosen = policy.resolve()
-    n_prefix_bytes = prefixes.most_bytes(retention.memory)
+    ways = {"policy": chosen, **retention.keywords()}
+    if policy.is_auto:
+        ways |= take_before(policy, model.model, "conversation", retention.memory)
+    n_prefix_bytes = prefixes.most_bytes(ways["memory"])
     n_bytes("--prefix-dir-bytes", prefixes.prefix_dir_bytes)  # which finds mistakes
 
     def load() -> Loaded:
@@ -177,8 +180,8 @@ def serve(
 
     bits = f"{cache.kv_bits} in groups of {cache.kv_group_size}" if cache.kv_bits else "None"
     setting = {
-        "policy": str(chosen),
-        "memory": retention.memory,
+        "policy": str(ways["policy"]),
+        "memory": ways["memory"],
         "far": str(retention.far),
         "kv_bits": bits,
     }
@@ -187,7 +190,7 @@ def serve(
         settings,
         model.model,
         load,
-        {"policy": chosen, **retention.keywords(), **cache.keywords()},
+        ways | cache.keywords(),
         # Of several ranks, rank 0 says what is given up for room.
         PrefixCache(sys.maxsize if ranks.rank else n_prefix_bytes, ranks.first),
         limits.limits(),

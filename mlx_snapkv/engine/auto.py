@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mlx.utils import tree_flatten
+
+from ..errors import UnsupportedModelError
+from ..models.length import trained_length
+from ..policies import Policy, SnapKV, Stages, resolve_policy
+from .decision import PREFILL_STEP_SIZE
+from .far import beyond
+from .footprint import EntrySizes, Footprint, total_bytes
+from .machine import free_memory
+from .recalling import Recall
+from .report import CompressionReport, format_bytes
+
+AUTO = "auto"
+QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
 class Setting(NamedTuple):
@@ -11,10 +29,167 @@ class Setting(NamedTuple):
     policy: str | None
     memory: str = "drop"
 
+    def __str__(self) -> str:
+        memory = "" if self.memory == "drop" else f", memory={self.memory}"
+        return f"{self.policy or 'the full cache'}{memory}"
 
+
+def _within(budget: int, memory: str = "drop") -> Setting:
+    """A prompt that is read within a budget, of which the question then chooses a quarter."""
+    return Setting(f"keydiff:budget={budget} then snapkv:top_k={budget // 4}", memory)
+
+
+FULL = Setting(None)
 SNAPKV = Setting("snapkv:top_k=4096")
 RECALLED = SNAPKV._replace(memory="recall")
-BOOK = Setting("keydiff:budget=4096 then snapkv:top_k=1024", "recall:file")
+SMALL = _within(8192)
+BOOK = _within(4096, "recall:file")
+FEW: int = 2 * SnapKV(top_k=4096).budget  # type: ignore[operator,assignment]  # tokens: less than half would be evicted
+TYPICAL = 32_768  # tokens of the prompts to come, where none is known
+
+# By task, from the best for the answer to the smallest.
+SETTINGS = {
+    QUESTION: (SNAPKV, SMALL, *(_within(n) for n in (4096, 2048, 1024, 512))),
+    CONVERSATION: (RECALLED, BOOK, *(_within(n, "recall:file") for n in (2048, 1024, 512))),
+}
+SETTINGS[BATCH] = SETTINGS[QUESTION]
+WHY = {
+    QUESTION: "the question chooses what the answer needs of so long a prompt",
+    CONVERSATION: "every token then chooses anew among all entries, and reads few",
+    BATCH: "small caches are decoded together",
+}
+
+
+class Cost(NamedTuple):
+    """What a setting takes of memory at most, and of it for entries, in bytes; a sentence if tokens are too far."""
+
+    total: int
+    kv: int
+    beyond: str | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A setting, and why it was taken; `fits` is false if none does and this is the smallest."""
+
+    setting: Setting
+    why: str
+    fits: bool = True
+
+    def policy(self, min_ctx: int = 0) -> Policy | Stages | None:
+        """The policy; one that chooses once leaves prompts below `min_ctx` alone."""
+        found = resolve_policy(policy=self.setting.policy)
+        return dataclasses.replace(found, min_ctx=min_ctx) if isinstance(found, SnapKV) else found
+
+    def __str__(self) -> str:
+        return f"{AUTO}: {self.setting}, because {self.why}"
+
+
+def recommended(
+    n_prompt: int,
+    task: str,
+    cost: Callable[[Setting], Cost],
+    usable: int,
+    *,
+    kv_memory: int | None = None,
+    can_compress: bool = True,
+) -> Taken:
+    """The best setting for a prompt that fits: the full cache for few tokens, else what suits the task.
+
+    Args:
+        task: one of `SETTINGS`.
+        cost: of a setting.
+        usable: bytes of this machine; `kv_memory` of them are for entries, at most.
+    """
+    if not can_compress:
+        return Taken(FULL, "this model's entries can't be compressed")
+    few = n_prompt < FEW
+    settings = (FULL, *SETTINGS[task]) if few else SETTINGS[task]
+    costs = {setting: cost(setting) for setting in settings}
+    most = usable if kv_memory is None else kv_memory
+    fit = [s for s in settings if costs[s].total <= usable and costs[s].kv <= most]
+    best = next((s for s in fit if costs[s].beyond is None), fit[0] if fit else settings[-1])
+    first = settings[0]
+    if not fit:
+        room = format_bytes(min(usable, most))
+        return Taken(best, f"nothing fits {room}, and it takes the least", False)
+    if best is first:
+        told = f"of {n_prompt:,} tokens less than half would be evicted"
+        return Taken(best, told if few else WHY[task])
+    if first not in fit:
+        over_kv = costs[first].kv > most
+        need, limit = (costs[first].kv, most) if over_kv else (costs[first].total, usable)
+        told = f"{format_bytes(need)}, and {format_bytes(limit)} may be used"
+        return Taken(best, f"{first} would take {told}")
+    return Taken(
+        best,
+        "it evicts while it reads, which keeps distances within the length that the model was trained to",
+    )
+
+
+def auto(
+    model: Any,
+    n_prompt: int | None,
+    task: str,
+    *,
+    max_tokens: int = 256,
+    kv_memory: int | None = None,
+) -> Taken:
+    """What to take for a prompt of an mlx-lm model on this machine; without `n_prompt`, for those to come.
+
+    Args:
+        task: QUESTION, CONVERSATION or BATCH.
+        max_tokens: of an answer.
+        kv_memory: bytes that the entries are to keep to.
+    """
+    n = n_prompt or min(TYPICAL, trained_length(model) or TYPICAL)
+    n_answer = min(max(0, max_tokens), TYPICAL)
+    try:
+        sizes, can_compress = EntrySizes(model), True
+    except UnsupportedModelError:
+        sizes, can_compress = EntrySizes(model, compresses=False), False
+    parameters: Any = tree_flatten(model.parameters())
+    weights = sum(x.nbytes for _, x in parameters)
+
+    def cost(setting: Setting) -> Cost:
+        policy = resolve_policy(policy=setting.policy)
+        need = Footprint(model, policy, None, PREFILL_STEP_SIZE, sizes).need(n, n_answer)
+        kv = need.reading + total_bytes(need.row_bytes, need.entries) + need.rest
+        return Cost(weights + kv, kv, beyond(model, policy, Recall(setting.memory), n))
+
+    return recommended(n, task, cost, free_memory(), kv_memory=kv_memory, can_compress=can_compress)
+
+
+def asks_for_auto(snapkv: Any, policy: Any) -> bool:
+    """Whether the two keywords of `generate_step` leave the choice to us."""
+    return policy == AUTO or (snapkv is True and policy is None)
+
+
+def policy_for(
+    model: Any,
+    n_prompt: int,
+    snapkv: Any,
+    policy: Any,
+    recall: Recall,
+    max_tokens: int,
+    on_report: Callable[[CompressionReport], None] | None,
+) -> tuple[Policy | Stages | None, Recall, Callable[[CompressionReport], None] | None]:
+    """The policy that the keywords ask for; with "auto", the report tells what was taken and why."""
+    if not asks_for_auto(snapkv, policy):
+        return resolve_policy(snapkv, policy), recall, on_report
+    task = QUESTION if recall.memory == "drop" else CONVERSATION
+    taken = auto(model, n_prompt, task, max_tokens=max_tokens)
+    found = taken.policy()
+    if found is None:
+        recall = dataclasses.replace(recall, verify=None)
+
+    def told(report: CompressionReport) -> None:
+        report.auto = str(taken)
+        report.reason = report.reason if found else taken.why
+        if on_report is not None:
+            on_report(report)
+
+    return found, recall, told
 
 
 def worth_comparing(n_prompt: int) -> list[str]:

@@ -9,7 +9,8 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import SnapKVError
-from ..policies import Policy, SnapKV, Stages, resolve_policy
+from ..policies import Policy, SnapKV, Stages
+from .auto import policy_for
 from .prefill import mlx_generate
 from .recalling import Recall
 from .report import CompressionReport
@@ -37,7 +38,8 @@ def generate_step(
         prompt: `(T,)` token ids.
         model: an mlx-lm model.
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
-        policy: a policy object, or a string such as `"keydiff:budget=8192"`.
+        policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", as `snapkv=True`, takes what
+            docs/choose.md recommends for the prompt and this machine.
         memory: "drop": entries that are not kept are gone. "recall", "recall:8bit", "recall:4bit", "recall:file",
             "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory, quantised or in files, and in a
             `prompt_cache` that was given; the answer's tokens are to be read again with what follows. A policy that
@@ -59,7 +61,6 @@ def generate_step(
     Raises:
         SnapKVError: at the call, for options or models that can't be served.
     """
-    chosen = resolve_policy(snapkv, policy)
     if isinstance(stream, int):
         raise SnapKVError(
             f"generate_step's third argument is mlx-lm's stream: give max_tokens={stream}"
@@ -70,6 +71,8 @@ def generate_step(
     start = functools.partial(mlx_generate.generate_step, prompt)
     max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
     recall = Recall(memory, verify, refresh, far)
+    asked = snapkv, policy, recall, max_tokens, on_report
+    chosen, recall, on_report = policy_for(model, len(prompt), *asked)
     return served(start, model, prompt, max_tokens, chosen, recall, on_report, kwargs)
 
 
@@ -98,11 +101,12 @@ def stream_generate(
         mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and
         `generation_tps` leaves out the time that the selection took.
     """
-    chosen = resolve_policy(snapkv, policy)
     recall = Recall(memory, verify, refresh, far)
     if draft_model is not None and memory != "drop":
         raise SnapKVError(f"a draft model can't be combined with memory={memory}: drop one of them")
     tokens = encode_prompt(tokenizer, prompt)
+    asked = snapkv, policy, recall, max_tokens, on_report
+    chosen, recall, on_report = policy_for(model, len(tokens), *asked)
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
         given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}

@@ -95,6 +95,7 @@ class CompressionReport:
         refreshed: entries per KV head, the most of any layer, that every token of the answer chooses anew; None if the
             prompt chose for the whole answer.
         pulled_to: tokens that the model was trained to, if the prompt is longer and its entries were pulled together.
+        auto: what `policy="auto"` took, and why.
         book: where the other entries are, if they were evicted while the prompt was read, and nothing was forgotten.
     """
 
@@ -112,6 +113,7 @@ class CompressionReport:
     refreshed: int | None = None
     book: Book | None = None
     pulled_to: int | None = None
+    auto: str | None = None
 
     @property
     def compressed(self) -> bool:

@@ -6,10 +6,10 @@ import shlex
 from typing import Any
 
 from ..engine.far import beyond
+from ..engine.machine import this_machine
 from ..engine.recalling import Recall
 from ..engine.report import format_bytes
 from ..policies import Policy, Stages
-from .machine import this_machine
 from .plan import Planner
 
 _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
@@ -54,14 +54,14 @@ class LongPrompts:
             plan = self._planner.plan(n_prompt, self._policy, self._kv_bits)
             if plan.peak <= self._usable:
                 return None
-            other = self._planner.fitting(n_prompt, self._usable, self._kv_bits)
+            other, taken = self._planner.recommended(n_prompt, self._usable, self._kv_bits)
         except Exception:  # it is read all the same
             return None
         said = (
             f"{n_prompt} tokens will take about {format_bytes(plan.peak)}, and this machine has "
             f"{format_bytes(self._usable)} for models"
         )
-        if other is None:
+        if not taken.fits:
             return f"{said}; no policy known here makes them fit"
         how = "--policy " + shlex.quote(other.policy) if other.policy else "the full cache"
         return f"{said}; {how} would take {format_bytes(other.peak)}"

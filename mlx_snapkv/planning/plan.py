@@ -11,6 +11,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
 from ..caches.layers import attention_layers
 from ..caches.quantizable import require_quantizable
+from ..engine.auto import QUESTION, Cost, Setting, Taken, recommended
 from ..engine.decision import PREFILL_STEP_SIZE, gate
 from ..engine.far import beyond
 from ..engine.footprint import EntrySizes, Footprint
@@ -22,15 +23,6 @@ from .peaks import Peaks
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
 SHOWN_BITS = (8, 4)  # of entries, that a plan tells the KV memory for
-
-# From the best for the answer to the smallest; None is the full cache.
-CANDIDATES: tuple[str | None, ...] = (
-    None,
-    "snapkv:top_k=4096",
-    "keydiff:budget=8192,pool_kernel=5",
-    "keydiff:budget=4096,pool_kernel=5",
-    "keydiff:budget=2048,pool_kernel=5",
-)
 
 
 @dataclass(frozen=True)
@@ -114,15 +106,17 @@ class Planner:
             beyond(self._model, used, Recall(), context),
         )
 
-    def fitting(self, context: int, usable: int, kv_bits: int | None = None) -> MemoryPlan | None:
-        """The plan of the first of `CANDIDATES` that fits `usable` bytes; None if none does.
+    def recommended(
+        self, context: int, usable: int, kv_bits: int | None = None
+    ) -> tuple[MemoryPlan, Taken]:
+        """The plan of what `policy="auto"` takes for one question, and why."""
 
-        Of more tokens than the model was trained to read, the first that also brings them nearer, if one does.
-        """
-        policies = CANDIDATES if self.can_compress else CANDIDATES[:1]
-        plans = (self.plan(context, policy, kv_bits) for policy in policies)
-        fit = [plan for plan in plans if plan.peak <= usable]
-        return next((plan for plan in fit if plan.beyond is None), fit[0] if fit else None)
+        def cost(setting: Setting) -> Cost:
+            plan = self.plan(context, setting.policy, kv_bits)
+            return Cost(plan.peak, plan.kv, plan.beyond)
+
+        taken = recommended(context, QUESTION, cost, usable, can_compress=self.can_compress)
+        return self.plan(context, taken.setting.policy, kv_bits), taken
 
     def _made(self, policy: Policy | Stages | None, how: Quantization | None) -> Footprint:
         """Raises: SnapKVError: the policy can't serve the model, or reads a prompt twice."""

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -22,13 +23,15 @@ import mlx_snapkv
 from mlx_snapkv import SnapKVError, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
+from mlx_snapkv.engine.auto import QUESTION, SETTINGS
+from mlx_snapkv.engine.machine import Machine, mac, this_machine
 from mlx_snapkv.planning import long_prompts, shapes
 from mlx_snapkv.planning.long_prompts import LongPrompts
-from mlx_snapkv.planning.machine import Machine, mac, this_machine
-from mlx_snapkv.planning.plan import CANDIDATES, Planner
+from mlx_snapkv.planning.plan import Planner
 from mlx_snapkv.planning.weightless import _write_empty, without_weights
 
 KEYDIFF, SNAPKV = POLICIES
+CANDIDATES = [setting.policy for setting in SETTINGS[QUESTION]]
 PAGE = Path(__file__).parents[2] / "docs" / "plan.json"
 ROWS = json.loads(PAGE.read_text(encoding="utf-8"))["rows"]
 
@@ -180,16 +183,18 @@ def test_the_first_that_fits_is_taken(demo_llama):
     peaks = [planner.plan(n, policy).peak for policy in CANDIDATES]
     assert sorted(peaks, reverse=True) == peaks
     for policy, peak in zip(CANDIDATES, peaks):
-        assert planner.fitting(n, peak).policy == policy
-    assert planner.fitting(n, peaks[-1] - 1) is None
+        plan, taken = planner.recommended(n, peak)
+        assert (plan.policy, plan.peak, taken.fits) == (policy, peak, True)
+    assert not planner.recommended(n, peaks[-1] - 1)[1].fits
 
 
 def test_beyond_the_trained_length_tokens_are_to_be_brought_nearer_if_that_fits(demo_llama):
     planner, n = Planner(demo_llama[0]), 16_385
-    full, snapkv, keydiff = (planner.plan(n, policy) for policy in CANDIDATES[:3])
-    assert "more than the 16384" in full.beyond and "16384" in snapkv.beyond
+    snapkv, keydiff = (planner.plan(n, policy) for policy in CANDIDATES[:2])
+    assert "more than the 16384" in planner.plan(n).beyond and "16384" in snapkv.beyond
     assert keydiff.beyond is None
-    assert planner.fitting(n, full.peak).policy == keydiff.policy
+    plan, taken = planner.recommended(n, snapkv.peak)
+    assert plan.policy == keydiff.policy and "evicts while it reads" in taken.why
 
 
 def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypatch):
@@ -200,7 +205,7 @@ def test_a_prompt_that_will_not_fit_is_told_with_what_would(demo_llama, monkeypa
     model, n = demo_llama[0], 65_536
     (said,) = warnings(n, 10**9)
     assert said.startswith("65536 tokens will take about 2.4") and "has 1 GB for models" in said
-    policy = said.partition("--policy ")[2].split()[0]
+    policy = shlex.split(said.partition("--policy ")[2])[0]
     assert plan_memory(model, n, policy).peak < 10**9
     assert warnings(4096, 10**9) == []
     assert "no policy known here" in warnings(n, 10**6)[0]

@@ -4,8 +4,8 @@ import logging
 
 from server_helpers import load_named, serving
 
+from mlx_snapkv.engine.machine import Machine
 from mlx_snapkv.planning import long_prompts
-from mlx_snapkv.planning.machine import Machine
 
 
 def test_a_long_prompt_is_told_and_answered(monkeypatch, caplog):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 
 _SMALL = 36 << 30  # bytes: up to here a Mac's GPU may use two thirds, above it three quarters
+_MEMINFO = Path("/proc/meminfo")  # Linux's
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
@@ -28,6 +30,15 @@ def this_machine() -> Machine:
     if _LIMIT.exists() and (limit := _LIMIT.read_text().strip()).isdecimal():
         memory = min(memory, int(limit))
     return Machine(memory, memory)
+
+
+def free_memory() -> int:
+    """Bytes that MLX may use now, those in use by it included; a Mac's GPU tells no more than what is recommended."""
+    usable = this_machine().usable
+    if not _MEMINFO.exists():
+        return usable
+    told = re.search(r"MemAvailable: +(\d+) kB", _MEMINFO.read_text())
+    return min(usable, int(told[1]) * 1024 + mx.get_active_memory()) if told else usable
 
 
 def mac(memory: int) -> Machine:

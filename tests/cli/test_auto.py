@@ -1,0 +1,49 @@
+"""`--policy auto`: one line says what was taken and why, before anything is read."""
+
+import pytest
+from batch_file_helpers import COMPLETIONS, line
+
+from mlx_snapkv.engine import auto
+
+SMALL = auto.Setting("snapkv:top_k=64,lookahead=0")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Prompts of 300 tokens are many, and 64 entries are recommended for them."""
+    monkeypatch.setattr(auto, "FEW", 300)
+    for task in auto.SETTINGS:
+        memory = "recall" if task == auto.CONVERSATION else "drop"
+        settings = SMALL._replace(memory=memory), auto.Setting("keydiff:budget=256,block=64")
+        monkeypatch.setitem(auto.SETTINGS, task, settings)
+
+
+def test_generate_says_what_it_takes(call, story, few):
+    path, facts = story
+    asked = ("generate", "--model", "demo", "--prompt-file", str(path), "-p", facts[0].question)
+    code, out, err = call(*asked, "--policy", "auto")
+    assert (code, out.strip()) == (0, facts[0].value)
+    assert f"auto: {SMALL}, because the question chooses" in err and "90 entries kept" in err
+    code, out, err = call(*asked, "--policy", "auto", "--kv-memory", "3MB")
+    assert "auto: keydiff:" in err and "would take" in err and "3 MB may be used" in err
+    code, _, err = call(*asked, "--kv-memory", "3MB")
+    assert code == 2 and "--kv-memory does nothing without --policy auto" in err
+
+
+def test_a_short_prompt_keeps_the_full_cache(call):
+    asked = ("generate", "--model", "demo", "-p", "Hello", "-m", "2", "--verify", "all")
+    code, _, err = call(*asked, "--memory", "recall", "--policy", "auto")
+    assert code == 0 and "auto: the full cache, because of " in err
+
+
+def test_a_chat_and_a_batch_take_it(call, batch, story, few):
+    path, facts = story
+    typed = f"/file {path}\n{facts[0].question}\n".encode()
+    code, out, err = call("chat", "--model", "demo", "--policy", "auto", stdin=typed)
+    assert (code, out.strip()) == (0, facts[0].value)
+    assert f"auto: {SMALL}, --memory recall, because every token" in err
+    code, records, err = batch(
+        [line("a", COMPLETIONS, prompt=path.read_text())], "--policy", "auto"
+    )
+    assert code == 0 and f"auto: {SMALL}, because small caches" in err
+    assert records["a"]["response"]["body"]["mlx_snapkv"]["entries"] == 90
