@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mlx.utils import tree_flatten
 
 from ..errors import UnsupportedModelError
-from ..models.length import trained_length
+from ..models.rope import trained_length
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .decision import PREFILL_STEP_SIZE
 from .far import beyond
