@@ -7,13 +7,13 @@ from mlx_snapkv.cli.app import main
 from mlx_snapkv.server import shared_engine
 from mlx_snapkv.server.shared_engine import SharedEngine
 
-heard, step = shared_engine.heard, SharedEngine._step
+from_message, step = shared_engine.from_message, SharedEngine._step
 
 
-def failing_heard(said, *args):
-    if said["max_tokens"] == 77:
+def failing_from_message(message, *args):
+    if message["max_tokens"] == 77:
         raise MemoryError("no room to hear")
-    return heard(said, *args)
+    return from_message(message, *args)
 
 
 def slow_step(engine):
@@ -34,6 +34,6 @@ def is_wanted(engine, max_tokens):
 
 SharedEngine._step = slow_step
 if os.environ["MLX_RANK"] == "1":
-    shared_engine.heard = failing_heard
+    shared_engine.from_message = failing_from_message
     SharedEngine._step = failing_step
 main()

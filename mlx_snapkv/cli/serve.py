@@ -206,8 +206,8 @@ def _run(settings: Settings | None, model: str, *given: Any) -> None:
     Args:
         given: what an `Engine` is made of.
     """
+    from ..server.app import listening, serve
     from ..server.engine import Engine
-    from ..server.run import listening, serve
     from ..server.shared_engine import SharedEngine
     from ..several.ranks import here
 

@@ -1,4 +1,4 @@
-"""Who may ask: keys, the Host header, and how much may come; before anything else sees a request."""
+"""Who may ask, and how much: keys, the Host and Origin headers, the size of a body."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import SnapKVError
 from . import BILLING
-from .api_error import ApiError, bad_request
+from .api_error import ApiError
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
-OPEN = ("/health", "/")  # that a browser or a watchdog asks without a key
+OPEN = ("/health", "/")  # a browser or a watchdog needs no key for these
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,14 @@ class Settings:
     """How the server was started.
 
     Attributes:
-        host, port: where it listens.
-        api_key: what clients must send; None asks for none, which only a local address may.
-        origins: web pages of these may ask (CORS).
-        body_bytes: of a request, at most.
+        api_key: what clients must send; only a local address can do without.
+        origins: web pages that may ask (CORS).
+        body_bytes: a body's limit.
         timeout: seconds for a request; None is no limit.
-        volatile_headers: names of lines that system prompts lose at their start.
+        volatile_headers: names of the lines that are cut from the start of system prompts.
 
     Raises:
-        SnapKVError: the address is not local, and there is no key; an origin that no browser sends.
+        SnapKVError: the address is not local and there is no key, or no browser sends such an origin.
     """
 
     host: str = "127.0.0.1"
@@ -64,7 +63,7 @@ async def require_utf8(request: Request) -> None:
         try:
             json.dumps(await request.json(), ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise bad_request("the body is not UTF-8") from None
+            raise ApiError(400, "the body is not UTF-8") from None
 
 
 class Access:
@@ -83,14 +82,14 @@ class Access:
             if self._settings.api_key is None:
                 self._require_own_host(headers)
             elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":
-                self._require_key(headers, self._settings.api_key)
-            headers["content-type"] = "application/json"  # whatever it says: curl's -d sends a form
-            receive = self._limited(headers, receive)
+                _require_key(headers, self._settings.api_key)
+            headers["content-type"] = "application/json"  # curl's -d would say it is a form
+            receive = _limited(headers, receive, self._settings.body_bytes)
         await self._app(scope, receive, send)
 
     def _require_own_host(self, headers: Headers) -> None:
-        """Against web pages: one whose name was pointed at this machine (DNS rebinding) sends that name as the host,
-        one of another site can send requests, even if it can't read the response."""
+        """Against web pages. After DNS rebinding a page sends its own name as the host; a page of another site can
+        send requests, even though it can't read the responses."""
         host = headers.get("host", "")
         if _name(host) not in self._hosts:
             raise ApiError(403, f"the Host header names {host[:80]!r}, which this server is not")
@@ -102,44 +101,45 @@ class Access:
                 403, f"pages of {origin[:80]!r} may not ask: start the server with --allow-origin"
             )
 
-    def _require_key(self, headers: Headers, key: str) -> None:
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
-        if not secrets.compare_digest(given.encode(), key.encode()):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong: send it as 'Authorization: Bearer' or 'x-api-key'",
-                kind="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
 
-    def _limited(self, headers: Headers, receive: Receive) -> Receive:
-        most, n = self._settings.body_bytes, 0
+def _require_key(headers: Headers, key: str) -> None:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    if not secrets.compare_digest(given.encode(), key.encode()):
+        raise ApiError(
+            401,
+            "the API key is missing or wrong: send it as 'Authorization: Bearer' or 'x-api-key'",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
-        def require_room(n_bytes: int) -> None:
-            if n_bytes > most:
-                sentence = f"the request's body is larger than {most} bytes"
-                raise ApiError(413, sentence, code="request_too_large")
 
-        length = headers.get("content-length", "0")
-        require_room(int(length) if length.isdecimal() else 0)
+def _limited(headers: Headers, receive: Receive, limit: int) -> Receive:
+    """`receive`, which raises an ApiError once a body is longer than `limit` bytes."""
+    length = headers.get("content-length", "0")
+    n_received = 0
 
-        async def limited() -> Message:
-            nonlocal n
-            message = await receive()
-            n += len(message.get("body", b""))
-            require_room(n)
-            return message
+    def require_at_most(n_bytes: int) -> None:
+        if n_bytes > limit:
+            sentence = f"the request's body is larger than {limit} bytes"
+            raise ApiError(413, sentence, code="request_too_large")
 
-        return limited
+    require_at_most(int(length) if length.isdecimal() else 0)
+
+    async def limited() -> Message:
+        nonlocal n_received
+        message = await receive()
+        n_received += len(message.get("body", b""))
+        require_at_most(n_received)
+        return message
+
+    return limited
 
 
 def _is_local(host: str) -> bool:
-    if host in LOCAL:
-        return True
     try:
-        return ip_address(host).is_loopback
+        return host in LOCAL or ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +18,13 @@ from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
-USUAL_ANSWER = 2048  # tokens that memory is reserved for, where a request does not say
+USUAL_ANSWER = 2048  # tokens that memory is reserved for, if a request does not say
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes on; None is no limit.
-
-    Attributes:
-        concurrency: requests that are answered together.
-        queue: requests that may wait besides.
-        context: tokens of a prompt.
-        kv_bytes: KV memory of requests and of the prefix cache.
-    """
+    """What the server takes on: requests answered together, requests waiting, tokens of a prompt, and the KV memory of
+    requests and prefix cache; None is no limit."""
 
     concurrency: int = 8
     queue: int = 64
@@ -40,7 +33,7 @@ class Limits:
 
 
 class Admission:
-    """Keeps requests within the limits; the prefix cache makes room for them.
+    """Keeps requests within the limits; the prefix cache shrinks to make room for them.
 
     Args:
         generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
@@ -65,16 +58,22 @@ class Admission:
             self._memory = Memory(model, generation.get("policy"), how, step_size, limits.kv_bytes)
 
     def enter(self) -> None:
-        """Count a request that has come, from any thread; ApiError if too many wait."""
+        """Count a request in, from any thread. Raises: ApiError: too many wait."""
         with self._lock:
             n_waiting = self._n_open - self._limits.concurrency
             if n_waiting >= self._limits.queue:
-                raise _busy(n_waiting)
+                raise ApiError(
+                    429,
+                    f"{n_waiting} requests are waiting already: try again later",
+                    kind="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    headers={"Retry-After": "5"},
+                )
             self._n_open += 1
         self._metrics.open_requests.inc()
 
     def leave(self) -> None:
-        """Count it no more: it has been answered, or has failed."""
+        """Count a request out, whether it was answered or failed."""
         with self._lock:
             self._n_open -= 1
         self._metrics.open_requests.dec()
@@ -84,7 +83,7 @@ class Admission:
 
         Raises:
             ApiError: the prompt is longer than allowed.
-            SnapKVError: it needs more than there will ever be.
+            NeverFits: it needs more than the limit.
         """
         n, most = len(asked.prompt), self._limits.context
         if most is not None and n > most:
@@ -95,14 +94,8 @@ class Admission:
         wanted = body.max_completion_tokens or body.max_tokens
         return self._memory.need(n, wanted or min(asked.max_tokens, USUAL_ANSWER))
 
-    def may_start(
-        self, request: EngineRequest, running: Iterable[EngineRequest], held: int
-    ) -> bool:
-        """Whether a request can be read next to those running, whose caches hold `held` bytes.
-
-        If so, the prefix cache is trimmed to leave room for it.
-        """
-        running = list(running)
+    def may_start(self, request: EngineRequest, running: list[EngineRequest], held: int) -> bool:
+        """Whether a request fits beside those running, whose caches hold `held` bytes; if so, prefixes make room."""
         if len(running) >= self._limits.concurrency:
             return False
         if self._memory is None or request.need is None:
@@ -114,17 +107,7 @@ class Admission:
         self._prefixes.trim_to(n_bytes=self._memory.limit - taken)
         return True
 
-    def make_room(self, held: int) -> None:
+    def trim_prefixes(self, held: int) -> None:
         """Trim the prefix cache to what requests, whose caches hold `held` bytes, leave of the limit."""
         if self._memory is not None:
             self._prefixes.trim_to(n_bytes=self._memory.limit - held)
-
-
-def _busy(n_waiting: int) -> ApiError:
-    return ApiError(
-        429,
-        f"{n_waiting} requests are waiting already: try again later",
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"Retry-After": "5"},
-    )

@@ -18,15 +18,7 @@ log = logging.getLogger("mlx_snapkv.server")
 
 
 class ApiError(HTTPException):
-    """A request that can't be answered.
-
-    Attributes:
-        status_code: HTTP's.
-        detail: one sentence.
-        kind: OpenAI's `type`, such as `invalid_request_error`.
-        code: OpenAI's `code`, or None.
-        param: the field that is wrong, or None.
-    """
+    """An HTTP status and one sentence; `kind`, `code` and `param` are OpenAI's `type`, `code` and `param`."""
 
     def __init__(
         self,
@@ -42,26 +34,10 @@ class ApiError(HTTPException):
         self.kind, self.code, self.param = kind, code, param
 
 
-class Disconnected(ApiError):
-    """Nobody is there to be answered."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client has gone")
-
-
-def bad_request(sentence: str, *, code: str | None = None, param: str | None = None) -> ApiError:
-    return ApiError(400, sentence, code=code, param=param)
-
-
 def prompt_too_long(why: str) -> ApiError:
-    """Agents know it by its code or its first words, and go on with a shorter conversation."""
+    """Agents recognise the code or the first words, and continue with a shorter conversation."""
     sentence = f"prompt is too long: {why}"
-    return bad_request(sentence, code="context_length_exceeded", param="messages")
-
-
-def timed_out(seconds: float) -> ApiError:
-    sentence = f"the request was not answered within {seconds:g} seconds"
-    return ApiError(408, sentence, kind="timeout_error", code="timeout")
+    return ApiError(400, sentence, code="context_length_exceeded", param="messages")
 
 
 def shutting_down() -> ApiError:
@@ -69,30 +45,30 @@ def shutting_down() -> ApiError:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an exception: its own mistake, or a number under which the log has more."""
+    """What a client sees of an exception: its own mistake, or a number under which the log says more."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):
         first, *_ = error.errors()
-        return bad_request(problem(first | {"loc": first["loc"][1:]}, error.body))
+        return ApiError(400, problem(first | {"loc": first["loc"][1:]}, error.body))
     if isinstance(error, HTTPException):
         if error.__cause__ is not None:  # FastAPI could not read the body
             return as_api_error(error.__cause__)
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, ClientDisconnect):
-        return Disconnected()
-    if isinstance(error, RecursionError):  # only what a client sent can be nested so deeply
-        return bad_request("the body is nested too deeply")
+        return ApiError(499, "the client has disconnected")
+    if isinstance(error, RecursionError):  # only a client's body can be nested so deeply
+        return ApiError(400, "the body is nested too deeply")
     if isinstance(error, UnicodeDecodeError):
-        return bad_request("the body is not UTF-8")
+        return ApiError(400, "the body is not UTF-8")
     if isinstance(error, NeverFits):
         return prompt_too_long(str(error))
     number = secrets.token_hex(4)
     if isinstance(error, EntryFileError):
         log.error("request %s failed: %s", number, error)
     elif isinstance(error, SnapKVError):
-        return bad_request(str(error))
+        return ApiError(400, str(error))
     else:
         log.error("request %s failed", number, exc_info=error)
-    sentence = f"the server failed on this request; its log tells more under {number}"
+    sentence = f"the server failed on this request; its log says more under {number}"
     return ApiError(500, sentence, kind="server_error", code="internal_error")

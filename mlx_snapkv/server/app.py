@@ -1,10 +1,16 @@
-"""The HTTP side: FastAPI with thin endpoints over the engine."""
+"""The HTTP side: FastAPI with thin endpoints over the engine, run by uvicorn."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -12,27 +18,32 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .._version import __version__
 from ..content_policy import content_policy
+from ..errors import SnapKVError
+from ..paths import reason
 from .access import Access, Settings, require_utf8
-from .anthropic.formatter import MessageFormatter
+from .anthropic.messages import MessageFormatter
 from .anthropic.messages import router as anthropic
-from .api_error import as_api_error
+from .api_error import ApiError, as_api_error
 from .engine import Engine
 from .metrics import Metrics
-from .openai.completion_formatter import OpenAIFormatter
-from .openai.endpoints import router as openai
+from .openai.completions import CompletionFormatter
+from .openai.completions import router as openai
+from .openai.responses import router as responses
 
 PAGE = Path(__file__).with_name("page.html")
+GRACE = 5  # seconds that answers under way, then the engine, have when the server stops
 
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
-    """The application; the engine runs already."""
+    """The application; the engine is already running."""
     app = FastAPI(title="mlx-snapkv", version=__version__, dependencies=[Depends(require_utf8)])
     app.state.engine, app.state.settings = engine, settings
-    app.include_router(openai)
-    app.include_router(anthropic)
+    for router in (openai, responses, anthropic):
+        app.include_router(router)
     app.get("/health", tags=["monitoring"])(health)
     app.get("/metrics", tags=["monitoring"])(metrics)
     app.get("/", include_in_schema=False)(page)
@@ -60,7 +71,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def page() -> Response:
-    """The page for the person at the Mac: one file that asks nobody but this server, with the key if it has one."""
+    """A chat page in one file, which may talk to this server only."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -79,7 +90,7 @@ def _page() -> tuple[str, str]:
 
 
 class ErrorResponses:
-    """ASGI middleware around everything: whatever is raised is told in the API's own form, and counted."""
+    """ASGI middleware around everything: sends any exception in the API's own form, and counts responses."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app, self._metrics = app, metrics
@@ -102,25 +113,95 @@ class ErrorResponses:
             if status:  # the response has begun: all that is left is to end it
                 raise
             await _error_response(scope, error)(scope, receive, noted)
-        # By the names of our own: clients may ask for any, and each would stay.
+        # By our own paths: clients may ask for any, and each would stay in memory.
         path = getattr(scope.get("route"), "path", "other")
         self._metrics.responses.labels(path, str(status)).inc()
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """What FastAPI refuses by itself, and what the endpoints do."""
+    """Whatever FastAPI refuses by itself, and the endpoints refuse."""
     return _error_response(request.scope, error)
 
 
 def _error_response(scope: Scope, error: Exception) -> JSONResponse:
-    """Anthropic's clients use a path of their own, or say so in a header."""
-    told = as_api_error(error)
-    if told.status_code in (404, 405) and told is not error:
+    """In Anthropic's form for its paths, and for clients whose header says so."""
+    found = as_api_error(error)
+    if found.status_code in (404, 405) and found is not error:
         what = f"{scope['method']} {scope['path'][:200]}"
-        told.detail = (
-            f"{what} is not allowed" if told.status_code == 405 else f"there is no {what} here"
-        )
+        missing = found.status_code == 404
+        found.detail = f"there is no {what} here" if missing else f"{what} is not allowed"
     messages = scope["path"].startswith("/v1/messages")
     is_anthropic = messages or "anthropic-version" in Headers(scope=scope)
-    form = MessageFormatter if is_anthropic else OpenAIFormatter
-    return JSONResponse(form.error(told), told.status_code, told.headers)
+    api = MessageFormatter if is_anthropic else CompletionFormatter
+    return JSONResponse(api.error(found), found.status_code, found.headers)
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP, with JSON for clients that speak no HTTP."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps(CompletionFormatter.error(ApiError(400, msg))).encode()
+        head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, engine: Engine, on_start: Callable[[], None]):
+        super().__init__(config)
+        self._engine, self._on_start = engine, on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.stop()
+        await super().shutdown(sockets)
+        # SIGTERM ends the process right after this, and other ranks must hear of it before.
+        await asyncio.to_thread(self._engine.await_end, GRACE)
+
+
+def listening(settings: Settings) -> socket.socket:
+    """A socket bound to the server's address. Raises: SnapKVError: it can't be bound."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((settings.host, settings.port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        why = reason(error) if isinstance(error, OSError) else "the port must be 0 to 65535"
+        raise SnapKVError(
+            f"--host {settings.host} --port {settings.port}: {why}; give another one"
+        ) from error
+    return found
+
+
+def serve(
+    engine: Engine, settings: Settings, place: socket.socket, on_start: Callable[[], None]
+) -> None:
+    """Serve until a signal, or until `should_exit` of the engine's `server` is set; answers under way end then.
+
+    Args:
+        on_start: called once requests are accepted.
+
+    Raises:
+        Exception: what ended the engine.
+    """
+    config = uvicorn.Config(
+        create_app(engine, settings),
+        http=Protocol,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE,
+        server_header=False,
+    )
+    engine.server = _Server(config, engine, on_start)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn passes on when it has ended
+            engine.server.run(sockets=[place])
+    finally:
+        engine.stop_and_join()
+    if engine.failure is not None:
+        raise engine.failure

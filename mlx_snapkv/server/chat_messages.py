@@ -1,28 +1,52 @@
-"""Conversations as other APIs tell them, as messages for a chat template."""
+"""What the bodies of Anthropic's messages and OpenAI's responses share: they become a chat template's messages."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from ..completions.body import Body, ChatBody
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from ..completions.body import Body, ChatBody, require
 
 BREAK = "\n\n"  # between texts that came apart
 SYSTEM = ("system", "developer")
 
 
+class Part(BaseModel):
+    """A body or a part of one; unknown fields, such as `cache_control` and `citations`, are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+def must(holds: Callable[[Any], bool], sentence: str) -> AfterValidator:
+    """A rule for a field; the sentence says what it must be."""
+
+    def validate(value: Any) -> Any:
+        require(holds(value), sentence, value)
+        return value
+
+    return AfterValidator(validate)
+
+
 def as_parts(value: Any) -> Any:
-    """A content as the list of its parts, of which a text is one; nothing has none."""
+    """A content as a list of parts: a text is one, nothing is none."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     return [] if value is None else value
 
 
-class ChatMessages:
-    """Gathers messages: what one role says in a row is one message, since many templates want the roles to alternate.
+def function_tool(tool: BaseModel, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool with a name and perhaps a description, as chat templates take it."""
+    about = tool.model_dump(include={"name", "description"}, exclude_none=True)
+    return {"type": "function", "function": {**about, "parameters": parameters or {}}}
 
-    What the system says after the beginning, as Claude Code and Codex have it do, becomes the user's: many templates
-    have no other place for it, and moved to the front it would change what has been read already.
+
+class ChatMessages:
+    """Gathers messages; successive ones of a role become one, since many templates want roles to alternate.
+
+    A system message after the beginning, as Claude Code and Codex send, becomes the user's: many templates have no
+    other place for it, and moving it to the front would change a prefix that is already known.
     """
 
     def __init__(self) -> None:
@@ -35,17 +59,20 @@ class ChatMessages:
         self._add(role, "content", text)
 
     def think(self, text: str) -> None:
-        """The assistant's thoughts, by the name that templates have for them."""
+        """The assistant's reasoning, by the name that templates have for it."""
         self._add("assistant", "reasoning_content", text)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """The assistant's call of a tool; `arguments` are JSON."""
-        function = {"name": name, "arguments": arguments}
-        call = {"id": call_id, "type": "function", "function": function}
+        call = {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
         self._of("assistant").setdefault("tool_calls", []).append(call)
 
     def result(self, call_id: str, text: str) -> None:
-        """What a tool has answered."""
+        """A tool's result."""
         self.all.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _add(self, role: str, field: str, text: str) -> None:
@@ -53,22 +80,21 @@ class ChatMessages:
         message[field] = BREAK.join(filter(None, (message.get(field), text)))
 
     def _of(self, role: str) -> dict[str, Any]:
-        """The message that this role is about to add to."""
+        """The message that this role adds to."""
         if not self.all or self.all[-1]["role"] != role:
             self.all.append({"role": role, "content": ""})
         return self.all[-1]
 
 
 def without_volatile_headers(body: Body, names: Collection[str]) -> Body:
-    """The same, its system prompt without the lines `name: …` that it begins with, for those names in any case.
+    """The body without the lines `name: …` at the start of its system prompt, for those names in any case.
 
     They change with every request, and nothing behind them would be known from an earlier one.
     """
     if not isinstance(body, ChatBody) or body.messages[0].role not in SYSTEM:
         return body
     first, *rest = body.messages
-    known = {name.lower() for name in names}
-    content = first.content
+    content, known = first.content, {name.lower() for name in names}
     if isinstance(content, str):
         content = _without_headers(content, known)
     elif content:

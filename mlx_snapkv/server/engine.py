@@ -1,4 +1,4 @@
-"""The thread that generates: it takes requests in, decodes them together, and outlives whatever fails."""
+"""The thread that generates: it takes requests, decodes them together, and outlives whatever fails."""
 
 from __future__ import annotations
 
@@ -22,28 +22,18 @@ from ..errors import EntryFileError
 from ..planning.long_prompts import LongPrompts
 from .admission import Admission, Limits
 from .api_error import as_api_error, log, shutting_down
-from .checkpoints import Checkpoints
 from .metrics import Metrics
-from .prefix_cache import PrefixCache
+from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
-from .requests import (
-    Accepted,
-    Channel,
-    Counted,
-    EngineRequest,
-    Finished,
-    Read,
-    Started,
-    TokenLogprob,
-)
+from .requests import Accepted, Channel, EngineRequest, Finished, Read, Started, TokenLogprob
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The one model that is served, and its tokenizer; requests never load another one.
+    """The one model that is served, and its tokenizer.
 
     Attributes:
-        names: what clients are told it is called; the first is the name it was loaded by.
+        names: that clients see; the first is the one it was loaded by.
     """
 
     model: Any
@@ -54,22 +44,19 @@ class Loaded:
 class Engine(ResponseGenerator):
     """mlx-lm's `ResponseGenerator`, with our batches in the place of its own.
 
-    Its thread owns the device: it tokenises, looks for what is known of a prompt, reads and decodes. A request that
-    fails ends alone; if a step fails, the requests of that step end, with a number that the log has, and serving
-    goes on.
+    Its thread owns the device: it tokenises, looks for a known prefix, reads and decodes. A request that fails ends
+    alone; if a step fails, the requests of that step end, and serving goes on.
 
     Args:
-        load: gives the model; called in the thread of the engine, to which MLX binds what it makes.
+        load: gives the model; called in the engine's thread, to which MLX binds the arrays.
         generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
-        prefixes: what is known of prompts.
-        limits: what is taken on.
         defaults: for bodies that don't say.
-        open_files: where prefixes are kept besides, if anywhere.
+        open_files: gives the folder that prefixes are also kept in, if there is one.
 
     Attributes:
-        kv_bytes: of requests that are read or answered, after the last step.
-        failure: what has ended the server; alone, an engine outlives all failures.
-        server: uvicorn's, which is to exit then.
+        kv_bytes: of requests that are being read or answered, after the last step.
+        failure: what ended the server; an engine without other ranks outlives all failures.
+        server: uvicorn's, which must exit then.
     """
 
     kv_bytes = 0
@@ -106,11 +93,7 @@ class Engine(ResponseGenerator):
     # From the event loop's thread.
 
     def submit(self, channel: Channel, body: Body) -> None:
-        """Queue a request; one that is only to be counted falls under no limit.
-
-        Raises:
-            ApiError: too many wait, or the server is shutting down.
-        """
+        """Queue a request; counting falls under no limit. Raises: ApiError: too many wait, or the server stops."""
         if self._stop or not self.is_healthy:
             raise shutting_down()
         if not channel.is_count:
@@ -119,15 +102,14 @@ class Engine(ResponseGenerator):
         if self._stop:  # perhaps after the thread has looked into the queue for the last time
             channel.put(shutting_down())
 
-    def end_answers(self) -> None:
-        """End what is under way: the server is shutting down."""
+    def stop(self) -> None:
+        """End all requests after the step under way."""
         self._stop = True
 
     def await_end(self, seconds: float) -> None:
-        """Wait until the step under way is done and all answers are ended, at most so long."""
         self._generation_thread.join(seconds)
 
-    # In the thread of its own.
+    # In its own thread.
 
     def _run_generate(self) -> None:
         try:
@@ -157,15 +139,15 @@ class Engine(ResponseGenerator):
                 self._step()
 
     def _take_requests(self) -> None:
-        """Take in what has come; wait for something if there is nothing to do."""
+        """Take new requests, and start those that fit; wait a moment if there is nothing to do."""
         timeout = None if self._running or self._waiting else 0.1
         while (given := self._next_request(timeout)) is not None:
             channel, body = given
+            timeout = None
             try:
                 self._take(channel, body)
             except Exception as error:
                 self._fail(channel, error)
-            timeout = None
         while self._waiting and self._may_start(self._waiting[0]):
             request = self._waiting.popleft()
             try:
@@ -174,36 +156,32 @@ class Engine(ResponseGenerator):
                 self._fail(request.channel, error)
 
     def _may_start(self, request: EngineRequest) -> bool:
-        if self._is_gone(request):
-            return True
         held = self.generator.prompt_cache_nbytes
-        return self._admission.may_start(request, self._running.values(), held)
+        running = list(self._running.values())
+        return self._is_cancelled(request) or self._admission.may_start(request, running, held)
 
-    def _is_gone(self, request: EngineRequest) -> bool:
-        """Whether nobody waits for the answer any more."""
+    def _is_cancelled(self, request: EngineRequest) -> bool:
         return request.channel.cancelled
 
     def _take(self, channel: Channel, body: Body, seed: int | None = None) -> None:
-        """Let a request wait; `seed` is for a body without one."""
+        """Check a request and let it wait; `seed` is for a body without one."""
         if channel.cancelled:
             self._close(channel)
             return
         wanted = asked(body, self.loaded.tokenizer, self.defaults, seed)
-        n = len(wanted.prompt)
-        if channel.is_count:
-            channel.put(Counted(n))
-            return
-        need = self._admission.need(body, wanted)
-        for warning in self._long.warnings(n):
-            log.warning(warning)
-        checkpoints = self._checkpoints.places(body, wanted.prompt)
-        n_likely = getattr(body, "n_top_logprobs", None)
-        self._waiting.append(EngineRequest(channel, wanted, n_likely, need, checkpoints))
-        channel.put(Accepted())
+        n_prompt = len(wanted.prompt)
+        if not channel.is_count:
+            need = self._admission.need(body, wanted)
+            for warning in self._long.warnings(n_prompt):
+                log.warning(warning)
+            checkpoints = self._checkpoints.places(body, wanted.prompt)
+            n_top = getattr(body, "n_top_logprobs", None)
+            self._waiting.append(EngineRequest(channel, wanted, n_top, need, checkpoints))
+        channel.put(Accepted(n_prompt))
 
     def _start(self, request: EngineRequest) -> None:
         channel, wanted = request.channel, request.asked
-        if self._is_gone(request):
+        if self._is_cancelled(request):
             self._close(channel)
             return
         prompt = wanted.prompt
@@ -226,26 +204,27 @@ class Engine(ResponseGenerator):
         channel.put(Started(len(prompt), n_known))
 
     def _known(self, prompt: list[int]) -> tuple[list | None, int]:
-        """Caches that have read the beginning of a prompt, if there are such, and how many tokens that is."""
+        """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
         return self._checkpoints.fetch(prompt)
 
     def _step(self) -> None:
-        self._remove([uid for uid, request in self._running.items() if self._is_gone(request)])
+        self._remove([uid for uid, request in self._running.items() if self._is_cancelled(request)])
         read, responses = self.generator.next()
         for progress in read:
             request = self._running[progress.uid]
-            n = request.n_prompt - progress.progress[1] + progress.progress[0]
+            n_prompt, (done, total) = len(request.asked.prompt), progress.progress
+            n = n_prompt - total + done
             if progress.end_of_segment and n in request.checkpoints:
                 caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
                 self._checkpoints.reached(request, n, tokens, caches)
-            request.channel.put(Read(n, request.n_prompt))
+            request.channel.put(Read(n, n_prompt))
         for response in responses:
             self._deliver(response)
         self.kv_bytes = self.generator.prompt_cache_nbytes
-        self._make_room()
+        self._trim_prefixes()
 
-    def _make_room(self) -> None:
-        self._admission.make_room(self.kv_bytes)
+    def _trim_prefixes(self) -> None:
+        self._admission.trim_prefixes(self.kv_bytes)
 
     def _deliver(self, response: Any) -> None:
         request = self._running[response.uid]
@@ -257,8 +236,8 @@ class Engine(ResponseGenerator):
                 self._fail(channel, response.error)
             return
         if request.top_logprobs is not None:
-            logprobs = response.token, response.logprobs, request.top_logprobs
-            channel.put(TokenLogprob.of(*logprobs, self.loaded.tokenizer))
+            found = response.token, response.logprobs, request.top_logprobs
+            channel.put(TokenLogprob.of(*found, self.loaded.tokenizer))
         for piece in answer.add(response.token, response.finish_reason):
             channel.put(piece)
         self.metrics.generated_tokens.inc()
@@ -266,7 +245,7 @@ class Engine(ResponseGenerator):
             self.metrics.first_token_seconds.observe(time.perf_counter() - channel.since)
         if answer.finish_reason is None:
             return
-        if response.finish_reason is None:  # a stop text has ended it
+        if response.finish_reason is None:  # a stop text ended it
             caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
             self.generator.remove([response.uid])
         else:
@@ -280,7 +259,7 @@ class Engine(ResponseGenerator):
         self._close(channel)
 
     def _drops_damage(self, error: Exception) -> bool:
-        """Whether what was known of a prompt is damaged; it isn't used again then."""
+        """Whether the error is a damaged prefix, which is not used again."""
         if not isinstance(error, EntryFileError) or error.path is None:
             return False
         log.warning("a prefix is not used: %s", error)
@@ -288,7 +267,7 @@ class Engine(ResponseGenerator):
         return True
 
     def _retry(self, request: EngineRequest) -> bool:
-        """Let a request wait again, unless some of its answer has been told; whether it does."""
+        """Let a request wait again, unless a part of its answer has been sent; whether it does."""
         if request.answer is None or request.answer.n_tokens:
             return False
         request.answer = request.report = request.full = None
@@ -321,12 +300,11 @@ class Engine(ResponseGenerator):
             self._close(self._running.pop(uid).channel)
 
     def _fail(self, channel: Channel, error: Exception) -> None:
-        """End a request with what went wrong."""
         channel.put(as_api_error(error))
         self._close(channel)
 
     def _fail_all(self, error: Exception) -> None:
-        """A step has failed: end its requests, and go on with a new batch."""
+        """A step failed: end its requests, and continue with a new batch."""
         log.error("a step failed", exc_info=error)
         running, self._running = self._running, {}
         for request in running.values():
@@ -341,6 +319,5 @@ class Engine(ResponseGenerator):
             self._fail(given[0], error)
 
     def _close(self, channel: Channel) -> None:
-        """A request has ended; those that were only counted had never begun."""
         if not channel.is_count:
             self._admission.leave()

@@ -1,131 +1,156 @@
-"""One HTTP request's answers, as they come."""
+"""One HTTP request, from its checked bodies to the response."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from ..completions.body import Body
-from .api_error import Disconnected, timed_out
-from .engine import Engine
-from .requests import Accepted, Channel, Counted, Event, EventQueue, Finished, Idle, Started
+from .api_error import ApiError, as_api_error
+from .chat_messages import without_volatile_headers
+from .formatter import ResponseFormatter
+from .requests import Accepted, Channel, Event, EventQueue, Finished, Started
 
-IDLE = 5.0  # seconds without an event, after which listeners are told so
-LOOK = 1.0  # seconds between two looks whether the client is still there
+IDLE = 5.0  # seconds without an event before the client gets a sign of life
+POLL = 1.0  # seconds between two looks whether the client is still connected
 
 
 class Exchange:
-    """The answers to the bodies of one HTTP request; whatever ends it early takes its requests out of the batch.
+    """The answers to one HTTP request; those not finished are cancelled when it ends early.
 
     Args:
         bodies: one for each answer.
-        timeout: seconds for all of it; None is no limit.
-
-    Attributes:
-        started: what is known of each answer's prompt.
-        finished: how each answer ended.
+        timeout: seconds, if the server was given none; None is no limit.
     """
 
-    def __init__(
-        self, engine: Engine, request: Request, bodies: Sequence[Body], timeout: float | None
-    ):
-        self._engine, self._request, self._bodies = engine, request, bodies
-        self._timeout = timeout
-        self._since = self._looked = time.monotonic()
+    def __init__(self, request: Request, bodies: Sequence[Body], timeout: float | None = None):
+        state = request.app.state
+        self._engine, self._request = state.engine, request
+        self._bodies = [
+            without_volatile_headers(b, state.settings.volatile_headers) for b in bodies
+        ]
+        self._timeout = state.settings.timeout or timeout
+        self._since = self._polled = time.monotonic()
         self._queue: EventQueue = asyncio.Queue()
         self._channels: list[Channel] = []
-        self._early: list[tuple[int, Event]] = []
-        self._n_accepted = 0
-        self.started: dict[int, Started] = {}
-        self.finished: dict[int, Finished] = {}
+        self._early: deque[tuple[int, Event]] = deque()
 
     async def count(self) -> int:
-        """The tokens of the first body's prompt, which is not read; raises ApiError."""
+        """The tokens of the first body's prompt, which is not read. Raises: ApiError."""
         try:
             self._submit(self._bodies[0], is_count=True)
-            while True:
-                _, event = await self._next()
-                if isinstance(event, Counted):
-                    return event.n_tokens
+            while not isinstance(event := (await self._next())[1], Accepted):
+                pass
+            return event.n_prompt
         finally:
-            self.end()
+            self._cancel()
 
     async def begin(self) -> None:
-        """Wait until all prompts are going to be read, or wait until they may start.
+        """Wait until all prompts are being read, or all are accepted and some must wait for their turn.
 
         Raises:
-            ApiError: one is not; nothing has been answered then.
+            ApiError: one is refused; nothing has been answered then.
         """
+        n_accepted = n_started = 0
         try:
             for body in self._bodies:
                 self._submit(body)
-            while not self.all_started:
+            while n_started < len(self._bodies):
                 index, event = await self._next()
-                if isinstance(event, Idle):
-                    if self._n_accepted == len(self._bodies):
-                        return
-                    continue
-                self._early.append((index, event))
+                n_accepted += isinstance(event, Accepted)
+                n_started += isinstance(event, Started)
+                if event is not None:
+                    self._early.append((index, event))
+                elif n_accepted == len(self._bodies):
+                    return
         except BaseException:
-            self.end()
+            self._cancel()
             raise
 
-    @property
-    def all_started(self) -> bool:
-        return len(self.started) == len(self._bodies)
-
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Which answer, and what came of it; `Idle` when nothing has come for a while, and nothing else before all
-        have started."""
-        since = time.monotonic()
+    async def events(self) -> AsyncIterator[tuple[int, Event | None]]:
+        """The number of an answer and its next event; None when there has been none for a while."""
+        n_left, since = len(self._bodies), time.monotonic()
         try:
-            while self._early or len(self.finished) < len(self._bodies):
-                if self._early and self.all_started:
-                    yield self._early.pop(0)
+            while n_left:
+                index, event = self._early.popleft() if self._early else await self._next()
+                now = time.monotonic()
+                if event is None and now - since < IDLE:
                     continue
-                index, event = await self._next()
-                if not isinstance(event, Idle):
-                    since = time.monotonic()
-                    self._early.append((index, event))
-                elif time.monotonic() - since >= IDLE:
-                    yield index, event
+                since = now
+                n_left -= isinstance(event, Finished)
+                yield index, event
         finally:
-            self.end()
-
-    def end(self) -> None:
-        """Take what is not finished out of the batch."""
-        for channel in self._channels:
-            channel.cancelled = True
+            self._cancel()
 
     def _submit(self, body: Body, is_count: bool = False) -> None:
         channel = Channel(self._queue, len(self._channels), is_count=is_count)
         self._engine.submit(channel, body)
         self._channels.append(channel)
 
-    async def _next(self) -> tuple[int, Event]:
-        """The next event, or `Idle`; raises what ended a request."""
-        if time.monotonic() > self._looked + LOOK:
-            await self._require_wanted()
+    def _cancel(self) -> None:
+        for channel in self._channels:
+            channel.cancelled = True
+
+    async def _next(self) -> tuple[int, Event | None]:
+        """The next event, None if there is none soon; raises what ended a request."""
+        now = time.monotonic()
+        if now > self._polled + POLL:
+            self._polled = now
+            if await self._request.is_disconnected():
+                raise ClientDisconnect()
+            if self._timeout is not None and now > self._since + self._timeout:
+                sentence = f"the request was not answered within {self._timeout:g} seconds"
+                raise ApiError(408, sentence, kind="timeout_error", code="timeout")
         try:
-            index, event = await asyncio.wait_for(self._queue.get(), LOOK)
+            index, event = await asyncio.wait_for(self._queue.get(), POLL)
         except asyncio.TimeoutError:
-            return 0, Idle()
+            return 0, None
         if isinstance(event, Exception):
             raise event
-        self._n_accepted += isinstance(event, Accepted)
-        if isinstance(event, Started):
-            self.started[index] = event
-        if isinstance(event, Finished):
-            self.finished[index] = event
         return index, event
 
-    async def _require_wanted(self) -> None:
-        """Raises: ApiError: nobody is there any more, or it has taken too long."""
-        self._looked = time.monotonic()
-        if await self._request.is_disconnected():
-            raise Disconnected()
-        if self._timeout is not None and self._looked > self._since + self._timeout:
-            raise timed_out(self._timeout)
+
+async def respond(
+    request: Request,
+    body: Any,
+    chats: Sequence[Body],
+    new_formatter: Callable[[str], ResponseFormatter],
+) -> Response:
+    """The response to a request; raises ApiError as long as nothing has been sent.
+
+    Args:
+        body: the client's; its `model` and `stream` count.
+        chats: one for each answer.
+        new_formatter: makes one for a model's name.
+    """
+    exchange = Exchange(request, chats)
+    formatter = new_formatter(body.model or request.app.state.engine.loaded.names[0])
+    await exchange.begin()
+    if body.stream:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        events = _stream(exchange, formatter)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    async for index, event in exchange.events():
+        for _ in formatter.take(index, event):
+            pass
+    return JSONResponse(formatter.whole())
+
+
+async def _stream(exchange: Exchange, formatter: ResponseFormatter) -> AsyncIterator[str]:
+    try:
+        async for index, event in exchange.events():
+            for text in formatter.take(index, event):
+                yield text
+        for text in formatter.end():
+            yield text
+    except ClientDisconnect:
+        return
+    except Exception as error:
+        yield formatter.stream_error(as_api_error(error))

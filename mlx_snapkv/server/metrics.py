@@ -1,4 +1,4 @@
-"""Figures of the server, in the form that Prometheus reads."""
+"""The server's figures, in the form that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Metrics:
         counter = partial(Counter, registry=self._registry)
         gauge = partial(Gauge, registry=self._registry)
         self.responses = counter("mlx_snapkv_responses", "Responses", ["path", "status"])
-        self.open_requests = gauge("mlx_snapkv_open_requests", "Waiting or answered")
-        self.prompt_tokens = counter("mlx_snapkv_prompt_tokens", "Of prompts")
+        self.open_requests = gauge("mlx_snapkv_open_requests", "Requests waiting or being answered")
+        self.prompt_tokens = counter("mlx_snapkv_prompt_tokens", "Prompt tokens")
         self.cached_tokens = counter(
-            "mlx_snapkv_cached_tokens", "Of prompts, read by an earlier request"
+            "mlx_snapkv_cached_tokens", "Prompt tokens that an earlier request had read"
         )
         self.prefix_hits = counter("mlx_snapkv_prefix_hits", "Prompts with a known prefix")
-        self.generated_tokens = counter("mlx_snapkv_generated_tokens", "Of answers")
+        self.generated_tokens = counter("mlx_snapkv_generated_tokens", "Generated tokens")
         self.first_token_seconds = Histogram(
             "mlx_snapkv_first_token_seconds",
-            "From the request to its first token",
+            "Time to the first token",
             buckets=SECONDS,
             registry=self._registry,
         )
         self._kv_bytes = gauge("mlx_snapkv_kv_bytes", "Bytes of keys and values", ["kind"])
 
     def track_kv_bytes(self, kind: str, read: Callable[[], float]) -> None:
-        """Ask for the KV bytes of a kind whenever somebody looks."""
+        """Call `read` for the KV bytes of a kind whenever the figures are read."""
         self._kv_bytes.labels(kind).set_function(read)
 
     def text(self) -> bytes:

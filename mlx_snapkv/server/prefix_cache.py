@@ -1,4 +1,4 @@
-"""What prompts have in common: caches of what was read, by its tokens."""
+"""What prompts have in common: where their caches are kept, and what a prompt takes from earlier ones."""
 
 from __future__ import annotations
 
@@ -7,34 +7,46 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    LRUPromptCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
+from ..completions.body import Body, ChatBody
+from ..completions.request import chat_tokens
 from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes
+from ..chat.common_prefix import common_prefix
 from ..engine.report import format_bytes
 from ..saved import book
 from .api_error import log
 from .prefix_files import PrefixFiles, covers
+from .requests import EngineRequest
 
-MODEL = "model"  # mlx-lm's store holds those of several; this server serves one
+SHORTEST = 128  # tokens that are worth a checkpoint
+# Tokens at the end in which a template may open the model's reasoning, as in mlx-lm's server.
+REASONING = 11
+MODEL = "model"  # mlx-lm's store holds several models' caches; this server has one model
 
 
 class PrefixCache(LRUPromptCache):
     """mlx-lm's store of prompt caches, for one model.
 
-    Caches with all entries serve any prompt that begins as theirs does; a compressed one serves only what goes on
-    exactly from the tokens it has read. Of many questions about a document only the newest is kept when the limit
-    is reached.
+    Caches with all entries serve any prompt that begins alike; a compressed one serves only an exact continuation.
+    When the limit is reached, the newest of many questions about a document is kept.
 
     Args:
-        most_bytes: that they may take, in memory and in files without names.
-        agreed: of several ranks' answers, the one that goes for all, so that all keep the same prompts.
+        most_bytes: for caches, in memory and in nameless files.
+        agreed: turns this rank's answer into the one of all ranks, so that they keep the same prompts.
 
     Attributes:
-        files: where they are kept besides, so that they outlive the server; None is nowhere.
-        file_nbytes: what they take in files without names; what several share is counted for each.
+        files: where prefixes outlive the server; None is nowhere.
+        file_nbytes: in nameless files; what several caches share counts for each.
     """
 
     files: PrefixFiles | None = None
@@ -45,7 +57,7 @@ class PrefixCache(LRUPromptCache):
         self.file_nbytes = 0
 
     def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
-        """A copy of the caches that have read most of a prompt, but for its `n_last` last tokens, and how many."""
+        """A copy of the caches that have read the most of a prompt without its last tokens, and how many those are."""
         wanted = tokens[:-n_last]
         cache, n = self._fetch(wanted)
         if self.files is None:
@@ -53,7 +65,7 @@ class PrefixCache(LRUPromptCache):
         longest, file = self.files.longest(wanted)
         if file is None or longest <= n or (found := self.files.read(file)) is None:
             return cache, n
-        if self._insert(file.tokens, found):
+        if self._insert(file.ids.tolist(), found):
             return self._fetch(wanted)
         trim_prompt_cache(found, len(file.ids) - longest)
         return found, longest
@@ -63,7 +75,7 @@ class PrefixCache(LRUPromptCache):
         return cache, 0 if cache is None else len(tokens) - len(rest)
 
     def insert(self, tokens: list[int], caches: list) -> None:
-        """Keep what a prompt's caches have read; a line in the log if it alone is too much."""
+        """Keep what a prompt's caches have read; a line in the log if it alone exceeds the limit."""
         if tokens and not self._insert(tokens, caches):
             log.warning(
                 "%s tokens are not kept for later prompts: they take %s, and --prefix-bytes is %s",
@@ -73,12 +85,12 @@ class PrefixCache(LRUPromptCache):
             )
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Write what is to outlive the server to a file."""
+        """Write a prefix to a file, if there is a folder."""
         if tokens and self.files is not None:
             self.files.write(tokens, caches)
 
     def _insert(self, tokens: list[int], caches: list) -> bool:
-        """Keep caches, unless they alone are too much; whether they are kept."""
+        """Keep caches, unless they alone exceed the limit; whether they are kept."""
         if not self._agreed(_bytes_of(caches) <= self._most_bytes):
             return False
         self.insert_cache(MODEL, list(tokens), caches)
@@ -97,17 +109,16 @@ class PrefixCache(LRUPromptCache):
             return many or (n_bytes is not None and self.nbytes > n_bytes)
 
         before = len(self)
-        if is_over():
-            for covered in self._covered():
-                self._evict(covered)
-                if not is_over():
-                    break
+        for covered in self._covered() if is_over() else ():
+            self._evict(covered)
+            if not is_over():
+                break
         super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
         if len(self) < before:
             self._count_files()
 
     def _covered(self) -> Iterator[list[int]]:
-        """The oldest tokens that other caches cover, and can be cut to."""
+        """The oldest tokens that other caches cover, and can be trimmed to."""
         trimmable = [tokens for tokens in self._known() if can_trim_prompt_cache(self._of(tokens))]
         others = [np.array(tokens, np.uint32) for tokens in trimmable]
         for tokens in trimmable:
@@ -118,7 +129,7 @@ class PrefixCache(LRUPromptCache):
                 others.append(own)
 
     def drop(self, path: Path) -> None:
-        """Use caches no more whose entries are in a damaged file, in memory or in files."""
+        """Stop using caches whose entries are in this damaged file, here and in `files`."""
         for tokens in list(self._known()):
             stores = (cache.store for cache in book.archives(self._of(tokens)))
             if any(isinstance(store, FileStore) and store.reads(path) for store in stores):
@@ -147,11 +158,92 @@ class PrefixCache(LRUPromptCache):
 
 
 def _bytes_of(caches: list) -> int:
-    """What caches take, in memory and in files without names."""
+    """In memory and in nameless files."""
     return sum(cache.nbytes for cache in caches) + file_bytes(caches)
 
 
 def _many_files_are_open() -> bool:
-    """Whether half of those that the process may open are; without any left, nobody could connect."""
+    """Whether half of the files that the process may open are open; without any left, nobody could connect."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return most != resource.RLIM_INFINITY and len(os.listdir("/dev/fd")) > most / 2
+
+
+class Checkpoints:
+    """Fills and asks the prefix cache, as far as the policy and the model's caches allow.
+
+    Args:
+        generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
+    """
+
+    def __init__(
+        self, prefixes: PrefixCache, model: Any, tokenizer: Any, generation: dict[str, Any]
+    ):
+        self._prefixes, self._tokenizer = prefixes, tokenizer
+        policy = generation.get("policy")
+        in_blocks = policy is not None and policy.reads_in_blocks
+        recalls = generation.get("memory", "drop") != "drop"
+        # A policy that reads a prompt twice has to read all of it.
+        self._keeps_nothing = policy is not None and policy.stages[1].repeats is not None
+        self._keeps_all = policy is None or (recalls and not in_blocks)
+        # Where a kept cache can't be trimmed to a shorter prefix, several prefixes are kept.
+        trims = can_trim_prompt_cache(make_prompt_cache(model))
+        self._keeps_prefixes = not (self._keeps_nothing or in_blocks or (self._keeps_all and trims))
+        # Tokens that are always read, so that the observation window is whole.
+        self._n_last = 1
+        if policy is not None and self._keeps_all:
+            self._n_last = max(1, policy.stages[1].obs_window)
+
+    def fetch(self, prompt: list[int]) -> tuple[list | None, int]:
+        """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
+        if self._keeps_nothing:
+            return None, 0
+        return self._prefixes.fetch(prompt, self._n_last)
+
+    def places(self, body: Body, prompt: list[int]) -> list[int]:
+        """After how many of a prompt's tokens its caches are kept, in order.
+
+        That is after the system messages, less what every prompt reads anew. Where all entries are kept, it is also at
+        the prompt's end, before the reasoning that a template opens there and omits from the next turn's prompt.
+        """
+        if not self._keeps_prefixes or not isinstance(body, ChatBody):
+            return []
+        found = {self._system_end(body, prompt) - (self._n_last - 1)}
+        if self._keeps_all:
+            found.add(min(self._reasoning_start(prompt), len(prompt) - self._n_last))
+        return sorted(n for n in found if SHORTEST <= n < len(prompt))
+
+    def reached(self, request: EngineRequest, n: int, tokens: list[int], caches: list) -> None:
+        """Keep the caches of a request that has read `n` tokens of its prompt, one of its checkpoints."""
+        self._prefixes.insert(tokens, caches)
+        if self._keeps_all and n == request.checkpoints[-1]:  # it stands for the whole prompt
+            request.full = list(tokens), caches
+
+    def read(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Keep the caches of a request that has read its prompt, unless a checkpoint stands for it."""
+        if request.full is None:
+            request.full = tokens, caches
+            self._prefixes.insert(tokens, caches)
+
+    def answered(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+        """Keep the caches of an answered request, also in a file."""
+        if self._keeps_nothing:
+            return
+        self.read(request, tokens, caches)
+        assert request.full is not None
+        self._prefixes.write(*request.full)
+
+    def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
+        messages = body.template_messages()
+        n = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+        if n == 0:
+            return 0
+        other = [*messages[:n], {"role": "user", "content": ""}]
+        alone = chat_tokens(body, self._tokenizer, other, add_generation_prompt=False)
+        return common_prefix([alone, prompt])
+
+    def _reasoning_start(self, prompt: list[int]) -> int:
+        last = len(prompt) - 1
+        if not self._tokenizer.has_thinking:
+            return last
+        start = self._tokenizer.rfind_think_start(prompt, start=len(prompt) - REASONING)
+        return last if start < 0 else start

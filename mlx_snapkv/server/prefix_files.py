@@ -1,4 +1,4 @@
-"""What prompts have read, in files of a folder, so that it outlives the server."""
+"""Prefixes in the files of a folder, so that they outlive the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .api_error import log
 
 DIGITS = 32  # of a file's name
 NAME = re.compile(f"[0-9a-f]{{{DIGITS}}}")
-UNFINISHED = 3600  # seconds after its last write, a file that was never finished is removed
+ABANDONED = 3600  # seconds after the last write, an unfinished file is removed
 TAIL = 16  # one token in so many may have to be read again
 
 
@@ -36,27 +36,18 @@ def covers(other: np.ndarray, ids: np.ndarray) -> bool:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Tells one tokenizer from another, and its chat template."""
+    """Of a tokenizer's vocabulary and chat template."""
     about = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
     return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:DIGITS]
 
 
 @dataclass
 class PrefixFile:
-    """A file, and the tokens that its caches have read.
-
-    Attributes:
-        ids: the tokens, uint32 `(n,)`.
-        whole: all entries are there, so that the caches can be cut to fewer tokens.
-    """
+    """A file, the tokens `(n,)` that its caches have read, and whether these hold all entries and can be trimmed."""
 
     path: Path
     ids: np.ndarray
     whole: bool
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.ids.tolist()
 
     def n_common(self, ids: np.ndarray) -> int:
         """How many tokens both begin with."""
@@ -66,16 +57,15 @@ class PrefixFile:
 
 
 class PrefixFiles:
-    """Prompt caches in a folder of their own; only files of this setting are used, the oldest are removed for room.
+    """Prompt caches in a folder of their own; only files of this setting are used, and the oldest make room.
 
     Args:
-        folder: made, for its owner alone, if it is not there.
-        most_bytes: that all files in it may take, those of other settings and servers too.
-        model: whose caches they are.
-        setting: what must be the same when they are used, besides the model: tokenizer, policy, memory.
+        folder: created, for its owner alone, if it does not exist.
+        most_bytes: for all files in it, those of other settings and servers included.
+        setting: what must agree besides the model: tokenizer, policy, memory.
 
     Raises:
-        SnapKVError: the folder can't be made or read.
+        SnapKVError: the folder can't be created or read.
     """
 
     def __init__(self, folder: Path, most_bytes: int, model: Any, setting: dict[str, str]):
@@ -85,11 +75,11 @@ class PrefixFiles:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
-            named = (path for path in folder.glob("*.safetensors") if path.name[0] != ".")
-            found = sorted(named, key=lambda path: path.stat().st_mtime)
+            paths = [path for path in folder.glob("*.safetensors") if path.name[0] != "."]
+            paths.sort(key=lambda path: path.stat().st_mtime)
         except OSError as error:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
-        for path in found:
+        for path in paths:
             try:
                 notes, tokens = tokens_in(header.read(path))
             except SnapKVError as error:
@@ -97,10 +87,10 @@ class PrefixFiles:
                 continue
             if notes.get("setting") == self._setting:
                 self._files.append(PrefixFile(path, _ids(tokens), notes["whole"]))
-        book.remove_unfinished(folder, time.time() - UNFINISHED)
+        book.remove_unfinished(folder, time.time() - ABANDONED)
 
     def longest(self, tokens: list[int]) -> tuple[int, PrefixFile | None]:
-        """How many of the tokens some file's caches have read, the most of all."""
+        """The most tokens that some file's caches have read, and that file."""
         best: tuple[int, PrefixFile | None] = 0, None
         ids = _ids(tokens)
         for file in self._files:
@@ -110,11 +100,11 @@ class PrefixFiles:
         return best
 
     def read(self, file: PrefixFile) -> list | None:
-        """A file's caches; None, and a line in the log, if they are of no use."""
+        """A file's caches; None, and a line in the log, if they can't be used."""
         self._files.remove(file)
         try:
             found = saved.load(file.path, self._model)
-            if found.tokens != file.tokens or found.notes.get("setting") != self._setting:
+            if found.tokens != file.ids.tolist() or found.notes.get("setting") != self._setting:
                 raise SnapKVError(f"{file.path} has become another prompt's")
             os.utime(file.path)
         except (SnapKVError, OSError) as error:
@@ -124,13 +114,13 @@ class PrefixFiles:
         return found.prompt_cache
 
     def drop(self, path: Path) -> None:
-        """Use the files of a book no more, one of which, at `path`, is damaged."""
+        """Stop using the files of the book whose damaged file is `path`."""
         self._files = [
             file for file in self._files if book.named_folder(file.path.resolve()) != path.parent
         ]
 
     def write(self, tokens: list[int], caches: list) -> None:
-        """Keep caches, unless others cover theirs; a line in the log if they can't be written."""
+        """Keep caches, unless a file covers them; a line in the log if they can't be written."""
         caches = saved_forms(self._model, caches)
         whole = can_trim_prompt_cache(caches)
         n, known = self.longest(tokens)
@@ -154,27 +144,22 @@ class PrefixFiles:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Remove the oldest, of whatever setting and server, but not the one that was just written."""
-        by_age = self._by_age()
-        taken = sum(n_bytes for _, n_bytes in by_age)
-        for path, n_bytes in by_age[:-1]:
+        """Remove the oldest files, of any setting and server, but not the one just written."""
+        found = []
+        for path in self._folder.glob("*.safetensors"):
+            with contextlib.suppress(OSError):  # another server has just removed it
+                if NAME.fullmatch(path.stem):
+                    n_bytes = sum(part.stat().st_size for part in book.files_of(path))
+                    found.append((path.stat().st_mtime_ns, path, n_bytes))
+        taken = sum(n_bytes for *_, n_bytes in found)
+        for _, path, n_bytes in sorted(found)[:-1]:
             if taken <= self._most_bytes:
                 return
             taken -= n_bytes
             self._remove(path)
 
-    def _by_age(self) -> list[tuple[Path, int]]:
-        """The files that servers have written here, the oldest first, with what each takes."""
-        found = []
-        for path in self._folder.glob("*.safetensors"):
-            with contextlib.suppress(OSError):  # another server's, which has just removed it
-                if NAME.fullmatch(path.stem):
-                    n_bytes = sum(part.stat().st_size for part in book.files_of(path))
-                    found.append((path.stat().st_mtime_ns, path, n_bytes))
-        return [(path, n_bytes) for _, path, n_bytes in sorted(found)]
-
     def _remove(self, path: Path) -> None:
-        """Remove a file; a line in the log if it can't be."""
+        """Remove a file; a line in the log if that fails."""
         self._files = [file for file in self._files if file.path != path]
         try:
             book.remove(path)

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and the events that tell its HTTP handler how it goes."""
+"""A request on its way through the engine, and the events that its HTTP handler gets."""
 
 from __future__ import annotations
 
@@ -18,27 +18,22 @@ from ..engine.report import CompressionReport
 
 @dataclass(frozen=True)
 class Accepted:
-    """A request can be answered, and waits until it may start."""
+    """The request can be answered; it waits until it may start."""
+
+    n_prompt: int
 
 
 @dataclass(frozen=True)
 class Started:
-    """A prompt of `n_prompt` tokens is going to be read, `n_cached` of them known from an earlier request."""
+    """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request."""
 
     n_prompt: int
     n_cached: int
 
 
 @dataclass(frozen=True)
-class Counted:
-    """The tokens of a prompt that was only to be counted."""
-
-    n_tokens: int
-
-
-@dataclass(frozen=True)
 class Read:
-    """Tokens of a prompt read so far."""
+    """How much of the prompt has been read so far."""
 
     n_read: int
     n_prompt: int
@@ -46,7 +41,7 @@ class Read:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of an answer with its log-probability, and the likeliest ones with theirs; tokens as texts."""
+    """A token of the answer with its log-probability, and the likeliest tokens with theirs; tokens as text."""
 
     token: str
     logprob: float
@@ -54,13 +49,13 @@ class TokenLogprob:
 
     @classmethod
     def of(cls, token: int, logprobs: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
-        """From the log-probabilities `(vocab_size,)` that the token was chosen by."""
-        likely: list[int] = []
+        """From the log-probabilities `(vocab_size,)` that the token was sampled from."""
+        best: list[int] = []
         if n_top:
-            best = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
-            likely = best[mx.argsort(-logprobs[best])].tolist()  # type: ignore[assignment]
-        text, *texts = [tokenizer.decode([i]) for i in (token, *likely)]
-        top = zip(texts, (logprobs[i].item() for i in likely))
+            found = mx.argpartition(-logprobs, kth=n_top - 1)[:n_top]
+            best = found[mx.argsort(-logprobs[found])].tolist()  # type: ignore[assignment]
+        text, *texts = [tokenizer.decode([i]) for i in (token, *best)]
+        top = zip(texts, (logprobs[i].item() for i in best))
         return cls(text, logprobs[token].item(), tuple(top))
 
 
@@ -72,20 +67,15 @@ class Finished:
     report: CompressionReport | None
 
 
-@dataclass(frozen=True)
-class Idle:
-    """Nothing has come for a while."""
-
-
-Event = Accepted | Started | Counted | Read | Piece | TokenLogprob | Finished | Idle | Exception
+Event = Accepted | Started | Read | Piece | TokenLogprob | Finished | Exception
 EventQueue = asyncio.Queue[tuple[int, Event]]
 
 
 class Channel:
-    """From the engine's thread to the handler of a request, one of perhaps several that it waits for.
+    """Carries events from the engine's thread to the handler of a request, which may wait for several.
 
     Attributes:
-        is_count: the prompt is only to be counted.
+        is_count: the prompt's tokens are to be counted, nothing else.
         cancelled: nobody listens any more.
         since: when the request came, by `time.perf_counter`.
     """
@@ -106,10 +96,10 @@ class EngineRequest:
     """A request that waits, or is read and answered.
 
     Attributes:
-        top_logprobs: likely tokens to be told with each; None if not even its own log-probability is.
-        need: what its caches will take; None without a limit.
+        top_logprobs: how many log-probabilities are wanted besides a token's own; None for not even that.
+        need: the memory that its caches will take; None without a limit.
         checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
-        number: what several ranks call it.
+        number: the request's on all ranks.
         answer: None while it waits.
         full: tokens, and caches with all their entries.
     """
@@ -123,7 +113,3 @@ class EngineRequest:
     answer: Answer | None = None
     report: CompressionReport | None = field(default=None, init=False)
     full: tuple[list[int], list[Any]] | None = field(default=None, init=False)
-
-    @property
-    def n_prompt(self) -> int:
-        return len(self.asked.prompt)

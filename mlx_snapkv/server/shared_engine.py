@@ -17,28 +17,27 @@ from .requests import Channel, EngineRequest
 
 LOOK = 0.1  # seconds between two looks for requests, while nothing is to do
 
-SAID = ("prompt", "max_tokens", "stop", "state", "tools", "chat", "ignored")
+SENT = ("prompt", "max_tokens", "stop", "state", "tools", "chat", "ignored")
 SAMPLING = set(Body.model_fields) - {"model", "stream"}
 
 
-def told(body: Body, wanted: Asked, seed: int) -> dict[str, Any]:
-    """A request as JSON; `seed` is what `asked` was given with the body."""
+def as_message(body: Body, wanted: Asked, seed: int) -> dict[str, Any]:
+    """A request as JSON; `seed` is the one that `asked` got with the body."""
     sampling = body.model_dump(include=SAMPLING, exclude_unset=True)
-    return {name: getattr(wanted, name) for name in SAID} | {"sampling": sampling, "seed": seed}
+    return {name: getattr(wanted, name) for name in SENT} | {"sampling": sampling, "seed": seed}
 
 
-def heard(said: dict[str, Any], tokenizer, defaults: Defaults) -> Asked:
-    """The request again."""
-    body, size = Body.model_validate(said["sampling"]), len(tokenizer)
+def from_message(message: dict[str, Any], tokenizer, defaults: Defaults) -> Asked:
+    body, size = Body.model_validate(message["sampling"]), len(tokenizer)
     return Asked(
-        **{name: said[name] for name in SAID},
-        sampler=sampler_of(body, tokenizer, defaults, size, said["seed"]),
+        **{name: message[name] for name in SENT},
+        sampler=sampler_of(body, tokenizer, defaults, size, message["seed"]),
         processors=processors_of(body, size),
     )
 
 
-class Nobody:
-    """In the place of a `Channel` on ranks that have no clients."""
+class NoChannel:
+    """The `Channel` of ranks that have no clients."""
 
     is_count = cancelled = False
     since = 0.0
@@ -47,27 +46,23 @@ class Nobody:
 
 
 class SharedEngine(Engine):
-    """An engine for each of the ranks, of which rank 0 has the clients.
+    """The engine of one of the ranks, of which rank 0 has the clients.
 
-    Before every step rank 0 sends the others what it alone knows: which requests have come, which nobody waits for
-    any more, whether the next one may start, how many prompts are still kept, and when to stop. The others never hear
-    of requests that rank 0 refuses. A request that fails on one rank ends on all; a step that fails on one leaves the
-    others waiting in the middle of the model, and ends the server.
-
-    Args:
-        ranks: all of them.
+    Before every step rank 0 sends the others what it alone knows: new requests that it accepted, requests that were
+    cancelled, whether the next one may start, how many prompts are still kept, and when to stop. A request that fails
+    on one rank ends on all. A step that fails on one leaves the others waiting inside the model, and ends the server.
     """
 
     def __init__(self, ranks: Ranks, *args: Any, **kwargs: Any):
         self._ranks = ranks
-        self._gone: set[int] = set()
+        self._cancelled: set[int] = set()
         self._problems: dict[int, str] = {}
         self._n_taken = 0
-        self._told_to_stop = False
+        self._stop_received = False
         super().__init__(*args, **kwargs)
 
     def follow(self) -> None:
-        """Take part until rank 0 stops; raises what has ended the server otherwise."""
+        """Take part until rank 0 stops; raises what else ended the server."""
         self._generation_thread.join()
         if self.failure is not None:
             raise self.failure
@@ -79,7 +74,7 @@ class SharedEngine(Engine):
             if self._stop:
                 return
             self._take_requests()
-            if self._running and not self._told_to_stop:
+            if self._running and not self._stop_received:
                 self._step()
 
     def _wait(self) -> None:
@@ -94,15 +89,15 @@ class SharedEngine(Engine):
             self._ranks.heartbeat.call()
 
     def _take_requests(self) -> None:
-        """Do what rank 0 says, one start at a time."""
+        """Follow rank 0, one start at a time."""
         started = True
-        while started and not self._told_to_stop:
+        while started and not self._stop_received:
             news = self._ranks.first(self._news() if self._ranks.rank == 0 else None)
             assert news is not None
             started = self._follow_news(news)
 
     def _news(self) -> dict[str, Any]:
-        """What the others are to know; requests that have come wait here already."""
+        """What the others need to know; new requests already wait here."""
         come = []
         while (given := self._next_request()) is not None:
             channel, body = given
@@ -111,13 +106,18 @@ class SharedEngine(Engine):
             except Exception as error:
                 self._fail(channel, error)
         under_way = [*self._running.values(), *self._waiting]
-        self._gone = {request.number for request in under_way if request.channel.cancelled}
+        self._cancelled = {request.number for request in under_way if request.channel.cancelled}
         starts = bool(self._waiting) and self._may_start(self._waiting[0])
         n_known = len(self.prefixes)
-        return {"come": come, "gone": list(self._gone), "starts": starts, "n_known": n_known}
+        return {
+            "come": come,
+            "cancelled": list(self._cancelled),
+            "starts": starts,
+            "n_known": n_known,
+        }
 
     def _taken(self, channel: Channel, body: Body) -> list[dict[str, Any]]:
-        """A request that now waits, as the others get it; none if it was only counted."""
+        """A request that now waits, as the others get it; none if it was only to be counted."""
         seed, n_waiting = secrets.randbits(64), len(self._waiting)
         self._take(channel, body, seed)
         if len(self._waiting) == n_waiting:
@@ -126,29 +126,29 @@ class SharedEngine(Engine):
         self._n_taken += 1
         request.number = self._n_taken
         more = {"number": request.number, "checkpoints": request.checkpoints}
-        return [told(body, request.asked, seed) | more]
+        return [as_message(body, request.asked, seed) | more]
 
     def _follow_news(self, news: dict[str, Any]) -> bool:
-        """Do what rank 0 says; whether a request was started, so that another one may be."""
+        """Follow rank 0; whether a request was started, and another one may be."""
         if "stop" in news:
-            self._stop = self._told_to_stop = True
+            self._stop = self._stop_received = True
             return False
         if self._ranks.rank:
             self._waiting.extend(map(self._received, news["come"]))
-            self._gone = set(news["gone"])
+            self._cancelled = set(news["cancelled"])
             self.prefixes.trim_to(n_sequences=news["n_known"])
         if news["starts"]:
             self._start_on_all(self._waiting.popleft())
         return news["starts"]
 
-    def _received(self, said: dict[str, Any]) -> EngineRequest:
-        number, wanted = said["number"], None
+    def _received(self, message: dict[str, Any]) -> EngineRequest:
+        number, wanted = message["number"], None
         try:
-            wanted = heard(said, self.loaded.tokenizer, self.defaults)
-        except Exception as error:  # which rank 0 learns when it is to start
+            wanted = from_message(message, self.loaded.tokenizer, self.defaults)
+        except Exception as error:  # rank 0 learns of it at the start
             self._problems[number] = sentence(error)
-        nobody: Any = Nobody()
-        return EngineRequest(nobody, wanted, None, None, said["checkpoints"], number)  # type: ignore[arg-type]
+        channel: Any = NoChannel()
+        return EngineRequest(channel, wanted, None, None, message["checkpoints"], number)  # type: ignore[arg-type]
 
     def _start_on_all(self, request: EngineRequest) -> None:
         """Start a request, unless some rank can't."""
@@ -163,23 +163,23 @@ class SharedEngine(Engine):
             self._fail(request.channel, error)
 
     def _known(self, prompt: list[int]) -> tuple[list | None, int]:
-        """What all ranks know of a prompt; nothing, unless it is the same."""
+        """The prefix that all ranks know; none, unless it is the same on all."""
         try:
             found = super()._known(prompt)
         except Exception as error:
-            log.warning("what is known of a prompt is not used: %s", sentence(error))
+            log.warning("a prefix is not used: %s", sentence(error))
             found = None, 0
         return found if len(set(self._ranks.gather(found[1]))) == 1 else (None, 0)
 
-    def _make_room(self) -> None:
-        if self._ranks.rank == 0:  # the others keep as many prompts
-            super()._make_room()
+    def _trim_prefixes(self) -> None:
+        if self._ranks.rank == 0:  # the others keep as many prefixes
+            super()._trim_prefixes()
 
     def _retry(self, request: EngineRequest) -> bool:
         return False  # on other ranks it may not have failed so
 
-    def _is_gone(self, request: EngineRequest) -> bool:
-        return request.number in self._gone
+    def _is_cancelled(self, request: EngineRequest) -> bool:
+        return request.number in self._cancelled
 
     def _fail(self, channel: Channel, error: Exception) -> None:
         if self._ranks.rank == 0:
@@ -190,7 +190,7 @@ class SharedEngine(Engine):
             super()._close(channel)
 
     def _fail_all(self, error: Exception) -> None:
-        """The ranks have come apart: the server ends."""
+        """The ranks have diverged: the server ends."""
         self.failure, self._stop = error, True
         ends = ApiError(500, f"the server ends: {sentence(error)}", kind="server_error")
         running, self._running = self._running, {}
@@ -205,10 +205,10 @@ class SharedEngine(Engine):
             self._ranks.first({"stop": True})
             with contextlib.suppress(SnapKVError):  # a rank has gone already
                 for _ in range(1, self._ranks.size):
-                    self._ranks.heartbeat.await_call()  # from here: each has heard it
-        elif self._told_to_stop:
+                    self._ranks.heartbeat.await_call()  # which each does once it knows
+        elif self._stop_received:
             self._ranks.heartbeat.call()
         super()._end_all(error)
 
     def _share_request(self, request: Any) -> Any:
-        return request  # mlx-lm would tell the others at once
+        return request  # mlx-lm would send it to the others at once

@@ -1,40 +1,50 @@
-"""Anthropic's `/v1/messages`: what it takes, checked, and as the chat that it asks for."""
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
 import json
+import uuid
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...completions.body import ChatBody, Positive, Probability, as_body, require
-from ..chat_messages import BREAK, ChatMessages, as_parts
-from ..formatter import exchange_for, respond
-from .formatter import MessageFormatter
+from ..api_error import ApiError
+from ..chat_messages import BREAK, ChatMessages, Part, as_parts, function_tool, must
+from ..exchange import Exchange, respond
+from ..formatter import Block, BlockFormatter, server_sent
 
 COUNT_SECONDS = 60.0  # for a count, if the server was given no timeout
+
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+router = APIRouter(tags=["Anthropic"])
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class _Part(BaseModel):
-    """Fields without a place here are ignored: `cache_control`, `citations` and so on."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class Text(_Part):
+class Text(Part):
     type: Literal["text"]
     text: str
 
 
-class Source(_Part):
+class Source(Part):
     type: Literal["text"]
     data: str
 
 
-class Document(_Part):
+class Document(Part):
     type: Literal["document"]
     source: Source
     title: str | None = None
@@ -45,18 +55,16 @@ class Document(_Part):
         return f"{title}{self.source.data}{BREAK}"
 
 
-class Thinking(_Part):
+class Thinking(Part):
     type: Literal["thinking"]
     thinking: str
 
 
-class Redacted(_Part):
-    """Thoughts that another server has hidden."""
-
+class RedactedThinking(Part):
     type: Literal["redacted_thinking"]
 
 
-class ToolUse(_Part):
+class ToolUse(Part):
     type: Literal["tool_use"]
     id: str
     name: Name
@@ -66,27 +74,29 @@ class ToolUse(_Part):
 Plain = Annotated[Text | Document, Field(discriminator="type")]
 
 
-class ToolResult(_Part):
+class ToolResult(Part):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[Plain], BeforeValidator(as_parts)] = []
+    content: Annotated[list[Plain], BeforeValidator(as_parts)] = Field(default_factory=list)
 
 
 UserBlock = Annotated[Text | Document | ToolResult, Field(discriminator="type")]
-AssistantBlock = Annotated[Text | ToolUse | Thinking | Redacted, Field(discriminator="type")]
+AssistantBlock = Annotated[
+    Text | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")
+]
 
 
-class UserMessage(_Part):
+class UserMessage(Part):
     role: Literal["user"]
     content: Annotated[list[UserBlock], BeforeValidator(as_parts), Field(min_length=1)]
 
 
-class AssistantMessage(_Part):
+class AssistantMessage(Part):
     role: Literal["assistant"]
     content: Annotated[list[AssistantBlock], BeforeValidator(as_parts)]
 
 
-class SystemMessage(_Part):
+class SystemMessage(Part):
     role: Literal["system"]
     content: Annotated[list[Plain], BeforeValidator(as_parts)]
 
@@ -94,98 +104,81 @@ class SystemMessage(_Part):
 Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-class Tool(_Part):
-    """A tool of the client's; those that run at Anthropic have no schema here, and are left out."""
+class Tool(Part):
+    """A client's tool; those that run at Anthropic have no schema here, and are left out."""
 
     type: str | None = None
     name: Name | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Annotated[
+        dict[str, Any] | None,
+        must(
+            lambda schema: (schema or {}).get("type", "object") == "object",
+            "input_schema must be the JSON schema of an object",
+        ),
+    ] = None
 
-    @field_validator("input_schema")
-    @classmethod
-    def _object(cls, value: Any) -> Any:
-        ok = value is None or value.get("type", "object") == "object"
-        require(ok, "input_schema must be the JSON schema of an object", value)
-        return value
-
-    def for_template(self) -> dict[str, Any]:
-        about = self.model_dump(include={"name", "description"}, exclude_none=True)
-        return {"type": "function", "function": {**about, "parameters": self.input_schema}}
-
-
-class ToolChoice(_Part):
-    type: str
-
-    @field_validator("type")
-    @classmethod
-    def _free(cls, value: Any) -> Any:
-        ok = value in ("auto", "none")
-        require(ok, "type must be auto or none: no tool can be forced", value)
-        return value
+    @model_validator(mode="after")
+    def _whole(self) -> Tool:
+        whole = self.name is not None and self.input_schema is not None
+        ok = whole or self.type not in (None, "custom")
+        require(ok, "a tool must have a name and an input_schema", self.model_dump())
+        return self
 
 
-class ThinkingWish(_Part):
+class ToolChoice(Part):
+    type: Annotated[
+        str,
+        must(("auto", "none").__contains__, "type must be auto or none: no tool can be forced"),
+    ]
+
+
+class ThinkingConfig(Part):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class CountedMessages(BaseModel):
+class CountedMessages(Part):
     """The body of `/v1/messages/count_tokens`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)]
-    system: Annotated[list[Text], BeforeValidator(as_parts)] = []
+    messages: Annotated[
+        list[Message],
+        Field(min_length=1),
+        must(
+            lambda messages: messages[-1].role != "assistant",
+            "messages must not end with the assistant's: none can be continued",
+        ),
+    ]
+    system: Annotated[list[Text], BeforeValidator(as_parts)] = Field(default_factory=list)
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingWish | None = None
+    thinking: ThinkingConfig | None = None
     output_config: dict[str, Any] | None = None
     output_format: Any = None
-
-    @field_validator("messages")
-    @classmethod
-    def _to_answer(cls, value: list[Message]) -> list[Message]:
-        if value[-1].role == "assistant":
-            raise ValueError("messages must not end with the assistant's: none can be continued")
-        return value
-
-    @field_validator("tools")
-    @classmethod
-    def _with_schemas(cls, value: list[Tool] | None) -> list[Tool] | None:
-        for tool in value or []:
-            whole = tool.name is not None and tool.input_schema is not None
-            ok = whole or tool.type not in (None, "custom")
-            require(ok, "tools must have a name and an input_schema", tool.model_dump())
-        return value
 
     @field_validator("output_config", "output_format")
     @classmethod
     def _free_text(cls, value: Any, info: Any) -> Any:
-        config = info.field_name == "output_config"
-        form = (value or {}).get("format") if config else value
+        form = (value or {}).get("format") if info.field_name == "output_config" else value
         require(form is None, f"{info.field_name} can't force a form on an answer: drop it", form)
         return value
 
-    def chat(self) -> ChatBody:
-        """What is asked, in OpenAI's words; SnapKVError if that can't be answered."""
+    def chat(self, **sampling: Any) -> ChatBody:
+        """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
         messages = ChatMessages()
         for part in self.system:
             messages.say("system", part.text)
         for message in self.messages:
-            _tell(messages, message)
-        wish = self.thinking
-        asked = {
+            _add(messages, message)
+        tools = [function_tool(t, t.input_schema) for t in self.tools or [] if t.input_schema]
+        thinking = self.thinking and {"enable_thinking": self.thinking.type != "disabled"}
+        body = {
             "messages": messages.all,
-            "tools": [tool.for_template() for tool in self.tools or [] if tool.input_schema]
-            or None,
-            "tool_choice": self.tool_choice.type if self.tool_choice else None,
-            "chat_template_kwargs": wish and {"enable_thinking": wish.type != "disabled"},
+            "tools": tools or None,
+            "tool_choice": self.tool_choice and self.tool_choice.type,
+            "chat_template_kwargs": thinking,
         }
-        return as_body(ChatBody, asked | self.sampling())
-
-    def sampling(self) -> dict[str, Any]:
-        return {}
+        return as_body(ChatBody, body | sampling)
 
 
 class Messages(CountedMessages):
@@ -198,12 +191,9 @@ class Messages(CountedMessages):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        names = "max_tokens", "temperature", "top_p", "top_k"
-        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
 
-
-def _tell(messages: ChatMessages, message: Message) -> None:
+def _add(messages: ChatMessages, message: Message) -> None:
+    """Add a message; texts in a row are one, between calls and results."""
     texts: list[str] = []
 
     def say() -> None:
@@ -225,17 +215,100 @@ def _tell(messages: ChatMessages, message: Message) -> None:
     say()
 
 
-router = APIRouter(tags=["Anthropic"])
-
-
 @router.post("/v1/messages")
 async def create(request: Request, body: Messages) -> Response:
     """Answer a conversation's last message."""
-    return await respond(request, body, [body.chat()], MessageFormatter)
+    names = "max_tokens", "temperature", "top_p", "top_k"
+    sampling = {name: getattr(body, name) for name in names}
+    chat = body.chat(**sampling, stop=body.stop_sequences)
+    return await respond(request, body, [chat], MessageFormatter)
 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
     """The tokens of a message's prompt, which is not read."""
-    exchange = exchange_for(request, [body.chat()], COUNT_SECONDS)
+    exchange = Exchange(request, [body.chat()], COUNT_SECONDS)
     return {"input_tokens": await exchange.count()}
+
+
+class MessageFormatter(BlockFormatter):
+    """A message; `model` is the client's name for it."""
+
+    alive = server_sent({"type": "ping"}, "ping")
+
+    def __init__(self, model: str):
+        super().__init__()
+        head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        self._head = {**head, "model": model}
+
+    def begin(self) -> Iterator[str]:
+        pending = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        yield _event("message_start", message={**self._head, "content": [], **pending})
+        yield self.alive
+
+    def end(self) -> Iterator[str]:
+        yield _event("message_delta", delta=self._ending(), usage=self._usage())
+        yield _event("message_stop")
+
+    def whole(self) -> dict[str, Any]:
+        content = [_content(block) for block in self.blocks]
+        return {**self._head, "content": content, **self._ending(), "usage": self._usage()}
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        other = "invalid_request_error" if error.status_code < 500 else "api_error"
+        kind = ERRORS.get(error.status_code, other)
+        return {"type": "error", "error": {"type": kind, "message": error.detail}}
+
+    def stream_error(self, error: ApiError) -> str:
+        return server_sent(self.error(error), "error")
+
+    def opened(self, block: Block) -> Iterator[str]:
+        yield _event("content_block_start", index=block.index, content_block=_empty(block))
+
+    def added(self, block: Block, text: str) -> Iterator[str]:
+        kind, field = {
+            "reasoning": ("thinking_delta", "thinking"),
+            "text": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
+
+    def closed(self, block: Block) -> Iterator[str]:
+        yield _event("content_block_stop", index=block.index)
+
+    def _ending(self) -> dict[str, Any]:
+        answer = self.finished[0].answer
+        reason = REASONS[answer.finish_reason or "stop"]
+        if answer.finish_reason == "tool_calls" or answer.stopped_by is None:
+            return {"stop_reason": reason, "stop_sequence": None}
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
+
+    def _usage(self) -> dict[str, Any]:
+        """Anthropic's `input_tokens` are those that are not cached."""
+        started = self.started[0]
+        return {
+            "input_tokens": started.n_prompt - started.n_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": started.n_cached,
+            "output_tokens": self.n_generated,
+        }
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return server_sent({"type": kind, **fields}, kind)
+
+
+def _empty(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    if block.call is None:
+        return {"type": "text", "text": ""}
+    name = block.call["function"]["name"]
+    return {"type": "tool_use", "id": block.call["id"], "name": name, "input": {}}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        return _empty(block) | {"input": json.loads(block.text)}
+    return _empty(block) | {"thinking" if block.kind == "reasoning" else "text": block.text}

@@ -1,0 +1,215 @@
+"""OpenAI's `/v1/chat/completions`, `/v1/completions` and `/v1/models`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...completions.answer import Piece, Said
+from ...completions.answer import beside, head, message, usage
+from ...completions.body import Body, ChatBody, CompletionBody
+from ..api_error import ApiError
+from ..exchange import respond
+from ..formatter import ResponseFormatter, server_sent
+from ..requests import Event, Finished, Read, Started, TokenLogprob
+
+DONE = "data: [DONE]\n\n"
+MOST_ANSWERS = 8
+NLogprobs = Annotated[int, Field(ge=0, le=20)]
+
+router = APIRouter(tags=["OpenAI"])
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool = False
+
+
+class _ServedBody(Body):
+    """What a server takes besides the fields of a batch file's body."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    stream_options: StreamOptions | None = None
+
+    async def respond(self, request: Request) -> Response:
+        bodies: list[Body] = [self] * (self.n or 1)
+        if self.seed is not None:  # one for each answer
+            bodies = [b.model_copy(update={"seed": self.seed + i}) for i, b in enumerate(bodies)]
+        with_usage = self.stream_options is not None and self.stream_options.include_usage
+        is_chat = isinstance(self, ChatBody)
+        formatter = partial(CompletionFormatter, is_chat=is_chat, with_usage=with_usage)
+        return await respond(request, self, bodies, formatter)
+
+
+class ServedChat(ChatBody, _ServedBody):
+    """The body of `/v1/chat/completions`."""
+
+    logprobs: bool | None = None
+    top_logprobs: NLogprobs | None = None
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """See `EngineRequest.top_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ServedCompletion(CompletionBody, _ServedBody):
+    """The body of `/v1/completions`."""
+
+    logprobs: NLogprobs | None = None
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request, body: ServedChat) -> Response:
+    """Answer a chat's last message."""
+    return await body.respond(request)
+
+
+@router.post("/v1/completions")
+async def completions(request: Request, body: ServedCompletion) -> Response:
+    """Continue a text."""
+    return await body.respond(request)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The model that is served; requests may call it by any name."""
+    names = request.app.state.engine.loaded.names
+    return {"object": "list", "data": [_model(name) for name in names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str) -> dict[str, Any]:
+    return _model(name)
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "mlx-snapkv"}
+
+
+class CompletionFormatter(ResponseFormatter):
+    """Choices of chats or of texts.
+
+    Args:
+        model: the client's name for it.
+        with_usage: streams end with it.
+    """
+
+    def __init__(self, model: str, is_chat: bool, with_usage: bool):
+        super().__init__()
+        self._head = head("chatcmpl" if is_chat else "cmpl", model)
+        self._kind = "chat.completion" if is_chat else "text_completion"
+        self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
+        self._is_chat, self._with_usage = is_chat, with_usage
+        self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        self._n_sent: Counter[int] = Counter()  # of those tokens
+        self._n_calls: Counter[int] = Counter()
+
+    def stream(self, index: int, event: Event | None) -> Iterator[str]:
+        if event is None:
+            yield ": keep-alive\n\n"
+        elif isinstance(event, Read):
+            yield f": reading {event.n_read}/{event.n_prompt}\n\n"
+        elif isinstance(event, TokenLogprob):
+            self._tokens[index].append(event)
+        elif isinstance(event, Started) and self._is_chat:
+            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
+        elif isinstance(event, Piece):
+            yield self._chunk(index, self._part(index, event), None)
+        elif isinstance(event, Finished):
+            yield self._chunk(
+                index, self._part(index, Piece("normal", "")), event.answer.finish_reason
+            )
+
+    def end(self) -> Iterator[str]:
+        if self._with_usage:
+            last = {"object": self._chunk_kind, "choices": [], **self._ending()}
+            yield server_sent({**self._head, **last})
+        yield DONE
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for index, end in sorted(self.finished.items()):
+            said, reason = end.answer.said, end.answer.finish_reason
+            content = {"message": message(said)} if self._is_chat else {"text": said.text}
+            logprobs = {"logprobs": self._logprobs(self._tokens[index])}
+            choices.append({"index": index, **content, **logprobs, "finish_reason": reason})
+        return {**self._head, "object": self._kind, "choices": choices, **self._ending()}
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        about = {"message": error.detail, "type": error.kind}
+        return {"error": {**about, "param": error.param, "code": error.code}}
+
+    def stream_error(self, error: ApiError) -> str:
+        return server_sent(self.error(error)) + DONE
+
+    def _chunk(self, index: int, part: dict[str, Any], reason: str | None) -> str:
+        choice = {"index": index, **part, "finish_reason": reason}
+        return server_sent({**self._head, "object": self._chunk_kind, "choices": [choice]})
+
+    def _part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A piece, with the tokens since the last one."""
+        tokens = self._tokens[index][self._n_sent[index] :]
+        self._n_sent[index] += len(tokens)
+        logprobs = {"logprobs": self._logprobs(tokens)}
+        said = Said()
+        said.take(piece)
+        if not self._is_chat:
+            return {"text": said.text, **logprobs}
+        said.calls = [
+            call | {"index": self._n_calls[index] + i} for i, call in enumerate(said.calls)
+        ]
+        self._n_calls[index] += len(said.calls)
+        content = {"content": said.text} if said.text else {}
+        return {"delta": content | beside(said), **logprobs}
+
+    def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        if self._is_chat:
+            return {
+                "content": [
+                    _logprob(t.token, t.logprob)
+                    | {"top_logprobs": [_logprob(*top) for top in t.top]}
+                    for t in tokens
+                ]
+            }
+        return {
+            "tokens": [t.token for t in tokens],
+            "token_logprobs": [t.logprob for t in tokens],
+            "top_logprobs": [dict(t.top) for t in tokens],
+            "text_offset": None,
+        }
+
+    def _ending(self) -> dict[str, Any]:
+        """The tokens of all answers, whose prompt counts once, and what became of the first answer's cache."""
+        started, report = self.started[0], self.finished[0].report
+        ending: dict[str, Any] = {
+            "usage": usage(started.n_prompt, self.n_generated, started.n_cached)
+        }
+        if report is not None:
+            names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
+            about = {name: getattr(report, name) for name in names}
+            about["entries"] = report.entries if report.compressed else None
+            for name, part in (("verified", report.verified), ("book", report.book)):
+                if part is not None:
+                    about[name] = asdict(part)
+            ending["mlx_snapkv"] = about
+        return ending
+
+
+def _logprob(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}

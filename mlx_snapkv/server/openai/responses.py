@@ -1,0 +1,289 @@
+"""OpenAI's `/v1/responses`, as Codex asks; nothing of a response is stored."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BeforeValidator, Field, field_validator
+
+from ...completions.body import ChatBody, Positive, Probability, as_body, require
+from ..api_error import ApiError
+from ..chat_messages import ChatMessages, Part, as_parts, function_tool, must
+from ..exchange import respond
+from ..formatter import Block, BlockFormatter, server_sent
+from .completions import CompletionFormatter
+
+KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+REPEATED = {"instructions", "max_output_tokens", "temperature", "tools", "top_p"}
+PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
+router = APIRouter(tags=["OpenAI"])
+
+
+class Text(Part):
+    type: Literal["input_text", "output_text", "text", "reasoning_text"]
+    text: str
+
+
+Texts = Annotated[list[Text], BeforeValidator(as_parts)]
+
+
+class Message(Part):
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Texts
+
+
+class FunctionCall(Part):
+    type: Literal["function_call"]
+    call_id: str
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class FunctionCallOutput(Part):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Texts
+
+
+class Reasoning(Part):
+    """From an earlier response; other servers hide its content, and it is left out then."""
+
+    type: Literal["reasoning"]
+    content: Texts = Field(default_factory=list)
+
+
+def _joined(parts: list[Text]) -> str:
+    return "".join(part.text for part in parts)
+
+
+Item = Annotated[
+    Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")
+]
+
+
+def _items(value: Any) -> Any:
+    """A text is a user's message; an item without a type is a message."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    require(isinstance(value, list), "input must be text or a list", value)
+    return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
+
+
+def _functions(value: Any) -> Any:
+    """The tools that are functions; clients list others, which only OpenAI's service runs."""
+    if not isinstance(value, list):
+        return value or []
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
+    require(all(isinstance(kind, str) for kind in kinds), "tools must have a type each", value)
+    return [tool for tool, kind in zip(value, kinds) if kind == "function"]
+
+
+class Function(Part):
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _as_json(cls, value: Any) -> Any:
+        """Responses repeat it."""
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError("parameters must have finite numbers") from None
+        return value
+
+
+class ResponsesBody(Part):
+    """The body of `/v1/responses`."""
+
+    model: str | None = None
+    input: Annotated[list[Item], BeforeValidator(_items), Field(min_length=1)]
+    instructions: str | None = None
+    tools: Annotated[list[Function], BeforeValidator(_functions)] = Field(default_factory=list)
+    tool_choice: Any = None
+    max_output_tokens: Positive | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    text: Annotated[
+        dict[str, Any] | None,
+        must(
+            lambda text: (text or {}).get("format") in (None, {"type": "text"}),
+            "text.format must be text: no form can be forced on an answer",
+        ),
+    ] = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+
+    @field_validator("previous_response_id", "conversation", "prompt", "background")
+    @classmethod
+    def _not_stored(cls, value: Any, info: Any) -> Any:
+        sentence = f"{info.field_name} can't be honoured: nothing is stored here"
+        require(not value, f"{sentence}, so send the whole conversation as input", value)
+        return value
+
+    def chat(self) -> ChatBody:
+        """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
+        messages = ChatMessages()
+        if self.instructions:
+            messages.say("system", self.instructions)
+        for item in self.input:
+            match item:
+                case Message():
+                    messages.say(item.role, _joined(item.content))
+                case Reasoning() if item.content:
+                    messages.think(_joined(item.content))
+                case FunctionCall():
+                    messages.call(item.call_id, item.name, item.arguments)
+                case FunctionCallOutput():
+                    messages.result(item.call_id, _joined(item.output))
+        tools = [function_tool(tool, tool.parameters) for tool in self.tools]
+        body = {
+            "messages": messages.all,
+            "tools": tools or None,
+            "tool_choice": self.tool_choice,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+        }
+        return as_body(ChatBody, body)
+
+
+@router.post("/v1/responses")
+async def responses(request: Request, body: ResponsesBody) -> Response:
+    """Answer a conversation's last message."""
+    return await respond(request, body, [body.chat()], partial(ResponsesFormatter, body=body))
+
+
+class ResponsesFormatter(BlockFormatter):
+    """A response to `body`; `model` is the client's name for it."""
+
+    alive = ": keep-alive\n\n"
+
+    def __init__(self, model: str, body: ResponsesBody):
+        super().__init__()
+        self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
+        self._model, self._body = model, body
+        self._ids: defaultdict[int, str] = defaultdict(lambda: uuid.uuid4().hex)
+        self._n_events = 0
+
+    def begin(self) -> Iterator[str]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+
+    def end(self) -> Iterator[str]:
+        response = self.whole()
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def whole(self) -> dict[str, Any]:
+        started, answer = self.started[0], self.finished[0].answer
+        usage = {
+            "input_tokens": started.n_prompt,
+            "input_tokens_details": {"cached_tokens": started.n_cached, "cache_write_tokens": 0},
+            "output_tokens": answer.n_tokens,
+            "output_tokens_details": {"reasoning_tokens": answer.n_reasoning},
+            "total_tokens": started.n_prompt + answer.n_tokens,
+        }
+        output = [self._item(block) for block in self.blocks]
+        if answer.finish_reason != "length":
+            return self._response("completed", output=output, usage=usage)
+        if output:
+            output[-1]["status"] = "incomplete"
+        details = {"reason": "max_output_tokens"}
+        return self._response("incomplete", output=output, usage=usage, incomplete_details=details)
+
+    error = staticmethod(CompletionFormatter.error)
+
+    def stream_error(self, error: ApiError) -> str:
+        about = {"code": error.code or error.kind, "message": error.detail}
+        return self._event("response.failed", response=self._response("failed", error=about))
+
+    def opened(self, block: Block) -> Iterator[str]:
+        yield self._output_item("added", block)
+        if block.kind != "call":
+            yield self._block_event("content_part.added", block, part=_part(block))
+
+    def added(self, block: Block, text: str) -> Iterator[str]:
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        yield self._block_event(f"{KINDS[block.kind]}.delta", block, delta=text, **logprobs)
+
+    def closed(self, block: Block) -> Iterator[str]:
+        done = f"{KINDS[block.kind]}.done"
+        if block.call is not None:
+            name = block.call["function"]["name"]
+            yield self._block_event(done, block, name=name, arguments=block.text)
+        else:
+            logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            yield self._block_event(done, block, text=block.text, **logprobs)
+            yield self._block_event("content_part.done", block, part=_part(block))
+        yield self._output_item("done", block)
+
+    def _output_item(self, what: str, block: Block) -> str:
+        item = self._item(block, is_new=what == "added")
+        return self._event(f"response.output_item.{what}", output_index=block.index, item=item)
+
+    def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
+        place = {"output_index": block.index, "item_id": self._id(block)}
+        content = {} if block.kind == "call" else {"content_index": 0}
+        return self._event(f"response.{kind}", **place, **content, **fields)
+
+    def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
+        """An item of the output, still empty if it is new."""
+        head = {"id": self._id(block), "status": "in_progress" if is_new else "completed"}
+        if block.call is not None:
+            name, arguments = block.call["function"]["name"], "" if is_new else block.text
+            call = {"call_id": block.call["id"], "name": name, "arguments": arguments}
+            return {"type": "function_call", **head, **call}
+        content = [] if is_new else [_part(block)]
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **head, "summary": [], "content": content}
+        return {"type": "message", **head, "role": "assistant", "content": content}
+
+    def _id(self, block: Block) -> str:
+        return f"{PREFIXES[block.kind]}_{self._ids[block.index]}"
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        number, self._n_events = self._n_events, self._n_events + 1
+        return server_sent({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
+        body = self._body
+        return {
+            **self._head,
+            "object": "response",
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            **body.model_dump(include=REPEATED),
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "truncation": "disabled",
+            "usage": None,
+            **fields,
+        }
+
+
+def _part(block: Block) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
+    return {"type": KINDS[block.kind], "text": block.text, **more}
