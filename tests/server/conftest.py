@@ -1,8 +1,12 @@
 """One server for the tests that leave it as it is."""
 
+import random
+
 import pytest
 from acting_server import acting
 from server_helpers import serving
+
+from mlx_snapkv.demo.questions import make_haystack
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +17,12 @@ def served():
 
 @pytest.fixture(scope="session")
 def agent():
-    """A server whose model answers with what comes after "SAY: " in the last message, thoughts and calls as well."""
+    """A server whose model answers with what comes after "SAY: " in the last message, reasoning and calls as well."""
     with acting() as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def document(demo_llama):
+    """A text of 1,500 tokens, and six facts hidden in it."""
+    return make_haystack(demo_llama[1], random.Random(3), 6, 1500)

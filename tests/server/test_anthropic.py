@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 
 import anthropic
 import openai
@@ -34,15 +33,19 @@ def obeying(agent):
     return connect(agent)
 
 
-@pytest.fixture(scope="module")
-def document(demo_llama):
-    return make_haystack(demo_llama[1], random.Random(11), 6, 1500)
+def body_of(content, options):
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    given = {"model": "claude-on-this-mac", "messages": messages, "max_tokens": 200}
+    return given | options
 
 
 def ask(client, content, **options):
-    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
-    given = {"model": "claude-on-this-mac", "messages": messages, "max_tokens": 200}
-    return client.messages.create(**given | options)
+    return client.messages.create(**body_of(content, options))
+
+
+def streamed(client, content, **options):
+    with client.messages.stream(**body_of(content, options)) as stream:
+        return stream.get_final_message()
 
 
 def text_of(message):
@@ -54,7 +57,7 @@ def text_of(message):
 def test_follow_ups_know_what_was_read(client, document):
     text, facts = document
     messages = []
-    for i, fact in enumerate(facts[:4]):
+    for i, fact in enumerate(facts[:2]):
         question = fact.question if i else f"{text}\n\n{fact.question}"
         messages.append({"role": "user", "content": question})
         message = ask(client, messages)
@@ -71,49 +74,40 @@ def test_follow_ups_know_what_was_read(client, document):
 def test_a_stream_is_the_whole_message_in_events(client, document):
     text, facts = document
     question = f"{text}\n\n{facts[4].question}"
-    whole = ask(client, question)
+    whole, final = ask(client, question), streamed(client, question)
     events = list(ask(client, question, stream=True))
-    kinds = [event.type for event in events]
-    first, *deltas, end, last, stop = [k for k in kinds if k != "message_start"]
-    assert kinds[0] == "message_start" and first == "content_block_start"
-    assert set(deltas) == {"content_block_delta"}
-    assert (end, last, stop) == ("content_block_stop", "message_delta", "message_stop")
-    assert (
-        "".join(e.delta.text for e in events if e.type == "content_block_delta") == facts[4].value
-    )
+    deltas = [event.delta.text for event in events if event.type == "content_block_delta"]
+    assert [event.type for event in events] == [
+        *("message_start", "content_block_start", *["content_block_delta"] * len(deltas)),
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert "".join(deltas) == text_of(final) == text_of(whole) == facts[4].value
     assert events[-2].usage.output_tokens == whole.usage.output_tokens
-    given = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": question}]}
-    with client.messages.stream(**given) as stream:
-        final = stream.get_final_message()
-    assert text_of(final) == text_of(whole) == facts[4].value
     assert final.stop_reason == whole.stop_reason == "end_turn"
 
 
 def test_pings_while_a_long_prompt_is_read(client, demo_llama):
-    text, facts = make_haystack(demo_llama[1], random.Random(12), 2, 4500)
-    question = [{"role": "user", "content": f"{text}\n\n{facts[0].question}"}]
-    given = {"model": "m", "max_tokens": 20, "messages": question, "stream": True}
+    text, _ = make_haystack(demo_llama[1], random.Random(12), 2, 4500)
+    given = body_of(text, {"max_tokens": 20, "stream": True})
     with client.messages.with_streaming_response.create(**given) as response:
         lines = [line for line in response.iter_lines() if line.startswith("event: ")]
     first = lines.index("event: content_block_start")
-    assert lines[0] == "event: message_start"
-    assert lines[1:first] == ["event: ping"] * (first - 1) and first > 4
+    assert lines[:first] == ["event: message_start", *["event: ping"] * (first - 1)] and first > 4
 
 
 def test_contents_as_blocks(client, document):
     text, facts = document
     cached = {"cache_control": {"type": "ephemeral"}}
     source = {"type": "text", "media_type": "text/plain", "data": text}
+    question = {"type": "text", "text": facts[5].question}
+    options = {"system": "Be brief.", "metadata": {"user_id": "x"}}
+    used = [ask(client, f"{text}\n\n{facts[5].question}", **options).usage]
     for first in ({"type": "text", "text": f"{text}\n\n"}, {"type": "document", "source": source}):
-        blocks = [first | cached, {"type": "text", "text": facts[5].question}]
-        messages = [{"role": "user", "content": blocks}]
-        message = ask(client, messages, system=[{"type": "text", "text": "Be brief.", **cached}])
+        content = [{"role": "user", "content": [first | cached, question]}]
+        message = ask(client, content, system=[{"type": "text", "text": "Be brief.", **cached}])
         assert text_of(message) == facts[5].value
-    plain = ask(
-        client, f"{text}\n\n{facts[5].question}", system="Be brief.", metadata={"user_id": "x"}
-    )
-    sums = [m.usage.input_tokens + m.usage.cache_read_input_tokens for m in (plain, message)]
-    assert sums[0] == sums[1] and plain.usage.cache_read_input_tokens > 1400
+        used.append(message.usage)
+    assert len({each.input_tokens + each.cache_read_input_tokens for each in used}) == 1
 
 
 def test_stop_sequences_and_sampling(client):
@@ -123,102 +117,79 @@ def test_stop_sequences_and_sampling(client):
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
     assert text_of(stopped) == whole[: whole.index(word)]
     assert ask(client, HELLO, max_tokens=2).stop_reason == "max_tokens"
-    # No arguments of the client any more.
-    chance = {"temperature": 1.0, "top_p": 0.99, "top_k": 500}
-    texts = {text_of(ask(client, HELLO, max_tokens=12, extra_body=chance)) for _ in range(6)}
+    # the client has no arguments for these
+    sampling = {"temperature": 1.0, "top_p": 0.99, "top_k": 500}
+    texts = {text_of(ask(client, HELLO, max_tokens=12, extra_body=sampling)) for _ in range(6)}
     assert len(texts) > 1
 
 
 def test_a_billing_header_spoils_no_prefix(client):
+    """In none of the three APIs, unless the server is to keep it."""
     rules = "The garden is behind the house and the harbor is far from it. " * 20
-    for number in ("1a", "2b", "3c"):
-        header = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number};"
-        system = [{"type": "text", "text": header}, {"type": "text", "text": rules}]
+    header = "x-anthropic-billing-header: cc_version=2.1.{0}; cch={0};"
+    for number in ("1a", "2b"):
+        system = [{"type": "text", "text": text} for text in (header.format(number), rules)]
         used = ask(client, f"Hello {number}", system=system, max_tokens=2).usage
     assert used.cache_read_input_tokens > 100 and used.input_tokens < 60
-    as_line = ask(client, "Hello 4d", system=f"{header}\n{rules}", max_tokens=2).usage
-    assert as_line.cache_read_input_tokens >= used.cache_read_input_tokens
+    as_one = f"{header.format('4d')}\n{rules}"
+    used = ask(client, "Hello 4d", system=as_one, max_tokens=2).usage
+    assert used.cache_read_input_tokens > 100
     with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="any") as other:
-        for content in (f"{header}\n{rules}", [{"type": "text", "text": f"{header}\n{rules}"}]):
-            messages = [
-                {"role": "system", "content": content},
-                {"role": "user", "content": "Hello"},
-            ]
+        for content in (as_one, [{"type": "text", "text": as_one}]):
+            messages = [{"role": "system", "content": content}, *HELLO]
             used = other.chat.completions.create(model="m", messages=messages, max_tokens=2).usage
             assert used.prompt_tokens_details.cached_tokens > 100
         given = {"model": "m", "input": "Hello", "max_output_tokens": 2}
-        used = other.responses.create(instructions=f"{header}\n{rules}", **given).usage
+        used = other.responses.create(instructions=as_one, **given).usage
         assert used.input_tokens_details.cached_tokens > 100
     with serving(volatile_headers=()) as keeping:
-        kept = connect(keeping).messages.count_tokens
-        n, n_plain = (
-            kept(model="m", system=system, messages=HELLO).input_tokens
-            for system in (f"{header}\n{rules}", rules)
-        )
-    assert n > n_plain + 20
+        kept, plain = (n_prompt(keeping, system=system) for system in (as_one, rules))
+    assert kept > plain + 20
 
 
-def test_thoughts_and_tools(obeying):
-    said = f"SAY: <think>It is shut.</think>\n\nI open it.\n{CALL}"
+def n_prompt(served, **body):
+    """Tokens of what the template makes of a body."""
+    body = {"messages": [{"role": "user", "content": "hi"}]} | body
+    return connect(served).messages.count_tokens(model="m", **body).input_tokens
+
+
+def test_reasoning_and_tools(obeying):
+    said = f"SAY: <think>It is shut.</think>\n\nI open it.\n{CALL}\n{CALL}"
     for message in (
         ask(obeying, said, tools=[TOOL]),
         streamed(obeying, said, tools=[TOOL], tool_choice={"type": "auto"}),
     ):
-        thought, text, call = message.content
+        thought, text, *calls = message.content
         assert (thought.type, thought.thinking) == ("thinking", "It is shut.")
         assert (text.type, text.text) == ("text", "\n\nI open it.\n")
-        assert (call.type, call.name, call.input) == ("tool_use", "open", {"door": "green"})
-        assert message.stop_reason == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "SAY: It is open."}
-    messages = [
-        {"role": "user", "content": said},
-        {"role": "assistant", "content": message.content},
-        {"role": "user", "content": [result]},
-    ]
-    first = ask(obeying, messages, tools=[TOOL])
-    assert text_of(first) == "It is open." and first.stop_reason == "end_turn"
-    result["content"] = [{"type": "text", "text": text} for text in ("SAY: It is", "open.")]
-    assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
-
-
-def streamed(client, content, **options):
-    given = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": content}]}
-    with client.messages.stream(**given | options) as stream:
-        return stream.get_final_message()
-
-
-def test_two_calls_are_two_blocks(obeying):
-    for message in (
-        ask(obeying, f"SAY: {CALL}\n{CALL}", tools=[TOOL]),
-        streamed(obeying, f"SAY: {CALL}\n{CALL}", tools=[TOOL]),
+        assert [(c.type, c.name, c.input) for c in calls] == [
+            ("tool_use", "open", {"door": "green"})
+        ] * 2
+        assert calls[0].id != calls[1].id and message.stop_reason == "tool_use"
+    for content in (
+        "SAY: It is\n\nopen.",
+        [{"type": "text", "text": t} for t in ("SAY: It is", "open.")],
     ):
-        assert [block.input for block in message.content] == [{"door": "green"}] * 2
-        assert len({block.id for block in message.content}) == 2
+        results = [{"type": "tool_result", "tool_use_id": call.id} for call in calls]
+        results[1]["content"] = content
+        messages = [
+            {"role": "user", "content": said},
+            {"role": "assistant", "content": message.content},
+            {"role": "user", "content": results},
+        ]
+        assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
 
 
-def n_prompt(agent, **body):
-    """Tokens of what the template makes of a body."""
-    body = {"messages": [{"role": "user", "content": "hi"}]} | body
-    return connect(agent).messages.count_tokens(model="m", **body).input_tokens
-
-
-def test_tools_and_thoughts_reach_the_template(agent):
+def test_tools_and_reasoning_reach_the_template(agent):
     encode = agent.engine.loaded.tokenizer.encode
-
-    def n_tokens(text):
-        return len(encode(text, add_special_tokens=False))
-
     n_plain = n_prompt(agent)
-    n_of = {
-        "tools": n_prompt(
-            agent, tools=[TOOL, {"type": "web_search_20250305", "name": "web_search"}]
-        ),
-        "none": n_prompt(agent, tools=[TOOL], tool_choice={"type": "none"}),
-        "unthinking": n_prompt(agent, thinking={"type": "disabled"}),
-    }
-    assert n_of["none"] == n_plain
-    assert n_of["tools"] == n_plain + n_tokens("[open] ")
-    assert n_of["unthinking"] == n_plain + n_tokens("<think></think>")
+    search = {"type": "web_search_20250305", "name": "web_search"}  # which runs at Anthropic
+    for text, body in {
+        "[open] ": {"tools": [TOOL, search]},
+        "": {"tools": [TOOL], "tool_choice": {"type": "none"}},
+        "<think></think>": {"thinking": {"type": "disabled"}},
+    }.items():
+        assert n_prompt(agent, **body) == n_plain + len(encode(text, add_special_tokens=False))
 
 
 def test_system_messages_in_the_middle_keep_their_place(agent):
@@ -226,92 +197,64 @@ def test_system_messages_in_the_middle_keep_their_place(agent):
         {"role": "user", "content": "hi"},
         {"role": "system", "content": "There are two helpers."},
     ]
-    asked = {"messages": messages, "system": "Be brief."}
-    twice = [{"role": "user", "content": "hi\n\nThere are two helpers."}]
-    assert n_prompt(agent, **asked) == n_prompt(agent, messages=twice, system="Be brief.")
+    as_one = [{"role": "user", "content": "hi\n\nThere are two helpers."}]
+    n, n_as_one = (n_prompt(agent, messages=m, system="Be brief.") for m in (messages, as_one))
+    assert n == n_as_one
+
+
+def user(content):
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-BAD = {
-    "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "type must be text"),
-    "a role": (
+BAD = [
+    (user([IMAGE]), "type must be text"),
+    (
         {"messages": [{"role": "wizard", "content": "hi"}]},
-        "messages.0 can't be read: its role must be user",
+        "messages.0 can't be read: its role must be",
     ),
-    "nothing said": ({"messages": [{"role": "user", "content": []}]}, "content must not be empty"),
-    "no messages": ({"messages": []}, "messages must not be empty"),
-    "a prefill": ({"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "none can be"),
-    "a text that is none": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
-        "messages.0.content.0.text should be a valid string",
-    ),
-    "max_tokens": ({"max_tokens": 0}, "max_tokens should be greater"),
-    "temperature": ({"temperature": 1.5}, "temperature should be less"),
-    "top_k": ({"top_k": 10**6}, "top_k must be below"),
-    "stops": ({"stop_sequences": [1]}, "stop_sequences.0"),
-    "a forced tool": ({"tool_choice": {"type": "tool", "name": "open"}}, "no tool can be forced"),
-    "any tool": ({"tool_choice": {"type": "any"}}, "tool_choice: type must be auto or none"),
-    "no schema": ({"tools": [{"name": "open"}]}, "a name and an input_schema"),
-    "no object": ({"tools": [{"name": "open", "input_schema": {"type": "array"}}]}, "of an object"),
-    "tools for this model": ({"tools": [TOOL]}, "takes no tools"),
-    "a form": ({"extra_body": {"output_config": {"format": {"type": "x"}}}}, "can't force a form"),
-    "thinking": ({"thinking": {"type": "loud"}}, "thinking.type should be"),
-    "system": ({"system": [IMAGE]}, "system.0.type should be"),
-    "half a pair": ({"system": "\ud800"}, "not UTF-8"),
-}
+    (user([]), "content must not be empty"),
+    ({"messages": []}, "messages must not be empty"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "none can be continued"),
+    (user([{"type": "text", "text": 5}]), "messages.0.content.0.text should be a valid string"),
+    ({"max_tokens": 0}, "max_tokens should be greater"),
+    ({"top_k": 10**6}, "top_k must be below"),
+    ({"stop_sequences": [1]}, "stop_sequences.0"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: type must be auto or none: no tool can be"),
+    ({"tools": [{"name": "open"}]}, "a name and an input_schema"),
+    ({"tools": [{"name": "open", "input_schema": {"type": "array"}}]}, "schema of an object"),
+    ({"tools": [TOOL]}, "takes no tools"),  # this model's template
+    ({"output_config": {"format": {"type": "x"}}}, "can't force a form"),
+    ({"thinking": {"type": "loud"}}, "thinking.type should be"),
+    ({"system": [IMAGE]}, "system.0.type should be"),
+    ({"system": "\ud800"}, "not UTF-8"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_mistakes_are_the_clients_own_exceptions(client, name):
-    body, told = BAD[name]
-    content = json.dumps({"max_tokens": 5, "messages": HELLO, **body.get("extra_body", body)})
+@pytest.mark.parametrize(("body", "sentence"), BAD, ids=[sentence for _, sentence in BAD])
+def test_mistakes_are_the_clients_own_exceptions(client, body, sentence):
+    content = json.dumps({"max_tokens": 5, "messages": HELLO} | body).encode()
     options = {"extra_headers": {"content-type": "application/json"}}
-    with pytest.raises(anthropic.BadRequestError, match=told) as caught:
-        client.post("/v1/messages", cast_to=object, content=content.encode(), options=options)
+    with pytest.raises(anthropic.BadRequestError, match=sentence) as caught:
+        client.post("/v1/messages", cast_to=object, content=content, options=options)
     error = caught.value.body
     assert error["type"] == "error" and set(error) == {"type", "error"}
     assert error["error"]["type"] == "invalid_request_error"
-    assert text_of(ask(client, HELLO, max_tokens=4))
 
 
 def test_other_refusals(client):
     with pytest.raises(anthropic.NotFoundError, match="no GET /v1/messages/batches"):
         client.messages.batches.list()
-    options = {"Host": "evil.example"}
     with pytest.raises(anthropic.PermissionDeniedError, match="which this server is not"):
-        ask(client, HELLO, extra_headers=options)
+        ask(client, HELLO, extra_headers={"Host": "evil.example"})
     with serving(api_key="secret") as locked:
         with pytest.raises(anthropic.AuthenticationError) as caught:
             ask(connect(locked, "wrong"), HELLO)
         assert caught.value.body["error"]["type"] == "authentication_error"
-        assert ask(connect(locked, "secret"), HELLO, max_tokens=2).content
-
-
-def test_nested_inputs_are_refused_or_told(served):
-    for depth in (50, 600, 900, 940, 980, 1200):
-        deep = '{"a":' * depth + "1" + "}" * depth
-        call = f'{{"type": "tool_use", "id": "a", "name": "b", "input": {deep}}}'
-        body = f"""{{"max_tokens": 4, "messages": [{{"role": "user", "content": "The key"}},
-            {{"role": "assistant", "content": [{call}]}}, {{"role": "user", "content": "of"}}]}}"""
-        response = served.client.post("/v1/messages", content=body.encode())
-        assert response.status_code == 200 or response.json()["type"] == "error"
-        assert response.status_code < 500, (depth, response.text)
-
-
-def test_counting_ends_with_the_server():
-    with serving() as ending:
-        client = connect(ending)
+        client = connect(locked, "secret")
         assert client.messages.count_tokens(model="m", messages=HELLO).input_tokens > 2
-        ending.engine.stop_and_join()
+        locked.engine.stop_and_join()
         with pytest.raises(anthropic.InternalServerError, match="shutting down") as caught:
             client.messages.count_tokens(model="m", messages=HELLO)
         assert caught.value.body["error"]["type"] == "overloaded_error"
-        assert ending.metric("mlx_snapkv_open_requests") == 0
-
-
-def test_a_count_that_does_not_come_is_given_up(monkeypatch):
-    with serving(timeout=0.5) as slow:
-        monkeypatch.setattr(slow.engine, "_take", lambda *given: time.sleep(2))
-        with pytest.raises(anthropic.APIStatusError, match="not answered within") as caught:
-            connect(slow).messages.count_tokens(model="m", messages=HELLO)
-        assert caught.value.status_code == 408
+        assert locked.metric("mlx_snapkv_open_requests") == 0

@@ -48,11 +48,6 @@ def page(driver, url):
     assert not [message for message in told if "Content Security Policy" in message]
 
 
-@pytest.fixture(scope="module")
-def document(demo_llama):
-    return a_document(demo_llama[1], 1500, seed=11)
-
-
 @pytest.fixture
 def endless(demo_llama, tmp_path):
     """A text file that takes seconds to read."""
