@@ -17,11 +17,11 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from ..completions.body import Body, ChatBody
-from ..completions.request import chat_tokens
 from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes
 from ..chat.common_prefix import common_prefix
+from ..completions.body import Body, ChatBody
+from ..completions.request import chat_tokens
 from ..engine.report import format_bytes
 from ..saved import book
 from .api_error import log

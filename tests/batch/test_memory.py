@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 from batch_file_helpers import SNAPKV, chat, read, text, write
+from mlx_snapkv.completions.answers_file import AnswersFile
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.completions.answers_file import AnswersFile
 from mlx_snapkv.batch.memory import Memory
 from mlx_snapkv.batch.requests_file import RequestsFile
 from mlx_snapkv.batch.run import Run

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...completions.answer import Piece, Said
-from ...completions.answer import beside, head, message, usage
+from ...completions.answer import Piece, Said, beside, head, message, usage
 from ...completions.body import Body, ChatBody, CompletionBody
 from ..api_error import ApiError
 from ..exchange import respond
