@@ -21,8 +21,7 @@ from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
 from . import saved_chat
-from .common_prefix import common_prefix
-from .continuation import mlx_lm_suffix, rendered
+from .prompts import common_prefix, mlx_lm_suffix, rendered
 from .requirements import require_known, require_usable
 from .saved_chat import STATE, ChatState, first_messages
 from .turn import Before, turn

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, BinaryIO
 
-from ..chat.common_prefix import common_prefix
+from ..chat.prompts import common_prefix
 from ..errors import SnapKVError, brief
 from ..paths import path_of, refusing
 

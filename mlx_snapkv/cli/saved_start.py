@@ -11,7 +11,7 @@ from ..caches.layers import attention_layers, is_compressed, kv_bytes, layer_cac
 from ..caches.matching import n_tokens
 from ..caches.memories import book_memory
 from ..caches.quantizable import require_quantizable
-from ..chat.continuation import mlx_lm_suffix
+from ..chat.prompts import mlx_lm_suffix
 from ..demo import MODELS
 from ..engine.compress import compress_prompt_cache
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..chat.common_prefix import common_prefix
+from ..chat.prompts import common_prefix
 
 Place = dict[str, Any]  # a document's `task`, `length` (a number, or None) and `document`, and more
 

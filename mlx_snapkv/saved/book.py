@@ -1,8 +1,8 @@
 """The entries of a book, in a folder beside the saved prompt that they belong to.
 
-The prompt's file holds what is resident, and names the folder. There, for each layer, one file has the keys and one the
-values of all tokens, as a `Layout` lays them out. The prompt's file also has a checksum of every piece of these, and
-is itself sealed, so that opening a book reads none of them.
+The prompt's file holds the resident entries and names the folder, in which each layer has a file of keys and one of
+values, in a `Layout`. A checksum of every piece of these is in the prompt's file, which is itself sealed, so that
+opening a book reads none of them.
 """
 
 import base64
@@ -23,7 +23,7 @@ from ..caches.file_store import FileStore, Layout, SavedFile
 from ..caches.layers import members
 from ..entries.quantization import Quantization, Stored, pack
 from ..errors import SnapKVError
-from . import checksum, header
+from . import sealed
 
 KEY = "book"
 Progress = Callable[[int, int], None]  # called with the bytes written and their total
@@ -43,9 +43,9 @@ def archives(prompt_cache: list) -> list[ArchivedKVCache]:
 def written(
     target: Path, prompt_cache: list, progress: Progress | None
 ) -> Iterator[dict[str, str]]:
-    """A book's entries in a new folder beside `target`, and the metadata that is to stand there.
+    """Writes a book's entries to a new folder beside `target`, and gives the metadata for `target`.
 
-    When the block is left, the folder goes that `target` does not name: the new one, or that of before.
+    After the block, the folder that `target` does not name is removed: the new one, or the old one.
     """
     folders = [named_folder(target)]
     caches = archives(prompt_cache)
@@ -70,7 +70,7 @@ def named_folder(target: Path) -> Path | None:
     if not target.exists():
         return None
     try:
-        name = json.loads(header.read(target)[KEY])["folder"]
+        name = json.loads(sealed.metadata(target)[KEY])["folder"]
     except (SnapKVError, ValueError, LookupError, TypeError):
         return None
     own = re.fullmatch(re.escape(target.stem) + r"-[0-9a-f]{12}\.entries", str(name))
@@ -92,7 +92,7 @@ def remove(target: Path) -> None:
 
 
 def remove_unfinished(folder: Path, before: float) -> None:
-    """Remove what savings of saved prompts that were killed have left in a folder, and nobody has written to since."""
+    """Remove what killed processes left of saved prompts in a folder, if nobody has written to it since."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             if not _is_unfinished(path) or _last_written(path) >= before:
@@ -104,7 +104,7 @@ def remove_unfinished(folder: Path, before: float) -> None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    if checksum.TEMPORARY.fullmatch(path.name):
+    if sealed.TEMPORARY.fullmatch(path.name):
         return path.is_file()
     own = _FOLDER.fullmatch(path.name)
     if own is None or not path.is_dir():
@@ -118,13 +118,10 @@ def _last_written(path: Path) -> float:
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
-    """Give the caches of a book's file the entries beside it.
-
-    Args:
-        text: what stands there for KEY.
+    """Give the caches of a book's file the entries beside it; `text` is the metadata for KEY.
 
     Raises:
-        SnapKVError: some are not there, or not of the size that they should have.
+        SnapKVError: a file is missing, or has another size than it should.
     """
     book = json.loads(text)
     bits, n, piece = book["bits"], book["entries"], book["piece"]
@@ -153,7 +150,7 @@ def _write(folder: Path, caches: Sequence[ArchivedKVCache], progress: Progress) 
         step = max(1, _AT_A_TIME // of_token)
         with contextlib.ExitStack() as opened:
             files = [
-                _Summed(opened.enter_context((folder / _name(number, kind)).open("xb")))
+                _PiecewiseWriter(opened.enter_context((folder / _name(number, kind)).open("xb")))
                 for kind in _KINDS
             ]
             for start in range(0, n, step):
@@ -164,17 +161,16 @@ def _write(folder: Path, caches: Sequence[ArchivedKVCache], progress: Progress) 
                 done += of_token * len(entries)
                 progress(done, total)
             for file in files:
-                checksums += file.finished()
-    return json.dumps(
-        {
-            "folder": folder.name,
-            "entries": n,
-            "bits": None if quantization is None else quantization.bits,
-            "group_size": None if quantization is None else quantization.group_size,
-            "piece": PIECE,
-            "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
-        }
-    )
+                checksums += file.finish()
+    about = {
+        "folder": folder.name,
+        "entries": n,
+        "bits": getattr(quantization, "bits", None),
+        "group_size": getattr(quantization, "group_size", None),
+        "piece": PIECE,
+        "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
+    }
+    return json.dumps(about)
 
 
 def _layouts(cache: ArchivedKVCache, quantization: Quantization | None) -> list[Layout]:
@@ -183,34 +179,26 @@ def _layouts(cache: ArchivedKVCache, quantization: Quantization | None) -> list[
     return [Layout.of(x) for x in stored]
 
 
-class _Summed:
-    """A file that counts the checksum of every piece as it is written."""
+class _PiecewiseWriter:
+    """Computes the checksum of every piece of a file as it is written."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
         self._checksums: list[int] = []
-        self._crc = self._n = 0  # of the piece under way
+        self._rest = bytearray()  # of the piece under way
 
     def write(self, data: memoryview) -> None:
         self._file.write(data)
-        while len(data):
-            part, data = data[: PIECE - self._n], data[PIECE - self._n :]
-            self._crc = zlib.crc32(part, self._crc)
-            self._n += len(part)
-            if self._n == PIECE:
-                self._next()
+        self._rest += data
+        n = len(self._rest) // PIECE * PIECE
+        self._checksums += [zlib.crc32(self._rest[i : i + PIECE]) for i in range(0, n, PIECE)]
+        del self._rest[:n]
 
-    def finished(self) -> list[int]:
-        """The checksums, once all of the file has reached the disk."""
-        if self._n:
-            self._next()
+    def finish(self) -> list[int]:
+        """The checksums, once the whole file has reached the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._checksums
-
-    def _next(self) -> None:
-        self._checksums.append(self._crc)
-        self._crc = self._n = 0
+        return self._checksums + ([zlib.crc32(self._rest)] if self._rest else [])
 
 
 def _name(number: int, kind: str) -> str:
@@ -218,7 +206,7 @@ def _name(number: int, kind: str) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of entries, and whatever of it can be removed."""
+    """Remove a folder of entries, or as much of it as possible."""
     with contextlib.suppress(OSError):
         for file in _entry_files(folder):
             file.unlink(missing_ok=True)

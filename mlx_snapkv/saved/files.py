@@ -5,6 +5,7 @@ The format is mlx-lm's own, which its `load_prompt_cache` reads too, with more m
 """
 
 import base64
+import hashlib
 import json
 import os
 import zlib
@@ -16,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from .._version import __version__
@@ -25,12 +27,10 @@ from ..errors import SnapKVError
 from ..paths import path_of, reason, require_place
 from ..policies import Policy, Stages
 from ..several.shard import require_whole
-from . import book
-from . import checksum as saved_checksum
-from . import header as saved_header
-from .fingerprint import fingerprint
+from . import book, sealed
 
 FORMAT = 3
+SAMPLES = 64  # values of each parameter in the fingerprint
 _MARK = "mlx_snapkv_format"
 
 
@@ -39,10 +39,10 @@ class SavedPrompt:
     """A prompt read from a file.
 
     Attributes:
-        prompt_cache: to be continued by mlx-lm's or our own `generate_step`.
-        tokens: the prompt's token ids; None if mlx-lm saved the file, which does not keep them.
+        prompt_cache: for mlx-lm's or our own `generate_step` to continue.
+        tokens: the prompt's token ids; None if mlx-lm saved the file, without them.
         policy: what compressed it, as its command-line string, or NO_POLICY.
-        notes: what its maker wanted to be kept; mlx-lm's metadata if mlx-lm saved the file.
+        notes: those given to `save`, or mlx-lm's metadata.
     """
 
     prompt_cache: list
@@ -60,18 +60,18 @@ def save(
     notes: dict[str, Any] | None = None,
     progress: book.Progress | None = None,
 ) -> None:
-    """Write a prompt cache to a file, which is there as a whole or not at all.
+    """Write a prompt cache to a file, as a whole or not at all.
 
-    The entries of a book, which its caches keep in a store, are written to a folder beside the file, which goes when
-    the file is replaced. Both may be moved to another place together.
+    The entries of a book are written to a folder beside the file, and removed when the file is replaced. Both may be
+    moved together.
 
     Args:
         path: of a `.safetensors` file; one that an earlier `save` wrote is replaced, any other file is an error.
-        model: the mlx-lm model that filled the cache; the file will be good for no other.
+        model: the mlx-lm model that filled the cache; only it can use the file.
         tokens: the ids of all tokens that were fed.
         policy: what compressed the cache.
-        notes: anything JSON can hold, to be given back by `load`.
-        progress: called with the bytes of a book's entries that are written, and all there are.
+        notes: anything JSON can hold, for `load` to give back.
+        progress: called with the bytes of a book's entries that are written, and their total.
 
     Raises:
         SnapKVError: the file can't be written, or the cache does not hold these tokens.
@@ -88,7 +88,7 @@ def save(
         "policy": str(policy),
         "tokens": _pack(ids.tobytes()),
         "notes": _pack(json.dumps(notes or {}).encode()),
-        saved_checksum.KEY: saved_checksum.UNKNOWN,
+        sealed.KEY: sealed.UNKNOWN,
     }
     _write(path, prompt_cache, metadata, progress)
 
@@ -96,11 +96,11 @@ def save(
 def load(path: str | Path, model) -> SavedPrompt:
     """Read a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
 
-    Of a book only what is resident is read. All other entries stay in their files, and are read and checked as they are
-    asked for; several processes may ask the same ones at once.
+    Of a book only the resident entries are read. The others are read and checked when they are used; several processes
+    may use the same files at once.
 
     Raises:
-        SnapKVError: there is no such file, it is damaged or of a newer format, or it is another model's.
+        SnapKVError: the file does not exist, is damaged or of a newer format, or another model's.
     """
     require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
@@ -125,12 +125,12 @@ def load(path: str | Path, model) -> SavedPrompt:
 
 
 def _is_marked(found: dict[str, str]) -> bool:
-    return not {_MARK, saved_checksum.KEY}.isdisjoint(found)
+    return not {_MARK, sealed.KEY}.isdisjoint(found)
 
 
 def _read(path: Path) -> tuple[dict[str, str], list]:
-    """A file's metadata and caches; SnapKVError if it is damaged or of another format."""
-    found = saved_header.read(path)
+    """A file's metadata and caches. Raises: SnapKVError: it is damaged or of another format."""
+    found = sealed.metadata(path)
     ours = _is_marked(found)
     if ours:
         _require_format(path, found)
@@ -152,7 +152,7 @@ def _open_book(path: Path, prompt_cache: list, text: str | None) -> None:
 
 
 def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
-    """The notes and tokens that a file's header tells; SnapKVError if it is not one that `save` wrote."""
+    """The notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write it."""
     try:
         tokens = np.frombuffer(_unpack(found["tokens"]), np.uint32).tolist()
         return json.loads(_unpack(found["notes"])), tokens
@@ -167,29 +167,26 @@ def require_writable(path: str | Path) -> Path:
         SnapKVError: it can't, or the name does not end in `.safetensors`, or another kind of file is there.
     """
     path = _safetensors(path)
-    if require_place(path) and not _is_ours(path):
-        raise SnapKVError(
-            f"{path} is there already, and mlx-snapkv did not save it: give another name"
-        )
+    if require_place(path):
+        try:
+            is_ours = _MARK in sealed.metadata(path)
+        except SnapKVError:
+            is_ours = False
+        if not is_ours:
+            raise SnapKVError(
+                f"{path} is there already, and mlx-snapkv did not save it: give another name"
+            )
     return path
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return _MARK in saved_header.read(path)
-    except SnapKVError:
-        return False
 
 
 def _write(
     path: Path, prompt_cache: list, metadata: dict[str, str], progress: book.Progress | None
 ) -> None:
-    """Write beside the file, and put the whole in its place; SnapKVError if the file can't be written."""
     target = Path(os.path.realpath(path))
     try:
         with (
             book.written(target, prompt_cache, progress) as more,
-            saved_checksum.sealed(target) as writer,
+            sealed.sealed(target) as writer,
         ):
             save_prompt_cache(writer, prompt_cache, metadata | more)
     except (OSError, RuntimeError) as error:
@@ -206,13 +203,13 @@ def _safetensors(path: str | Path) -> Path:
 
 
 def _require_format(path: Path, found: dict[str, str]) -> None:
-    """Raises: SnapKVError: the file is not as this version wrote it."""
+    """Raises: SnapKVError: the file is of a newer format, or damaged."""
     number = found.get(_MARK, "")
     if number.isdecimal() and int(number) > FORMAT:
         raise SnapKVError(
             f"{path} has format {number}, this version reads up to {FORMAT}: upgrade mlx-snapkv"
         )
-    if not saved_checksum.is_whole(path):
+    if not sealed.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
 
 
@@ -222,3 +219,26 @@ def _pack(data: bytes) -> str:
 
 def _unpack(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
+
+
+def fingerprint(model) -> str:
+    """A hash of a loaded model: its class, configuration, and every parameter's name, shape, dtype and some values.
+
+    At most `SAMPLES` values of each parameter are read, evenly spaced, which is as quick for a large model. Training
+    changes them all; an edit of single weights between them goes unseen.
+    """
+    parameters = sorted(dict(tree_flatten(model.parameters())).items())
+    samples = [_sample(values) for _, values in parameters]
+    mx.eval(samples)
+    digest = hashlib.sha256(f"{type(model)} {getattr(model, 'args', None)!r}".encode())
+    for (name, values), sample in zip(parameters, samples):
+        digest.update(f"{name} {values.shape} {values.dtype}".encode())
+        digest.update(np.asarray(sample).tobytes())
+    return digest.hexdigest()
+
+
+def _sample(values: mx.array) -> mx.array:
+    """Bytes of some values, uint8."""
+    n = min(SAMPLES, values.size)
+    places = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
+    return values.reshape(-1)[mx.array(places, mx.int64)].view(mx.uint8)

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 
 from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes
-from ..chat.common_prefix import common_prefix
+from ..chat.prompts import common_prefix
 from ..completions.body import Body, ChatBody
 from ..completions.request import chat_tokens
 from ..engine.report import format_bytes

@@ -18,9 +18,8 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 from .. import saved
 from ..caches.memories import saved_forms
 from ..errors import SnapKVError
-from ..saved import book, header
-from ..saved.files import tokens_in
-from ..saved.fingerprint import fingerprint
+from ..saved import book, sealed
+from ..saved.files import fingerprint, tokens_in
 from .api_error import log
 
 DIGITS = 32  # of a file's name
@@ -81,7 +80,7 @@ class PrefixFiles:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in paths:
             try:
-                notes, tokens = tokens_in(header.read(path))
+                notes, tokens = tokens_in(sealed.metadata(path))
             except SnapKVError as error:
                 log.warning("a prefix is not used: %s", error)
                 continue

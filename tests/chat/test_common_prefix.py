@@ -1,6 +1,6 @@
 import pytest
 
-from mlx_snapkv.chat.common_prefix import common_prefix
+from mlx_snapkv.chat.prompts import common_prefix
 
 
 @pytest.mark.parametrize(

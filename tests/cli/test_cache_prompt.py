@@ -13,7 +13,7 @@ from model_folders import demo_with
 from request_helpers import plain
 
 from mlx_snapkv import Conversation, SnapKVError
-from mlx_snapkv.chat.continuation import mlx_lm_suffix
+from mlx_snapkv.chat.prompts import mlx_lm_suffix
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.prompts import encode, opening_tokens
 from mlx_snapkv.demo import MODELS

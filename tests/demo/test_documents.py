@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from mlx_snapkv.chat.common_prefix import common_prefix
+from mlx_snapkv.chat.prompts import common_prefix
 from mlx_snapkv.demo.documents import ATTRIBUTES, Fact, make_document, make_facts
 from mlx_snapkv.demo.questions import (
     contains,

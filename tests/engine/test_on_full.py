@@ -17,7 +17,7 @@ from mlx_snapkv import (
     prefill,
     unpatch_snapkv,
 )
-from mlx_snapkv.chat.common_prefix import common_prefix
+from mlx_snapkv.chat.prompts import common_prefix
 from mlx_snapkv.demo.documents import fact_sentence, filler_sentence, make_facts
 from mlx_snapkv.demo.questions import is_right, make_haystack, token_counter
 

@@ -13,7 +13,7 @@ from saved_helpers import KEYDIFF, read, saved_file
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, saved
-from mlx_snapkv.saved import checksum
+from mlx_snapkv.saved import sealed
 
 HEAD = b'{"__metadata__":{"0.checksum":"00000000","0.notes":"x"}}'
 CONTENT = len(HEAD).to_bytes(8, "little") + HEAD + bytes(range(256)) * 20_000
@@ -28,7 +28,7 @@ class WriteOnly(io.BytesIO):
 def written(content, sizes):
     """A sealed file's bytes, written in pieces of these sizes and the rest at once."""
     file = WriteOnly()
-    writer = checksum.SealedWriter(file)
+    writer = sealed.SealedWriter(file)
     start = 0
     for size in sizes:
         assert writer.write(memoryview(content)[start : start + size]) == size
@@ -45,7 +45,7 @@ def test_it_is_that_of_all_bytes_but_its_digits(tmp_path, sizes):
     assert data == CONTENT[:PLACE] + b"%08x" % right + CONTENT[PLACE + 8 :]
     path = tmp_path / "whole"
     path.write_bytes(data)
-    assert checksum.is_whole(path)
+    assert sealed.is_whole(path)
 
 
 @pytest.mark.parametrize("content", [b"123", (2).to_bytes(8, "little") + b"{}", b"\xff" * 99])
@@ -53,13 +53,13 @@ def test_a_file_without_a_place_for_it_is_not_whole(tmp_path, content):
     with pytest.raises(ValueError):
         written(content, ())
     (tmp_path / "other").write_bytes(content)
-    assert not checksum.is_whole(tmp_path / "other")
-    assert not checksum.is_whole(tmp_path / "none")
+    assert not sealed.is_whole(tmp_path / "other")
+    assert not sealed.is_whole(tmp_path / "none")
 
 
 def test_writing_out_of_order_is_refused():
     with pytest.raises(io.UnsupportedOperation):
-        checksum.SealedWriter(io.BytesIO()).seek(0)
+        sealed.SealedWriter(io.BytesIO()).seek(0)
 
 
 OPENED: list[tuple] | None = None  # files, while a test looks
@@ -79,7 +79,7 @@ def test_a_save_opens_its_file_once_to_write_it(path, tokens, monkeypatch):
     here = [mode[0] for name, mode, _ in OPENED if str(name).startswith(str(path.parent))]
     monkeypatch.undo()
     assert here == ["w"]
-    assert checksum.is_whole(path)
+    assert sealed.is_whole(path)
     assert mx.array_equal(load_prompt_cache(str(path))[0].keys, cache[0].keys)
 
 
@@ -97,7 +97,7 @@ def test_a_write_that_fails_midway_is_told_with_its_reason(path, tokens, share):
 
 @pytest.mark.parametrize("call", [1, 9])
 def test_a_full_disk_is_told(path, tokens, monkeypatch, call):
-    write, calls = checksum.SealedWriter.write, [0]
+    write, calls = sealed.SealedWriter.write, [0]
 
     def full(self, data):
         calls[0] += 1
@@ -105,7 +105,7 @@ def test_a_full_disk_is_told(path, tokens, monkeypatch, call):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, data)
 
-    monkeypatch.setattr(checksum.SealedWriter, "write", full)
+    monkeypatch.setattr(sealed.SealedWriter, "write", full)
     with pytest.raises(SnapKVError, match="can't be written: No space left on device"):
         saved_file(path, make_llama(), tokens)
     assert calls == [call] and not list(path.parent.iterdir())

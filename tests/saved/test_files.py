@@ -13,7 +13,7 @@ from saved_helpers import CONTINUE, KEYDIFF, SNAPKV, question, read, saved_file,
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import BlockKVCache, SnapKVError, saved
-from mlx_snapkv.saved.fingerprint import fingerprint
+from mlx_snapkv.saved.files import fingerprint
 
 # One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
 KINDS = [

@@ -257,4 +257,5 @@ def test_other_refusals(client):
         with pytest.raises(anthropic.InternalServerError, match="shutting down") as caught:
             client.messages.count_tokens(model="m", messages=HELLO)
         assert caught.value.body["error"]["type"] == "overloaded_error"
+        locked.client.headers["x-api-key"] = "secret"
         assert locked.metric("mlx_snapkv_open_requests") == 0
