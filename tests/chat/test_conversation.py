@@ -1,40 +1,47 @@
-"""Several turns: what the cache has read, what it keeps, and what is still known of the document."""
+"""Several turns: what the cache has read, what it keeps and where, and what is still known of the document."""
 
 import copy
+import os
 import random
 
 import mlx.core as mx
 import pytest
-from chat_helpers import RECALLS, SMALL, all_right, ask
-from mlx_lm.models.cache import make_prompt_cache
+from chat_helpers import RECALLS, SMALL, all_right, ask, begun, is_answered
+from mlx_lm.models.cache import QuantizedKVCache
+from model_configs import make_model
+from request_helpers import is_quantised
 
-from mlx_snapkv import SnapKVCache, SnapKVError
+from mlx_snapkv import BlockKVCache, Conversation, SnapKVCache, SnapKVError
 from mlx_snapkv.caches import layers
-from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.chat.conversation import Conversation
+from mlx_snapkv.caches.adapter import layer_cache
+from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members
+from mlx_snapkv.caches.memories import make_caches, saved_forms
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.engine.recalling import RecallingRequest
-from mlx_snapkv.engine.request import Request, held_tokens
+from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.errors import UnsupportedModelError
-from mlx_snapkv.policies import resolve_policy
+
+KEYDIFF = "keydiff:budget=64,block=32"
+BITS = {"kv_bits": 8, "kv_group_size": 32}
 
 
 @pytest.fixture(scope="module")
 def haystack(demo_llama):
-    _, tokenizer = demo_llama
-    return make_haystack(tokenizer, random.Random(3), 4, 900)
+    return make_haystack(demo_llama[1], random.Random(3), 4, 900)
 
 
-def logits_of(model, tokens):
-    return model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]
+def open_files():
+    return len(os.listdir("/dev/fd"))
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("memory", ["drop", "recall"])
 def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack, memory):
     model, tokenizer = demo_model
-    conversation = Conversation(model, tokenizer, memory=memory, max_tokens=16)
     document, facts = haystack
-    conversation.attach(document)
+    conversation = begun(demo_model, haystack, memory=memory)
     assert all(all_right(conversation, facts[:2]))
     messages = conversation.messages
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
@@ -50,168 +57,200 @@ def test_a_model_that_can_not_be_compressed_can_be_talked_to(demo_llama, haystac
         raise UnsupportedModelError("not this one")
 
     monkeypatch.setattr(layers, "attentions", refuse)
-    document, facts = haystack
-    conversation = Conversation(*demo_llama, max_tokens=16)
-    conversation.attach(document)
-    assert all(all_right(conversation, facts[:2]))
+    assert is_answered(begun(demo_llama, haystack), haystack[1][0])
     with pytest.raises(UnsupportedModelError):
         Conversation(*demo_llama, policy=SMALL)
 
 
-def test_recall_answers_every_question_of_a_document_and_drop_does_not(demo_model, haystack):
-    model, tokenizer = demo_model
-    document, facts = haystack
-    right = {}
-    for memory in (*RECALLS, "drop"):
-        conversation = Conversation(model, tokenizer, policy=SMALL, memory=memory, max_tokens=16)
-        conversation.attach(document)
-        right[memory] = all_right(conversation, facts)
-        kept = [n for n in conversation.report.entries_kept if n is not None]
-        assert set(kept) == {64} and conversation.report.reason is None
-    assert all(right[memory] == [True] * 4 for memory in RECALLS)
-    assert right["drop"][0] and sum(right["drop"]) < 4
+def test_memories_answer_every_question_of_a_document_and_hold_what_they_say(demo_model, haystack):
+    _, facts = haystack
+    held, in_files, n_open, before = {}, {}, {}, open_files()
+    for memory in RECALLS:
+        conversation = begun(demo_model, haystack, policy=SMALL, memory=memory)
+        assert all(all_right(conversation, facts))
+        assert {n for n in conversation.report.entries_kept if n is not None} == {64}
+        held[memory] = kv_bytes(conversation.prompt_cache)
+        in_files[memory] = file_bytes(conversation.prompt_cache)
+        n_open[memory] = open_files() - before
+        conversation.reset()
+        assert open_files() == before
+    n_layers = len(attention_layers(demo_model[0], conversation.prompt_cache))
+    full = held["recall"]
+    assert in_files == dict.fromkeys(RECALLS[:3], 0) | {"recall:file": full}
+    assert n_open == dict.fromkeys(RECALLS[:3], 0) | {"recall:file": 2 * n_layers}
+    # Of float32: 8 or 4 bits a value, and a scale and a bias for each 64, or for each 32.
+    assert held["recall:file"] == 0
+    assert full * 0.27 < held["recall:8bit"] < full * 0.32
+    assert full * 0.15 < held["recall:4bit"] < full * 0.20
 
 
-def test_recall_keeps_all_rows_and_its_own_answers(demo_llama, haystack):
-    model, tokenizer = demo_llama
-    document, facts = haystack
-    conversation = Conversation(model, tokenizer, policy=SMALL, memory="recall", max_tokens=16)
-    conversation.attach(document)
-    all_right(conversation, facts[:2])
-    cache = conversation.prompt_cache
-    assert not any(isinstance(c, SnapKVCache) for c in cache)
-    exact = make_prompt_cache(model)
-    model(mx.array([conversation.read]), cache=exact)
-    for mine, plain in zip(cache, exact, strict=True):
-        assert mx.allclose(mine.keys_and_values()[0], plain.keys_and_values()[0], atol=1e-4)
-
-
-def test_drop_holds_no_more_than_the_budget_after_every_turn(demo_model, haystack):
-    model, tokenizer = demo_model
-    document, facts = haystack
-    conversation = Conversation(model, tokenizer, policy=SMALL, max_tokens=16)
-    conversation.attach(document)
-    for fact in facts:
-        ask(conversation, fact.question)
+def test_drop_forgets_and_holds_no_more_than_the_budget_after_every_turn(demo_model, haystack):
+    model, right = demo_model[0], []
+    conversation = begun(demo_model, haystack, policy=SMALL)
+    for fact in haystack[1]:
+        right.append(is_answered(conversation, fact))
         caches = [c for c in conversation.prompt_cache if isinstance(c, SnapKVCache)]
         assert caches and all(c.keys.shape[2] == 64 for c in caches)
         assert held_tokens(model, conversation.prompt_cache) == len(conversation.read)
+    assert right[0] and sum(right) < 4
 
 
-def test_a_turn_votes_over_the_rows_held_and_its_own(demo_llama, haystack):
+def test_a_turn_votes_over_the_entries_held_and_its_own(demo_llama, haystack):
     """With room for everything, a compressed second turn is the plain second turn."""
-    model, tokenizer = demo_llama
-    document, facts = haystack
-    answers = []
-    for policy in (None, "snapkv:budget=95%,n_sink=4,n_window=32"):
-        conversation = Conversation(model, tokenizer, policy=policy, max_tokens=16)
-        conversation.attach(document)
-        answers.append([ask(conversation, fact.question) for fact in facts])
-    assert answers[0] == answers[1]
+    policies = None, "snapkv:budget=95%,n_sink=4,n_window=32"
+    one, other = (begun(demo_llama, haystack, 1, policy=policy) for policy in policies)
+    for fact in haystack[1][1:]:
+        assert ask(one, fact.question) == ask(other, fact.question)
 
 
 @pytest.mark.parametrize(
-    "policy, memory", [(None, "drop"), (SMALL, "recall"), ("keydiff:budget=64,block=32", "drop")]
+    ("policy", "memory"), [(None, "drop"), (SMALL, "recall"), (KEYDIFF, "drop")]
 )
 def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_read(
     demo_model, haystack, policy, memory
 ):
-    model, tokenizer = demo_model
-    document, facts = haystack
-    conversation = Conversation(model, tokenizer, policy=policy, memory=memory, max_tokens=16)
-    conversation.attach(document)
+    _, facts = haystack
+    conversation = begun(demo_model, haystack, policy=policy, memory=memory)
     answer = conversation.send(facts[0].question)
     text = next(answer).text + next(answer).text
     answer.close()
     assert conversation.messages[-1] == {"role": "assistant", "content": text}
     assert ask(conversation, facts[0].question)
-    whole = tokenizer.apply_chat_template(conversation.messages, add_generation_prompt=False)
+    whole = demo_model[1].apply_chat_template(conversation.messages, add_generation_prompt=False)
     assert len(whole) - 2 <= len(conversation.read + conversation.pending_tokens) <= len(whole) + 1
 
 
 @pytest.mark.parametrize(
-    "policy, memory, turn",
+    ("policy", "memory", "turn", "bits"),
     [
-        (None, "drop", 1),
-        (SMALL, "drop", 0),
-        (SMALL, "recall", 1),
-        (SMALL, "recall:8bit", 1),
-        ("keydiff:budget=64,block=32", "drop", 1),
-        ("keydiff:budget=64,block=32", "recall:file", 0),
-        ("keydiff:budget=64,block=32", "recall:file", 1),
+        (None, "drop", 1, BITS | {"quantized_kv_start": 0}),
+        (SMALL, "drop", 0, {}),
+        (SMALL, "drop", 1, BITS),
+        (SMALL, "recall", 1, {}),
+        (KEYDIFF, "drop", 1, {}),
+        (KEYDIFF, "recall:file", 1, {}),
     ],
 )
 def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
-    demo_model, haystack, policy, memory, turn, monkeypatch
+    demo_model, haystack, policy, memory, turn, bits, monkeypatch
 ):
-    model, tokenizer = demo_model
-    document, facts = haystack
-    ways = {"policy": policy, "memory": memory, "max_tokens": 16, "prefill_step_size": 128}
-    plain, failing = (Conversation(model, tokenizer, **ways) for _ in range(2))
-    for conversation in (plain, failing):
-        conversation.attach(document)
-        for fact in facts[:turn]:
-            ask(conversation, fact.question)
+    _, facts = haystack
+    ways = {"policy": policy, "memory": memory, "prefill_step_size": 128, **bits}
+    plain, failing = (begun(demo_model, haystack, turn, **ways) for _ in range(2))
     calls = [0]
-    original = type(model).__call__
+    original = type(demo_model[0]).__call__
 
     def fail(self, *args, **kwargs):
         calls[0] += 1
+        original(self, *args, **kwargs)
         if calls[0] == (3 if turn == 0 else 1):
             raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model), "__call__", fail)
-        before = copy.deepcopy(failing.messages)
-        with pytest.raises(KeyboardInterrupt):
-            ask(failing, facts[2].question)
+    before = copy.deepcopy(failing.messages)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(demo_model[0]), "__call__", fail)
+        ask(failing, facts[2].question)
     assert failing.messages == before
     assert ask(failing, facts[3].question) == ask(plain, facts[3].question)
 
 
-def test_a_turn_before_its_cut_touches_nothing(demo_qwen, haystack):
-    model, tokenizer = demo_qwen
-    document, facts = haystack
-    conversation = Conversation(model, tokenizer, policy=SMALL, max_tokens=16)
-    conversation.attach(document)
+def test_an_interruption_before_the_cut_keeps_what_was_answered(demo_model, haystack, monkeypatch):
+    """Three answer tokens are there by then; the turn's entries go to the file with those of the next one."""
+    _, facts = haystack
+    mine, plain = (
+        begun(demo_model, haystack, 1, policy=SMALL, memory=memory)
+        for memory in ("recall:file", "recall")
+    )
+    for conversation in (mine, plain):
+        answer = conversation.send(facts[1].question)
+        next(answer), next(answer)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(type(demo_model[0]), "__call__", interrupt)
+            list(answer)
+    assert mine.messages == plain.messages and mine.messages[-1]["role"] == "assistant"
+    assert 0 < kv_bytes(mine.prompt_cache) < kv_bytes(plain.prompt_cache)
+    assert ask(mine, facts[2].question) == ask(plain, facts[2].question)
+    assert kv_bytes(mine.prompt_cache) == 0
+
+
+@pytest.mark.parametrize("bits", [{}, BITS])
+@pytest.mark.parametrize("memory", ["drop", "recall:file"])
+def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(demo_llama, memory, bits):
+    document, facts = make_haystack(demo_llama[1], random.Random(3), 4, 700)
+    ways = {"policy": SMALL + ",min_ctx=500", "memory": memory, **bits}
+    conversation = Conversation(*demo_llama, max_tokens=12, **ways)
     ask(conversation, facts[0].question)
-    before = [
-        [mx.array(x) for x in c.state if isinstance(x, mx.array)] for c in conversation.prompt_cache
-    ]
-    turn = Request(model, resolve_policy(policy=SMALL), 5, conversation.prompt_cache)
-    model(mx.array([[5, 6, 7, 8, 9]]), cache=turn.caches)
-    mx.eval([c.state for c in turn.caches])
-    for c, arrays in zip(conversation.prompt_cache, before, strict=True):
-        now = [x for x in c.state if isinstance(x, mx.array)]
-        assert all(mx.array_equal(a, b) for a, b in zip(now, arrays, strict=True))
+    assert "below min_ctx" in conversation.report.reason
+    assert kv_bytes(conversation.prompt_cache) > 0 == file_bytes(conversation.prompt_cache)
+    assert not any(map(is_quantised, conversation.prompt_cache))
+    conversation.attach(document)
+    assert is_answered(conversation, facts[1]) and conversation.report.compressed
+    assert any(map(is_quantised, conversation.prompt_cache)) == (memory == "drop" and bool(bits))
 
 
-def test_reset_forgets_everything_but_the_system_prompt(demo_llama):
-    model, tokenizer = demo_llama
-    conversation = Conversation(model, tokenizer, system="Be brief.", max_tokens=4)
-    ask(conversation, "What is the access code of the amber falcon?")
-    conversation.reset()
-    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    assert conversation.read == [] and all(c.empty() for c in conversation.prompt_cache)
+def bits_of(caches):
+    """The bits of the entries of our own caches, None for plain ones."""
+    return {getattr(c, "bits", None) for c in caches if isinstance(c, (SnapKVCache, BlockKVCache))}
 
 
 @pytest.mark.parametrize(
-    "options, words",
+    "policy", [SMALL, f"{SMALL.replace('keydiff', 'grow')}", KEYDIFF, f"{KEYDIFF} then {SMALL}"]
+)
+def test_dropping_turns_hold_quantised_entries_and_quantise_none_twice(
+    demo_model, haystack, policy
+):
+    conversation = begun(demo_model, haystack, 1, policy=policy, **BITS)
+    before = packed_keys(conversation)
+    ask(conversation, haystack[1][1].question)
+    after = packed_keys(conversation)
+    both = before.keys() & after.keys()
+    assert both and all(before[position] == after[position] for position in both)
+    assert bits_of(conversation.prompt_cache) == {8}
+
+
+def packed_keys(conversation):
+    """By position, the packed keys of a head's entries."""
+    model, caches = conversation.model, conversation.prompt_cache
+    held = layer_cache(attention_layers(model, caches)[0].cache_in(caches)).held()
+    return dict(zip(held.positions[0, 0].tolist(), held.stored_keys[0][0, 0].tolist()))
+
+
+def test_recalling_turns_are_decoded_from_quantised_entries(demo_model, haystack):
+    conversation = begun(demo_model, haystack, policy=SMALL, memory="recall", **BITS)
+    assert all(all_right(conversation, haystack[1][:2]))
+    plain = begun(demo_model, haystack, 2, policy=SMALL, memory="recall")
+    assert conversation.report.kv_bytes_after < 0.4 * plain.report.kv_bytes_after
+    assert not any(map(is_quantised, conversation.prompt_cache))
+
+
+def test_without_a_policy_mlx_lm_quantises(demo_llama, haystack):
+    conversation = begun(demo_llama, haystack, **BITS, quantized_kv_start=0)
+    assert is_answered(conversation, haystack[1][0])
+    assert all(isinstance(c, QuantizedKVCache) for c in conversation.prompt_cache)
+
+
+@pytest.mark.parametrize("memory", ["recall", "recall:file"])
+def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm(memory):
+    model = make_model("falcon_h1")  # a state and entries in every layer
+    caches = make_caches(model, memory)
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
+    forms = list(members(saved_forms(model, caches)))
+    assert {type(form).__name__ for form in forms} == {"ArraysCache", "KVCache"}
+    for form, cache in zip(forms, members(caches)):
+        if form is not cache:
+            assert mx.array_equal(form.keys[:, :, :3], cache.keys_and_values()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
     [
-        (
-            {"memory": "forget"},
-            "memory must be drop, recall, .* or recall:file:4bit, got 'forget'",
-        ),
+        ({"memory": "forget"}, "memory must be drop, recall, .* or recall:file:4bit, got 'forget'"),
         ({"policy": "keydif"}, "did you mean 'keydiff'"),
-        (
-            {"max_token": 1},
-            r"unknown option 'max_token' of a conversation \(did you mean 'max_tokens'",
-        ),
+        ({"max_token": 1}, r"unknown option 'max_token' of a conversation \(did you mean 'max_tok"),
         ({"foo": 1}, "unknown option 'foo' of a conversation; known: kv_bits, kv_group_size"),
         ({"policy": "snapkv", "max_kv_size": 9}, "max_kv_size also limits the entries"),
         ({"policy": "h2o", "memory": "recall:4bit"}, "memory=recall:4bit needs a policy that"),
-        ({"policy": "h2o", "memory": "recall"}, "memory=recall needs a policy that"),
+        ({"policy": SMALL, "kv_bits": 8, "kv_group_size": 128}, r"kv_group_size must be one of \["),
     ],
 )
 def test_a_mistake_is_one_sentence(demo_llama, options, words):
@@ -219,20 +258,13 @@ def test_a_mistake_is_one_sentence(demo_llama, options, words):
         Conversation(*demo_llama, **options)
 
 
-def test_empty_messages_and_documents_are_refused(demo_llama):
-    conversation = Conversation(*demo_llama)
+def test_reset_keeps_the_system_prompt_and_nothing_empty_is_said(demo_llama):
+    conversation = Conversation(*demo_llama, system="Be brief.", max_tokens=4)
+    ask(conversation, "What is the access code of the amber falcon?")
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+    assert conversation.read == [] and all(c.empty() for c in conversation.prompt_cache)
     with pytest.raises(SnapKVError, match="no text to attach"):
         conversation.attach(" \n")
     with pytest.raises(SnapKVError, match="the message is empty"):
         conversation.send("")
-
-
-def test_recalled_turns_need_no_second_copy_of_the_rows(demo_llama, haystack):
-    model, tokenizer = demo_llama
-    document, facts = haystack
-    conversation = Conversation(model, tokenizer, policy=SMALL, memory="recall", max_tokens=4)
-    conversation.attach(document)
-    ask(conversation, facts[0].question)
-    layer = attention_layers(model, conversation.prompt_cache)[0]
-    turn = RecallingRequest(model, resolve_policy(policy=SMALL), 3, conversation.prompt_cache)
-    assert layer.cache_in(turn.caches) is layer.cache_in(conversation.prompt_cache)

@@ -1,33 +1,39 @@
-"""A conversation that is saved and loaded goes on as if nothing had happened."""
+"""A conversation that is saved and loaded goes on as if nothing had happened; so does a text that mlx-lm has read."""
 
 import json
 import random
 import sys
+from dataclasses import replace
 
 import fork_helpers
 import mlx.core as mx
 import pytest
-from chat_helpers import SMALL, ask
+from chat_helpers import SMALL, all_right, ask, begun, is_answered
+from mlx_lm import cache_prompt, load
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
+from saved_helpers import read
+from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError, prefill, saved
+from mlx_snapkv.chat import saved_chat
+from mlx_snapkv.chat.prompts import common_prefix
+from mlx_snapkv.chat.saved_chat import ChatState, first_messages
 from mlx_snapkv.cli.loading import load_model
+from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.policies import resolve_policy
 
+BITS = {"kv_bits": 8, "kv_group_size": 32}
 WAYS = [
-    (None, "drop"),
-    (SMALL, "drop"),
-    (SMALL, "recall"),
-    (SMALL, "recall:8bit"),
-    (SMALL, "recall:4bit"),
-    (SMALL, "recall:file"),
-    (SMALL, "recall:file:8bit"),
-    (SMALL, "recall:file:4bit"),
-    (SMALL + ",min_ctx=500", "recall:4bit"),  # compressed later, or never
-    (SMALL + ",min_ctx=500", "recall:file"),
-    (SMALL + ",min_ctx=500", "recall:file:4bit"),
-    ("keydiff:budget=64,block=32", "drop"),
-    ("h2o:budget=64,block=32", "drop"),
-    ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop"),
+    (None, "drop", BITS | {"quantized_kv_start": 0}),
+    (SMALL, "drop", {}),
+    (SMALL, "drop", BITS),
+    (SMALL, "recall", {}),
+    (SMALL, "recall:8bit", {}),
+    (SMALL, "recall:file", {}),
+    (SMALL + ",min_ctx=500", "recall:file:4bit", {}),  # compressed later, or never
+    ("h2o:budget=64,block=32", "drop", {}),
+    ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop", BITS),
 ]
 
 
@@ -36,36 +42,26 @@ def haystack(demo_llama):
     return make_haystack(demo_llama[1], random.Random(5), 3, 400)
 
 
-@pytest.mark.parametrize("policy, memory", WAYS)
-def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, memory, tmp_path):
-    model, tokenizer = demo_model
-    document, facts = haystack
-    conversation = Conversation(model, tokenizer, policy=policy, memory=memory, max_tokens=12)
-    conversation.attach(document)
-    ask(conversation, facts[0].question)
-    path = tmp_path / "chat.safetensors"
+@pytest.mark.parametrize(("policy", "memory", "bits"), WAYS)
+def test_it_goes_on_as_without_the_interruption(demo_model, haystack, policy, memory, bits, path):
+    conversation = begun(demo_model, haystack, 1, policy=policy, memory=memory, **bits)
     conversation.save(path)
-    loaded = Conversation.load(path, model, tokenizer, max_tokens=12)
+    loaded = Conversation.load(path, *demo_model, max_tokens=12, **bits)
     assert (loaded.policy, loaded.memory) == (conversation.policy, memory)
     assert loaded.messages == conversation.messages
-    for fact in facts[1:]:
+    for fact in haystack[1][1:]:
         assert ask(loaded, fact.question) == ask(conversation, fact.question)
     assert loaded.messages == conversation.messages
 
 
-@pytest.mark.parametrize("memory", ["recall:8bit", "recall:file", "recall:file:8bit"])
-def test_entries_are_saved_bit_for_bit(memory, demo_llama, haystack, tmp_path):
-    """Quantised ones are not quantised once more."""
-    document, facts = haystack
-    path = tmp_path / "chat.safetensors"
-    conversation = Conversation(*demo_llama, policy=SMALL, memory=memory, max_tokens=12)
-    conversation.attach(document)
-    ask(conversation, facts[0].question)
-    conversation.save(path)
-    loaded = Conversation.load(path, *demo_llama, max_tokens=12)
-    for mine, theirs in zip(loaded.prompt_cache, conversation.prompt_cache):
-        for found, wanted in zip(mine.keys_and_values(), theirs.keys_and_values()):
-            assert mx.array_equal(found, wanted)
+@pytest.mark.parametrize("bits", [{}, BITS | {"kv_bits": 4}])
+def test_loaded_entries_get_the_bits_asked_for_with_the_next_turn(demo_llama, haystack, bits, path):
+    begun(demo_llama, haystack, 1, policy=SMALL, **BITS).save(path)
+    loaded = Conversation.load(path, *demo_llama, max_tokens=12, **bits)
+    assert {cache.bits for cache in loaded.prompt_cache} == {8}
+    ask(loaded, haystack[1][1].question)
+    found = {getattr(cache, "bits", None) for cache in loaded.prompt_cache}
+    assert found == {bits.get("kv_bits")}
 
 
 IN_ANOTHER_PROCESS = """
@@ -80,72 +76,165 @@ print(json.dumps([conversation.memory, said]))
 """
 
 
-@pytest.mark.parametrize("memory", ["recall:8bit", "recall:4bit", "recall:file"])
-@pytest.mark.parametrize("name", ["demo", "demo-qwen3-next"])
-def test_it_goes_on_in_another_process(name, memory, tmp_path):
-    model, tokenizer = load_model(name)
-    document, facts = make_haystack(tokenizer, random.Random(5), 3, 400)
-    conversation = Conversation(model, tokenizer, policy=SMALL, memory=memory, max_tokens=12)
-    conversation.attach(document)
-    ask(conversation, facts[0].question)
-    path = tmp_path / "chat.safetensors"
+def test_it_goes_on_in_another_process(path, haystack):
+    name, memory = "demo-qwen3-next", "recall:4bit"
+    conversation = begun(load_model(name), haystack, 1, policy=SMALL, memory=memory)
     conversation.save(path)
-    questions = [fact.question for fact in facts[1:]]
+    questions = [fact.question for fact in haystack[1][1:]]
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, name, str(path), *questions]
     done = fork_helpers.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [memory, [ask(conversation, q) for q in questions]]
 
 
-@pytest.mark.parametrize("memory", ["drop", "recall", "recall:4bit", "recall:file"])
-def test_a_turn_that_was_interrupted_before_its_cut_is_saved(
-    demo_llama, haystack, memory, tmp_path
-):
-    document, facts = haystack
-    conversation = Conversation(*demo_llama, policy=SMALL, memory=memory, max_tokens=12)
-    conversation.attach(document)
-    ask(conversation, facts[0].question)
-    with pytest.raises(KeyboardInterrupt):
-        ask_until_interrupted(conversation, facts[1].question)
-    conversation.save(tmp_path / "chat.safetensors")
-    loaded = Conversation.load(tmp_path / "chat.safetensors", *demo_llama, max_tokens=12)
-    assert ask(loaded, facts[2].question) == ask(conversation, facts[2].question)
+@pytest.mark.parametrize("memory", ["drop", "recall:4bit", "recall:file"])
+def test_a_turn_that_was_interrupted_before_its_cut_is_saved(demo_llama, haystack, memory, path):
+    conversation = begun(demo_llama, haystack, 1, policy=SMALL, memory=memory)
+    answer = conversation.send(haystack[1][1].question)
+    next(answer), next(answer)
+    answer.close()
+    conversation.save(path)
+    loaded = Conversation.load(path, *demo_llama, max_tokens=12)
+    for fact in haystack[1][1:]:
+        assert ask(loaded, fact.question) == ask(conversation, fact.question)
 
 
-def ask_until_interrupted(conversation, question):
-    def interrupt(tokens, logits):
-        if len(tokens) > n_tokens + 2:
-            raise KeyboardInterrupt
-        return logits
+# What a file holds, without a conversation around it.
 
-    conversation.generation["logits_processors"] = [interrupt]
-    n_tokens = len(
-        conversation._unread([*conversation.messages, {"role": "user", "content": question}])
-    )
-    try:
-        ask(conversation, question)
-    finally:
-        del conversation.generation["logits_processors"]
+SAID = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "ünï"}]
 
 
-def test_a_document_that_waits_is_saved_too(demo_llama, haystack, tmp_path):
-    document, facts = haystack
-    conversation = Conversation(*demo_llama, max_tokens=12)
-    ask(conversation, facts[0].question)
-    conversation.attach(document)
-    conversation.save(tmp_path / "chat.safetensors")
-    loaded = Conversation.load(tmp_path / "chat.safetensors", *demo_llama, max_tokens=12)
-    assert ask(loaded, facts[1].question) == ask(conversation, facts[1].question)
+def state_of(model, tokens, policy=None, **more):
+    """A conversation that has read these tokens, compressed if a policy is given."""
+    cache = read(model, tokens, policy)
+    return ChatState(cache, resolve_policy(policy=policy), read=tokens.tolist(), **more)
 
 
-def test_a_prompt_without_its_text_is_no_conversation(demo_llama, tmp_path):
-    model, tokenizer = demo_llama
-    cache, _ = prefill(model, [5, 6, 7, 8] * 20, "keydiff:budget=40")
-    saved.save(tmp_path / "prompt.safetensors", model, cache, [5, 6, 7, 8] * 20)
-    with pytest.raises(SnapKVError, match="no conversation and no text"):
-        Conversation.load(tmp_path / "prompt.safetensors", model, tokenizer)
+@pytest.mark.parametrize("policy", [None, SMALL, "keydiff:budget=64,block=32"])
+def test_a_state_comes_back_as_it_was(path, tokens, policy):
+    model = make_llama()
+    said = {"messages": first_messages("Be brief.") + SAID, "system": "Be brief."}
+    rest = {"attached": ["a text", "another"], "pending_tokens": [5, 6], "n_unknown": 3}
+    state = state_of(model, tokens, policy, **said, **rest)
+    saved_chat.save(path, model, state)
+    loaded = saved_chat.load(path, model)
+    assert replace(loaded, prompt_cache=[]) == replace(state, prompt_cache=[])
+    for one, other in zip(loaded.prompt_cache, state.prompt_cache, strict=True):
+        assert type(one) is type(other) and mx.array_equal(one.state[0], other.state[0])
 
 
-def test_nothing_said_is_nothing_to_save(demo_llama, tmp_path):
+def test_a_policy_given_is_for_a_state_without_one(path, tokens):
+    model = make_llama()
+    saved_chat.save(path, model, state_of(model, tokens, messages=SAID))
+    with pytest.raises(SnapKVError, match="memory must be"):
+        saved_chat.load(path, model, memory="some")
+    loaded = saved_chat.load(path, model, SMALL, "recall")
+    assert (loaded.policy, loaded.memory) == (resolve_policy(policy=SMALL), "recall")
+    saved_chat.save(path, model, loaded)
+    again = saved_chat.load(path, model, "keydiff:budget=9", "drop")
+    assert (again.policy, again.memory) == (loaded.policy, loaded.memory)
+
+
+def test_what_is_no_conversation_is_told(path, tokens):
+    model = make_llama()
     with pytest.raises(SnapKVError, match="nothing has been said yet"):
-        Conversation(*demo_llama).save(tmp_path / "chat.safetensors")
-    assert not list(tmp_path.iterdir())
+        saved_chat.save(path, model, ChatState([], messages=SAID))
+    assert not path.exists()
+    saved.save(path, model, read(model, tokens, None), tokens)
+    with pytest.raises(SnapKVError, match="no conversation and no text"):
+        saved_chat.load(path, model)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared"),
+    [([[1, 2, 3], [1, 2, 4], [1, 2, 3]], 2), ([[1, 2, 3], [1, 2]], 2), ([[], [2]], 0), ([[5]], 1)],
+)
+def test_prompts_share_what_comes_before_the_first_that_parts(prompts, shared):
+    assert common_prefix(prompts) == shared
+
+
+# Of mlx-lm's own cache_prompt.
+
+
+@pytest.fixture(scope="module")
+def loaded_llama():
+    """As mlx-lm loads it, in float16."""
+    return load(str(MODELS["demo"]))
+
+
+QUANTISED = ("--kv-bits", "8", "--kv-group-size", "32")
+
+
+@pytest.fixture
+def read_by_mlx_lm(path, monkeypatch, loaded_llama, haystack):
+    """read(*options): mlx-lm reads the document."""
+
+    def read(*more):
+        options = ["--model", str(MODELS["demo"]), "--prompt-cache-file", str(path)]
+        argv = ["mlx_lm.cache_prompt", *options, "--prompt", haystack[0] + "\n\n", *more]
+        monkeypatch.setattr(sys, "argv", argv)
+        cache_prompt.main()
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("memory", "bits"), [("drop", ()), ("recall", QUANTISED), ("recall:8bit", ())]
+)
+def test_every_turn_chooses_among_mlx_lms_entries(
+    loaded_llama, read_by_mlx_lm, haystack, memory, bits, path
+):
+    read_by_mlx_lm(*bits)
+    chat = Conversation.load(path, *loaded_llama, policy=SMALL, memory=memory, max_tokens=12)
+    right = all_right(chat, haystack[1][:2])
+    assert chat.report.compressed and chat.report.entries == 64
+    assert right[0] and (memory == "drop" or right[1])
+    chat.save(path)
+    loaded = Conversation.load(path, *loaded_llama, max_tokens=12)
+    assert loaded.memory == memory and loaded.n_unknown == chat.n_unknown > 300
+    assert ask(loaded, haystack[1][2].question) == ask(chat, haystack[1][2].question)
+
+
+@pytest.mark.parametrize("bits", [(), QUANTISED])
+def test_without_a_policy_it_goes_on_in_full(loaded_llama, read_by_mlx_lm, haystack, bits, path):
+    read_by_mlx_lm(*bits)
+    chat = Conversation.load(path, *loaded_llama, max_tokens=12)
+    assert chat.n_unknown == len(chat.read) > 300
+    assert all(is_answered(chat, fact) for fact in haystack[1])
+
+
+def test_a_rotating_cache_has_no_entries_to_choose_among(loaded_llama, path):
+    model, _ = loaded_llama
+    cache = [RotatingKVCache(max_size=64) for _ in model.layers]
+    model(mx.arange(100)[None], cache=cache)
+    save_prompt_cache(str(path), cache)
+    words = "RotatingKVCache has no entries that a policy can choose"
+    with pytest.raises(SnapKVError, match=words):
+        Conversation.load(path, *loaded_llama, policy=SMALL)
+    assert ask(Conversation.load(path, *loaded_llama, max_tokens=4), "What is it?")
+
+
+def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, path):
+    save_prompt_cache(str(path), prefill(loaded_llama[0], list(range(5, 205)), SMALL)[0])
+    with pytest.raises(SnapKVError, match="needs a policy to go on with"):
+        Conversation.load(path, *loaded_llama)
+    with pytest.raises(SnapKVError, match="needs memory=drop, the other entries are gone"):
+        Conversation.load(path, *loaded_llama, policy=SMALL, memory="recall")
+    assert ask(Conversation.load(path, *loaded_llama, policy=SMALL, max_tokens=4), "What?")
+
+
+def test_a_template_that_refuses_is_told(loaded_llama, path):
+    model, tokenizer = loaded_llama
+    cache = make_prompt_cache(model)
+    model(mx.arange(100)[None], cache=cache)
+    save_prompt_cache(str(path), cache)
+    chat = Conversation.load(path, model, tokenizer)
+
+    class Refusing:
+        has_chat_template = True
+
+        def apply_chat_template(self, messages, **options):
+            raise ValueError("no")
+
+    chat.tokenizer = Refusing()
+    with pytest.raises(SnapKVError, match="the chat template refused the conversation: no"):
+        chat.send("What?")

@@ -3,18 +3,17 @@
 import random
 
 import pytest
-from chat_helpers import SMALL, ask
+from chat_helpers import SMALL, ask, begun, is_answered
 
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.caches.layers import kv_bytes
-from mlx_snapkv.caches.memories import MEMORIES
-from mlx_snapkv.demo.questions import is_right, make_haystack
+from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.request import held_tokens
 
 GATED = SMALL + ",min_ctx=500"  # compressed later, or never
 WAYS = [
     (None, "drop"),
-    *((SMALL, memory) for memory in MEMORIES),
+    *((SMALL, memory) for memory in ("drop", "recall", "recall:8bit", "recall:file:4bit")),
     (GATED, "recall:4bit"),
     ("h2o:budget=64,block=32", "drop"),
     ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop"),
@@ -24,16 +23,6 @@ WAYS = [
 @pytest.fixture(scope="module")
 def haystack(demo_llama):
     return make_haystack(demo_llama[1], random.Random(5), 3, 250)
-
-
-def begun(model, haystack, n_turns, **options):
-    """A conversation about the document, after some turns."""
-    document, facts = haystack
-    conversation = Conversation(*model, max_tokens=12, **options)
-    conversation.attach(document)
-    for fact in facts[:n_turns]:
-        ask(conversation, fact.question)
-    return conversation
 
 
 @pytest.mark.parametrize("policy, memory", WAYS)
@@ -77,9 +66,7 @@ def test_earlier_turns_are_taken_back_to_what_the_messages_tell(demo_model, hays
     assert bool(conversation.read) == (memory != "drop" and not has_states)
     if conversation.read:
         assert held_tokens(demo_model[0], conversation.prompt_cache) == len(conversation.read)
-        for fact in facts[1:]:
-            answer = "".join(response.text for response in conversation.send(fact.question))
-            assert is_right(fact, answer)
+        assert all(is_answered(conversation, fact) for fact in facts[1:])
     else:
         fresh = begun(demo_model, haystack, 0, policy=SMALL, memory=memory)
         fresh.messages, fresh.attached = conversation.messages, []
@@ -88,11 +75,8 @@ def test_earlier_turns_are_taken_back_to_what_the_messages_tell(demo_model, hays
 
 
 @pytest.mark.parametrize("policy, memory", [(None, "drop"), (SMALL, "drop"), (SMALL, "recall")])
-def test_a_loaded_conversations_turns_can_be_taken_back(
-    demo_llama, haystack, policy, memory, tmp_path
-):
+def test_a_loaded_conversations_turns_can_be_taken_back(demo_llama, haystack, policy, memory, path):
     document, facts = haystack
-    path = tmp_path / "chat.safetensors"
     begun(demo_llama, haystack, 2, policy=policy, memory=memory).save(path)
     conversation = Conversation.load(path, *demo_llama, max_tokens=12)
     assert conversation.undo() == facts[1].question

@@ -48,14 +48,6 @@ def test_a_value_stands_there_once(name):
         assert values(document, question) == [question.value]
 
 
-def test_look_alikes_share_one_word():
-    _, questions = task("look-alikes")
-    subjects = [question.question.split()[-2:] for question in questions]
-    for one, (adjective, noun) in enumerate(subjects):
-        others = subjects[:one] + subjects[one + 1 :]
-        assert any(adjective == a or noun == n for a, n in others)
-
-
 def test_the_newer_value_comes_later():
     document, questions = task("overwritten")
     assert len(questions) > 5

@@ -127,16 +127,6 @@ def test_a_replaced_book_leaves_nothing_behind(path, tokens):
     assert not folders(path) and list(path.parent.iterdir()) == [path]
 
 
-def test_a_copy_of_its_file_does_not_take_the_entries_along(path, tokens):
-    model = make_llama()
-    save(path, model, tokens)
-    copy = path.with_name("copy.safetensors")
-    shutil.copy(path, copy)
-    save(copy, model, tokens)
-    assert len(folders(path)) == 2
-    asked(model, saved.load(path, model).prompt_cache)
-
-
 def test_a_book_may_be_moved_with_its_folder(path, tokens, tmp_path):
     model = make_llama()
     wanted = asked(model, save(path, model, tokens))
@@ -204,14 +194,6 @@ def test_an_interrupted_save_leaves_one_whole_book(path, tokens, old, at, monkey
         asked(model, saved.load(path, model).prompt_cache)
     else:
         is_whole()
-
-
-def test_progress_is_told_in_bytes(path, tokens):
-    model, told = make_llama(), []
-    caches = read(model, tokens)
-    saved.save(path, model, caches, tokens, BOOK, progress=lambda *now: told.append(now))
-    total = sum(file.stat().st_size for file in entry_files(path))
-    assert told[-1] == (total, total) and {whole for _, whole in told} == {total}
 
 
 def test_mlx_lm_loads_a_book_whose_caches_say_what_is_missing(path, tokens):

@@ -6,13 +6,13 @@ import sys
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import CacheList, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import save_prompt_cache
 from model_configs import make_model
 from request_helpers import assert_same, plain, steps
 from saved_helpers import CONTINUE, KEYDIFF, SNAPKV, question, read, saved_file, spec
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import BlockKVCache, SnapKVError, saved
+from mlx_snapkv import SnapKVError, saved
 from mlx_snapkv.saved.files import fingerprint
 
 # One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
@@ -61,18 +61,6 @@ def test_a_new_process_gives_the_same_answers(tmp_path, demo_llama, demo_qwen, a
         [sys.executable, "-c", CONTINUE, json.dumps(work)], capture_output=True, text=True
     )
     assert json.loads(done.stdout) == answers, done.stderr
-
-
-def test_a_block_cache_survives_mlx_lms_own_functions(path, tokens):
-    model = make_llama()
-    cache = read(model, tokens, spec("tova", "block"))
-    save_prompt_cache(str(path), [CacheList(*cache)])
-    (loaded,) = load_prompt_cache(str(path))
-    for one, other in zip(loaded.caches, cache):
-        assert isinstance(one, BlockKVCache)
-        assert (one.policy, one.quota, one.last) == (other.policy, other.quota, float("inf"))
-        assert mx.array_equal(one.queries, other.queries) and one.scale == other.scale
-        assert mx.array_equal(one.positions, other.positions)
 
 
 def test_a_loaded_cache_knows_how_its_models_heads_are_grouped(path, tokens):
@@ -143,12 +131,3 @@ def test_a_failure_leaves_the_old_file_and_no_other(path, tokens, monkeypatch):
         saved.save(path, model, cache, tokens)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == before
-
-
-def test_tokens_can_be_taken_back_from_a_loaded_cache_with_a_budget(path, tokens):
-    model = make_llama()
-    cache = saved.load(saved_file(path, model, tokens), model).prompt_cache
-    before = [c.positions.tolist() for c in cache]
-    model(tokens[None, :3], cache=cache)
-    assert [c.trim(3) for c in cache] == [3] * len(cache)
-    assert [c.positions.tolist() for c in cache] == before

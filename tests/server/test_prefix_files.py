@@ -177,7 +177,7 @@ def test_the_oldest_make_room_of_other_settings_too(model, tmp_path):
     written(PrefixFiles(tmp_path, 1, model, {"memory": "drop"}), model, ONE)
     (first,) = set(tmp_path.iterdir()) - {somebodys}
     size = first.stat().st_size
-    files = PrefixFiles(tmp_path, 3 * size, model, {"memory": "recall"})
+    files = PrefixFiles(tmp_path, 7 * size // 2, model, {"memory": "recall"})
     written(files, model, OTHER)
     assert first.exists()
     written(files, model, ONE[::-1], OTHER[::-1])
