@@ -107,11 +107,14 @@ class Page:
         """Keys that go to what has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
+    def allow_clipboard(self):
+        rights = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+        self.driver.execute_cdp_cmd("Browser.grantPermissions", rights)
+
     def paste(self, text):
         """A text from the clipboard, by the keyboard."""
         script = "navigator.clipboard.writeText(arguments[0]).then(arguments[1])"
-        rights = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
-        self.driver.execute_cdp_cmd("Browser.grantPermissions", rights)
+        self.allow_clipboard()
         self.driver.execute_async_script(script, text)
         self.press("\ue009", "v", "\ue000")  # Control
 

@@ -15,8 +15,8 @@ from mlx_lm.server import ResponseGenerator
 from ..batch.generator import CompressedBatchGenerator
 from ..caches.layers import kv_bytes
 from ..completions.answer import Answer
-from ..completions.body import Body
-from ..completions.request import Defaults, asked
+from ..completions.body import Body, ChatBody
+from ..completions.request import Defaults, asked, chat_tokens
 from ..engine.report import CompressionReport
 from ..errors import EntryFileError
 from ..planning.long_prompts import LongPrompts
@@ -93,14 +93,21 @@ class Engine(ResponseGenerator):
     # From the event loop's thread.
 
     def submit(self, channel: Channel, body: Body) -> None:
-        """Queue a request; counting falls under no limit. Raises: ApiError: too many wait, or the server stops."""
-        if self._stop or not self.is_healthy:
-            raise shutting_down()
-        if not channel.is_count:
-            self._admission.enter()
+        """Queue a request. Raises: ApiError: too many wait, or the server is shutting down."""
+        self._require_alive()
+        self._admission.enter()
         self.requests.put((channel, body))
         if self._stop:  # perhaps after the thread has looked into the queue for the last time
             channel.put(shutting_down())
+
+    def count(self, body: ChatBody) -> int:
+        """The tokens of a prompt, from any thread. Raises: ApiError: the server is shutting down."""
+        self._require_alive()
+        return len(chat_tokens(body, self.loaded.tokenizer, body.template_messages()))
+
+    def _require_alive(self) -> None:
+        if self._stop or not self.is_healthy:
+            raise shutting_down()
 
     def stop(self) -> None:
         """End all requests after the step under way."""
@@ -166,23 +173,21 @@ class Engine(ResponseGenerator):
     def _take(self, channel: Channel, body: Body, seed: int | None = None) -> None:
         """Check a request and let it wait; `seed` is for a body without one."""
         if channel.cancelled:
-            self._close(channel)
+            self._close()
             return
         wanted = asked(body, self.loaded.tokenizer, self.defaults, seed)
-        n_prompt = len(wanted.prompt)
-        if not channel.is_count:
-            need = self._admission.need(body, wanted)
-            for warning in self._long.warnings(n_prompt):
-                log.warning(warning)
-            checkpoints = self._checkpoints.places(body, wanted.prompt)
-            n_top = getattr(body, "n_top_logprobs", None)
-            self._waiting.append(EngineRequest(channel, wanted, n_top, need, checkpoints))
-        channel.put(Accepted(n_prompt))
+        need = self._admission.need(body, wanted)
+        for warning in self._long.warnings(len(wanted.prompt)):
+            log.warning(warning)
+        checkpoints = self._checkpoints.places(body, wanted.prompt)
+        n_top = getattr(body, "n_top_logprobs", None)
+        self._waiting.append(EngineRequest(channel, wanted, n_top, need, checkpoints))
+        channel.put(Accepted())
 
     def _start(self, request: EngineRequest) -> None:
         channel, wanted = request.channel, request.asked
         if self._is_cancelled(request):
-            self._close(channel)
+            self._close()
             return
         prompt = wanted.prompt
         caches, n_known = self._known(prompt)
@@ -256,7 +261,7 @@ class Engine(ResponseGenerator):
         self._checkpoints.answered(request, tokens, caches)
         del self._running[response.uid]
         channel.put(Finished(answer, report))
-        self._close(channel)
+        self._close()
 
     def _drops_damage(self, error: Exception) -> bool:
         """Whether the error is a damaged prefix, which is not used again."""
@@ -297,11 +302,12 @@ class Engine(ResponseGenerator):
         if uids:
             self.generator.remove(uids)
         for uid in uids:
-            self._close(self._running.pop(uid).channel)
+            del self._running[uid]
+            self._close()
 
     def _fail(self, channel: Channel, error: Exception) -> None:
         channel.put(as_api_error(error))
-        self._close(channel)
+        self._close()
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed: end its requests, and continue with a new batch."""
@@ -318,6 +324,6 @@ class Engine(ResponseGenerator):
         while (given := self._next_request()) is not None:
             self._fail(given[0], error)
 
-    def _close(self, channel: Channel) -> None:
-        if not channel.is_count:
-            self._admission.leave()
+    def _close(self) -> None:
+        """A request has ended."""
+        self._admission.leave()

@@ -27,30 +27,16 @@ class Exchange:
 
     Args:
         bodies: one for each answer.
-        timeout: seconds, if the server was given none; None is no limit.
     """
 
-    def __init__(self, request: Request, bodies: Sequence[Body], timeout: float | None = None):
+    def __init__(self, request: Request, bodies: Sequence[Body]):
         state = request.app.state
-        self._engine, self._request = state.engine, request
-        self._bodies = [
-            without_volatile_headers(b, state.settings.volatile_headers) for b in bodies
-        ]
-        self._timeout = state.settings.timeout or timeout
+        self._engine, self._timeout = state.engine, state.settings.timeout
+        self._request, self._bodies = request, bodies
         self._since = self._polled = time.monotonic()
         self._queue: EventQueue = asyncio.Queue()
         self._channels: list[Channel] = []
         self._early: deque[tuple[int, Event]] = deque()
-
-    async def count(self) -> int:
-        """The tokens of the first body's prompt, which is not read. Raises: ApiError."""
-        try:
-            self._submit(self._bodies[0], is_count=True)
-            while not isinstance(event := (await self._next())[1], Accepted):
-                pass
-            return event.n_prompt
-        finally:
-            self._cancel()
 
     async def begin(self) -> None:
         """Wait until all prompts are being read, or all are accepted and some must wait for their turn.
@@ -60,8 +46,10 @@ class Exchange:
         """
         n_accepted = n_started = 0
         try:
-            for body in self._bodies:
-                self._submit(body)
+            for index, body in enumerate(self._bodies):
+                channel = Channel(self._queue, index)
+                self._engine.submit(channel, body)
+                self._channels.append(channel)
             while n_started < len(self._bodies):
                 index, event = await self._next()
                 n_accepted += isinstance(event, Accepted)
@@ -88,11 +76,6 @@ class Exchange:
                 yield index, event
         finally:
             self._cancel()
-
-    def _submit(self, body: Body, is_count: bool = False) -> None:
-        channel = Channel(self._queue, len(self._channels), is_count=is_count)
-        self._engine.submit(channel, body)
-        self._channels.append(channel)
 
     def _cancel(self) -> None:
         for channel in self._channels:
@@ -130,7 +113,8 @@ async def respond(
         chats: one for each answer.
         new_formatter: makes one for a model's name.
     """
-    exchange = Exchange(request, chats)
+    names = request.app.state.settings.volatile_headers
+    exchange = Exchange(request, [without_volatile_headers(chat, names) for chat in chats])
     formatter = new_formatter(body.model or request.app.state.engine.loaded.names[0])
     await exchange.begin()
     if body.stream:

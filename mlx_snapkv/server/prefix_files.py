@@ -48,12 +48,6 @@ class PrefixFile:
     ids: np.ndarray
     whole: bool
 
-    def n_common(self, ids: np.ndarray) -> int:
-        """How many tokens both begin with."""
-        n = min(len(ids), len(self.ids))
-        differ = np.flatnonzero(ids[:n] != self.ids[:n])
-        return int(differ[0]) if differ.size else n
-
 
 class PrefixFiles:
     """Prompt caches in a folder of their own; only files of this setting are used, and the oldest make room.
@@ -93,7 +87,8 @@ class PrefixFiles:
         best: tuple[int, PrefixFile | None] = 0, None
         ids = _ids(tokens)
         for file in self._files:
-            n = file.n_common(ids)
+            both = min(len(ids), len(file.ids))
+            n = int(np.argmin(np.append(ids[:both] == file.ids[:both], False)))
             if n > best[0] and (file.whole or n == len(file.ids)):
                 best = n, file
         return best

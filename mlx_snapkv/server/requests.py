@@ -20,8 +20,6 @@ from ..engine.report import CompressionReport
 class Accepted:
     """The request can be answered; it waits until it may start."""
 
-    n_prompt: int
-
 
 @dataclass(frozen=True)
 class Started:
@@ -75,15 +73,13 @@ class Channel:
     """Carries events from the engine's thread to the handler of a request, which may wait for several.
 
     Attributes:
-        is_count: the prompt's tokens are to be counted, nothing else.
         cancelled: nobody listens any more.
         since: when the request came, by `time.perf_counter`.
     """
 
-    def __init__(self, events: EventQueue, index: int = 0, *, is_count: bool = False):
+    def __init__(self, events: EventQueue, index: int):
         self._loop, self._events, self._index = asyncio.get_running_loop(), events, index
-        self.is_count, self.cancelled = is_count, False
-        self.since = time.perf_counter()
+        self.cancelled, self.since = False, time.perf_counter()
 
     def put(self, event: Event) -> None:
         """From any thread."""

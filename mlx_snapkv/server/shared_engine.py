@@ -39,7 +39,7 @@ def from_message(message: dict[str, Any], tokenizer, defaults: Defaults) -> Aske
 class NoChannel:
     """The `Channel` of ranks that have no clients."""
 
-    is_count = cancelled = False
+    cancelled = False
     since = 0.0
 
     def put(self, event: Any) -> None: ...
@@ -117,7 +117,7 @@ class SharedEngine(Engine):
         }
 
     def _taken(self, channel: Channel, body: Body) -> list[dict[str, Any]]:
-        """A request that now waits, as the others get it; none if it was only to be counted."""
+        """A request that now waits, as the others get it; none if it was cancelled before."""
         seed, n_waiting = secrets.randbits(64), len(self._waiting)
         self._take(channel, body, seed)
         if len(self._waiting) == n_waiting:
@@ -185,9 +185,9 @@ class SharedEngine(Engine):
         if self._ranks.rank == 0:
             super()._fail(channel, error)
 
-    def _close(self, channel: Channel) -> None:
+    def _close(self) -> None:
         if self._ranks.rank == 0:
-            super()._close(channel)
+            super()._close()
 
     def _fail_all(self, error: Exception) -> None:
         """The ranks have diverged: the server ends."""

@@ -59,10 +59,7 @@ def endless(demo_llama, tmp_path):
 def test_the_page_needs_nothing_but_its_server(url):
     response = httpx.get(url)
     assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert not re.search(
-        r"(?:https?:)?//(?!www\.w3\.org/2000/svg)\w", response.text.split("<script>")[0]
-    )
-    assert "http" not in response.text.split("<script>")[1]
+    assert not re.search(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)\w", response.text)
     rules = dict(
         rule.split(" ", 1) for rule in response.headers["content-security-policy"].split("; ")
     )
@@ -89,7 +86,7 @@ def test_a_pasted_document_is_asked_about(page, document):
     # the second question of the chat goes on from what was read
     assert page.ask(facts[1].question) == facts[1].value
     assert int(page.figures()["cached"].replace(",", "")) > read - 256  # whose queries vote
-    assert len(page.all(".turn")) == 2 and page.run("return messages.length") == 4
+    assert len(page.all(".turn")) == 2 and page.run("return chat.messages.length") == 4
     assert sum(page.run("return shifts.map((e) => e.value)")) < 0.001, page.run(SHIFTED)
 
 
@@ -103,7 +100,7 @@ def test_a_dropped_file_and_a_new_chat(page, document, tmp_path):
     assert page(".asked summary").text.startswith("village.txt")
     page("#new").click()
     assert page.all(".turn") == [] and page("#empty").is_displayed()
-    assert page.run("return messages.length + documents.length") == 0
+    assert page.run("return chat.messages.length + documents.length") == 0
     page.drop(tmp_path / "village.txt")
     page("#documents button").click()
     assert page.all("#documents li") == []
@@ -123,7 +120,7 @@ def test_escape_stops_an_answer(page, url):
     assert page(".state").text == "Stopped" and page("#send").is_displayed()
     assert open_requests(url) == 0
     length = len(page(".text").text)
-    assert page.run("return messages[1].content.length") >= length
+    assert page.run("return chat.messages[1].content.length") >= length
     assert page.run("return document.activeElement.id") == "question"
 
 
@@ -173,14 +170,107 @@ def test_what_is_not_the_pages_own_is_refused(page):
     assert "Content Security Policy" in told and "127.0.0.1:1" in told
 
 
+TAKE = """const turn = new Turn("Why?", []);
+for (const delta of arguments[0]) turn.take({choices: [{delta}]});
+turn.take({choices: [{delta: {}, finish_reason: "length"}]});
+turn.end();"""
+MARKDOWN = """# One `x`
+
+Two **bold** and *slanted* and snake_case_names,
+[a link](https://example.org/a) and [none](javascript:alert(1)) <b>not bold</b>
+
+3. three
+   - inner `<script>window.done = 1</script>`
+4. four
+
+> said
+> on
+
+| a | b |
+|---|---|
+| 1 | **2** |
+
+```python
+if a < b:
+    print("<img src=x onerror='window.done = 1'>")
+
+```
+---
+the end
+"""
+
+
+@NO_BROWSER
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_answers_are_markdown_and_never_html(page, size):
+    pieces = [{"content": MARKDOWN[i : i + size]} for i in range(0, len(MARKDOWN), size)]
+    page.run(TAKE, pieces)
+    tags = page.run("return [...document.querySelector('.text').children].map((e) => e.tagName)")
+    assert tags == ["H2", "P", "OL", "BLOCKQUOTE", "TABLE", "DIV", "HR", "P"]
+    for selector, text in {
+        "h2 code": "x",
+        "strong": "2",
+        "em": "slanted",
+        "a": "a link",
+        "ol > li > ul code": "<script>window.done = 1</script>",
+        "blockquote": "said\non",
+        "td": "2",
+        ".code span": "python",
+        "p": "the end",
+    }.items():
+        assert page(f".text {selector}").text == text
+    assert page(".text ol").get_attribute("start") == "3"
+    assert page(".text a").get_attribute("href") == "https://example.org/a"
+    for literal in ("<b>not bold</b>", "snake_case_names", "[none](javascript:alert(1))"):
+        assert literal in page.all(".text p")[0].text
+    assert page.all(".text script, .text img, .text b") == [] and len(page.all(".text a")) == 1
+    page.allow_clipboard()
+    page(".code button").click()
+    page.wait(lambda: page(".code button").text == "Copied")
+    read = "navigator.clipboard.readText().then(arguments[0])"
+    code = MARKDOWN[MARKDOWN.index("if a") : MARKDOWN.index("\n```\n---")]
+    assert page.driver.execute_async_script(read) == code
+    assert page.run("return window.done") is None
+
+
+@NO_BROWSER
+def test_what_is_nested_without_end_is_shown(page):
+    for text in (
+        ">" * 5000 + "deep",
+        "- " * 2000 + "deep",
+        "**" * 3000 + "deep",
+        "`a` " * 9000 + "deep",
+    ):
+        page.run(TAKE, [{"content": text}])
+        assert page(".text").text.endswith("deep")
+
+
+@NO_BROWSER
+def test_chats_are_kept_until_the_page_is_closed(page, document):
+    text, facts = document
+    assert not page("#chats").is_displayed()
+    page.paste(text)
+    assert page.ask(facts[0].question) == facts[0].value
+    page("#new").click()
+    page.press("Hello", ENTER)  # to which the model never stops
+    page.wait(lambda: page(".text").text)
+    options = [option.text for option in page.all("#chats option")]
+    assert options == [facts[0].question, "Hello"]
+    page.all("#chats option")[0].click()  # which ends the answer of the other
+    page.wait(lambda: not page.run("return running"))
+    assert [asked.text for asked in page.all(".asked p")] == [facts[0].question]
+    assert page.ask(facts[1].question) == facts[1].value
+    assert page.run("return chats.map((c) => c.messages.length)") == [4, 2]
+    page.all("#chats option")[1].click()
+    assert page(".asked p").text == "Hello" and page(".state").text == "Stopped"
+    page("#new").click()
+    page.all("#chats option")[0].click()
+    assert len(page.all(".turn")) == len(page.all("#chats option")) == 2  # no empty one is kept
+
+
 @NO_BROWSER
 def test_reasoning_is_folded_and_other_ends_are_told(page):
-    page.run(
-        """const turn = new Turn("Why?", []);
-        turn.take({choices: [{delta: {reasoning: "<i>Let me see.</i>"}}]});
-        turn.take({choices: [{delta: {content: "Because."}}]});
-        turn.take({choices: [{delta: {}, finish_reason: "length"}]});"""
-    )
+    page.run(TAKE, [{"reasoning": "<i>Let me see.</i>"}, {"content": "Because."}])
     assert page(".text").text == "Because." and page(".thought summary").text == "Reasoning"
     assert not page(".thought div").is_displayed()
     page(".thought summary").click()

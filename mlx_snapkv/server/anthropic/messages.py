@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Iterator
@@ -12,11 +13,17 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...completions.body import ChatBody, Positive, Probability, as_body, require
 from ..api_error import ApiError
-from ..chat_messages import BREAK, ChatMessages, Part, as_parts, function_tool, must
-from ..exchange import Exchange, respond
+from ..chat_messages import (
+    BREAK,
+    ChatMessages,
+    Part,
+    as_parts,
+    function_tool,
+    must,
+    without_volatile_headers,
+)
+from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
-
-COUNT_SECONDS = 60.0  # for a count, if the server was given no timeout
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {
@@ -227,8 +234,9 @@ async def create(request: Request, body: Messages) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
     """The tokens of a message's prompt, which is not read."""
-    exchange = Exchange(request, [body.chat()], COUNT_SECONDS)
-    return {"input_tokens": await exchange.count()}
+    state = request.app.state
+    chat = without_volatile_headers(body.chat(), state.settings.volatile_headers)
+    return {"input_tokens": await asyncio.to_thread(state.engine.count, chat)}
 
 
 class MessageFormatter(BlockFormatter):
