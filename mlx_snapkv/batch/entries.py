@@ -30,9 +30,8 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
     """Compressed caches of one layer that decode together, a token at a time, as mlx-lm's batches want it.
 
     The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most
-    entries that any of them holds, or is to hold. All else stays with the request's own cache: it tells which row its
-    next entry goes to and when entries give way, and takes its slot back for that. So a request keeps what it would
-    keep alone, whatever its neighbours are.
+    entries that any of them holds, or is to hold. All else stays with the request's own cache: it says which row its
+    next entry goes to and when to evict, and takes its slot back for that. So a request keeps what it would keep alone.
 
     Args:
         members: one cache a request; they are emptied, and belong to this one from now on.
@@ -46,7 +45,8 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
             member.flush()
         self.members = list(members)
         self.quantization = members[0].quantization
-        self._stored = _stacked([_slot(member, _rows_of(member)) for member in members])
+        slots = [_with_room(member.keys_and_values(), _rows_of(member)) for member in members]
+        self._stored = _stacked(slots)
         for member in members:
             member.keys = member.values = None
         self.offset = mx.array([member.offset for member in members], mx.int32)
@@ -65,7 +65,7 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
 
     def keys_and_values(self) -> tuple[Stored, Stored]:
         """The entries that the attention is to see."""
-        n = max(self._counts)
+        n = self.size()
         return self._stored if n == self._n_rows else rows(self._stored, 0, n)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -86,7 +86,6 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
-        """As of a `Recorder`."""
         return any(member.waits_for_readers for member in self.members)
 
     @property
@@ -96,7 +95,7 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
 
     @property
     def recorded(self) -> list[mx.array]:
-        """What the requests know of their queries so far, to be computed between two tokens."""
+        """What the requests have recorded of their queries, to be computed between two tokens."""
         return [array for member in self.members if member.observes for array in member.recorded]
 
     @property
@@ -171,10 +170,6 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
             self._stored = _with_room(self._stored, max(n, self._n_rows * 3 // 2))
 
     @property
-    def _counts(self) -> list[int]:
-        return [member.n_entries for member in self.members]
-
-    @property
     def _n_rows(self) -> int:
         return n_rows(self._stored)
 
@@ -189,7 +184,7 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
 
     def size(self) -> int:
         """Entries held, the most of any request."""
-        return max(self._counts)
+        return max(member.n_entries for member in self.members)
 
     def empty(self) -> bool:
         return False
@@ -198,11 +193,6 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
 def _rows_of(member: EvictingCache) -> int:
     """Rows that a request needs now, and for its next token."""
     return max(member.n_entries, member.n_after_next)
-
-
-def _slot(member: EvictingCache, n: int) -> Stored:
-    """A cache's entries, in `n` rows."""
-    return _with_room(member.keys_and_values(), n)
 
 
 def _with_room(stored: Stored, n: int) -> Stored:

@@ -12,7 +12,7 @@ from mlx_lm.generate import batch_generate as mlx_batch_generate
 
 from ..engine.auto import AUTO, BATCH, auto
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.serving import NO_POLICY_REASON
+from ..engine.request import NO_POLICY_REASON
 from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .generator import CompressedBatchGenerator
@@ -20,11 +20,7 @@ from .generator import CompressedBatchGenerator
 
 @dataclass
 class BatchResponse(MlxBatchResponse):
-    """mlx-lm's response, and what became of each prompt.
-
-    Attributes:
-        errors: by prompt, what ended its answer before its end; None where nothing did.
-    """
+    """mlx-lm's response; `errors` says, by prompt, what ended its answer before its end, or None."""
 
     errors: list[Exception | None] = field(default_factory=list)
 
@@ -55,8 +51,8 @@ def batch_generate(
         **kwargs: `kv_bits`, `kv_group_size`, and mlx-lm's, for `CompressedBatchGenerator`.
 
     Returns:
-        mlx-lm's response; with a policy a `BatchResponse`, whose `errors` tell which prompts failed, and why. The
-        others' answers are those that they get alone.
+        mlx-lm's response; with a policy a `BatchResponse`. The answers of prompts that didn't fail are those that they
+        get alone.
 
     Raises:
         SnapKVError: options, models or prompts can't be served; nothing has been read then.
@@ -68,32 +64,18 @@ def batch_generate(
     for number, prompt in enumerate(given):
         if not prompt:
             raise SnapKVError(f"prompt {number} is empty: give at least one token")
+    on_report = on_report or (lambda report: None)
     if chosen is None:
-        for prompt in given if on_report else ():
-            on_report(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))  # type: ignore[misc]
-        return mlx_batch_generate(
-            model,
-            tokenizer,
-            given,
-            prompt_caches,
-            max_tokens,
-            verbose,
-            return_prompt_caches,
-            return_token_ids,
-            return_logprobs,
-            **kwargs,
-        )
+        for prompt in given:
+            on_report(CompressionReport(NO_POLICY, len(prompt), NO_POLICY_REASON))
+        returned = return_prompt_caches, return_token_ids, return_logprobs
+        wanted = given, prompt_caches, max_tokens, verbose, *returned
+        return mlx_batch_generate(model, tokenizer, *wanted, **kwargs)
     answers = [_Answer() for _ in given]
-    reports = _InOrder(on_report or (lambda report: None))
+    reports: dict[int, CompressionReport] = {}
     stops = [[token] for token in tokenizer.eos_token_ids]
-    generator = CompressedBatchGenerator(
-        model,
-        policy=chosen,
-        stop_tokens=stops,
-        on_report=reports.add,
-        reads_first=True,
-        **kwargs,
-    )
+    kwargs |= {"policy": chosen, "stop_tokens": stops, "on_report": reports.__setitem__}
+    generator = CompressedBatchGenerator(model, reads_first=True, **kwargs)
     limits = [max_tokens] * len(given) if isinstance(max_tokens, int) else max_tokens
     with contextlib.closing(generator), generator.stats() as stats:
         generator.insert(given, limits, caches=prompt_caches)  # which numbers them from 0
@@ -103,6 +85,8 @@ def batch_generate(
             if verbose:
                 n_done = sum(answer.ended for answer in answers)
                 print(f"\r{n_done} of {len(given)} prompts answered", end="", flush=True)
+    for uid in sorted(reports):
+        on_report(reports[uid])
     if verbose:
         print(
             f"\nPrompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec\n"
@@ -112,7 +96,7 @@ def batch_generate(
     return BatchResponse(
         [tokenizer.decode(answer.tokens) for answer in answers],
         stats,
-        [answer.prompt_cache or [] for answer in answers] if return_prompt_caches else None,
+        [answer.prompt_cache for answer in answers] if return_prompt_caches else None,
         [answer.tokens for answer in answers] if return_token_ids else None,
         [answer.logprobs for answer in answers] if return_logprobs else None,
         [answer.error for answer in answers],
@@ -125,29 +109,14 @@ class _Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    prompt_cache: list[Any] | None = None
+    prompt_cache: list[Any] = field(default_factory=list)
     error: Exception | None = None
     ended: bool = False
 
     def add(self, response: Any, with_logprobs: bool) -> None:
         self.ended = response.finish_reason is not None
-        self.prompt_cache, self.error = response.prompt_cache, response.error
+        self.prompt_cache, self.error = response.prompt_cache or [], response.error
         if response.finish_reason in (None, "length"):
             self.tokens.append(response.token)
             if with_logprobs:
                 self.logprobs.append(response.logprobs[response.token].item())
-
-
-class _InOrder:
-    """Reports in the order of their prompts, each told as soon as those before it have been."""
-
-    def __init__(self, tell: Callable[[CompressionReport], None]):
-        self._tell = tell
-        self._waiting: dict[int, CompressionReport] = {}
-        self._next = 0
-
-    def add(self, uid: int, report: CompressionReport) -> None:
-        self._waiting[uid] = report
-        while self._next in self._waiting:
-            self._tell(self._waiting.pop(self._next))
-            self._next += 1

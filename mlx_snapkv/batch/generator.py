@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
-from mlx_lm.generate import BatchGenerator
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, members
 from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
-from ..engine.far import require_far
-from ..engine.recalling import Recall, require_verifiable
-from ..engine.request import held_tokens
+from ..engine.request import held_tokens, reason_for_nothing
+from ..engine.retention import RetentionConfig
 from ..engine.serving import require_no_conflict
-from ..entries.quantization import Quantization
+from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .groups import Groups
-from .job import BatchReport, Job, Plan
-from .reading import Reading
-from .sampling import guarded_processor, guarded_sampler
+from .entries import batched
+from .groups import (
+    Failed,
+    Group,
+    Groups,
+    Guard,
+    Single,
+    of_all_ranks,
+    request_errors,
+)
+from .job import BatchReport, BatchSettings, Job
 
 # Model types whose batches are wrong, or an error, in mlx-lm itself (0.32).
 ALONE = ("gemma2", "gpt_bigcode", "llama4", "longcat_flash_ngram", "nemotron-nas")
@@ -38,6 +46,10 @@ def require_together(model) -> None:
         )
 
 
+def _greedy(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
 class CompressedBatchGenerator(BatchGenerator):
     """mlx-lm's `BatchGenerator`, with a policy that compresses every prompt before it joins the others.
 
@@ -49,18 +61,16 @@ class CompressedBatchGenerator(BatchGenerator):
     Args:
         model: an mlx-lm model.
         snapkv, policy: as of `generate_step`; without one of them, and without `turns`, this is mlx-lm's generator.
-        kv_bits, kv_group_size: of compressed entries, if they are to be quantised; full ones stay plain.
-        memory, verify, refresh, far: what becomes of the entries that are not kept, and what answers do with
-            them, as of `generate_step`. Answers that go on reading all entries decode by themselves, in turn with
-            the others.
         on_report: receives a request's number and its `CompressionReport`.
         on_recall: receives a request's number, caches with all entries of what it has read, for others to go on
             from, and those tokens; entries of `memory="drop"` are gone.
-        reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
-            fewer and fuller steps.
         turns: caches that hold tokens already are compressed again, as those of a `Conversation` are, unless the
             policy reads a prompt again as a whole, such as kvzip.
-        **kwargs: mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `sampler`, `completion_batch_size` and so on.
+        reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
+            fewer and fuller steps.
+        **kwargs: `memory`, `verify`, `refresh`, `far` as of `generate_step`: answers that go on reading all entries
+            decode by themselves, in turn with the others. `kv_bits`, `kv_group_size` of compressed entries; full ones
+            stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
 
     Raises:
         SnapKVError: for options or models that can't be served; also of the `insert` methods, before anything is read.
@@ -74,12 +84,6 @@ class CompressedBatchGenerator(BatchGenerator):
         *,
         snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
         policy: Policy | Stages | str | None = None,
-        kv_bits: int | None = None,
-        kv_group_size: int = 64,
-        memory: str = "drop",
-        verify: str | None = None,
-        refresh: str = "token",
-        far: str | None = None,
         on_report: BatchReport | None = None,
         on_recall: Callable[[int, list, list[int]], None] | None = None,
         turns: bool = False,
@@ -87,25 +91,24 @@ class CompressedBatchGenerator(BatchGenerator):
         **kwargs: Any,
     ):
         chosen = resolve_policy(snapkv, policy)
-        recall = Recall(memory, verify, refresh, far)
-        recall.require(chosen)
-        require_far(model, chosen, recall)
+        retention, kwargs = RetentionConfig.taken_from(kwargs)
+        retention.require(model, chosen)
+        quantization, kwargs = taken_from(kwargs)
         if chosen is None and not turns:
-            self._plan = None
+            self._settings = None
             super().__init__(model, **kwargs)
             return
         require_no_conflict(kwargs)
-        caches = make_caches(model, "drop" if chosen is None else memory, chosen)
+        caches = make_caches(model, "drop" if chosen is None else retention.memory, chosen)
         layers = attention_layers(model, caches)
         self._n_layers = layers[0].n_layers
         require_together(model)
-        require_verifiable(recall, len(list(members(caches))), len(layers))
-        quantization = None if kv_bits is None else Quantization(kv_bits, kv_group_size)
+        retention.require_rollback(caches, len(layers))
         if quantization is not None:
             require_quantizable(model, layers, quantization)
-        ignored = lambda *args: None  # noqa: E731
-        told = on_report or ignored, on_recall or ignored
-        self._plan = Plan(model, chosen, quantization, recall, *told, turns=turns)
+        nothing = lambda *args: None  # noqa: E731
+        callbacks = on_report or nothing, on_recall or nothing
+        self._settings = BatchSettings(model, chosen, quantization, retention, *callbacks, turns)
         super().__init__(model, **kwargs | {"prefill_batch_size": 1})
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)
@@ -122,14 +125,15 @@ class CompressedBatchGenerator(BatchGenerator):
         logits_processors: list[list[Callable]] | None = None,
         stop_sequences: list[Any] | None = None,
     ) -> list[int]:
-        if self._plan is not None:
+        if self._settings is not None:
             given = caches or [[] for _ in segments]
             caches = [cache or make_prompt_cache(self.model) for cache in given]
             for parts, cache in zip(segments, caches):
                 self._require(sum(map(len, parts)), cache)
-            samplers = [None if s is None else guarded_sampler(s) for s in samplers or []]
+            samplers = [s and Guard(s, _greedy) for s in samplers or []]
             logits_processors = [
-                [guarded_processor(p) for p in given or ()] for given in logits_processors or []
+                [Guard(p, lambda logits: logits) for p in given or ()]
+                for given in logits_processors or []
             ]
         return super().insert_segments(
             segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences
@@ -137,15 +141,17 @@ class CompressedBatchGenerator(BatchGenerator):
 
     def _require(self, n_prompt: int, prompt_cache: list) -> None:
         """Raises: SnapKVError: the policy can't serve such a prompt."""
-        assert self._plan is not None
-        if n_prompt and self._plan.reason_for_nothing(n_prompt, prompt_cache, 0) is None:
-            assert self._plan.policy is not None
-            n_tokens = held_tokens(self.model, prompt_cache) + n_prompt
-            self._plan.policy.prefill_quotas(n_tokens, self._n_layers)
+        assert self._settings is not None
+        policy, retention = self._settings.policy, self._settings.retention
+        given = self.model, policy, n_prompt, prompt_cache, 0, retention
+        if policy is None or not n_prompt:
+            return
+        if reason_for_nothing(*given, turns=self._settings.turns) is None:
+            policy.prefill_quotas(held_tokens(self.model, prompt_cache) + n_prompt, self._n_layers)
 
     def _next(self) -> Any:
         """mlx-lm's step; the time that compressions take in it counts as the prompts'."""
-        if self._plan is None:
+        if self._settings is None:
             return super()._next()
         groups = self._generation_batch
         has_room = len(groups) < self.completion_batch_size
@@ -158,14 +164,14 @@ class CompressedBatchGenerator(BatchGenerator):
         return found
 
     def _make_batch(self, n: int) -> Any:
-        if self._plan is None:
+        if self._settings is None:
             return super()._make_batch(n)
         uid, segments, max_tokens, cache, tokens, sampler, processors, stops = (
             self._unprocessed_sequences.popleft()
         )
         n_prompt = sum(map(len, segments))
         self._currently_processing.append([segments, 0, n_prompt])
-        job = Job(self._plan, uid, n_prompt, cache, max_tokens)
+        job = Job(self._settings, uid, n_prompt, cache, max_tokens)
         self.prefill_step_size = job.step_size(self._limit)
         return Reading.of(
             job,
@@ -177,3 +183,77 @@ class CompressedBatchGenerator(BatchGenerator):
             stop_sequences=[stops],
             max_tokens=[max_tokens],
         )
+
+
+class Reading(PromptProcessingBatch):
+    """mlx-lm's batch of prompts, which holds one or none.
+
+    Several read together would need the memory of all their full caches at once, and, padded to the longest, more time.
+    """
+
+    job: Job
+
+    @classmethod
+    def of(cls, job: Job, prefill_step_size: int, **sequence: Any) -> Reading:
+        """A batch of one prompt; `sequence` is what mlx-lm keeps of it, in lists of one."""
+        errors = {} if job.error is None else {job.uid: job.error}
+        job.error = of_all_ranks(job.model, errors).get(job.uid)
+        batch = cls(job.loop_model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence)
+        batch.job, batch.prompt_cache = job, job.caches
+        return batch
+
+    def extend(self, batch: Any) -> None:
+        """Take over the prompt of another one; this one is empty."""
+        assert not self.uids, "prompts are read one at a time"
+        vars(self).update(vars(batch))
+
+    def split(self, indices: list[int]) -> Reading:
+        """The prompt in a batch of its own, without the copy that mlx-lm makes; this one is empty then."""
+        batch = copy.copy(self)
+        self.filter([i for i in range(len(self)) if i not in indices])
+        return batch
+
+    def filter(self, keep: list[int]) -> None:
+        if not keep:
+            self.prompt_cache = []  # a list that is the request's is not cleared
+        super().filter(keep)
+
+    def prompt(self, tokens: list[list[int]]) -> None:
+        """Read on; a request that fails says so when it is to generate."""
+        if not tokens or self.job.error is not None:
+            return
+        try:
+            self.job.begin()
+            with self.job.recording():
+                super().prompt(tokens)
+        except request_errors(self.job.model) as error:
+            self.job.error = error
+
+    def generate(self, tokens: list[list[int]]) -> Group:
+        """The request, ready to generate, its prompt's last token read."""
+        job = self.job
+        if job.error is None:
+            try:
+                job.begin()
+                job.before_last_token(self.tokens[0])
+                with job.recording():
+                    return self._generation(tokens)
+            except request_errors(job.model) as error:
+                job.error = error
+        return Failed(job.model, job, self.tokens)
+
+    def _generation(self, tokens: list[list[int]]) -> Group:
+        job = self.job
+        kind: type[Group] = Single
+        model, caches = job.loop_model, job.caches
+        if job.joins:
+            kind, model, caches = Group, job.model, list(map(batched, caches))
+        last = mx.array([sequence[-1] for sequence in tokens])
+        how = self.samplers, self.fallback_sampler, self.logits_processors
+        limits = self.stop_sequences, self.max_tokens
+        generation = kind(model, self.uids, last, caches, self.tokens, *how, *limits)
+        generation.job = job
+        return generation
+
+    def extract_cache(self, idx: int) -> list[Any]:
+        return self.job.extracted()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,37 @@ from ..models.patch import recording
 from ..several.shard import shard_of
 from .entries import batched, kind_of
 from .job import Job
-from .sampling import Guard
+
+
+class Guard:
+    """A sampler or logits processor whose failure ends its own request only.
+
+    Args:
+        function: called with arguments the last of which are `(1, vocab_size)` logits.
+        fallback: what it returns for those logits once `function` has failed, with `error`.
+    """
+
+    error: Exception | None = None
+
+    def __init__(self, function: Callable[..., mx.array], fallback: Callable[[mx.array], mx.array]):
+        self._function, self._fallback = function, fallback
+
+    def __call__(self, *args: Any) -> mx.array:
+        instead = self._fallback(args[-1])
+        if self.error is not None:
+            return instead
+        try:
+            found = self._function(*args)
+            if found.shape != instead.shape:
+                raise ValueError(f"it gave an array of shape {found.shape}, not {instead.shape}")
+        except Exception as error:
+            self.error = error
+            return instead
+        return found
 
 
 def request_errors(model: Any) -> type[Exception]:
-    """The errors of a step that end its requests only.
-
-    Where several Macs hold the model, those are the ones that all ranks raise: after any other, ranks wait for each
-    other in the middle of the model.
-    """
+    """The errors of a step that end only its requests: if several Macs hold the model, those that all ranks raise."""
     return Exception if shard_of(model).ranks.size == 1 else SnapKVError
 
 
@@ -80,14 +103,16 @@ class Group(GenerationBatch):
         except request_errors(self._whole_model) as error:
             self.filter([])
             return [self._failure(uid, error) for uid in uids]
-        return self._told(responses, of_all_ranks(self._whole_model, self._errors(responses)))
+        return self._without_failed(
+            responses, of_all_ranks(self._whole_model, self._errors(responses))
+        )
 
     def extracted(self, idx: int) -> list:
         """A request's caches as they are, for others to go on with."""
         return self.extract_cache(idx)
 
-    def _told(self, responses: list[Any], errors: dict[int, Exception]) -> list[Any]:
-        """The responses, of failed requests their errors; those are left out from now on."""
+    def _without_failed(self, responses: list[Any], errors: dict[int, Exception]) -> list[Any]:
+        """The responses, of failed requests their errors; those have ended."""
         if errors:
             self.filter([i for i, uid in enumerate(self.uids) if uid not in errors])
         return [self._failure(r.uid, errors[r.uid]) if r.uid in errors else r for r in responses]
@@ -99,9 +124,8 @@ class Group(GenerationBatch):
             for r in responses
             if _is_nan(r.logprobs)
         }
-        for i, uid in enumerate(self.uids):
-            functions = [self.samplers[i], *self.logits_processors[i]]  # type: ignore[index]
-            for function in functions:
+        for uid, sampler, processors in zip(self.uids, self.samplers, self.logits_processors):  # type: ignore[arg-type]
+            for function in (sampler, *processors):
                 if isinstance(function, Guard) and function.error is not None:
                     errors[uid] = function.error
         return errors
@@ -124,8 +148,8 @@ def _is_nan(logprobs: mx.array) -> bool:
 
 
 class Single(Group):
-    """A request by itself: its prompt is to be compressed when some tokens of the answer have been fed, or the answer
-    asks the entries that were compressed away."""
+    """A request by itself: its prompt is compressed when some tokens of the answer have been fed, or the answer reads
+    entries that were compressed away."""
 
     job: Job
     _n_fed = 0
@@ -151,7 +175,7 @@ class Single(Group):
                 self.model = self.job.model
                 self.prompt_cache = list(map(batched, self.job.caches))
         except request_errors(self.job.model) as error:
-            return self._told(responses, {self.job.uid: error})
+            return self._without_failed(responses, {self.job.uid: error})
         self.compress_seconds = time.perf_counter() - started
         return responses
 
@@ -170,7 +194,7 @@ class Single(Group):
 
 
 class Failed(Group):
-    """A request that failed while its prompt was read, and has still to say so."""
+    """A request that failed while its prompt was read, and has yet to report it."""
 
     job: Job
     joins = False

@@ -1,4 +1,4 @@
-"""What requests' caches will take, before they are read."""
+"""The KV memory of requests that decode together, before they are read."""
 
 from __future__ import annotations
 
@@ -56,32 +56,29 @@ class Memory:
         return found
 
     def together(self, needs: Iterable[Need], unread: Iterable[Need]) -> int:
-        """Bytes of requests at once, those `unread` among them still to be read: requests of a group have equally
-        many rows, as many as the longest."""
+        """Bytes of requests at once, those `unread` among them still to be read.
+
+        Requests of a group have equally many rows, as many as the longest.
+        """
         needs = list(needs)
         longest: dict[bool, list[int]] = {}
         for need in needs:
-            of_kind = longest.setdefault(need.fixed, [0] * len(need.entries))
-            longest[need.fixed] = list(map(max, of_kind, need.entries))
-        return sum(need.reading for need in unread) + sum(
-            need.rest
-            + total_bytes(
-                need.row_bytes,
-                [
-                    min(most, self._padded(n, need.fixed))
-                    for n, most in zip(need.entries, longest[need.fixed])
-                ],
-            )
-            for need in needs
-        )
+            before = longest.setdefault(need.fixed, [0] * len(need.entries))
+            longest[need.fixed] = list(map(max, before, need.entries))
+        held = 0
+        for need in needs:
+            most = zip(need.entries, longest[need.fixed])
+            counts = [min(n, self._padded(own, need.fixed)) for own, n in most]
+            held += need.rest + total_bytes(need.row_bytes, counts)
+        return held + sum(need.reading for need in unread)
 
     def fits(self, new: Need, active: Iterable[tuple[Need, bool]], held: int) -> bool:
-        """Whether one more request can be let in; the arguments are those of `with_another`."""
+        """Whether one more request can be admitted; the arguments are those of `with_another`."""
         active = list(active)
         return not active or self.with_another(new, active, held) <= self.limit
 
     def with_another(self, new: Need, active: Iterable[tuple[Need, bool]], held: int) -> int:
-        """Bytes that are taken at most once another request has been let in.
+        """Bytes that are taken at most once another request has been admitted.
 
         Args:
             active: what the others need, and whether each is still to be read.
@@ -104,6 +101,6 @@ def under_way(requests: Iterable[Any], stays: bool) -> list[tuple[Need, bool]]:
     """What requests with a `need` and a `report` take, and whether each still holds what its prompt is read with.
 
     Args:
-        stays: they hold it until their answers end, which ask it again and again.
+        stays: they hold it until their answers end, which read it again and again.
     """
     return [(r.need, stays or r.report is None) for r in requests if r.need is not None]

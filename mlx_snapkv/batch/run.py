@@ -12,27 +12,19 @@ from typing import Any
 from ..completions.answer import Answer, answer_body
 from ..completions.request import Asked, Defaults, asked
 from ..engine.footprint import Need
-from ..engine.recalling import recall_of
 from ..engine.report import CompressionReport
+from ..engine.retention import RetentionConfig
 from ..errors import SnapKVError, brief
-from .answers_file import AnswersFile
+from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
 from .memory import Memory, under_way
-from .requests_file import Line
 
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 
 
 @dataclass
 class Progress:
-    """What a run has done.
-
-    Attributes:
-        lines: of the file, those of earlier runs included.
-        before: lines of earlier runs.
-        prompt_tokens, answer_tokens: read and generated.
-        seconds: since the run began.
-    """
+    """What a run has done: lines of the file, and those of them that earlier runs did, and tokens."""
 
     lines: int = 0
     before: int = 0
@@ -43,18 +35,12 @@ class Progress:
 
 @dataclass
 class Request:
-    """A request on its way.
-
-    Attributes:
-        seed: of its sampling, if it brings none.
-        n_read: tokens of its prompt that have been read.
-    """
+    """A request on its way; `n_read` tokens of its prompt have been read."""
 
     line: Line
     asked: Asked
     need: Need | None
     answer: Answer
-    seed: int
     report: CompressionReport | None = None
     n_read: int = 0
 
@@ -67,11 +53,11 @@ class Run:
         answers: entered as a context; what it has already is not asked again.
         options: of the `CompressedBatchGenerator`: the policy, how entries are quantised, and so on.
         name: the model's, for the answers.
-        about: what the answers' field `mlx_snapkv` tells of the run.
+        about: what the answers' field `mlx_snapkv` says of the run.
         concurrency: requests at once, at most.
         memory: requests wait rather than take more; None is no limit.
         seed: of the requests that are sampled and bring none, with their `custom_id`.
-    on_progress: called after every step.
+        on_progress: called after every step.
 
     Raises:
         SnapKVError: prompts of this model can't be decoded together, or the policy can't serve it.
@@ -93,6 +79,7 @@ class Run:
     def __post_init__(self):
         require_together(self.model)
         self.progress = Progress()
+        self._reads_on = RetentionConfig.taken_from(self.options)[0].reads_on
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()
@@ -101,33 +88,29 @@ class Run:
         return CompressedBatchGenerator(
             self.model,
             stop_tokens=[[token] for token in self.tokenizer.eos_token_ids],
-            on_report=self._reported,
+            on_report=lambda uid, report: setattr(self._active[uid], "report", report),
             completion_batch_size=self.concurrency,
             prefill_batch_size=1,  # several at a time take more memory, and on a CPU more time
             **self.options,
         )
 
-    def _reported(self, uid: int, report: CompressionReport) -> None:
-        self._active[uid].report = report
-
     def answer(self, lines: Iterable[Line]) -> None:
-        """Answer, or tell what is wrong with, every line that the file of answers lacks."""
-        self._started = time.perf_counter()
+        """Answer every line that the file of answers lacks, or write what is wrong with it."""
+        started = time.perf_counter()
         requests = self._requests(lines)
+        going_on = True
         try:
-            while self._admit(requests):
-                self._step()
-                self._tell()
-            self._tell()
+            while going_on:
+                going_on = self._admit(requests)
+                if going_on:
+                    self._step()
+                self.progress.seconds = time.perf_counter() - started
+                self.on_progress(self.progress)
         finally:
             self._generator.close()
 
-    def _tell(self) -> None:
-        self.progress.seconds = time.perf_counter() - self._started
-        self.on_progress(self.progress)
-
     def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
-        """The lines that can be answered; the others are told at once."""
+        """The lines that can be answered; the others fail at once."""
         for line in lines:
             if self.answers.has(line):
                 self.progress.lines += 1
@@ -136,62 +119,59 @@ class Run:
             try:
                 yield self._request(line)
             except Exception as error:  # whatever is wrong with one line, the others go on
-                self._fail(line, line.code, _sentence(error))
+                self._fail(line, line.code, error)
 
     def _request(self, line: Line) -> Request:
         if line.body is None:
             raise SnapKVError(line.problem or "")
-        seed = self._seed(line)
+        seed = secrets.randbits(64)
+        if self.seed is not None:
+            name = f"{self.seed} {line.custom_id}".encode(errors="replace")
+            seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
         wanted = asked(line.body, self.tokenizer, self.defaults, seed)
         need = None
         if self.memory is not None:
             need = self.memory.need(len(wanted.prompt), wanted.max_tokens)
-        return Request(line, wanted, need, Answer(wanted, self.tokenizer), seed)
-
-    def _seed(self, line: Line) -> int:
-        if self.seed is None:
-            return secrets.randbits(64)
-        digest = hashlib.sha256(f"{self.seed} {line.custom_id}".encode(errors="replace")).digest()
-        return int.from_bytes(digest[:8], "big")
+        return Request(line, wanted, need, Answer(wanted, self.tokenizer))
 
     def _admit(self, requests: Iterator[Request]) -> bool:
-        """Let requests in while there is room; whether there are any."""
+        """Admit requests while they fit; whether there are any."""
         while len(self._active) < self.concurrency:
-            request = self._waiting or next(requests, None)
-            self._waiting = None
+            request, self._waiting = self._waiting or next(requests, None), None
             if request is None:
                 break
             if not self._fits(request):
                 self._waiting = request
                 break
+            wanted = request.asked
             try:
-                self._insert(request)
+                (uid,) = self._generator.insert(
+                    [wanted.prompt],
+                    [wanted.max_tokens],
+                    samplers=[wanted.sampler],  # type: ignore[list-item]  # None is greedy
+                    logits_processors=[wanted.processors],
+                )
+                self._active[uid] = request
             except SnapKVError as error:  # of the policy, about this prompt
-                self._fail(request.line, "invalid_request", str(error))
+                self._fail(request.line, "invalid_request", error)
         return bool(self._active)
 
     def _fits(self, request: Request) -> bool:
         if self.memory is None or request.need is None:
             return True
-        active = under_way(self._active.values(), stays=recall_of(self.options).asks)
+        active = under_way(self._active.values(), stays=self._reads_on)
         return self.memory.fits(request.need, active, self._generator.prompt_cache_nbytes)
-
-    def _insert(self, request: Request) -> None:
-        wanted = request.asked
-        (uid,) = self._generator.insert(
-            [wanted.prompt],
-            [wanted.max_tokens],
-            samplers=[wanted.sampler],  # type: ignore[list-item]  # None is greedy
-            logits_processors=[wanted.processors],
-        )
-        self._active[uid] = request
 
     def _step(self) -> None:
         """A token of every answer, and some of a prompt."""
         try:
             prompts, responses = self._generator.next()
-        except Exception as error:  # without a policy, nobody tells whose it is
-            self._give_up(error)
+        except Exception as error:  # without a policy, nobody knows whose it is: all end
+            given_up, self._active = list(self._active.values()), {}
+            self._generator.close()
+            self._generator = self._new_generator()
+            for request in given_up:
+                self._fail(request.line, "failed", error)
             return
         for read in prompts:
             request = self._active[read.uid]
@@ -204,7 +184,7 @@ class Run:
         request = self._active[response.uid]
         if response.finish_reason == "error":
             del self._active[response.uid]
-            self._fail(request.line, "failed", _sentence(response.error))
+            self._fail(request.line, "failed", response.error)
             return
         request.answer.add(response.token, response.finish_reason)
         self.progress.answer_tokens += 1
@@ -213,40 +193,26 @@ class Run:
         if response.finish_reason is None:  # at a stop text
             self._generator.remove([response.uid])
         del self._active[response.uid]
-        self.answers.answer(
-            request.line, answer_body(request.answer, self.name, self._extra(request))
-        )
+        body = answer_body(request.answer, self.name, self._extra(request))
+        self.answers.answer(request.line, body)
         self.progress.lines += 1
 
     def _extra(self, request: Request) -> dict[str, Any]:
-        """What the answer tells of its compression."""
-        extra = dict(self.about)
-        report = request.report
-        if extra.get("policy") is not None:
-            if report is not None and report.compressed:
-                extra["entries"] = report.entries
-                extra["kv_bytes"] = report.kv_bytes_after
-                extra["kv_bytes_before"] = report.kv_bytes_before
-                if report.verified is not None:
-                    extra["verified"] = asdict(report.verified)
-            else:
-                extra["reason"] = report.reason if report else ENDED_EARLY
+        """What the answer says of its compression."""
+        extra, report = dict(self.about), request.report
+        if extra.get("policy") is not None and report is not None and report.compressed:
+            extra["entries"] = report.entries
+            extra["kv_bytes"] = report.kv_bytes_after
+            extra["kv_bytes_before"] = report.kv_bytes_before
+            if report.verified is not None:
+                extra["verified"] = asdict(report.verified)
+        elif extra.get("policy") is not None:
+            extra["reason"] = report.reason if report else ENDED_EARLY
         if request.asked.ignored:
             extra["ignored"] = request.asked.ignored
         return extra
 
-    def _give_up(self, error: Exception) -> None:
-        """End all that are under way, and go on without them."""
-        given_up, self._active = list(self._active.values()), {}
-        self._generator.close()
-        self._generator = self._new_generator()
-        for request in given_up:
-            self._fail(request.line, "failed", _sentence(error))
-
-    def _fail(self, line: Line, code: str, sentence: str) -> None:
-        self.answers.error(line, code, sentence)
+    def _fail(self, line: Line, code: str, error: Exception) -> None:
+        why = str(error) if isinstance(error, SnapKVError) else brief(error)
+        self.answers.error(line, code, why)
         self.progress.lines += 1
-
-
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, SnapKVError) else brief(error)

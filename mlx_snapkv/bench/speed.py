@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import kv_bytes, layer_caches, members
 from ..engine.generate import generate_step
-from ..engine.prefill import observing
+from ..engine.loop_model import observing
 from ..engine.report import CompressionReport
 from ..policies import Policy, Stages
 from .contenders import Contender, compressed, contenders, decoding_cache, random_prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.memories import make_caches
 from ..engine.auto import AUTO, CONVERSATION, FEW, auto
-from ..engine.recalling import Recall
 from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
+from ..engine.retention import RetentionConfig
 from ..engine.rewind import rollback_beyond, rolled_back_to
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
@@ -87,13 +88,13 @@ class Conversation:
         self.memory, self.verify, self.refresh = memory, verify, refresh
         self.far = far
         self.policy = resolve_policy(policy=policy)
-        require_usable(model, self.policy, self._recall, generation)
+        require_usable(model, self.policy, self._retention, generation)
         self.system = system
         self.reset()
 
     @property
-    def _recall(self) -> Recall:
-        return Recall(self.memory, self.verify, self.refresh, self.far)
+    def _retention(self) -> RetentionConfig:
+        return RetentionConfig(self.memory, self.verify, self.refresh, self.far)
 
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all.
@@ -101,7 +102,7 @@ class Conversation:
         Raises:
             SnapKVError: the conversation's memory or policy does not allow it.
         """
-        Recall(self.memory, verify, self.refresh, self.far).require(self.policy)
+        replace(self._retention, verify=verify).require_policy(self.policy)
         self.verify = verify
 
     def reset(self) -> None:
@@ -249,7 +250,7 @@ class Conversation:
         answered: list[int] = []
         text = ""
         on_report = partial(setattr, self, "report")
-        own = self.prompt_cache, len(self.read), self.policy, self._recall, on_report, options
+        own = self.prompt_cache, self.policy, self._retention, on_report, options
         responses = turn(self.model, self.tokenizer, mx.array(tokens), *own)
         try:
             for response in responses:

@@ -6,9 +6,8 @@ from typing import Any
 from ..caches.layers import attention_layers
 from ..caches.memories import make_caches
 from ..caches.quantizable import require_quantizable
-from ..engine.far import require_far
 from ..engine.prefill import mlx_generate
-from ..engine.recalling import Recall
+from ..engine.retention import RetentionConfig
 from ..engine.serving import require_no_conflict
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError, UnknownOptionError, suggestion
@@ -16,16 +15,18 @@ from ..policies import Policy, Stages
 
 
 def require_usable(
-    model: Any, policy: Policy | Stages | None, recall: Recall, generation: dict[str, Any]
+    model: Any,
+    policy: Policy | Stages | None,
+    retention: RetentionConfig,
+    generation: dict[str, Any],
 ) -> None:
     """Raises: SnapKVError: policy, memory and the options of answers don't go together, or not with the model."""
-    recall.require(policy)
-    require_far(model, policy, recall)
+    retention.require(model, policy)
     if policy is None:
         return
     _require_turns(policy)
     require_no_conflict(generation)
-    layers = attention_layers(model, make_caches(model, recall.memory, policy))
+    layers = attention_layers(model, make_caches(model, retention.memory, policy))
     quantization, _ = taken_from(generation)
     if quantization is not None:
         require_quantizable(model, layers, quantization)

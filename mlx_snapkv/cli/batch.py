@@ -14,8 +14,7 @@ from . import cache_options, options
 from .values import n_bytes
 
 if TYPE_CHECKING:
-    from ..batch.answers_file import AnswersFile
-    from ..batch.requests_file import RequestsFile
+    from ..batch.files import AnswersFile, RequestsFile
     from ..batch.run import Progress, Run
 
 
@@ -70,9 +69,8 @@ def batch(
       cat requests.jsonl | mlx-snapkv batch - -o answers.jsonl --model demo \\
           --snapkv top_k=1024 --concurrency 16 --max-kv-bytes 4GB
     """
-    from ..batch.answers_file import AnswersFile
+    from ..batch.files import AnswersFile, RequestsFile
     from ..batch.memory import Memory
-    from ..batch.requests_file import RequestsFile
     from ..batch.run import Run
     from ..completions.request import Defaults
 

@@ -250,6 +250,6 @@ class RetentionOptions(VerifyOptions):
     def __post_init__(self):
         """Raises: SnapKVError: these options are out of range, or don't go together."""
         super().__post_init__()
-        from ..engine.recalling import Recall
+        from ..engine.retention import RetentionConfig
 
-        Recall(self.memory, self.verify, self.refresh, self.far)
+        RetentionConfig(self.memory, self.verify, self.refresh, self.far)

@@ -39,9 +39,8 @@ def cache_prompt(
       mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors --memory recall:file \\
           --policy "keydiff:budget=4096 then snapkv:top_k=1024"
     """
-    from ..engine.far import require_far
-    from ..engine.reading import require_book
-    from ..engine.recalling import Recall
+    from ..engine.prefill import require_book
+    from ..engine.retention import RetentionConfig
     from ..saved import require_writable
 
     chosen, memory = policy.resolve(), retention.memory
@@ -55,7 +54,7 @@ def cache_prompt(
     text = prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
-    require_far(loaded, chosen, Recall(memory, far=far))
+    RetentionConfig(memory, far=far).require(loaded, chosen)
     now, reading = datetime.now(), Reading(quiet)
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)
@@ -76,7 +75,7 @@ def _save(
     """Read the text, write its caches, and say what they are."""
     from .. import saved
     from ..caches.memories import saved_forms
-    from ..engine.book_cost import book_cost
+    from ..engine.footprint import book_cost
     from .progress import writing_bar
 
     policy, memory, replaced = keywords["policy"], keywords["memory"], path.exists()
@@ -111,8 +110,7 @@ def _read(
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
-    from ..engine.prefill import prefill, read
-    from ..engine.reading import read_book
+    from ..engine.prefill import prefill, read, read_book
 
     quantised: dict[str, Any] = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     if policy is None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..chat.conversation import Conversation
-from ..engine.book_cost import BookCost, book_cost
+from ..engine.footprint import BookCost, book_cost
 from .lines import Lines
 from .options import SamplingOptions
 from .progress import stderr_console

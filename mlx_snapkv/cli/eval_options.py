@@ -108,19 +108,19 @@ def methods_of(
     by_mask: Sequence[str] | None = None,
 ) -> list[Method]:
     """The full cache, each policy with the memory and the verification, and what is measured by mask."""
-    from ..engine.recalling import Recall
+    from ..engine.retention import RetentionConfig
     from ..evals.answering import BY_MASK, FULL, Method
     from ..evals.headwise import headwise
     from ..policies import resolve_policy
 
-    recall = Recall(memory, verify, refresh)
-    options = {} if memory == "drop" else asdict(recall)
+    retention = RetentionConfig(memory, verify, refresh)
+    options = {} if memory == "drop" else asdict(retention)
     given = {name: x for name, x in options.items() if x not in ("drop", None, "token")}
     added = "".join(f", {name} {x}" for name, x in given.items())
     methods = [Method(FULL)]
     for text in dict.fromkeys(policies or []):
         chosen = resolve_policy(policy=text)
-        recall.require(chosen)
+        retention.require_policy(chosen)
         methods.append(Method(f"{chosen}{added}", chosen, options))
     masked = (headwise(text) for text in dict.fromkeys(by_mask or []))
     return [*methods, *(Method(f"{method}{BY_MASK}", method) for method in masked)]

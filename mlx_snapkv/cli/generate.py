@@ -125,7 +125,7 @@ class _Answer:
 
     def print(self, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
-        from ..engine.book_cost import book_cost
+        from ..engine.footprint import book_cost
         from ..engine.generate import stream_generate
 
         n_before = 0 if self.start is None else self.start.n_tokens

@@ -16,8 +16,8 @@ from .progress import prefill_bar, stderr_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..engine.book_cost import BookCost
-    from ..engine.decision import ProgressCallback
+    from ..engine.footprint import BookCost
+    from ..engine.prompt_plan import ProgressCallback
 
 Result = TypeVar("Result")
 

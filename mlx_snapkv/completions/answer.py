@@ -44,14 +44,12 @@ class Said:
 
 
 class Answer:
-    """One request's answer.
-
-    Stop texts are looked for in the text and not in the tokens, of which a word may be made in several ways.
+    """One request's answer. Stop texts are matched in the text, since their tokens may be split in several ways.
 
     Attributes:
         said: all pieces so far.
         n_tokens: the end-of-answer token included.
-        n_reasoning: those of them that are thoughts, with the marks around.
+        n_reasoning: those of them that are thoughts, with their delimiters.
         finish_reason: None until it has ended; "stop", "length" or "tool_calls".
         stopped_by: the stop text that has ended it.
     """
@@ -139,10 +137,9 @@ def answer_body(answer: Answer, model: str, extra: dict[str, Any]) -> dict[str, 
     content = {"message": message(said)} if chat else {"text": said.text}
     choice = {"index": 0, **content, "logprobs": None, "finish_reason": answer.finish_reason}
     n_prompt = len(answer.asked.prompt)
-    kind = "chat.completion" if chat else "text_completion"
     return {
         **head("chatcmpl" if chat else "cmpl", model),
-        "object": kind,
+        "object": "chat.completion" if chat else "text_completion",
         "choices": [choice],
         "usage": usage(n_prompt, answer.n_tokens),
         "mlx_snapkv": extra,

@@ -5,20 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from ..errors import SnapKVError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
 SHOWN = 60  # characters of a value that is refused
+
+
+def _drop(value: Any, info: ValidationInfo) -> Any:
+    require(not value, f"{info.field_name} is not supported: drop the field", value)
+    return value
+
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Unsupported = Annotated[Any, AfterValidator(_drop)]
 
 
 class Body(BaseModel):
@@ -70,30 +83,23 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Annotated[str, Field(min_length=1)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Any, Field(validate_default=True)] = None
-
-    @field_validator("role")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        require(value in ROLES, f"role must be {', '.join(ROLES[:-1])} or {ROLES[-1]}", value)
-        return value
 
     @field_validator("content")
     @classmethod
     def _text(cls, value: Any, info: Any) -> Any:
         empty = value in (None, []) and info.data.get("role") != "assistant"
         require(not empty, "content must not be empty", value)
-        parts = value if isinstance(value, list) else []
-        ok = value is None or (isinstance(value, (str, list)) and all(map(_is_text, parts)))
+        parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
+        ok = all(
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+            for part in parts
+        )
         require(ok, "content must be text, or a list of parts of the type text", value)
         return value
-
-
-def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    )
 
 
 class ChatBody(Body):
@@ -104,34 +110,18 @@ class ChatBody(Body):
     tool_choice: Any = None
     response_format: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    functions: Any = None
-    audio: Any = None
-    modalities: Any = None
+    functions: Unsupported = None
+    audio: Unsupported = None
+    modalities: list[Literal["text"]] | None = None
 
-    @field_validator("tool_choice")
+    @field_validator("tool_choice", "response_format")
     @classmethod
-    def _free_choice(cls, value: Any) -> Any:
-        ok = value in (None, "auto", "none")
-        require(ok, "tool_choice must be auto or none: no tool can be forced", value)
-        return value
-
-    @field_validator("response_format")
-    @classmethod
-    def _free_text(cls, value: Any) -> Any:
-        ok = value is None or value == {"type": "text"}
-        require(ok, "response_format must be text: no form can be forced on an answer", value)
-        return value
-
-    @field_validator("functions")
-    @classmethod
-    def _no_functions(cls, value: Any) -> Any:
-        require(not value, "functions are old: give tools", value)
-        return value
-
-    @field_validator("audio", "modalities")
-    @classmethod
-    def _only_text(cls, value: Any, info: Any) -> Any:
-        require(value in (None, ["text"]), f"{info.field_name} must be text alone", value)
+    def _free(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "tool_choice":
+            ok, rule = value in (None, "auto", "none"), "auto or none: no tool can be forced"
+        else:
+            ok, rule = value in (None, {"type": "text"}), "text: no form can be forced on an answer"
+        require(ok, f"{info.field_name} must be {rule}", value)
         return value
 
     def template_messages(self) -> list[dict[str, Any]]:
@@ -149,7 +139,7 @@ class CompletionBody(Body):
     prompt: Any
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
-    suffix: Any = None
+    suffix: Unsupported = None
 
     @field_validator("prompt")
     @classmethod
@@ -160,32 +150,13 @@ class CompletionBody(Body):
         require(ok, "prompt must be one text, or the list of its token ids", value)
         return value
 
-    @field_validator("suffix")
-    @classmethod
-    def _no_suffix(cls, value: Any) -> Any:
-        require(not value, "suffix can't be honoured: drop the field", value)
-        return value
-
 
 class _OneAnswer(Body):
     """What a file of requests can't ask for."""
 
-    n: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
-
-    @field_validator("n")
-    @classmethod
-    def _one_answer(cls, value: Any) -> Any:
-        require(value in (None, 1), "n must be 1: ask once for each answer", value)
-        return value
-
-    @field_validator("logprobs", "top_logprobs")
-    @classmethod
-    def _no_logprobs(cls, value: Any, info: Any) -> Any:
-        unset = value is None or value is False or (info.field_name == "top_logprobs" and not value)
-        require(unset, f"{info.field_name} are not given: drop the field", value)
-        return value
+    n: Literal[1] | None = None
+    logprobs: Unsupported = None
+    top_logprobs: Unsupported = None
 
 
 class FileChat(ChatBody, _OneAnswer):
@@ -197,8 +168,6 @@ class FileCompletion(CompletionBody, _OneAnswer):
 
 
 BODIES: dict[str, type[Body]] = {CHAT: FileChat, COMPLETIONS: FileCompletion}
-
-
 Checked = TypeVar("Checked", bound=BaseModel)
 
 

@@ -1,4 +1,4 @@
-"""A checked body as what a batch is asked: tokens, sampler, processors, and where the answer ends."""
+"""What a checked body asks of a model: tokens, sampler, processors, and where the answer ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FREE = {"documents", "chat_template"}
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a body that says nothing of it gets, by the names of mlx-lm's flags; temperature 0 is greedy."""
+    """The values of fields that a body leaves out, by the names of mlx-lm's flags; temperature 0 is greedy."""
 
     max_tokens: int = 256
     temp: float = 0.0
@@ -49,10 +49,10 @@ class Asked:
         sampler: None is greedy.
         processors: of the logits, in mlx-lm's order.
         stop: texts that end the answer, and are no part of it.
-        state: what the answer begins with, in the words of mlx-lm's `TextStateMachine`: "normal" or "reasoning".
+        state: mlx-lm's `TextStateMachine` state that the answer begins in: "normal" or "reasoning".
         tools: that the answer may call.
         chat: whether a message is answered, or a text continued.
-        ignored: fields of the body that nobody knows.
+        ignored: unknown fields of the body.
     """
 
     prompt: list[int]
@@ -149,26 +149,19 @@ def sampler_of(
     body: Body, tokenizer, defaults: Defaults, size: int, seed: int | None
 ) -> Callable | None:
     """A body's sampler, of a vocabulary of so many tokens; None is greedy. Raises as `asked` does."""
-    temp = _first(body.temperature, defaults.temp)
-    top_k = _first(body.top_k, defaults.top_k)
-    if top_k >= size:
-        raise SnapKVError(f"top_k must be below the vocabulary's {size}, got {top_k}")
-    if temp == 0:
+    how = defaults.sampling
+    for name in how:
+        given = getattr(body, "temperature" if name == "temp" else name, None)
+        how[name] = how[name] if given is None else given
+    if how["top_k"] >= size:
+        raise SnapKVError(f"top_k must be below the vocabulary's {size}, got {how['top_k']}")
+    if how["temp"] == 0:
         return None
-    xtc_probability = _first(body.xtc_probability, defaults.xtc_probability)
-    sampler = make_sampler(
-        temp,
-        top_p=_first(body.top_p, defaults.top_p),
-        min_p=_first(body.min_p, defaults.min_p),
-        min_tokens_to_keep=defaults.min_tokens_to_keep,
-        top_k=top_k,
-        xtc_probability=xtc_probability,
-        xtc_threshold=_first(body.xtc_threshold, defaults.xtc_threshold),
-        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-    )
+    special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     own = body.seed if body.seed is not None else seed
     chosen = secrets.randbits(64) if own is None else own % 2**64
-    return SeededSampler(sampler, chosen, draws=2 if xtc_probability > 0 else 1)
+    draws = 2 if how["xtc_probability"] > 0 else 1
+    return SeededSampler(make_sampler(**how, xtc_special_tokens=special), chosen, draws)
 
 
 def processors_of(body: Body, size: int) -> list[Callable]:
@@ -203,10 +196,6 @@ def _initial_state(tokenizer, prompt: list[int]) -> str:
         tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
     )
     return "reasoning" if thinks else "normal"
-
-
-def _first(given: Any, default: Any) -> Any:
-    return default if given is None else given
 
 
 class SeededSampler:

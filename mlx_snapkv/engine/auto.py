@@ -12,12 +12,11 @@ from mlx.utils import tree_flatten
 from ..errors import UnsupportedModelError
 from ..models.rope import trained_length
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .decision import PREFILL_STEP_SIZE
-from .far import beyond
 from .footprint import EntrySizes, Footprint, total_bytes
 from .machine import free_memory
-from .recalling import Recall
+from .prompt_plan import PREFILL_STEP_SIZE
 from .report import CompressionReport, format_bytes
+from .retention import RetentionConfig
 
 AUTO = "auto"
 QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
@@ -155,7 +154,7 @@ def auto(
         policy = resolve_policy(policy=setting.policy)
         need = Footprint(model, policy, None, PREFILL_STEP_SIZE, sizes).need(n, n_answer)
         kv = need.reading + total_bytes(need.row_bytes, need.entries) + need.rest
-        return Cost(weights + kv, kv, beyond(model, policy, Recall(setting.memory), n))
+        return Cost(weights + kv, kv, RetentionConfig(setting.memory).warning(model, policy, n))
 
     return recommended(n, task, cost, free_memory(), kv_memory=kv_memory, can_compress=can_compress)
 
@@ -170,18 +169,18 @@ def policy_for(
     n_prompt: int,
     snapkv: Any,
     policy: Any,
-    recall: Recall,
+    retention: RetentionConfig,
     max_tokens: int,
     on_report: Callable[[CompressionReport], None] | None,
-) -> tuple[Policy | Stages | None, Recall, Callable[[CompressionReport], None] | None]:
+) -> tuple[Policy | Stages | None, RetentionConfig, Callable[[CompressionReport], None] | None]:
     """The policy that the keywords ask for; with "auto", the report tells what was taken and why."""
     if not asks_for_auto(snapkv, policy):
-        return resolve_policy(snapkv, policy), recall, on_report
-    task = QUESTION if recall.memory == "drop" else CONVERSATION
+        return resolve_policy(snapkv, policy), retention, on_report
+    task = QUESTION if retention.memory == "drop" else CONVERSATION
     taken = auto(model, n_prompt, task, max_tokens=max_tokens)
     found = taken.policy()
     if found is None:
-        recall = dataclasses.replace(recall, verify=None)
+        retention = dataclasses.replace(retention, verify=None)
 
     def told(report: CompressionReport) -> None:
         report.auto = str(taken)
@@ -189,7 +188,7 @@ def policy_for(
         if on_report is not None:
             on_report(report)
 
-    return found, recall, told
+    return found, retention, told
 
 
 def worth_comparing(n_prompt: int) -> list[str]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..caches.layers import AttentionLayer
 from ..entries.entries import Entries
 from ..entries.selection import nan_scores
 from ..errors import SnapKVError
@@ -15,7 +14,6 @@ from ..policies import Policy
 from ..policies.budgets import Quota, shared_out
 from ..several.heads import ALL_HERE, Heads
 from ..several.shard import Shard
-from .report import CompressionReport
 
 
 @dataclass
@@ -27,21 +25,6 @@ class Choice:
     votes: mx.array | None
     quota: Quota
     share: float | None
-
-
-def tell_kept(
-    report: CompressionReport,
-    prompt_cache: list,
-    layers: list[AttentionLayer],
-    choices: list[Choice],
-) -> None:
-    """Put into a report what is kept of each layer of a prompt cache that still holds everything."""
-    report.entries_kept = [None] * len(prompt_cache)
-    report.attention_share = [None] * len(prompt_cache)
-    for layer, choice in zip(layers, choices):
-        report.entries_kept[layer.index] = choice.kept.shape[-1]
-        report.attention_share[layer.index] = choice.share
-        report.kv_bytes_before += layer.entries_in(prompt_cache).full_nbytes
 
 
 @dataclass
@@ -76,20 +59,21 @@ def choose_all(
 
     A failure on one rank is raised on all.
     """
+
+    def choices() -> list[Choice]:
+        layers, wanted = scored, quotas
+        if policy.adaptive:
+            layers = list(map(_computed, scored))
+            wanted = shared_out([layer.scores for layer in layers], quotas, shard)
+        return [choose(layer, quota) for layer, quota in zip(layers, wanted)]
+
     shard.ranks.synchronize()
-    return shard.ranks.agreed(lambda: _choices(scored, policy, quotas, shard), SnapKVError)
+    return shard.ranks.agreed(choices, SnapKVError)
 
 
-def _choices(
-    scored: Iterable[Scored], policy: Policy, quotas: list[Quota], shard: Shard
-) -> list[Choice]:
-    if policy.adaptive:
-        held = []
-        for layer in scored:
-            mx.eval(layer.scores, layer.votes)
-            held.append(layer)
-        scored, quotas = held, shared_out([layer.scores for layer in held], quotas, shard)
-    return [choose(layer, quota) for layer, quota in zip(scored, quotas)]
+def _computed(layer: Scored) -> Scored:
+    mx.eval(layer.scores, layer.votes)
+    return layer
 
 
 def choose(scored: Scored, quota: Quota) -> Choice:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -21,12 +22,47 @@ from ..entries.queries import Queries
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..policies.budgets import Quota
-from .choosing import Choice, Scored, among, choose, choose_all, score, tell_kept
-from .decision import fits_reason
+from .choosing import Choice, Scored, among, choose, choose_all, score
+from .prompt_plan import PromptPlan, fits_reason
 from .report import CompressionReport
 
-# Told what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.
+# Receives what is kept of a layer: the positions `(B, n_kv_heads, n)`, in order, and their votes, if there were any.
 KeptCallback = Callable[[AttentionLayer, mx.array, mx.array | None], None]
+
+
+class Compressor(Protocol):
+    """Chooses from `caches`, which hold all entries of `layers`, then lets them hold what was chosen."""
+
+    layers: list[AttentionLayer]
+    caches: list
+
+    def choose(self) -> list[Choice]:
+        """What is to be kept, layer by layer; nothing is changed."""
+        ...
+
+    def keep(self, choices: list[Choice]) -> None:
+        """Put caches of what was chosen into `caches`."""
+        ...
+
+
+def compress(
+    compressor: Compressor, report: CompressionReport, begin: Callable[[], None] = lambda: None
+) -> None:
+    """Compress, let what decodes from it begin, and report it."""
+    started = time.perf_counter()
+    choices = compressor.choose()
+    report.entries_kept = [None] * len(compressor.caches)
+    report.attention_share = [None] * len(compressor.caches)
+    for layer, choice in zip(compressor.layers, choices):
+        report.entries_kept[layer.index] = choice.kept.shape[-1]
+        report.attention_share[layer.index] = choice.share
+        report.kv_bytes_before += layer.entries_in(compressor.caches).full_nbytes
+    compressor.keep(choices)
+    mx.clear_cache()
+    begin()
+    report.kv_bytes_after = kv_bytes(compressor.caches)
+    report.kv_dtype = kv_dtype(compressor.layers[0].entries_in(compressor.caches))
+    report.selection_seconds += time.perf_counter() - started
 
 
 def compress_prompt_cache(
@@ -41,11 +77,11 @@ def compress_prompt_cache(
     Args:
         model: the mlx-lm model that filled the cache.
         prompt_cache: one cache a layer; entries of linear and sliding-window layers stay as they are.
-        policy: what to keep: a policy object, or a string such as "keydiff:budget=8192"; of two stages, the second
-            chooses from what the first keeps.
-        queries: by layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n`
-            tokens, for policies that vote, of which the last `obs_window` do; not needed for caches that recorded them.
-        quantization: how the entries kept are to be quantised, if at all.
+        policy: a policy object, or a string such as "keydiff:budget=8192"; of two stages, the second chooses from
+            what the first keeps.
+        queries: by layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n` tokens, for
+            policies that vote, of which the last `obs_window` do; not needed for caches that recorded them.
+        quantization: how the entries kept are quantised, if at all.
 
     Returns:
         The report; its `reason` says why if nothing was dropped.
@@ -69,20 +105,16 @@ def compress_prompt_cache(
     lengths = {layer.entries_in(prompt_cache).offset for layer in layers}
     if len(lengths) != 1:
         raise SnapKVError(f"all layers must hold the same tokens, got {sorted(lengths)} entries")
-    n_tokens = lengths.pop()
+    n = lengths.pop()
+    report = CompressionReport(str(chosen), n)
     stages = dict.fromkeys(chosen.stages)
-    quotas = [quota for stage in stages for quota in stage.quotas(n_tokens, layers[0].n_layers)]
-    if all(n_tokens <= q.entries for q in quotas):
-        return CompressionReport(str(chosen), n_tokens, fits_reason(n_tokens, chosen))
-    return Compression(
-        layers,
-        prompt_cache,
-        chosen,
-        at=n_tokens,
-        n_tokens=n_tokens,
-        queries=queries,
-        quantization=quantization,
-    ).run()
+    quotas = [quota for stage in stages for quota in stage.quotas(n, layers[0].n_layers)]
+    if all(n <= q.entries for q in quotas):
+        report.reason = fits_reason(n, chosen)
+        return report
+    plan = PromptPlan(n, n, n, n)
+    compress(Compression(layers, prompt_cache, chosen, plan, quantization, queries), report)
+    return report
 
 
 @dataclass
@@ -93,53 +125,31 @@ class Compression:
     entries of each are given up at once.
 
     Attributes:
-        layers: whose caches are to be replaced, in `prompt_cache`.
-        policy, quantization: as of `compress_prompt_cache`.
-        at: the entries of the tokens before this position compete; later ones are added as if they came afterwards.
-        n_tokens: the prompt's length, which shares of it refer to.
-        n_voters: queries that vote, if the caches recorded them.
-        queries: given ones, by cache.
-        on_kept: told of every layer.
+        layers: whose caches are to be replaced, in `caches`.
+        policy, quantization, queries: as of `compress_prompt_cache`.
+        plan: the entries before `plan.at` compete, and as many queries vote as it says, if the caches recorded them.
+        on_kept: called for every layer.
     """
 
     layers: list[AttentionLayer]
-    prompt_cache: list
+    caches: list
     policy: Policy | Stages
-    at: int
-    n_tokens: int
-    n_voters: int = 0
-    queries: list[mx.array | None] | None = None
+    plan: PromptPlan
     quantization: Quantization | None = None
+    queries: list[mx.array | None] | None = None
     on_kept: KeptCallback | None = None
 
-    def run(self) -> CompressionReport:
-        """Compress; what it did. Raises as `compress_prompt_cache` does."""
-        started = time.perf_counter()
-        report = CompressionReport(str(self.policy), self.n_tokens)
-        choices = self._choices()
-        tell_kept(report, self.prompt_cache, self.layers, choices)
-        uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
-        for layer, choice in zip(self.layers, choices):
-            self._replace(layer, choice, uniform)
-        mx.clear_cache()
-        report.kv_bytes_after = kv_bytes(self.prompt_cache)
-        report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.prompt_cache))
-        report.selection_seconds = time.perf_counter() - started
-        return report
+    def __post_init__(self):
+        self._stages = list(dict.fromkeys(self.policy.stages))
+        self._last = self._stages[-1]
 
-    @property
-    def _stages(self) -> list[Policy]:
-        """The policies that choose, one after the other."""
-        return list(dict.fromkeys(self.policy.stages))
-
-    def _choices(self) -> list[Choice]:
-        """What is to be kept, layer by layer."""
+    def choose(self) -> list[Choice]:
         wanted = [stage.quotas for stage in self._stages]
         if len(wanted) > 1:
             wanted[0] = self.policy.prefill_quotas
-        by_stage = [quotas_of(self.layers, quotas, self.n_tokens) for quotas in wanted]
+        by_stage = [quotas_of(self.layers, quotas, self.plan.n_prompt) for quotas in wanted]
         scored = (self._scored(layer, quotas) for layer, *quotas in zip(self.layers, *by_stage))
-        return choose_all(scored, self._stages[-1], by_stage[-1], self.layers[0].shard)
+        return choose_all(scored, self._last, by_stage[-1], self.layers[0].shard)
 
     def _scored(self, layer: AttentionLayer, quotas: list[Quota]) -> Scored:
         """A layer's scores by the last policy, among what the earlier ones keep; each has its quota."""
@@ -148,20 +158,20 @@ class Compression:
         for stage, quota in zip(self._stages[:-1], quotas):
             places = choose(score(entries, stage, quota), quota).kept
             entries = among(entries, places, quota.n_window)
-        found = score(entries, self._stages[-1], quotas[-1])
+        found = score(entries, self._last, quotas[-1])
         found.places = places
         entries.release()
         return found
 
     def _competing(self, layer: AttentionLayer) -> tuple[Entries, Entries]:
         """The entries to choose from, with their voters, and those of later tokens."""
-        cache = layer.entries_in(self.prompt_cache)
-        entries = cache.held(self.n_voters)
+        cache = layer.entries_in(self.caches)
+        entries = cache.held(self.plan.n_voters if self._last.obs_window else 0)
         entries.layer = layer
         given = None if self.queries is None else self.queries[layer.index]
         if given is not None:
             entries.observed = self._given(layer, given, entries, cache.offset)
-        n = len(entries) - (cache.offset - self.at)
+        n = len(entries) - (cache.offset - self.plan.at)
         return entries.between(0, n), entries.between(n, len(entries))
 
     def _given(
@@ -174,8 +184,7 @@ class Compression:
             raise SnapKVError(
                 f"queries must be (B={B}, a multiple of {n_heads} heads, 1 to {T} tokens, head_dim={D}), got {q}"
             )
-        _, decode_policy = self.policy.stages
-        n = min(q[2], decode_policy.obs_window or q[2])
+        n = min(q[2], self._last.obs_window or q[2])
         return Queries(
             layer.grouped(given[:, :, -n:], H),
             range(len(entries) - n, len(entries)),
@@ -185,7 +194,13 @@ class Compression:
             cap=layer.cap,
         )
 
+    def keep(self, choices: list[Choice]) -> None:
+        uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
+        for layer, choice in zip(self.layers, choices):
+            self._replace(layer, choice, uniform)
+
     def _replace(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> None:
+        before, policy, at = layer.cache_in(self.caches), self._last, self.plan.at
         entries, later = self._competing(layer)
         kept, later = (
             x.packed(self.quantization or x.quantization)
@@ -196,25 +211,16 @@ class Compression:
         entries.release()
         if self.on_kept is not None:
             self.on_kept(layer, kept.positions, choice.votes)
-        _, decode_policy = self.policy.stages
-        pull = getattr(layer.cache_in(self.prompt_cache), "compaction", None)
-        if pull is not None:
-            kept, pull = pull.nearer(kept, self.at, closed=decode_policy.closes_gaps)
-        small = decode_cache(
-            layer,
-            kept,
-            choice.scores,
-            self.at,
-            decode_policy,
-            choice.quota,
-            uniform,
-        )
-        small.compaction = pull
+        compaction = getattr(before, "compaction", None)
+        if compaction is not None:
+            kept, compaction = compaction.nearer(kept, at, closed=policy.closes_gaps)
+        small = decode_cache(layer, kept, choice.scores, at, policy, choice.quota, uniform)
+        small.compaction = compaction
         del entries, kept
-        voters = layer.cache_in(self.prompt_cache) if decode_policy.observes_answer else None
+        voters = before if policy.observes_answer else None
         small.inherit(voters)
         for i in range(len(later)):
             small.append(*rows((later.stored_keys, later.stored_values), i, i + 1))
             small.inherit(voters)
         mx.eval(small.state)
-        layer.put(self.prompt_cache, small)
+        layer.put(self.caches, small)

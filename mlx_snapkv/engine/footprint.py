@@ -1,18 +1,26 @@
-"""What one request's caches take, before it is read."""
+"""What one request's caches take in memory and on disk, before it is read."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
 from ..caches.layers import attention_layers, members, quotas_of, token_caches
+from ..caches.memories import in_files, memory_quantization
 from ..entries.quantization import Quantization, n_bytes, pack
 from ..policies import Policy, Stages
-from .decision import decide, gate
+from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
+from .report import format_bytes
+
+FEW = 128  # gathered entries, below which a value is often cut off from its context: docs/recall.md
 
 
 @dataclass(frozen=True)
@@ -20,11 +28,11 @@ class Need:
     """What one request takes at most.
 
     Attributes:
-        reading: bytes that it takes besides, until its prompt has been compressed.
-        kept: by layer, what it holds when its prompt has been compressed.
-        entries: by layer, what it holds when its answer ends, room for more included.
+        reading: additional bytes until its prompt has been compressed.
+        kept: by layer, entries when its prompt has been compressed.
+        entries: by layer, rows when its answer ends, room for more included.
         row_bytes: by layer, of an entry.
-        fixed: it holds so many from the first token to the last.
+        fixed: `entries` is constant from the first token to the last.
         rest: bytes of linear states and sliding windows.
     """
 
@@ -42,7 +50,7 @@ class Need:
 
 
 class EntrySizes:
-    """Bytes that a model's caches hold, from its own shapes: one token's caches, of which nothing is computed.
+    """Bytes that a model's caches hold, from the shapes of one token's caches, of which nothing is computed.
 
     Attributes:
         caches: those of one token.
@@ -145,7 +153,7 @@ class Footprint:
         policy = self.policy
         if policy is None:
             return [n_prompt] * len(self._layers)
-        n_ahead = decide(policy, n_prompt).n_ahead
+        n_ahead = plan_prompt(policy, n_prompt).n_ahead
         most = n_prompt + n_ahead + 1
         quotas = quotas_of(self._layers, policy.prefill_quotas, n_prompt)
         if not policy.reads_in_blocks:
@@ -171,3 +179,107 @@ def _grown(n: int, policy: Policy, max_tokens: int, n_window: int) -> int:
         return n
     more = max_tokens if policy.grows else min(max_tokens, policy.answer_block(n_window))
     return (n + more) * 3 // 2  # they are made half as many again
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder that entries are written to; bytes that it needs, and that are free."""
+
+    folder: Path
+    need: int
+    free: int
+
+
+@dataclass(frozen=True)
+class BookCost:
+    """What reading a book's tokens out of core will take.
+
+    Attributes:
+        tokens: to read.
+        resident: entries per KV head in memory, at most of any layer; `resident_bytes` of all layers.
+        stored_bytes: of all these tokens' entries, as they are stored.
+        in_memory: whether those stay in memory.
+        disks: where they are written.
+        gathered: entries per KV head that the answer is decoded from, the fewest of any layer; None if there is none.
+    """
+
+    tokens: int
+    resident: int
+    resident_bytes: int
+    stored_bytes: int
+    in_memory: bool
+    disks: tuple[Disk, ...]
+    gathered: int | None
+
+    def __str__(self) -> str:
+        parts = [
+            f"at most {self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
+        ]
+        if self.in_memory:
+            parts.append(f"all in memory ({format_bytes(self.stored_bytes)})")
+        for disk in self.disks:
+            need, free = format_bytes(disk.need), format_bytes(disk.free)
+            parts.append(f"{need} on disk in {disk.folder} ({free} free)")
+        return f"{self.tokens:,} tokens to read: {', '.join(parts)}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is likely to go wrong, a sentence each."""
+        found = [
+            f"{disk.folder} has not enough room: {format_bytes(disk.need)} are to be written and "
+            f"{format_bytes(disk.free)} are free; give --store-dir another folder, fewer bits (recall:file:4bit), or a "
+            "shorter text"
+            for disk in self.disks
+            if disk.need > disk.free
+        ]
+        if self.gathered is not None and self.gathered < FEW:
+            found.append(
+                f"{self.gathered} entries are gathered for the answer: with fewer than about {FEW} a value is often "
+                "cut off from its context, so give the policy that votes a larger budget"
+            )
+        return found
+
+
+def book_cost(
+    model,
+    policy: Policy | Stages | None,
+    memory: str,
+    n_new: int,
+    *,
+    n_before: int = 0,
+    asks: bool = True,
+    saved_in: Path | None = None,
+) -> BookCost | None:
+    """What reading `n_new` tokens will take; None if they are not read out of core.
+
+    Args:
+        n_before: tokens that were read and stored before.
+        asks: whether an answer follows.
+        saved_in: the folder that all entries are copied to in the end.
+    """
+    n_prompt = n_before + n_new
+    if policy is None or memory == "drop" or not policy.reads_in_blocks or n_new == 0:
+        return None
+    if not n_before and gate(policy, n_prompt, None) is not None:
+        return None
+    sizes = EntrySizes(model)
+    rows = Footprint(model, policy, None, PREFILL_STEP_SIZE, sizes).rows_read(n_prompt)
+    resident = [min(n_prompt, n) for n in rows]
+    stored = n_new * sum(sizes.of_token(memory_quantization(model, sizes.layers, memory)))
+    disks: dict[int, Disk] = {}
+    for folder in (Path(tempfile.gettempdir()) if in_files(memory) else None, saved_in):
+        if folder is not None:
+            with contextlib.suppress(OSError):  # some don't say what is free
+                device = folder.stat().st_dev
+                before = disks.get(device) or Disk(folder, 0, shutil.disk_usage(folder).free)
+                disks[device] = Disk(before.folder, before.need + stored, before.free)
+    quotas = policy.stages[1].quotas(plan_prompt(policy, n_prompt).at, sizes.layers[0].n_layers)
+    return BookCost(
+        tokens=n_new,
+        resident=max(resident),
+        resident_bytes=total_bytes(sizes.of_token(), resident),
+        stored_bytes=stored,
+        in_memory=not in_files(memory),
+        disks=tuple(disks.values()),
+        gathered=min(quota.entries for quota in quotas) if asks else None,
+    )

@@ -11,11 +11,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages
 from .auto import policy_for
+from .draft_model import DraftedRequest, require_rewindable
 from .prefill import mlx_generate
-from .recalling import Recall
 from .report import CompressionReport
-from .serving import MAX_TOKENS, ReportCallback, reason_for_nothing, served, without_compression
-from .speculative import DraftedRequest, require_rewindable
+from .request import reason_for_nothing
+from .retention import RetentionConfig
+from .serving import MAX_TOKENS, ReportCallback, served, without_compression
 
 
 def generate_step(
@@ -25,10 +26,6 @@ def generate_step(
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
-    memory: str = "drop",
-    verify: str | None = None,
-    refresh: str = "token",
-    far: str | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[tuple[int, mx.array]]:
@@ -40,18 +37,19 @@ def generate_step(
         snapkv: a `SnapKV`, a dict or `"key=value,..."` string of its options.
         policy: a policy object, or a string such as `"keydiff:budget=8192"`; "auto", as `snapkv=True`, takes what
             docs/choose.md recommends for the prompt and this machine.
-        memory: "drop": entries that are not kept are gone. "recall", "recall:8bit", "recall:4bit", "recall:file",
-            "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory, quantised or in files, and in a
-            `prompt_cache` that was given; the answer's tokens are to be read again with what follows. A policy that
-            evicts while it reads keeps to its budget, and the prompt's last tokens vote over all entries in the end.
-        verify: "all": the answer's tokens are drafted, and checked on all entries: it is the full cache's own. None:
-            they are not.
-        refresh: "token": with a memory, every token of the answer chooses anew, by an index of the keys, which entries
-            it reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer, which is
-            faster.
-        far: "pull": entries farther away than the model was trained to are turned, by its own RoPE, as if they were
-            nearer; it takes a policy that evicts while the prompt is read. "keep": they stay where they are. By default
-            they are pulled if the prompt is longer than that, and it is possible.
+        memory: "drop", the default: entries that are not kept are gone. "recall", "recall:8bit", "recall:4bit",
+            "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory, quantised or in
+            files, and in a `prompt_cache` that was given; the answer's tokens are to be read again with what follows. A
+            policy that evicts while it reads keeps to its budget, and the prompt's last tokens vote over all entries in
+            the end.
+        verify: "all": self-speculative decoding: the answer's tokens are drafted, and verified on all entries, so that
+            it is the full cache's own. None: they are not.
+        refresh: "token", the default: with a memory, every token of the answer chooses anew, by an index of the keys,
+            which entries it reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer,
+            which is faster.
+        far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length; it
+            takes a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
+            is longer than that, and it is possible.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
         stream, **kwargs: mlx-lm's, untouched.
 
@@ -65,15 +63,15 @@ def generate_step(
         raise SnapKVError(
             f"generate_step's third argument is mlx-lm's stream: give max_tokens={stream}"
         )
+    retention, options = RetentionConfig.taken_from(kwargs)
     if stream is not None:
-        kwargs["stream"] = stream
+        options["stream"] = stream
     prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     start = functools.partial(mlx_generate.generate_step, prompt)
-    max_tokens = kwargs.get("max_tokens", MAX_TOKENS)
-    recall = Recall(memory, verify, refresh, far)
-    asked = snapkv, policy, recall, max_tokens, on_report
-    chosen, recall, on_report = policy_for(model, len(prompt), *asked)
-    return served(start, model, prompt, max_tokens, chosen, recall, on_report, kwargs)
+    max_tokens = options.get("max_tokens", MAX_TOKENS)
+    asked = snapkv, policy, retention, max_tokens, on_report
+    chosen, retention, on_report = policy_for(model, len(prompt), *asked)
+    return served(start, model, len(prompt), max_tokens, chosen, retention, on_report, options)
 
 
 def stream_generate(
@@ -85,10 +83,6 @@ def stream_generate(
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
-    memory: str = "drop",
-    verify: str | None = None,
-    refresh: str = "token",
-    far: str | None = None,
     on_report: ReportCallback | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
@@ -101,27 +95,30 @@ def stream_generate(
         mlx-lm's `GenerationResponse`s; `prompt_tokens` and `prompt_tps` count the whole prompt, and
         `generation_tps` leaves out the time that the selection took.
     """
-    recall = Recall(memory, verify, refresh, far)
-    if draft_model is not None and memory != "drop":
-        raise SnapKVError(f"a draft model can't be combined with memory={memory}: drop one of them")
+    retention, options = RetentionConfig.taken_from(kwargs)
+    if draft_model is not None and retention.retains:
+        raise SnapKVError(
+            f"a draft model can't be combined with memory={retention.memory}: drop one of them"
+        )
     tokens = encode_prompt(tokenizer, prompt)
-    asked = snapkv, policy, recall, max_tokens, on_report
-    chosen, recall, on_report = policy_for(model, len(tokens), *asked)
+    asked = snapkv, policy, retention, max_tokens, on_report
+    chosen, retention, on_report = policy_for(model, len(tokens), *asked)
+    given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
-        given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
-        start = functools.partial(mlx_generate.stream_generate, **given)
-        wanted = model, tokens, max_tokens, chosen, recall
-        return served(start, *wanted, on_report, options, without_compression)
+        start = functools.partial(mlx_generate.stream_generate, tokenizer=tokenizer, **given)
+        wanted = model, len(tokens), max_tokens, chosen, retention, on_report, options
+        return served(start, *wanted, after=without_compression)
 
-    options = {"draft_model": draft_model, **kwargs}
+    drafted = {"draft_model": draft_model, **options}
     if draft_model is None:
-        return serve(tokenizer, options, on_report)
-    require_rewindable(model, options.get("prompt_cache"))
-    reason = reason_for_nothing(model, chosen, len(tokens), max_tokens, options, recall)
-    if chosen is None or reason is not None:
-        return serve(tokenizer, options, on_report)
-    request = DraftedRequest(model, draft_model, tokenizer, tokens, max_tokens, chosen, kwargs)
+        return serve(tokenizer, drafted, on_report)
+    cache = options.get("prompt_cache")
+    require_rewindable(model, cache)
+    why = reason_for_nothing(model, chosen, len(tokens), cache, max_tokens)
+    if chosen is None or why is not None or options.get("input_embeddings") is not None:
+        return serve(tokenizer, drafted, on_report)
+    request = DraftedRequest(model, draft_model, tokenizer, tokens, max_tokens, chosen, options)
     return request.responses(serve, on_report)
 
 

@@ -1,26 +1,21 @@
-"""Reading a prompt on its own, for people who decode with mlx-lm directly."""
+"""Reading a prompt on its own: for people who decode with mlx-lm directly, or a text for questions to come."""
 
-import contextlib
 import importlib
 from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import layer_caches
-from ..caches.matching import adopt
+from ..caches.layers import attention_layers, kv_bytes
+from ..caches.memories import make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
-from ..models import attention_classes
-from ..models.patch import recording
 from ..policies import Policy, Stages, resolve_policy
-from .decision import PREFILL_STEP_SIZE, ProgressCallback, gate
-from .far import require_far
-from .making import make_request
-from .recalling import Recall
+from .prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from .report import CompressionReport
+from .request import Uncompressed, make_request
+from .retention import RetentionConfig
 from .rewind import Rewind
-from .split_calls import one_by_one
 
 # mlx_lm re-exports a function under the module's own name.
 mlx_generate = importlib.import_module("mlx_lm.generate")
@@ -40,20 +35,20 @@ def prefill(
 ) -> tuple[list, CompressionReport]:
     """Feed all of `tokens` to the model and compress its prompt cache.
 
-    For people who decode with mlx-lm directly: feed `prompt[:-1]` here and give `prompt[-1:]` and the cache
-    to mlx-lm's `generate_step`. Of a prompt given whole, the entries kept are those that our `generate_step` keeps: the
-    next tokens that vote (`lookahead`) are decoded, greedily, and taken back.
+    To decode with mlx-lm directly, feed `prompt[:-1]` here and give `prompt[-1:]` and the cache to mlx-lm's
+    `generate_step`. Of a prompt given whole, the entries kept are those that our `generate_step` keeps: the next tokens
+    that vote (`lookahead`) are decoded, greedily, and rolled back.
 
     Args:
         tokens: `(T,)` token ids.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         prompt_cache: an empty cache of the model to fill; by default a new one.
         prefill_step_size: tokens a chunk at most; a policy's `prefill_chunk`, or its `block` where entries are evicted
-            while the prompt is read, goes before it.
+            while the prompt is read, takes precedence.
         prompt_progress_callback: called with the tokens processed and their total.
         kv_bits, kv_group_size: of the cache's entries, if they are to be quantised; mlx-lm quantises those of a
             prompt that is not compressed.
-        far: what becomes of entries farther away than the model was trained to; see `generate_step`.
+        far: what becomes of positions beyond the trained length; see `generate_step`.
 
     Returns:
         The prompt cache and the report, whose `reason` is set if the cache was not compressed.
@@ -69,28 +64,29 @@ def prefill(
     if tokens.ndim != 1:
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    options = {
-        "prefill_step_size": prefill_step_size,
-        "prompt_progress_callback": prompt_progress_callback,
-    }
     quantised = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-    recall = Recall(far=far)
-    require_far(model, chosen, recall)
-    reason = gate(chosen, tokens.size, cache)
-    if reason is not None:
-        with observing(model, cache):
-            read(one_by_one(model, cache), tokens, cache, options | quantised)
-        return cache, CompressionReport(str(chosen), tokens.size, reason)
-    quantization, _ = taken_from(quantised)
-    request = make_request(model, chosen, tokens.size, cache, quantization, recall)
-    options["prefill_step_size"] = request.step_size(prefill_step_size)
-    options["prompt_progress_callback"] = request.progress(prompt_progress_callback)
+    retention = RetentionConfig(far=far)
+    retention.require(model, chosen)
+    request = make_request(model, chosen, tokens.size, cache, retention, taken_from(quantised)[0])
+    if isinstance(request, Uncompressed):
+        options = {
+            "prefill_step_size": prefill_step_size,
+            "prompt_progress_callback": prompt_progress_callback,
+            **quantised,
+        }
+        with request.recording():
+            read(request.model, tokens, cache, options)
+        return cache, request.report
+    options = {
+        "prefill_step_size": request.reader.step_size(prefill_step_size),
+        "prompt_progress_callback": request.progress(prompt_progress_callback),
+    }
     with request.recording():
-        following = read(request.loop_model, tokens, request.caches, options)
+        following = read(request.model, tokens, request.caches, options)
         request.prompt_is_read()
-        n = request.decision.last - tokens.size
+        n = request.plan.last - tokens.size
         if n > 0:
-            look_ahead(model, request.caches, mx.argmax(following, axis=-1), n)
+            _look_ahead(model, request.caches, mx.argmax(following, axis=-1), n)
         report = request.compress()
     return cache, report
 
@@ -110,8 +106,8 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
     return following[-1]
 
 
-def look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
-    """Decode `n` tokens from `following` on, so that their queries are recorded, then take them back."""
+def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
+    """Decode `n` tokens from `following` on, so that their queries are recorded, then roll them back."""
     before = Rewind(prompt_cache)
     # The loop feeds the token it is given and each one it yields.
     for _ in mlx_generate.generate_step(
@@ -121,8 +117,61 @@ def look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
     before.restore()
 
 
-def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
-    """Patch the model's attention classes for the block if caches ask for the queries of what they are fed."""
-    adopt(prompt_cache, model)  # those that mlx-lm has loaded from a file don't know their layers
-    observed = any(cache.observes for cache in layer_caches(prompt_cache))
-    return recording(attention_classes(model) if observed else [])
+def require_book(policy: Policy | Stages | None, memory: str) -> None:
+    """Raises: SnapKVError: a text read on its own leaves nothing that later questions could recall."""
+    RetentionConfig(memory).require_policy(policy)
+    if memory != "drop" and (policy is None or not policy.reads_in_blocks):
+        why = "no policy was given" if policy is None else f"{policy} reads the text in full"
+        raise SnapKVError(
+            f"memory={memory} saves a text that is read in blocks, and {why}: give a policy such as "
+            "keydiff:budget=4096 then snapkv:top_k=1024, or drop the memory"
+        )
+
+
+def read_book(
+    model,
+    tokens: list[int],
+    policy: Policy | Stages,
+    memory: str,
+    *,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prompt_progress_callback: ProgressCallback | None = None,
+    far: str | None = None,
+) -> tuple[list, CompressionReport]:
+    """Read a text for questions to come, out of core; a turn of a conversation can go on from its caches.
+
+    Args:
+        memory: where the entries are stored.
+        prefill_step_size, prompt_progress_callback, far: as of `prefill`.
+
+    Returns:
+        The caches, and a report of what is resident, whose `reason` is set if everything is.
+
+    Raises:
+        SnapKVError: policy and memory don't make a book, the model is not supported, or there is no room for the
+            entries.
+    """
+    require_book(policy, memory)
+    retention = RetentionConfig(memory, refresh="turn", far=far)
+    caches = make_caches(model, memory, policy)
+    request = make_request(model, policy, len(tokens), caches, retention, owned=True)
+    options = {
+        "prefill_step_size": prefill_step_size,
+        "prompt_progress_callback": prompt_progress_callback,
+    }
+    if isinstance(request, Uncompressed):
+        read(model, mx.array(tokens), caches, options)
+        return caches, request.report
+    options["prefill_step_size"] = request.reader.step_size(prefill_step_size)
+    with request.recording():
+        read(model, mx.array(tokens), caches, options)  # no question votes: the model's own calls
+    report = request.report
+    report.entries_kept, report.pulled_to = [None] * len(caches), request.prompt.pulled_to
+    for layer in attention_layers(model, caches):
+        cache = layer.cache_in(caches)
+        cache.offload()
+        report.entries_kept[layer.index] = cache.n_entries
+        report.kv_bytes_before += cache.full_nbytes
+        report.kv_bytes_after -= cache.store.nbytes
+    report.kv_bytes_after += kv_bytes(caches)
+    return caches, report

@@ -25,22 +25,12 @@ class Verified:
     seconds: float = 0.0
     plain_seconds: float = 0.0
 
-    def plain_token_took(self, seconds: float) -> None:
-        """Take note of what one token took on the full cache; the least counts."""
-        self.plain_seconds = min(self.plain_seconds or seconds, seconds)
-
-    @property
-    def gain(self) -> float | None:
-        """Times as fast as the full cache; None if that is not known."""
-        if not self.plain_seconds or not self.seconds:
-            return None
-        return self.tokens * self.plain_seconds / self.seconds
-
     def __str__(self) -> str:
         did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens drafted"
-        return (
-            did if self.gain is None else f"{did}, {self.gain:.2f} times as fast as the full cache"
-        )
+        if not self.plain_seconds or not self.seconds:
+            return did
+        gain = self.tokens * self.plain_seconds / self.seconds
+        return f"{did}, {gain:.2f} times as fast as the full cache"
 
 
 @dataclass
@@ -77,16 +67,15 @@ class Book:
 
 @dataclass
 class CompressionReport:
-    """One request's compression. Of a model that several Macs hold together, figures are those of this one.
+    """One request's compression; where several Macs hold a model, the figures are this one's.
 
     Attributes:
         policy: the policy, as its command-line string, or NO_POLICY.
         prompt_tokens: tokens of the whole prompt.
         reason: why nothing was compressed, with what to change; None when entries were dropped.
         entries_kept: by layer of the model, entries per KV head; None for layers without a KV cache.
-        kv_bytes_before: bytes of all tokens' entries at the compression, those evicted before included.
-        kv_bytes_after: bytes of the buffers of the caches that go on.
-        kv_dtype: what the numbers of those entries are: "float16", say, or "8 bits".
+        kv_bytes_before: of all tokens' entries at the compression, those evicted before included.
+        kv_bytes_after: of the buffers of the caches that go on; `kv_dtype` is their "float16", say, or "8 bits".
         attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept; None for
             policies without votes, and for those that go on evicting.
         prefill_seconds: from the first chunk to the compression, selection excluded.
@@ -94,9 +83,9 @@ class CompressionReport:
         verified: the answer's drafts and their checks; None without `verify`.
         refreshed: entries per KV head, the most of any layer, that every token of the answer chooses anew; None if the
             prompt chose for the whole answer.
-        pulled_to: tokens that the model was trained to, if the prompt is longer and its entries were pulled together.
+        pulled_to: the trained length, if the prompt is longer and its positions were compacted.
         auto: what `policy="auto"` took, and why.
-        book: where the other entries are, if they were evicted while the prompt was read, and nothing was forgotten.
+        book: where the other entries are, if the prompt was read out of core.
     """
 
     policy: str
@@ -147,20 +136,9 @@ class CompressionReport:
     @property
     def recall_text(self) -> str:
         """In words, after a comma, what became of the entries that the answer is not decoded from."""
-        parts = (self.book, self.verified, self.pulled_text or None)
+        pulled = f"pulled together beyond the {self.pulled_to} tokens that the model was trained to"
+        parts = (self.book, self.verified, None if self.pulled_to is None else pulled)
         return "".join(f", {part}" for part in parts if part is not None)
-
-    @property
-    def pulled_text(self) -> str:
-        """What was done about a prompt longer than the model was trained to."""
-        if self.pulled_to is None:
-            return ""
-        return f"pulled together beyond the {self.pulled_to} tokens that the model was trained to"
-
-    # What `entries`, `entries_kept` and `attention_share` were called before.
-    rows = property(lambda self: self.entries)
-    rows_kept = property(lambda self: self.entries_kept)
-    mass_kept = property(lambda self: self.attention_share)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

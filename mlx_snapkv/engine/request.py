@@ -1,212 +1,93 @@
-"""One request from its first chunk to its compression.
+"""One request, from its first chunk to the end of its answer.
 
-mlx-lm's own `generate_step` drives: it is handed a list of recording caches, and reads that list at every
-step, so the compression is a replacement of the list's entries between two of its steps.
+mlx-lm's own `generate_step` drives: it is handed a list of recording caches, and reads that list at every step, so
+the compression is a replacement of the list's entries between two of its steps.
 """
 
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from ..caches.block import BlockKVCache
-from ..caches.compaction import Compaction
-from ..caches.contract import LayerCache
-from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries, quotas_of
-from ..caches.quantizable import require_quantizable
-from ..caches.recording import RecordingKVCache
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..caches.layers import attention_layers, is_compressed, members
+from ..caches.memories import recalling_caches
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError, UnsupportedModelError
-from ..models import attention_classes, type_of
+from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages
-from ..policies.budgets import Quota
-from .compress import Compression, KeptCallback
-from .decision import Decision, ProgressCallback, chunk_size, decide, fits_reason
-from .repeating import Repetition
-from .report import CompressionReport
-from .wrapper import Answered
+from .answers import Answer, answer_of
+from .compress import compress
+from .loop_model import HookedModel, observing, one_by_one
+from .out_of_core import OutOfCoreReader
+from .prompt_plan import ProgressCallback, fits_reason, gate
+from .readers import InMemoryReader, Prompt, Reader, RetainingReader
+from .report import NO_POLICY, CompressionReport
+from .retention import DROP, RetentionConfig
+
+NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 
 
-@dataclass
 class Request:
-    """One request from its first chunk to its compression.
-
-    The caller's list is not touched before that, and neither are its caches: if anything raises on the way, they are as
-    they were. They may hold earlier turns, in full or compressed: then the queries of the new tokens vote over the
-    entries held and their own. What was dropped before is gone.
+    """One request, made of how its prompt is read and how its answer is decoded.
 
     Attributes:
-        model: an mlx-lm model.
-        policy: what to keep.
-        n_new: tokens to read.
-        prompt_cache: the caller's cache list.
-        quantization: how the entries kept are to be quantised, if at all.
-        pull: how far apart queries and keys may be; None is as far as they are.
-        on_kept: told what is kept of every layer.
-        caches: the list to hand to mlx-lm.
-        loop_model: the model to hand to it.
-        decision: who votes, and where the compression falls.
-        compress_seconds: what the compression itself took.
-
-    Raises:
-        SnapKVError: the model is not supported, its entries can't be quantised so, or the budget has no room for
-            what is always kept.
+        prompt: what is read.
+        reader: how: once or in blocks, in memory or out of core.
+        answer: from the small caches, from refreshed ones, or exactly.
+        model: the model for mlx-lm's loop.
+        report: what the compression did; empty before.
     """
 
-    model: Any
-    policy: Policy | Stages
-    n_new: int
-    prompt_cache: list
-    quantization: Quantization | None = None
-    pull: Compaction | None = None
-
-    def __post_init__(self):
-        self.loop_model = self.model
-        self.on_kept: KeptCallback | None = None
-        self.prefill_policy, self.decode_policy = self.policy.stages
-        self._layers = attention_layers(self.model, self.prompt_cache)
-        self._held = self._layers[0].entries_in(self.prompt_cache).offset
-        self.decision = self._decided()
-        self._observed = attention_classes(self.model)
-        if self.quantization is not None:
-            require_quantizable(self.model, self._layers, self.quantization)
-        self._require_own_logits()
-        self._repetition: Repetition | None = None
-        if self.decode_policy.repeats is not None:
-            self._repetition = Repetition(self.model, self._layers, self.decode_policy, self.n_new)
-            self.loop_model = Answered(self.model)
-            self.loop_model.answering = self._repetition.read
-        self.caches = self._prefill_caches()
-        self.compress_seconds = 0.0
+    def __init__(self, prompt: Prompt):
+        self.prompt, self.plan = prompt, prompt.plan
+        self._observed = attention_classes(prompt.model)
+        self.reader = _reader_of(prompt)
+        self.answer: Answer = answer_of(prompt, self.reader)
+        self.prompt.retention.require_rollback(prompt.prompt_cache, len(prompt.layers))
+        self.model = HookedModel(prompt.model)
+        self.model.hook = self.reader.hook
+        if isinstance(self.reader, OutOfCoreReader):
+            self.reader.on_read = self.compress
+        self.report = CompressionReport(str(prompt.policy), self.plan.n_prompt)
+        self.is_compressed = False
         self._started: float | None = None
         self._prefill_seconds: float | None = None
 
-    def _require_own_logits(self) -> None:
-        """Raises: UnsupportedModelError: a policy expects logits of its queries' statistics, and they are capped."""
-        if self._statistics_from is not None and any(layer.cap for layer in self._layers):
-            raise UnsupportedModelError(
-                f"{self.policy} has no closed form where logits are capped, as those of model type "
-                f"{type_of(self.model)!r} are: give another policy, such as snapkv"
-            )
-
-    def _decided(self) -> Decision:
-        return decide(self.policy, self._held + self.n_new, self.n_new)
-
     @property
-    def compresses_before_last_token(self) -> bool:
-        """Whether it is compressed before mlx-lm feeds the prompt's last token; else when it has."""
-        return self.decision.at < self.decision.n_prompt
-
-    @property
-    def _observes(self) -> bool:
-        return any(stage.observes for stage in self.policy.stages)
-
-    @property
-    def _observes_answer(self) -> bool:
-        return self.decode_policy.observes_answer
-
-    @property
-    def _statistics_from(self) -> int | None:
-        wanted = [stage.query_statistics for stage in self.policy.stages]
-        return min((n for n in wanted if n is not None), default=None)
-
-    def _prefill_caches(self) -> list:
-        """Caches to read the prompt with."""
-        caches = copies_but_entries(self.prompt_cache, self._layers)
-        quotas = quotas_of(self._layers, self.policy.prefill_quotas, self.decision.n_prompt)
-        held = {layer.entries_in(self.prompt_cache).n_entries for layer in self._layers}
-        uniform = len(set(quotas)) == len(held) == 1
-        for layer, quota in zip(self._layers, quotas):
-            layer.put(caches, self._prefill_cache(layer, quota, uniform))
-        return caches
-
-    def _prefill_cache(self, layer: AttentionLayer, quota: Quota, uniform: bool) -> LayerCache:
-        """A cache that records; one that evicts if entries give way, are counted, or go on from an earlier turn."""
-        held, decision = layer.entries_in(self.prompt_cache), self.decision
-        expected = decision.at + decision.n_ahead + 1 - self._held
-        if self._repetition is not None:
-            expected += self._repetition.most_at_once
-        accumulates = any(stage.accumulates_attention for stage in self.policy.stages)
-        once = not self._evicts
-        if once and not accumulates and not self._held:
-            cache = RecordingKVCache(decision.first, decision.last, expected, layer)
-            cache.statistics_from = self._statistics_from
-            return cache
-        entries = held.held() if self._held else None
-        if entries is not None:
-            expected += len(entries)
-            quota = Quota(expected, quota.n_sink, quota.n_window) if once else quota
-        plain = entries is None or entries.quantization is None
-        block = BlockKVCache(
-            self.prefill_policy,
-            quota,
-            self.prefill_policy.block,
-            layer=layer,
-            last=decision.last,
-            newest=max(self.prefill_policy.obs_window, decision.n_voters),
-            expected=expected,
-            uniform=uniform,
-            # What is plain is quantised when it has been chosen, and never twice.
-            quantization=None if once and plain else self.quantization,
-            accumulates=accumulates,
-            steady=range(decision.at, decision.at + decision.n_ahead),
-        )
-        block.statistics_from = self._statistics_from
-        if self.pull is not None:
-            before = getattr(layer.cache_in(self.prompt_cache), "compaction", None)
-            block.compaction = self.pull.after(before)
-        if entries is not None:
-            block.offset = self._held
-            block.hold(entries)
-            block.inherit(layer.cache_in(self.prompt_cache))
-        return block
-
-    @property
-    def _evicts(self) -> bool:
-        """Whether entries are evicted while the prompt is read."""
-        return self.policy.reads_in_blocks
-
-    def step_size(self, limit: int | None) -> int:
-        """Tokens to read at a time: a block where entries are evicted, else as `chunk_size` has it."""
-        if self._evicts:
-            return min(limit or self.prefill_policy.block, self.prefill_policy.block)
-        n_before = self.decision.first - self._held if self._observes else self.n_new
-        return chunk_size(self.prefill_policy, limit, self.n_new, n_before)
+    def caches(self) -> list:
+        """The list to hand to mlx-lm."""
+        return self.reader.caches
 
     def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
-        """What mlx-lm's loop is to call as tokens are read, so that `callback` is told of those read again, too."""
-        if callback is None or self._repetition is None:
-            return callback
-        return self._repetition.progress(callback)
+        """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
+        repetition = getattr(self.reader, "repetition", None)
+        return callback if callback is None or repetition is None else repetition.progress(callback)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Patch the model's attention classes for the block: for all chunks up to the last voter, or for some."""
+        """Patch the model's attention classes for the block, if queries are asked for."""
         if self._started is None:
-            self._require_unchanged()
+            self.prompt.require_unchanged()
             self._started = time.perf_counter()
-        with recording(self._observed if self._observes else []):
-            yield
-
-    @contextlib.contextmanager
-    def recording_answer(self) -> Iterator[None]:
-        """The same for the tokens after it is compressed, whose queries vote only if entries still give way by them."""
-        with recording(self._observed if self._observes_answer else []):
+        observes = (self.answer if self.is_compressed else self.reader).observes
+        with recording(self._observed if observes else []):
             yield
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """The same for all tokens of the answer; when the block is left, it has ended."""
         try:
-            with self.recording_answer():
+            with self.recording():
                 yield
         finally:
             self.end()
 
     def end(self) -> None:
-        """The answer has ended: leave the caller's caches as whoever goes on from them wants them."""
+        """The answer has ended: leave the caller's caches ready to go on from."""
+        self.answer.end()
+        self.reader.end()
 
     def prompt_is_read(self) -> None:
         """Stop the prefill's clock, if it was started; the first call counts."""
@@ -214,53 +95,123 @@ class Request:
             self._prefill_seconds = time.perf_counter() - self._started
 
     def compress(self) -> CompressionReport:
-        """Compress the caches and hand them to the caller's list."""
+        """Compress `caches`, once, and let the answer begin; what was done.
+
+        Raises:
+            SnapKVError: the scores are NaN, or there is no room for the entries that stay.
+        """
+        if self.is_compressed:
+            return self.report
         self.prompt_is_read()
-        started = time.perf_counter()
-        report = self._replace()
-        self.compress_seconds = time.perf_counter() - started
-        return report
-
-    def _replace(self) -> CompressionReport:
-        self._require_unchanged()
-        report = self._compressed(self.caches)
-        self.prompt_cache[:] = self.caches
-        return report
-
-    def _compressed(self, caches: list) -> CompressionReport:
-        decision, policy = self.decision, self.decode_policy
-        report = Compression(
-            self._layers,
-            caches,
-            policy,
-            at=decision.at,
-            n_tokens=decision.n_prompt,
-            n_voters=decision.n_voters if policy.obs_window else 0,
-            quantization=self.quantization,
-            on_kept=self.on_kept,
-        ).run()
-        report.policy, report.pulled_to = str(self.policy), self.pulled_to
+        report = self.report
+        compress(self.reader, report, self._begin_answer)
         report.prefill_seconds = self._prefill_seconds or 0.0
-        if self._repetition is not None:
-            report.prefill_seconds -= self._repetition.seconds
-            report.selection_seconds += self._repetition.seconds
-        if policy.schedule == "block" and report.entries >= decision.at:
-            report.reason = fits_reason(decision.at, self.policy) + "; the answer is kept within it"
+        if (repetition := getattr(self.reader, "repetition", None)) is not None:
+            report.prefill_seconds -= repetition.seconds
+            report.selection_seconds += repetition.seconds
+        report.book = getattr(self.reader, "book", None)
+        report.pulled_to = self.prompt.pulled_to
         return report
+
+    def _begin_answer(self) -> None:
+        prompt, report, at = self.prompt, self.report, self.plan.at
+        self.is_compressed = True
+        fits = prompt.decode_policy.schedule == "block" and report.entries >= at
+        if fits and not prompt.out_of_core:
+            why = fits_reason(at, prompt.policy)
+            report.reason = f"{why}; the answer is kept within it"
+            return
+        if isinstance(self.reader, RetainingReader):
+            self.reader.offload()
+        self.answer.begin(report)
+        self.model.hook = self.answer.hook
+
+
+class Uncompressed:
+    """A request that is left to mlx-lm as it is, for a reason that its report gives."""
+
+    def __init__(self, model: Any, prompt_cache: list, report: CompressionReport):
+        self._model, self.caches, self.report = model, prompt_cache, report
 
     @property
-    def pulled_to(self) -> int | None:
-        """The length that the model was trained to, if the prompt is longer and its entries are pulled together."""
-        beyond = self.pull is not None and self.decision.n_prompt > self.pull.length
-        return self.pull.length if self.pull is not None and beyond else None
+    def model(self) -> Any:
+        """For mlx-lm's loop: it goes on from caches that evict as if tokens came one by one."""
+        return one_by_one(self._model, self.caches)
 
-    def _require_unchanged(self) -> None:
-        if any(layer.entries_in(self.prompt_cache).offset != self._held for layer in self._layers):
-            raise SnapKVError(
-                "another request has filled this prompt cache meanwhile: give each its own"
-            )
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Patch the model's attention classes for the block, if caches ask for queries."""
+        return observing(self._model, self.caches)
+
+
+def make_request(
+    model: Any,
+    policy: Policy | Stages | None,
+    n_new: int,
+    prompt_cache: list | None,
+    retention: RetentionConfig = DROP,
+    quantization: Quantization | None = None,
+    *,
+    max_tokens: int = 0,
+    turns: bool = False,
+    owned: bool = False,
+) -> Request | Uncompressed:
+    """A request to read `n_new` tokens on a prompt cache: the one place that decides what is compressed, and how.
+
+    Args:
+        prompt_cache: None is a new one.
+        retention, quantization: as of `Prompt`.
+        max_tokens: of the answer.
+        turns: a cache that holds tokens already is compressed again, as that of a conversation is, unless the policy
+            reads a prompt again as a whole.
+        owned: the cache was made for this retention; any other is copied into one that is.
+
+    Raises:
+        SnapKVError: as `Prompt` does; the prompt is empty, or the budget has no room for what is always kept.
+    """
+    wanted = model, policy, n_new, prompt_cache, max_tokens
+    reason = reason_for_nothing(*wanted, retention, turns=turns)
+    if policy is None or reason is not None:
+        n_prompt = n_new + (_n_fed(prompt_cache) if turns else 0)
+        report = CompressionReport(str(policy or NO_POLICY), n_prompt, reason)
+        return Uncompressed(model, prompt_cache or [], report)
+    caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+    if retention.retains and not owned:
+        caches = recalling_caches(model, caches, retention.memory, policy)
+    return Request(Prompt(model, policy, n_new, caches, retention, quantization))
+
+
+def reason_for_nothing(
+    model: Any,
+    policy: Policy | Stages | None,
+    n_new: int,
+    prompt_cache: list | None,
+    max_tokens: int,
+    retention: RetentionConfig = DROP,
+    *,
+    turns: bool = False,
+) -> str | None:
+    """Why such a request is left to mlx-lm; None if it is compressed. The arguments are `make_request`'s."""
+    if policy is None:
+        return NO_POLICY_REASON
+    goes_on = retention.retains or (turns and policy.stages[1].repeats is None)
+    if prompt_cache is None or not goes_on:
+        return gate(policy, n_new, prompt_cache, max_tokens)
+    if is_compressed(prompt_cache):
+        return None
+    return gate(policy, held_tokens(model, prompt_cache) + n_new, None, max_tokens)
 
 
 def held_tokens(model, prompt_cache: list) -> int:
     """Tokens that a prompt cache has read."""
     return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
+
+
+def _n_fed(prompt_cache: list | None) -> int:
+    """The same of any model, also one that can't be compressed."""
+    return max((getattr(c, "offset", 0) for c in members(prompt_cache or [])), default=0)
+
+
+def _reader_of(prompt: Prompt) -> Reader:
+    if not prompt.retention.retains:
+        return InMemoryReader(prompt)
+    return OutOfCoreReader(prompt) if prompt.out_of_core else RetainingReader(prompt)

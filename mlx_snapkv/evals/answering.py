@@ -20,13 +20,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import file_bytes, kv_bytes
-from ..engine.decision import gate
 from ..engine.generate import stream_generate
-from ..engine.prefill import prefill
-from ..engine.reading import read_book
+from ..engine.prefill import prefill, read_book
+from ..engine.prompt_plan import gate
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import held_tokens
-from ..engine.serving import NO_POLICY_REASON
+from ..engine.request import NO_POLICY_REASON, held_tokens
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from . import loop

@@ -14,8 +14,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes
-from ..engine.decision import PREFILL_STEP_SIZE, ProgressCallback, gate
 from ..engine.generate import generate_step, stream_generate
+from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, gate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..policies import Policy, Stages

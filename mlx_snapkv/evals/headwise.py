@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache
 from ..caches.layers import attention_layers, kv_bytes, quotas_of
 from ..caches.recording import RecordingKVCache
 from ..engine.choosing import score
-from ..engine.decision import gate
+from ..engine.prompt_plan import gate
 from ..engine.report import CompressionReport
 from ..entries.attention import attention_weights
 from ..entries.entries import Entries
@@ -227,7 +227,7 @@ def masked(
     if (reason := gate(policy, n_prompt, None)) is not None:
         raise SnapKVError(f"{heads} would hide nothing of {n_prompt} tokens: {reason}")
     request = reading.request(policy, answering)
-    caches, at = request.caches, request.decision.at
+    caches, at = request.caches, request.plan.at
     layers = attention_layers(reading.model, caches)
     shares = []
     for layer, quota in zip(layers, quotas_of(layers, policy.quotas, n_prompt)):

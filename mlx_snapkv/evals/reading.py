@@ -21,13 +21,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..caches.adapter import plain_cache
 from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache, SharedKVCache
-from ..engine.decision import LARGEST_CHUNK, ProgressCallback, decide, gate
-from ..engine.making import make_request
+from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
-from ..engine.recalling import Recall
+from ..engine.prompt_plan import LARGEST_CHUNK, ProgressCallback, gate, plan_prompt
+from ..engine.readers import Prompt
 from ..engine.report import CompressionReport
 from ..engine.request import Request
-from ..engine.split_calls import one_by_one
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
@@ -110,7 +109,9 @@ class Reading:
         # By the number of tokens fed: copies of all caches then, but of those of the full-attention layers.
         self._others: dict[int, list] = {}
         # After so many tokens of the answer policies compress.
-        self._n_ahead = {decide(policy, len(self.tokens)).n_ahead for policy in self._recorders}
+        self._n_ahead = {
+            plan_prompt(policy, len(self.tokens)).n_ahead for policy in self._recorders
+        }
 
     def full(self) -> list:
         """A prompt cache with all entries; its arrays are shared until they are written."""
@@ -168,7 +169,7 @@ class Reading:
             return prefill(self.model, self.tokens, policy)
         request = self.request(policy, answering)
         report = request.compress()
-        return request.prompt_cache, report
+        return request.prompt.prompt_cache, report
 
     def request(self, policy: AnyPolicy, answering: bool) -> Request:
         """A request that `compressed`, or `answering`, compresses: its caches hold everything, and who votes on it.
@@ -180,15 +181,15 @@ class Reading:
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         request = _request(self.model, n_prompt, policy)
-        decision, n = request.decision, n_prompt
+        plan, n = request.plan, n_prompt
         if answering:
-            before = request.compresses_before_last_token
-            n = n_prompt - 1 if before else decision.at + decision.n_ahead
-        self._feed_answer(max(n, decision.last) - n_prompt)
+            before = request.reader.before_last_token
+            n = n_prompt - 1 if before else plan.at + plan.n_ahead
+        self._feed_answer(max(n, plan.last) - n_prompt)
         caches = self._others_at(n)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
             layer.put(caches, recorder.filled(layer.cache_in(self._caches), n))
-        request.caches = caches
+        request.reader.caches = caches
         return request
 
     def _read(
@@ -262,7 +263,7 @@ def _masks_each_layer(model: Any, prompt_cache: list) -> bool:
 
 
 def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
-    return make_request(model, policy, n_prompt, make_prompt_cache(model), None, Recall())
+    return Request(Prompt(model, policy, n_prompt, make_prompt_cache(model)))
 
 
 def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:

@@ -14,11 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.recording import RecordingKVCache
-from ..engine.decision import PREFILL_STEP_SIZE, ProgressCallback, decide
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
-from ..engine.recalling import Recall
+from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, plan_prompt
 from ..engine.report import CompressionReport
+from ..engine.retention import DROP
 from ..engine.serving import MAX_TOKENS, served
 from ..entries.queries import overheard_by
 from ..errors import SnapKVError
@@ -165,7 +165,7 @@ def inspect_prompt(
     recorder = Recorder(layers, tokens.size, max_tokens)
     given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
     start = functools.partial(mlx_generate.stream_generate, **given)
-    wanted = model, tokens, max_tokens, chosen, Recall(), recorder.on_report
+    wanted = model, tokens.size, max_tokens, chosen, DROP, recorder.on_report
     options = {
         "prompt_cache": caches,
         "prefill_step_size": prefill_step_size,
@@ -198,7 +198,7 @@ def _inspection(
     sentences: tuple[Sentence, ...] = ()
     if policy is not None and recorder.kept:
         quotas = policy.stages[1].quotas(n, len(layers))
-        counts = recorder.counts(quotas, decide(policy, n).at)
+        counts = recorder.counts(quotas, plan_prompt(policy, n).at)
         special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
     return Inspection(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from ..engine.far import beyond
 from ..engine.machine import this_machine
-from ..engine.recalling import Recall
 from ..engine.report import format_bytes
+from ..engine.retention import RetentionConfig
 from ..policies import Policy, Stages
 from .plan import Planner
 
@@ -34,7 +33,7 @@ class LongPrompts:
         **options: Any,
     ):
         self._model, self._policy = model, policy
-        self._recall = Recall(memory, verify, far=far)
+        self._retention = RetentionConfig(memory, verify, far=far)
         self._is_rotating = options.get("max_kv_size") is not None
         self._kv_bits, self._usable = options.get("kv_bits"), this_machine().usable
         self._options = {k: v for k, v in options.items() if k in _PLANNED and v is not None}
@@ -44,7 +43,7 @@ class LongPrompts:
         """What is wrong with a prompt of so many tokens, after `n_before` that have been read already."""
         if self._is_rotating:
             return []
-        far = beyond(self._model, self._policy, self._recall, n_before + n_prompt)
+        far = self._retention.warning(self._model, self._policy, n_before + n_prompt)
         return [said for said in (self._too_large(n_prompt), far) if said is not None]
 
     def _too_large(self, n_prompt: int) -> str | None:

@@ -8,8 +8,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
-from ..engine.decision import chunk_size, decide
 from ..engine.footprint import EntrySizes, Footprint, total_bytes
+from ..engine.prompt_plan import chunk_size, plan_prompt
 from ..entries.attention import HELD_BYTES
 from ..entries.quantization import Quantization
 from ..policies import Policy, Stages
@@ -113,7 +113,7 @@ def _chunk_size(policy: Policy | Stages, n_prompt: int, step_size: int) -> int:
     if policy.reads_in_blocks:
         return min(step_size, first.block)
     votes = any(stage.observes for stage in policy.stages)
-    n_before = decide(policy, n_prompt).first if votes else n_prompt
+    n_before = plan_prompt(policy, n_prompt).first if votes else n_prompt
     return chunk_size(first, step_size, n_prompt, n_before)
 
 

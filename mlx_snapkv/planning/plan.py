@@ -12,10 +12,9 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from ..caches.layers import attention_layers
 from ..caches.quantizable import require_quantizable
 from ..engine.auto import QUESTION, Cost, Setting, Taken, recommended
-from ..engine.decision import PREFILL_STEP_SIZE, gate
-from ..engine.far import beyond
 from ..engine.footprint import EntrySizes, Footprint
-from ..engine.recalling import Recall
+from ..engine.prompt_plan import PREFILL_STEP_SIZE, gate
+from ..engine.retention import DROP
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError, UnsupportedModelError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
@@ -103,7 +102,7 @@ class Planner:
             self._peaks.answering(footprint, context, how),
             reason,
             in_bits,
-            beyond(self._model, used, Recall(), context),
+            DROP.warning(self._model, used, context),
         )
 
     def recommended(

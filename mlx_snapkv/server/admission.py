@@ -9,9 +9,9 @@ from typing import Any
 from ..batch.memory import Memory, under_way
 from ..completions.body import Body
 from ..completions.request import Asked
-from ..engine.decision import PREFILL_STEP_SIZE
 from ..engine.footprint import Need
-from ..engine.recalling import recall_of
+from ..engine.prompt_plan import PREFILL_STEP_SIZE
+from ..engine.retention import RetentionConfig
 from ..entries.quantization import Quantization
 from .api_error import ApiError, prompt_too_long
 from .metrics import Metrics
@@ -48,7 +48,7 @@ class Admission:
         metrics: Metrics,
     ):
         self._limits, self._prefixes, self._metrics = limits, prefixes, metrics
-        self._asks = recall_of(generation).asks
+        self._asks = RetentionConfig.taken_from(generation)[0].reads_on
         self._lock, self._n_open = threading.Lock(), 0
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:

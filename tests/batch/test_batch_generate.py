@@ -9,9 +9,8 @@ from batch_helpers import alone
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_snapkv import SnapKVCache, SnapKVError, batch_generate, generate
-from mlx_snapkv.batch.generator import CompressedBatchGenerator
+from mlx_snapkv.batch.generator import CompressedBatchGenerator, Reading
 from mlx_snapkv.batch.groups import Groups
-from mlx_snapkv.batch.reading import Reading
 
 mlx_generate = importlib.import_module("mlx_lm.generate")
 POLICY = (

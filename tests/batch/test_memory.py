@@ -4,22 +4,19 @@ import itertools
 
 import pytest
 from batch_file_helpers import SNAPKV, chat, read, text, write
-from mlx_snapkv.completions.answers_file import AnswersFile
 
 from mlx_snapkv import SnapKVError
+from mlx_snapkv.batch.files import AnswersFile, RequestsFile
 from mlx_snapkv.batch.memory import Memory
-from mlx_snapkv.batch.requests_file import RequestsFile
 from mlx_snapkv.batch.run import Run
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.policies import resolve_policy
 
-SHARE = "snapkv:budget=50%,n_sink=4,n_window=16,obs_window=16,lookahead=4"
 PYRAMID = "snapkv:budget=pyramid:64,n_sink=4,n_window=16,obs_window=16,lookahead=4"
 KEYDIFF = "keydiff:budget=64,block=64"
 WAYS = [
     (None, None),
     (f"{SNAPKV},on_full=grow", 8),
-    (SHARE, None),
     (PYRAMID, None),
     (f"{KEYDIFF} then {SNAPKV}", None),
 ]
@@ -81,13 +78,6 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, policy
         for records in (found, expected)
     ]
     assert choices[0] == choices[1] and len(choices[0]) == 14
-
-
-def test_a_hybrid(demo_qwen, tmp_path):
-    lines = [chat(f"{n}", 9 * n, max_tokens=6) for n in range(5)]
-    limit = 2 * needed(demo_qwen, SNAPKV, None, 340, 6)
-    held, at_once, found = answered(demo_qwen, SNAPKV, None, lines, tmp_path, limit)
-    assert held <= limit and at_once > 1 and len(found) == 5
 
 
 def test_one_that_never_fits_says_what_it_needs(demo_llama):

@@ -5,7 +5,7 @@ import copy
 import mlx.core as mx
 import pytest
 from batch_helpers import Run, alone, prompts_of
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched
 from tiny_models import make_llama, make_qwen
 
@@ -18,7 +18,6 @@ BOOK = "keydiff:budget=64,block=32,min_ctx=100 then snapkv:n_sink=4,obs_window=8
 WAYS = [
     (SNAPKV, {"memory": "recall"}),
     (SNAPKV, {"memory": "recall:file:8bit"}),
-    (SNAPKV, {"memory": "recall:8bit"}),
     (f"{PLAIN},last_token=false", {"memory": "recall:4bit", "verify": "all"}),
     (BOOK, {"memory": "recall:file"}),
 ]
@@ -77,31 +76,6 @@ def test_several_go_on_from_what_one_has_read(model, policy, options):
         wanted = alone(model, question, 20, policy=policy, prompt_cache=own, **options)
         assert run.answers[uid] == wanted
         assert recalled[uid][1][: len(tokens) + len(question)] == tokens + question
-
-
-def test_files_are_shared_from_any_token_on(model):
-    """What is trimmed to a common prefix reads on as if nothing else had been in the files."""
-    document, other = prompts_of(200, 90)
-    recalled = {}
-    options = {"memory": "recall:file"}
-    run = Run(
-        model,
-        SNAPKV,
-        turns=True,
-        on_recall=lambda uid, *told: recalled.update({uid: told}),
-        **options,
-    )
-    (first,) = run.insert([document], 4)
-    run.finish()
-    part = copy.deepcopy(recalled[first][0])
-    trim_prompt_cache(part, 120)
-    (second,) = run.insert([other], 20, caches=[part], all_tokens=[document[:80]])
-    (third,) = run.insert([other[:5]], 20, caches=[copy.deepcopy(part)], all_tokens=[document[:80]])
-    run.finish()
-    assert run.answers[second] == alone(model, document[:80] + other, 20, policy=SNAPKV, **options)
-    # Below the gate, on entries that were in files.
-    assert run.reports[third].reason is not None
-    assert run.answers[third] == alone(model, document[:80] + other[:5], 20)
 
 
 @pytest.mark.parametrize("verify", [None, "all"])

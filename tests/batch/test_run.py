@@ -6,11 +6,10 @@ import sys
 import mlx.core as mx
 import pytest
 from batch_file_helpers import COMPLETIONS, line, read, said, write
-from mlx_snapkv.completions.answers_file import AnswersFile
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.batch.requests_file import RequestsFile
+from mlx_snapkv.batch.files import AnswersFile, RequestsFile
 from mlx_snapkv.batch.run import Run
 
 POLICY = "snapkv:top_k=8,n_sink=2,n_window=8,obs_window=4,lookahead=4"

@@ -26,7 +26,7 @@ from mlx_snapkv.caches.evicting import EvictingCache
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.engine.split_calls import SplitCalls
+from mlx_snapkv.engine.loop_model import SplitCalls
 from mlx_snapkv.entries.quantization import Quantization, arrays
 from mlx_snapkv.entries.queries import Recorder
 from mlx_snapkv.errors import TrimError

@@ -12,7 +12,9 @@ from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.engine.recalling import RecallingRequest
+from mlx_snapkv.engine.readers import Prompt
+from mlx_snapkv.engine.request import Request
+from mlx_snapkv.engine.retention import RetentionConfig
 from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.policies import resolve_policy
 
@@ -102,7 +104,9 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         cache.update_and_fetch(*rows_of(N_ENTRIES))
         cache.offload()
     mx.clear_cache()
-    turn = RecallingRequest(model, replace(SMALL, lookahead=1), 41, caches)
+    turn = Request(
+        Prompt(model, replace(SMALL, lookahead=1), 41, caches, RetentionConfig("recall"))
+    )
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     with turn.recording():

@@ -80,7 +80,9 @@ def test_config_tells_what_applies_and_where_it_is_from(run):
     assert (code, err) == (0, "") and "secret" not in out
     lines = out.replace(os.linesep, "\n").splitlines()
     said = {line.split(", from ")[0]: line.split(", from ")[1] for line in lines}
-    assert said["--model 'other'"].startswith("MLX_SNAPKV_MODEL: generate, chat, compare, batch, serve, ")
+    assert said["--model 'other'"].startswith(
+        "MLX_SNAPKV_MODEL: generate, chat, compare, batch, serve, "
+    )
     assert said["--memory 'recall'"].startswith("MLX_SNAPKV_MEMORY: generate, ")
     assert "plan" not in said["--memory 'recall'"]
     assert said["--memory '16GB'"].endswith("config.toml, [plan], memory: plan")

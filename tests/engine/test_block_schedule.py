@@ -1,7 +1,5 @@
 """Requests that evict while they read."""
 
-import itertools
-
 import mlx.core as mx
 import pytest
 from hypothesis import example, given, settings
@@ -11,7 +9,6 @@ from request_helpers import assert_same, assert_unpatched, plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, SnapKVError, generate_step, prefill
-from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.policies import POLICIES, resolve_policy
 
 SMALL = {
@@ -139,63 +136,12 @@ def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(tiny_model, to
     assert_unpatched()
 
 
-def test_an_answer_without_end_is_kept_within_the_budget(tokens):
-    model = make_llama()
-    reasons = []
-    for name in ("keydiff", "snapkv"):
-        cache = make_prompt_cache(model)
-        answer = generate_step(
-            tokens,
-            model,
-            max_tokens=-1,
-            policy=spec(name, "block" if name == "keydiff" else "once", 210),
-            prompt_cache=cache,
-            on_report=lambda report: reasons.append(report.reason),
-        )
-        for _ in range(40):
-            next(answer)
-        answer.close()
-        assert bool(compressed(cache)) == (name == "keydiff")
-    assert all("fit the budget" in reason for reason in reasons)
-
-
-@pytest.mark.parametrize("step", [1, 7, 16, 100])
-def test_chunks_never_exceed_a_block(tiny_model, tokens, step):
-    """Smaller chunks are the user's; larger ones would break the budget."""
-    sizes = []
-    steps(
-        tiny_model,
-        tokens,
-        n=1,
-        policy=spec("keydiff"),
-        prefill_step_size=step,
-        prompt_progress_callback=lambda done, total: sizes.append(done),
-    )
-    chunks = [b - a for a, b in itertools.pairwise(sizes)]
-    assert max(chunks) == min(step, 16) and sizes[-1] == 200
-
-
 def test_key_only_policies_touch_no_class(tokens, monkeypatch):
     model = make_llama()
     monkeypatch.setattr("mlx_snapkv.models.patch._hold", lambda cls: pytest.fail("patched"))
     for name in ("keydiff", "key_norm", "streaming_llm", "random"):
         for schedule in ("block", "once"):
             steps(model, tokens, policy=spec(name, schedule))
-
-
-def test_what_prefill_returns_can_be_decoded_by_mlx_lm_itself(tiny_model, tokens):
-    cache, report = prefill(tiny_model, tokens[:-1], spec("keydiff"))
-    assert report.entries == 40
-    for _ in mlx_generate.generate_step(tokens[-1:], tiny_model, max_tokens=80, prompt_cache=cache):
-        assert all(c.size() <= 56 for c in compressed(cache))
-
-
-def test_a_follow_up_turn_stays_within_the_budget_and_votes(tiny_model, tokens, name):
-    cache = make_prompt_cache(tiny_model)
-    steps(tiny_model, tokens, policy=spec(name), prompt_cache=cache)
-    for _ in generate_step(tokens, tiny_model, max_tokens=30, prompt_cache=cache):
-        assert all(c.keys.shape[2] <= 56 for c in compressed(cache))
-    assert_unpatched()
 
 
 @pytest.mark.parametrize("then", ["snapkv", "tova", "h2o", "keydiff"])
@@ -210,21 +156,6 @@ def test_two_stages(tiny_model, tokens, then, schedule):
     assert all(c.keys.shape[2] <= 24 + 8 for c in compressed(cache))
     assert reports[0].policy == str(resolve_policy(policy=policy))
     assert_unpatched()
-
-
-def test_two_stages_positions_are_those_of_the_prompt(tokens):
-    model = make_llama()
-    full = make_prompt_cache(model)
-    cache, _ = prefill(
-        model, tokens, f"{spec('keydiff', budget=60)} then {spec('snapkv', 'once', 30)}"
-    )
-    model(tokens[None], cache=full)
-    # The first layer's keys depend on the token alone.
-    first, whole = cache[0], full[0].keys_and_values()[0]
-    for head in range(2):
-        positions = first.positions[0, head]
-        assert positions[-16:].tolist() == list(range(184, 200))
-        assert mx.allclose(first.keys[0, head], whole[0, head][positions], atol=1e-5)
 
 
 def test_a_first_stage_keeps_what_the_second_always_wants():
@@ -251,11 +182,6 @@ def test_a_pyramid_keeps_more_in_low_layers(tiny_model, tokens, name):
             and sum(kept) == 40 * len(kept)
         )
         list(generate_step(tokens[:50], tiny_model, max_tokens=5, prompt_cache=cache))
-
-
-def test_a_share_of_the_prompt(tokens):
-    _cache, report = prefill(make_llama(), tokens, spec("keydiff", budget="25%"))
-    assert report.entries == 50
 
 
 def test_nan_keys_are_one_sentence_and_leave_the_cache_alone(tokens):

@@ -100,52 +100,6 @@ def test_queries_that_do_not_fit_are_refused(tokens, queries, message):
     assert all(type(c) is KVCache for c in caches)
 
 
-def test_layers_of_different_lengths_are_refused(tokens):
-    model = make_llama()
-    caches = prefilled(model, tokens)
-    caches[1].trim(10)
-    with pytest.raises(SnapKVError, match="all layers must hold the same tokens"):
-        compress_prompt_cache(model, caches, POLICY)
-
-
-def test_full_rows_are_free_after_the_cut():
-    model = make_llama(head_dim=64, num_key_value_heads=4)
-    caches = prefilled(model, mx.random.randint(0, 64, (3000,)))
-    mx.eval([c.state for c in caches])
-    full = caches[0].nbytes
-    compress_prompt_cache(model, caches, POLICY)
-    assert mx.get_cache_memory() < full / 4
-
-
-def test_a_cache_within_the_budget_is_left_alone(tokens):
-    model = make_llama()
-    caches = prefilled(model, tokens)
-    report = compress_prompt_cache(model, caches, SnapKV())
-    assert "fit the budget" in report.reason and isinstance(caches[0], RecordingKVCache)
-
-
-def test_batches_keep_rows_of_their_own():
-    model = make_llama()
-    mx.random.seed(3)
-    batch = mx.random.randint(0, 64, (2, 200))
-    together = [RecordingKVCache(184, 200, 200) for _ in model.layers]
-    with recording({type(layer.self_attn) for layer in model.layers}):
-        model(batch, cache=together)
-    compress_prompt_cache(model, together, POLICY)
-    for i in range(2):
-        alone = prefilled(model, batch[i])
-        compress_prompt_cache(model, alone, POLICY)
-        for a, b in zip(together, alone):
-            assert mx.array_equal(a.positions[i], b.positions[0])
-
-
-def test_models_without_a_plain_kv_cache_are_refused_by_name():
-    model = make_llama(layer_types=["full_attention", "sliding_attention"], sliding_window=8)
-    rotating = [RotatingKVCache(8), RotatingKVCache(8)]
-    with pytest.raises(SnapKVError, match="'llama' has no full-attention layer"):
-        compress_prompt_cache(model, rotating, POLICY)
-
-
 def test_unsupported_attention_is_refused_by_name():
     model = make_model("recurrent_gemma", REFUSED_CONFIGS["recurrent_gemma"])
     with pytest.raises(

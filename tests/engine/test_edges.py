@@ -6,10 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors
 from tiny_models import make_llama
 
-import mlx_snapkv
 from mlx_snapkv import (
     BlockKVCache,
     Conversation,
@@ -18,10 +16,10 @@ from mlx_snapkv import (
     generate_step,
     prefill,
 )
-from mlx_snapkv.caches.layers import attention_layers, is_compressed
+from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.engine.compress import Compression
-from mlx_snapkv.engine.decision import decide
+from mlx_snapkv.engine.prompt_plan import plan_prompt
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import resolve_policy
 
@@ -31,39 +29,22 @@ SNAPKV = f"{FEW},lookahead=4"
 RESELECT = "snapkv:budget=6,n_sink=0,n_window=4,obs_window=2,on_full=reselect,lookahead=4"
 SHORT = [
     RESELECT,
-    SNAPKV,
-    "snapkv:budget=6",
+    f"{SNAPKV},on_full=slide,heads=shared",
     "snapkv:budget=3,n_sink=0,lookahead=4",
-    "snapkv:budget=25%,n_sink=1,lookahead=4",
-    "snapkv:budget=6,on_full=reselect,lookahead=4",
-    "snapkv:budget=6,on_full=keydiff,lookahead=4",
-    "snapkv:budget=6,schedule=block,block=3",
-    "snapkv:budget=4,n_sink=0,n_window=4,obs_window=4,lookahead=4",
     "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32,lookahead=4",
     f"{FEW},last_token=false",
     f"{FEW},lookahead=0",
     f"{FEW},lookahead=9",
-    f"{SNAPKV},on_full=slide",
-    f"{SNAPKV},heads=shared",
-    f"snapkv:budget=pyramid:8,{SMALL},lookahead=4",
     f"snapkv:budget=adaptive:8,{SMALL},lookahead=4",
     "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,lookahead=4",
     f"{FEW},schedule=block,block=3",
-    "snapkv:budget=5,n_sink=0,n_window=4,obs_window=4,schedule=block,block=1",
     "tova:budget=4,n_window=1,block=2",
-    "tova:budget=4,n_window=1,schedule=once",
-    "h2o:budget=4,n_window=1,block=1",
     "h2o:budget=4,n_window=2,schedule=once",
-    "keydiff:budget=2,n_window=1,block=2",
-    "keydiff:budget=50%,n_window=1,schedule=once",
     "keydiff:budget=25%,block=2",
     "keydiff:budget=pyramid:5,n_window=0,block=2",
-    f"keydiff:budget=9,n_window=1,block=2 then {FEW}",
     f"h2o:budget=12,n_window=1,block=1 then {FEW},lookahead=6",
-    "keydiff:budget=9,n_window=1,block=2 then snapkv:budget=6",
-    "tova:budget=9,block=3 then h2o:budget=5,n_window=1,block=2",
 ]
-LENGTHS = [1, 3, 4, 5, 9, 19, 40]
+LENGTHS = [1, 4, 9, 40]
 
 
 def assert_told(report):
@@ -98,9 +79,8 @@ def test_a_prompt_of_a_few_tokens(tiny_model, tokens, policy, way):
 )
 def test_turns_of_a_few_tokens(demo_llama, policy, memory):
     talk = Conversation(*demo_llama, policy=policy, memory=memory, max_tokens=7)
-    for text in ("a", "What?", "And the blue one, what is it called?", "b"):
-        answered = list(talk.send(text))
-        assert answered
+    for text in ("a", "And the blue one, what is it called?", "b"):
+        assert list(talk.send(text))
         assert_told(talk.report)
 
 
@@ -154,18 +134,6 @@ def test_a_string_and_only_the_queries_of_its_window_vote(tiny_model, tokens, po
     assert all(np.array_equal(a, b) for other in kept[1:] for a, b in zip(kept[0], other))
 
 
-def test_of_two_stages_the_second_chooses_from_what_the_first_keeps(tokens):
-    model = make_llama()
-    first = "keydiff:budget=20,n_sink=1,n_window=4,schedule=once"
-    both, queries = read(model, tokens)
-    compress_prompt_cache(model, both, f"{first.replace('once', 'block')} then {SNAPKV}", queries)
-    alone, _ = read(model, tokens)
-    compress_prompt_cache(model, alone, first)
-    for kept, before in zip(positions(model, both), positions(model, alone)):
-        for head in range(2):
-            assert set(kept[0, head]) <= set(before[0, head]) and kept.shape[2] == 6
-
-
 @pytest.mark.parametrize(
     "policy", ["keydiff:budget=20,block=8", f"{SNAPKV},on_full=keydiff", RESELECT]
 )
@@ -180,17 +148,6 @@ def test_embeddings_on_entries_that_give_way_are_refused_at_the_call(tokens, pol
     assert "\n" not in str(raised.value)
 
 
-def test_embeddings_on_a_window_that_slides_are_read(tokens):
-    model = make_llama()
-    answers = []
-    for embedded in (False, True):
-        cache, _ = prefill(model, tokens, f"{SNAPKV},on_full=slide")
-        options = {"input_embeddings": model.model.embed_tokens(tokens[:9])} if embedded else {}
-        answer = generate_step(tokens[:9], model, prompt_cache=cache, max_tokens=8, **options)
-        answers.append([token for token, _ in answer])
-    assert answers[0] == answers[1]
-
-
 AHEAD = f"{FEW},lookahead=5"
 
 
@@ -199,17 +156,10 @@ def no_selection(monkeypatch):
     def run(self):
         raise AssertionError("nothing was to be selected")
 
-    return lambda: monkeypatch.setattr(Compression, "run", run)
+    return lambda: monkeypatch.setattr(Compression, "choose", run)
 
 
-def responses(demo_llama, prompt, **options):
-    """An answer of stream_generate, and the reports that came."""
-    reports = []
-    answer = mlx_snapkv.stream_generate(*demo_llama, prompt, on_report=reports.append, **options)
-    return list(answer), reports
-
-
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 4])
 def test_an_answer_that_ends_before_the_cut_costs_no_selection(tiny_model, tokens, n, no_selection):
     no_selection()
     reports = []
@@ -219,43 +169,7 @@ def test_an_answer_that_ends_before_the_cut_costs_no_selection(tiny_model, token
     assert not report.compressed and "ended before" in report.reason
 
 
-@pytest.mark.parametrize("ends_by", ["max_tokens", "eos"])
-def test_so_does_a_stream(demo_llama, tokens, ends_by, no_selection):
-    no_selection()
-    _model, tokenizer = demo_llama
-    eos = next(iter(tokenizer.eos_token_ids))
-    options = {"max_tokens": 1} if ends_by == "max_tokens" else {"max_tokens": 20}
-    if ends_by == "eos":
-        options["logits_processors"] = make_logits_processors({eos: 1e4})
-    answer, reports = responses(demo_llama, tokens, policy=AHEAD, **options)
-    assert len(answer) == 1 and answer[-1].finish_reason == (
-        "stop" if ends_by == "eos" else "length"
-    )
-    (report,) = reports
-    assert not report.compressed and "ended before" in report.reason
-
-
-@pytest.mark.parametrize("ends_by", ["max_tokens", "eos", "close"])
-def test_with_a_cache_that_the_caller_sees_it_is_compressed(demo_llama, tokens, ends_by):
-    model, tokenizer = demo_llama
-    eos = next(iter(tokenizer.eos_token_ids))
-    cache, reports = make_prompt_cache(model), []
-    options = {"max_tokens": 1 if ends_by == "max_tokens" else 20, "prompt_cache": cache}
-    if ends_by == "eos":
-        options["logits_processors"] = make_logits_processors({eos: 1e4})
-    options |= {"policy": AHEAD, "on_report": reports.append}
-    answer = mlx_snapkv.stream_generate(model, tokenizer, tokens, **options)
-    if ends_by == "close":
-        next(answer), answer.close()
-    else:
-        assert len(list(answer)) == 1
-    (report,) = reports
-    assert report.compressed and is_compressed(cache)
-    of_the_prompt = positions(model, cache)[0] < tokens.size
-    assert (of_the_prompt.sum(axis=-1) == 6).all()
-
-
-@pytest.mark.parametrize("n_read", [0, 1, 4, 5, 6, 9])
+@pytest.mark.parametrize("n_read", [0, 1, 5, 9])
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("policy", [AHEAD, f"{FEW},lookahead=0", "keydiff:budget=20,block=8"])
 def test_one_report_however_many_tokens_are_read(tokens, n_read, given, policy):
@@ -266,20 +180,9 @@ def test_one_report_however_many_tokens_are_read(tokens, n_read, given, policy):
     for _ in range(n_read):
         next(answer)
     answer.close()
-    ahead = decide(resolve_policy(policy=policy), tokens.size).n_ahead
+    ahead = plan_prompt(resolve_policy(policy=policy), tokens.size).n_ahead
     # Who never started, or stops before the cut and sees no cache, is told nothing: there was no answer.
     assert len(reports) == (1 if n_read >= ahead or (given and n_read) else 0)
-
-
-def test_two_answers_at_a_time(tiny_model, tokens):
-    """Two requests token by token in turn, each as if it were alone; one of them a conversation's later turn."""
-    prompts = (tokens, tokens[::-1])
-    alone = [
-        [t for t, _ in generate_step(p, tiny_model, max_tokens=40, policy=SNAPKV)] for p in prompts
-    ]
-    both = [generate_step(p, tiny_model, max_tokens=40, policy=SNAPKV) for p in prompts]
-    in_turn = list(zip(*([t for t, _ in pair] for pair in zip(*both))))
-    assert [list(answer) for answer in in_turn] == alone
 
 
 @pytest.mark.parametrize("policy", ["keydiff:budget=20,block=8", SNAPKV])
@@ -347,14 +250,13 @@ def test_a_later_turn_never_holds_more_than_the_budget_and_a_block(demo_llama, p
     monkeypatch.setattr(BlockKVCache, "append", watched)
     for _ in range(2):
         list(talk.send("word " * 20))
-    ahead = decide(chosen, 1).n_ahead if chosen.name == "snapkv" else 0
+    ahead = plan_prompt(chosen, 1).n_ahead if chosen.name == "snapkv" else 0
     assert max(held) <= chosen.budget + max(chosen.block, ahead)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()])
 @pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file", "drop"])
-@pytest.mark.parametrize("turn", [0, 1, 2])
-def test_a_turn_that_fails_between_two_layers(demo_model, memory, error, turn, monkeypatch):
+@pytest.mark.parametrize("turn", [0, 2])
+def test_a_turn_that_fails_between_two_layers(demo_model, memory, turn, monkeypatch):
     """Its second chunk: some layers have read it, others have not."""
     model = demo_model[0]
     options = {"policy": f"snapkv:budget=20,{SMALL},lookahead=4", "memory": memory, "max_tokens": 7}
@@ -369,10 +271,10 @@ def test_a_turn_that_fails_between_two_layers(demo_model, memory, error, turn, m
     def fail(self, *args, **kwargs):
         calls.extend([True] if self is last else [])
         if self is last and len(calls) == 2:
-            raise error
+            raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
-    with monkeypatch.context() as patch, pytest.raises(type(error)):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(type(last), "__call__", fail)
         list(talk.send("What was the word that nobody would ever have said aloud?"))
     assert (talk.read, talk.messages) == before[:2]

@@ -13,8 +13,7 @@ from mlx_snapkv.caches import recollection
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
-from mlx_snapkv.engine.far import pull_for
-from mlx_snapkv.engine.recalling import Recall
+from mlx_snapkv.engine.retention import DROP
 from mlx_snapkv.models.rope import trained_length
 from mlx_snapkv.policies import resolve_policy
 
@@ -66,29 +65,6 @@ def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory):
         assert held.positions.min().item() == 0
 
 
-@pytest.mark.parametrize("refresh", ["turn", "token"])
-def test_without_it_a_longer_text_is_read_as_ever(short, demo_llama, refresh):
-    ways = {"policy": THEN, "memory": "recall", "refresh": refresh}
-    kept, _, answers = asked(*short, 1500, 2, far="keep", **ways)
-    other, _, wanted = asked(*demo_llama, 1500, 2, **ways)
-    assert answers == wanted
-    assert kept.report.pulled_to is None and other.report.pulled_to is None
-    for mine, theirs in zip(kept.prompt_cache, other.prompt_cache):
-        assert mx.array_equal(mine.held().keys, theirs.held().keys).item()
-
-
-def test_within_the_length_nothing_is_moved(short):
-    for memory in ("recall", "drop"):
-        found = [
-            asked(*short, 250, 1, policy=THEN, memory=memory, far=far)
-            for far in ("keep", "pull", None)
-        ]
-        for conversation, _, answers in found[1:]:
-            assert answers == found[0][2] and conversation.report.pulled_to is None
-            for mine, theirs in zip(conversation.prompt_cache, found[0][0].prompt_cache):
-                assert mx.array_equal(mine.held().keys, theirs.held().keys).item()
-
-
 @pytest.mark.parametrize("few", [0, 8192])
 def test_every_token_chooses_anew_from_entries_pulled_together(short, few, monkeypatch):
     monkeypatch.setattr(recollection, "FEW", few)
@@ -115,47 +91,11 @@ def test_streaming_llm_has_the_papers_positions(short):
     assert held.positions[..., :4].tolist() == [[[0, 1, 2, 3]] * 2]
 
 
-def test_a_turn_taken_back_leaves_the_positions(short):
-    model, tokenizer = short
-    conversation, _, _ = asked(model, tokenizer, 1500, 2, policy=THEN, memory="recall")
-    before = [cache.held() for cache in conversation.prompt_cache]
-    document, facts = make_haystack(tokenizer, random.Random(5), 1, 900)
-    conversation.attach(document)
-    responses = conversation.send(facts[0].question, lambda done, total: 1 / (done < 600))
-    with pytest.raises(ZeroDivisionError):
-        list(responses)
-    for was, cache in zip(before, conversation.prompt_cache):
-        now = cache.held()
-        assert mx.array_equal(was.keys, now.keys).item()
-        assert mx.array_equal(was.rotations, now.rotations).item()
-
-
-def test_saved_and_loaded_it_goes_on(short, path):
-    model, tokenizer = short
-    for policy in (READ, THEN):
-        conversation, _, _ = asked(model, tokenizer, 1500, 1, policy=policy)
-        conversation.save(path)
-        loaded = Conversation.load(path, model, tokenizer, max_tokens=12)
-        for mine, theirs in zip(conversation.prompt_cache, loaded.prompt_cache):
-            assert mx.array_equal(mine.held().rotations, theirs.held().rotations).item()
-        answers = ["".join(r.text for r in c.send("and now?")) for c in (conversation, loaded)]
-        assert answers[0] == answers[1]
-
-
 def test_quantised_entries_are_turned_too(short):
     model, tokenizer = short
     conversation, _, _ = asked(model, tokenizer, 1000, 1, policy=READ, kv_bits=8, kv_group_size=64)
     assert conversation.report.pulled_to == LENGTH
     assert conversation.prompt_cache[0].held().rotations.min().item() > 0
-
-
-def test_hybrids():
-    model, tokenizer = load(
-        str(MODELS["demo-qwen3-next"]), model_config={"max_position_embeddings": LENGTH}
-    )
-    model.set_dtype(mx.float32)
-    conversation, right, _ = asked(model, tokenizer, 2500, 3, policy=THEN, memory="recall")
-    assert all(right) and conversation.report.pulled_to == LENGTH
 
 
 def test_every_way_in_pulls(short):
@@ -206,15 +146,7 @@ def test_models_that_cant_are_refused_by_name(name, sentence):
     with pytest.raises(SnapKVError, match=sentence):
         prefill(model, tokens, READ, far="pull")
     policy = resolve_policy(policy="keydiff:budget=16,block=8,n_window=4")
-    assert pull_for(model, policy, Recall(), 10_000) is None
-
-
-def test_the_length_that_a_configuration_tells():
-    model = make_model("llama")
-    assert trained_length(model) == 4096
-    model.args.rope_scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
-    assert trained_length(model) == 131072
-    assert trained_length(object()) is None
+    assert DROP.compaction(model, policy, 10_000) is None
 
 
 @pytest.mark.parametrize("policy, memory", [(READ, "drop"), (THEN, "drop"), (THEN, "recall:file")])
@@ -230,3 +162,11 @@ def test_a_saved_conversation_goes_on_as_it_was_pulled(short, policy, memory, tm
         for c in (loaded, conversation)
     ]
     assert last[0][0] == last[1][0] and mx.array_equal(last[0][1], last[1][1])
+
+
+def test_the_length_that_a_configuration_tells():
+    model = make_model("llama")
+    assert trained_length(model) == 4096
+    model.args.rope_scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    assert trained_length(model) == 131072
+    assert trained_length(object()) is None

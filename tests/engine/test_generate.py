@@ -1,3 +1,6 @@
+"""generate_step, stream_generate and generate: gates, what is kept, and the figures."""
+
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -6,7 +9,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import SMALL, assert_same, assert_unpatched, plain, steps
 from tiny_models import make_llama
 
-from mlx_snapkv import SnapKVCache, generate_step
+from mlx_snapkv import SnapKVCache, generate, generate_step, stream_generate
+from mlx_snapkv.engine.prefill import mlx_generate
 
 
 @pytest.fixture
@@ -88,12 +92,6 @@ def test_the_cache_is_cut_to_the_budget_and_stays_there(tiny_model, tokens, chan
     assert_unpatched()
 
 
-@pytest.mark.parametrize("keywords", [{}, {"snapkv": SMALL}])
-def test_a_prompt_may_be_a_list_as_generates_may(tiny_model, tokens, keywords):
-    listed = steps(tiny_model, tokens.tolist(), **keywords)
-    assert_same(listed, steps(tiny_model, tokens, **keywords))
-
-
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 5, None])
 def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, lookahead):
     # One more is computed before the cut, since mlx-lm runs one step ahead.
@@ -102,11 +100,6 @@ def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, looka
     expected = plain(tiny_model, tokens, n=40)
     assert_same(out[:n], expected[:n])
     assert not mx.array_equal(out[n][1], expected[n][1])
-
-
-def test_the_seeds_window_cuts_before_the_first_token(tiny_model, tokens):
-    out, _, _ = run(tiny_model, tokens, **EARLY)
-    assert not mx.array_equal(out[0][1], plain(tiny_model, tokens)[0][1])
 
 
 @pytest.mark.parametrize("votes", [EARLY, {"lookahead": 0}, {"lookahead": 3}])
@@ -119,16 +112,6 @@ def test_keeping_everything_but_one_row_barely_matters_and_all_rows_not_at_all(
     parts = {"n_sink": 4, "n_window": 100, "top_k": 95}
     nearly = steps(tiny_model, tokens, snapkv=votes | parts)
     assert mx.allclose(nearly[1][1], full[1][1], atol=0.2)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 31, 32, 33, 199, 4096])
-@pytest.mark.parametrize("votes", [EARLY, {"lookahead": 0}, {"lookahead": 3}])
-def test_chunks_do_not_change_what_is_kept(tokens, chunk, votes):
-    model = make_llama()
-    _, whole, _ = run(model, tokens, **votes)
-    _, cut, _ = run(model, tokens, prefill_chunk=chunk, **votes)
-    for a, b in zip(whole, cut):
-        assert mx.array_equal(a.positions, b.positions)
 
 
 def test_prompt_logits_are_never_evaluated(tokens, monkeypatch):
@@ -198,3 +181,62 @@ def test_two_threads_equal_requests_alone(tiny_model, tokens):
 
 def threaded(model, prompt, options):
     return [token for token, _ in generate_step(prompt, model, max_tokens=12, snapkv=options)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on when it is told to, clock(seconds), and a little when it is looked at."""
+    now = [100.0]
+
+    def wait(seconds=1e-6):
+        now[0] += seconds
+        return now[0]
+
+    monkeypatch.setattr(time, "perf_counter", wait)
+    return wait
+
+
+def test_the_prefills_clock_does_not_see_the_reader(tokens, clock):
+    reports = []
+    for _ in generate_step(
+        tokens, make_llama(), max_tokens=8, snapkv=SMALL, on_report=reports.append
+    ):
+        clock(0.5)
+    assert reports[0].prefill_seconds < 0.5
+
+
+def test_the_selection_is_not_counted_as_generation(demo_llama, ask, monkeypatch, clock):
+    """A cut made a second slower does not slow the speed reported after it."""
+    from mlx_snapkv.engine import choosing
+
+    model, tokenizer = demo_llama
+    prompt, _ = ask(tokenizer, 400, seed=3)
+    choose = choosing.choose
+    monkeypatch.setattr(choosing, "choose", lambda *a: (clock(1), choose(*a))[1])
+    responses = []
+    for response in stream_generate(model, tokenizer, prompt, 8, snapkv=SMALL | {"lookahead": 2}):
+        responses.append(response)
+        clock(0.01)
+    assert len(responses) > 4
+    assert responses[-1].generation_tokens / responses[-1].generation_tps < 1
+
+
+def test_text_prompts_are_encoded_as_mlx_lm_does(demo_llama):
+    model, tokenizer = demo_llama
+    text = "The access code of the amber falcon is 123456. The access code of the amber falcon is"
+    expected = mlx_generate.generate(model, tokenizer, text, max_tokens=6)
+    assert generate(model, tokenizer, text, max_tokens=6) == expected
+    assert generate(model, tokenizer, text, max_tokens=6, snapkv={}) == expected
+
+
+def test_verbose_prints_the_answer_and_the_figures(demo_llama, ask, capsys):
+    model, tokenizer = demo_llama
+    prompt, _ = ask(tokenizer, 300, seed=2)
+    text = generate(model, tokenizer, prompt, verbose=True, max_tokens=4, snapkv=SMALL)
+    out = capsys.readouterr().out
+    assert out.startswith(text)
+    assert (
+        f"Prompt: {len(prompt)} tokens" in out
+        and "Compression: " in out
+        and "56 entries kept" in out
+    )

@@ -15,14 +15,12 @@ from mlx_snapkv.models.patch import recording
 BLOCK = "budget=40,n_sink=2,schedule=block,block=16"
 SNAPKV = "snapkv:budget=40,n_sink=2,n_window=16,obs_window=4,lookahead=4"
 POLICIES = [
-    *(f"{name}:{BLOCK}" for name in ("keydiff", "h2o", "tova", "random", "key_norm")),
-    f"streaming_llm:{BLOCK}",
+    f"keydiff:{BLOCK}",
+    f"h2o:{BLOCK}",
     f"lagkv:{BLOCK},lag_size=8",
     f"expected_attention:{BLOCK}",
     f"scissorhands:{BLOCK}",
-    f"{SNAPKV},schedule=block,block=16",
     f"{SNAPKV},schedule=block,block=16,critical=true",
-    f"{SNAPKV},on_full=keydiff",
     f"{SNAPKV},on_full=reselect",
     f"h2o:{BLOCK} then {SNAPKV},on_full=keydiff",
 ]
@@ -101,20 +99,6 @@ def test_a_chunk_in_which_every_layer_evicts(tiny_model, tokens, policy, n, evic
     assert evictions == layers
 
 
-@pytest.mark.parametrize(
-    "policy", [f"keydiff:{BLOCK}", f"h2o:{BLOCK}", f"{SNAPKV},on_full=keydiff"]
-)
-def test_one_that_can_be_taken_back(tiny_model, tokens, policy, evictions, refuse):
-    cache, layers = about_to_evict(tiny_model, tokens, policy, 2)
-    for layer in layers:
-        layer.mark()
-    evictions.clear()
-    refuse()
-    with recording(attention_classes(tiny_model)):
-        traced(tiny_model, tokens[None, :2], cache)
-    assert evictions == layers
-
-
 def test_the_trace_sees_what_waits(tokens, monkeypatch):
     """What these tests rely on: whatever asks a score for a number is refused."""
     score = KeyDiff.score
@@ -131,7 +115,7 @@ def test_the_trace_sees_what_waits(tokens, monkeypatch):
                 traced(make_llama(), tokens[None, :1], cache)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[::3])
 def test_a_prompt_is_computed_once_a_chunk(tiny_model, tokens, policy, monkeypatch):
     """By mlx-lm's loop, between two calls of the model."""
     events = []

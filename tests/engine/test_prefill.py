@@ -30,18 +30,6 @@ def test_all_tokens_are_read_and_the_cache_is_cut(tiny_model, tokens):
     assert report.kv_bytes_after == sum(c.nbytes for c in cut) < report.kv_bytes_before
 
 
-@pytest.mark.parametrize("lookahead", [0, 3])
-@pytest.mark.parametrize("chunk", [1, 7, 31, 32, 33, 2048])
-def test_chunks_do_not_change_what_is_kept(tiny_model, tokens, chunk, lookahead):
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=lookahead, on_full="slide")
-    whole, _ = prefill(tiny_model, tokens, policy)
-    cut, _ = prefill(tiny_model, tokens, policy, prefill_step_size=chunk)
-    for a, b in zip(whole, cut):
-        if isinstance(a, SnapKVCache):
-            assert mx.array_equal(a.positions, b.positions)
-            assert mx.allclose(a.keys, b.keys, atol=1e-5)
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 50, 64, 167, 168, 198, 199, 500])
 def test_the_policys_chunk_wins_and_the_window_has_one_of_its_own(tokens, chunk):
     done = []
@@ -78,12 +66,6 @@ def test_lookahead_leaves_no_trace_but_its_votes(make, tokens):
             assert all(
                 mx.array_equal(x, y) for x, y in zip(a.state, b.state) if isinstance(x, mx.array)
             )
-
-
-def test_keeping_the_last_token_for_mlx_lm(tiny_model, tokens):
-    cache, _ = prefill(tiny_model, tokens[:-1], POLICY)
-    assert len(plain_decode(tiny_model, tokens[-1:], cache)) == 8
-    assert next(c for c in cache if isinstance(c, SnapKVCache)).offset == 199 + 1 + 8
 
 
 @pytest.mark.parametrize(
@@ -127,12 +109,6 @@ def test_a_compressed_hybrid_is_saved_and_loaded_by_mlx_lm(tiny_model, tokens, t
     )
 
 
-def test_the_callers_list_is_filled(tiny_model, tokens):
-    mine = make_prompt_cache(tiny_model)
-    cache, _ = prefill(tiny_model, tokens, POLICY, prompt_cache=mine)
-    assert cache is mine and any(isinstance(c, SnapKVCache) for c in mine)
-
-
 @pytest.mark.parametrize(
     "tokens, policy, message",
     [
@@ -145,11 +121,6 @@ def test_the_callers_list_is_filled(tiny_model, tokens):
 def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message):
     with pytest.raises(SnapKVError, match=message):
         prefill(tiny_model, tokens, policy)
-
-
-def test_a_policy_may_be_a_string(tokens):
-    _, report = prefill(make_llama(), tokens, "snapkv:top_k=20,n_sink=4,n_window=32")
-    assert report.entries == 56
 
 
 @pytest.mark.parametrize("schedule", ["once", "block"])

@@ -21,7 +21,7 @@ from mlx_snapkv import (
     prefill,
     saved,
 )
-from mlx_snapkv.engine import repeating
+from mlx_snapkv.engine import repetition
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.queries import Queries
 
@@ -141,7 +141,7 @@ def test_what_it_costs_is_reported(tiny_model, tokens, monkeypatch):
         return counted(self, inputs, *args, **kwargs)
 
     monkeypatch.setattr(type(tiny_model), "__call__", slow)
-    monkeypatch.setattr(repeating.time, "perf_counter", lambda: calls[0])
+    monkeypatch.setattr(repetition.time, "perf_counter", lambda: calls[0])
     progress, reports = [], []
     options = {"prompt_progress_callback": lambda *done: progress.append(done)}
     policy = Small(budget=40)

@@ -13,7 +13,7 @@ from tiny_models import make_llama, make_qwen
 from mlx_snapkv import SnapKVError, saved
 from mlx_snapkv.caches.archived import ArchivedKVCache
 from mlx_snapkv.caches.memories import saved_forms
-from mlx_snapkv.engine.reading import read_book
+from mlx_snapkv.engine.prefill import read_book
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.saved import book
 

@@ -1,4 +1,4 @@
-"""Reading a prompt a second time behind itself, so that the queries of what is repeated vote for its entries."""
+"""Reading a prompt a second time behind itself, so that the queries of the repeated tokens vote for its entries."""
 
 import time
 from typing import Any
@@ -9,7 +9,7 @@ from ..caches.layers import AttentionLayer
 from ..entries.attention import most_attention
 from ..policies import Policy
 from ..policies.base import LEAD
-from .decision import ProgressCallback
+from .prompt_plan import ProgressCallback
 from .rewind import Rewind
 
 AT_ONCE = 512  # tokens read again before they vote: until then the queries of all layers are held

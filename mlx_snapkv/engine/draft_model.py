@@ -1,8 +1,8 @@
 """Draft models: mlx-lm's speculative decoding, on a main cache that was compressed.
 
 mlx-lm's speculative loop copies the list of caches that it is handed, so they can't be compressed inside it. The main
-model therefore reads the prompt and says its first tokens alone, as without a draft, until its cache is compressed, and
-mlx-lm's speculative loop goes on from there: the greedy answer is the one without a draft, token for token.
+model therefore reads the prompt and decodes its first tokens alone until its cache is compressed, and mlx-lm's loop
+goes on from there: the greedy answer is the one without a draft, token for token.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..caches.layers import attention_layers, layer_caches, members
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
-from .decision import PREFILL_STEP_SIZE, decide
+from .loop_model import evicts, rewinding
 from .prefill import mlx_generate, read
+from .prompt_plan import PREFILL_STEP_SIZE, plan_prompt
 from .report import CompressionReport
-from .split_calls import gives_way, rewinding
 
 NUM_DRAFT_TOKENS = 2  # mlx-lm's own default
 
@@ -62,13 +62,22 @@ class DraftedRequest:
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
             )
         n_prompt = len(self.prompt)
-        decision = decide(self.policy, n_prompt)
-        self._n_alone = decision.n_ahead + 1 if decision.at == n_prompt else 1
+        plan = plan_prompt(self.policy, n_prompt)
+        self._n_alone = plan.n_ahead + 1 if plan.at == n_prompt else 1
         self._one_text = OneText(self.tokenizer)
         self._given = self.options.get("prompt_cache")
-        self._main, self._draft = _split(self._given, self.model, self.draft_model)
-        _require_plain("main", self.model, self._main)
-        _require_plain("draft", self.draft_model, self._draft)
+        n = len(self.model.layers)
+        self._main, self._draft = make_prompt_cache(self.model), make_prompt_cache(self.draft_model)
+        if self._given is not None:
+            if len(self._given) != n + len(self._draft):
+                raise SnapKVError(
+                    f"prompt_cache must hold the caches of both models, {n} + {len(self._draft)}, "
+                    f"got {len(self._given)}"
+                )
+            self._main, self._draft = self._given[:n], copy.deepcopy(self._given[n:])
+        both = ("main", self.model, self._main), ("draft", self.draft_model, self._draft)
+        for role, model, caches in both:
+            _refuse(role, model, [c for c in members(caches) if type(c) is not KVCache])
         n_layers = len(attention_layers(self.model, self._main))
         num_draft = self.options.get("num_draft_tokens", NUM_DRAFT_TOKENS)
         _require_exact(self.policy, n_prompt, n_layers, num_draft)
@@ -76,11 +85,7 @@ class DraftedRequest:
     def responses(
         self, serve: Serve, on_report: Callable[[CompressionReport], None] | None
     ) -> Iterator[GenerationResponse]:
-        """The whole answer.
-
-        Args:
-            serve: `serve(tokenizer, options, on_report)` is the same request without a draft.
-        """
+        """The whole answer; `serve(tokenizer, options, on_report)` is the same request without a draft."""
 
         def compressed(report: CompressionReport) -> None:
             if self._given is not None:
@@ -151,33 +156,28 @@ def require_rewindable(model, prompt_cache: list | None) -> None:
     """Refuse what mlx-lm's speculative loop would refuse, policy or not, but before the prompt is read.
 
     Raises:
-        SnapKVError: a layer can't take tokens back, or its entries give way by a choice.
+        SnapKVError: a layer can't roll tokens back, or its entries are evicted by a choice.
     """
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
-    pairs = list(zip(members(caches), layer_caches(caches)))
-    kinds = {type(c).__name__ for c, ours in pairs if not (c.is_trimmable() or ours.is_compressed)}
-    if kinds:
-        raise _cannot_rewind("main", model, kinds)
-    if gives_way(caches):
+    pairs = zip(members(caches), layer_caches(caches))
+    _refuse("main", model, [c for c, ours in pairs if not (c.is_trimmable() or ours.is_compressed)])
+    if evicts(caches):
         raise SnapKVError(
             "a prompt cache that chooses entries by itself can't go on with a draft model: drop draft_model, or "
             "compress the prompt with snapkv and on_full=slide"
         )
 
 
-def _require_plain(role: str, model, prompt_cache: list) -> None:
-    kinds = {type(c).__name__ for c in members(prompt_cache) if type(c) is not KVCache}
-    if kinds:
-        raise _cannot_rewind(role, model, kinds)
-
-
-def _cannot_rewind(role: str, model, kinds: set[str]) -> SnapKVError:
-    name = getattr(model, "model_type", type(model).__name__)
-    return SnapKVError(
-        f"a draft model needs layers that can take rejected tokens back, and the {role} model's ({name}) "
-        f"can't where they hold {' and '.join(sorted(kinds))}: drop draft_model or use another model"
-    )
+def _refuse(role: str, model, caches: list) -> None:
+    """Raises: SnapKVError: there are caches that can't roll tokens back."""
+    if caches:
+        kinds = " and ".join(sorted({type(c).__name__ for c in caches}))
+        name = getattr(model, "model_type", type(model).__name__)
+        raise SnapKVError(
+            f"a draft model needs layers that can take rejected tokens back, and the {role} model's ({name}) "
+            f"can't where they hold {kinds}: drop draft_model or use another model"
+        )
 
 
 def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_draft: int) -> None:
@@ -193,9 +193,9 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
         return
     if decode_policy.observes_answer:
         on_full = f"on_full={decode_policy.on_full}"
-        way = "schedule=block" if decode_policy.schedule == "block" else on_full
+        how = "schedule=block" if decode_policy.schedule == "block" else on_full
         raise SnapKVError(
-            f"{decode_policy.name} with {way} lets every answer token vote, which rejected drafts can't take back: "
+            f"{decode_policy.name} with {how} lets every answer token vote, which rejected drafts can't take back: "
             "use schedule=once with another on_full, or drop draft_model"
         )
     block = decode_policy.answer_block(quotas[0].n_window)
@@ -204,19 +204,6 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
             f"num_draft_tokens must be below the {block} tokens that the policy takes in "
             f"between two evictions, got {num_draft}"
         )
-
-
-def _split(given: list | None, model, draft_model) -> tuple[list, list]:
-    """Fresh caches of the main and of the draft model, of the kinds that the caller wants."""
-    n = len(model.layers)
-    main, draft = make_prompt_cache(model), make_prompt_cache(draft_model)
-    if given is None:
-        return main, draft
-    if len(given) != n + len(draft):
-        raise SnapKVError(
-            f"prompt_cache must hold the caches of both models, {n} + {len(draft)}, got {len(given)}"
-        )
-    return given[:n], copy.deepcopy(given[n:])
 
 
 class OneText(TokenizerWrapper):

@@ -6,19 +6,16 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from request_helpers import SMALL, assert_unpatched
+from request_helpers import assert_unpatched
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import (
-    BlockKVCache,
-    KeyDiff,
     SnapKVCache,
     SnapKVError,
     prefill,
     stream_generate,
 )
 from mlx_snapkv.engine.prefill import mlx_generate
-from mlx_snapkv.policies.budgets import Quota
 
 SNAPKV = "snapkv:top_k=20,n_sink=4,n_window=32"
 RING = f"{SNAPKV},lookahead=4,on_full=slide"
@@ -81,10 +78,8 @@ def assert_equal_answers(mine, expected):
 
 @pytest.mark.parametrize(
     "policy, k, n",
-    [(RING, 1, 201), (RING, 3, 201), (RING, 8, 201), (KEYDIFF, 2, 201), (KEYDIFF, 5, 201),
-     (f"{SNAPKV},last_token=false", 5, 50), (f"{SNAPKV},lookahead=0", 2, 50),
-     (f"{SNAPKV},lookahead=4,on_full=keydiff", 4, 100), (f"{SNAPKV},lookahead=4", 4, 40), ("snapkv:top_k=20", 2, 40),
-     ("random:budget=40,block=9,n_window=3,seed=1", 8, 50), ("h2o:budget=40,schedule=once", 3, 50),
+    [(RING, 3, 201), (KEYDIFF, 5, 201), (f"{SNAPKV},last_token=false", 5, 50), (f"{SNAPKV},lookahead=0", 2, 50),
+     (f"{SNAPKV},lookahead=4,on_full=keydiff", 4, 100), (f"{SNAPKV},lookahead=4", 4, 40),
      (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
 )  # fmt: skip
 def test_a_poor_draft_changes_nothing(main, draft, tokenizer, alone, policy, k, n):
@@ -104,25 +99,11 @@ def test_a_poor_draft_changes_nothing(main, draft, tokenizer, alone, policy, k, 
     assert_unpatched()
 
 
-@pytest.mark.parametrize("n", [1, 4, 5, 6, 7])
+@pytest.mark.parametrize("n", [1, 5, 6])
 def test_answers_that_end_where_the_draft_starts(main, draft, tokenizer, alone, n):
     mine = list(stream_generate(main, tokenizer, PROMPT, n, draft, policy=RING))
     assert [r.token for r in mine] == [r.token for r in alone(RING, 201)[:n]]
     assert mine[-1].finish_reason == "length" and mine[-1].generation_tokens == n
-
-
-def test_the_model_as_its_own_draft_on_a_real_question(demo_llama, ask):
-    model, tokenizer = demo_llama
-    prompt, _ = ask(tokenizer, 400, seed=1)
-    policy = SMALL | {"lookahead": 1}
-    expected = list(stream_generate(model, tokenizer, prompt, 24, snapkv=policy))
-    mine = list(stream_generate(model, tokenizer, prompt, 24, model, snapkv=policy))
-    assert "".join(r.text for r in mine) == "".join(r.text for r in expected)
-    assert (mine[-1].finish_reason, mine[-1].token) == (
-        expected[-1].finish_reason,
-        expected[-1].token,
-    )
-    assert sum(r.from_draft for r in mine) > len(mine) / 3
 
 
 def test_text_that_spans_the_hand_over_is_whole(tokenizer, main, draft):
@@ -203,26 +184,6 @@ def test_a_hybrid_is_refused_at_the_call(tokenizer, keywords):
     if keywords:
         with pytest.raises(SnapKVError, match="the draft model's"):
             stream_generate(make_llama(), tokenizer, PROMPT, draft_model=make_qwen(), **keywords)
-
-
-def test_an_eviction_for_now_is_taken_back_whole():
-    def filled():
-        mx.random.seed(0)
-        cache = BlockKVCache(KeyDiff(budget=8, block=4), Quota(8, 0, 1), 4)
-        for _ in range(3):
-            cache.update_and_fetch(mx.random.normal((1, 2, 4, 8)), mx.random.normal((1, 2, 4, 8)))
-        return cache
-
-    cache, expected = filled(), filled()
-    more = mx.random.normal((1, 2, 2, 8))
-    cache.mark()
-    cache.evict()
-    cache.update_and_fetch(more, more)
-    assert cache.trim(5) == 5 and expected.trim(3) == 3
-    assert (cache.offset, cache.size()) == (expected.offset, expected.size()) == (9, 9)
-    for a, b in zip(cache.keys_and_values(), expected.keys_and_values()):
-        assert mx.array_equal(a, b)
-    assert mx.array_equal(cache.positions, expected.positions)
 
 
 def test_a_given_cache_that_chooses_by_itself_is_refused(main, draft, tokenizer):

@@ -26,12 +26,12 @@ MULTIPLE = 32
 
 
 @dataclass(frozen=True)
-class Decision:
+class PromptPlan:
     """The positions that matter in a prompt.
 
     Attributes:
         n_prompt: its tokens, those of earlier turns included.
-        at: the entries before this position compete; later ones are answer, whenever they come.
+        at: the entries before this position compete; later ones belong to the answer, whenever they come.
         first, last: the queries of `[first, last)` vote.
     """
 
@@ -50,24 +50,24 @@ class Decision:
         return max(1, self.last - self.at)
 
 
-def decide(
-    policy: Policy | Stages, n_prompt: int, n_new: int | None = None, all_held: bool = False
-) -> Decision:
-    """Who votes on a prompt, and where the compression falls.
+def plan_prompt(
+    policy: Policy | Stages, n_prompt: int, n_new: int | None = None, out_of_core: bool = False
+) -> PromptPlan:
+    """Who votes on a prompt, and where it is compressed.
 
     Args:
         n_new: those of its tokens that are still to be read; None is all. A single one votes in any case: else
             nobody would.
-        all_held: every entry can still be voted for. Where entries are evicted while the prompt is read, the queries
-            of the recent window vote alone: what came after an older one's own entry may be gone.
+        out_of_core: every entry can still be voted for. Where entries are evicted for good while the prompt is read,
+            only the queries of the recent window vote: what came after an older one's own entry may be gone.
     """
     _, decode_policy = policy.stages
     at = n_prompt if decode_policy.last_token or n_new == 1 else n_prompt - 1
     n_voters = decode_policy.obs_window
-    if policy.reads_in_blocks and not all_held:
+    if policy.reads_in_blocks and not out_of_core:
         n_voters = min(n_voters, max(1, policy.prefill_quotas(n_prompt, 1)[0].n_window))
     first = max(0, at - n_voters)
-    return Decision(n_prompt, at, first, at + decode_policy.n_lookahead)
+    return PromptPlan(n_prompt, at, first, at if out_of_core else at + decode_policy.n_lookahead)
 
 
 def gate(
@@ -90,23 +90,15 @@ def gate(
             f"the prompt's {n_prompt} tokens are below min_ctx={policy.min_ctx}; "
             "set min_ctx=0 to force compression"
         )
-    if (short := _too_short(policy, n_prompt)) is not None:
-        return short
+    if any(is_share(stage.budget) for stage in policy.stages):
+        try:
+            policy.prefill_quotas(n_prompt, 1)
+        except SnapKVError as error:
+            return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
     _, decode_policy = policy.stages
-    n = decide(policy, n_prompt).at
+    n = plan_prompt(policy, n_prompt).at
     stays = decode_policy.schedule == "once" or (max_tokens >= 0 and policy.fits(n + max_tokens))
     return fits_reason(n, policy) if policy.fits(n) and stays else None
-
-
-def _too_short(policy: Policy | Stages, n_prompt: int) -> str | None:
-    """Why a share of so few tokens can't be kept; None if it can."""
-    if not any(is_share(stage.budget) for stage in policy.stages):
-        return None
-    try:
-        policy.prefill_quotas(n_prompt, 1)
-    except SnapKVError as error:
-        return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
-    return None
 
 
 def fits_reason(n: int, policy: Policy | Stages) -> str:
@@ -118,9 +110,9 @@ def fits_reason(n: int, policy: Policy | Stages) -> str:
 def chunk_size(policy: Policy, limit: int | None, n_new: int, n_before: int) -> int:
     """Tokens to read at a time under "once": at most `limit`, or the policy's `prefill_chunk`.
 
-    It is a size that leaves the voters to a short last chunk. The queries of a whole chunk then never
-    wait, in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own
-    prefill is needed. A prompt of one chunk stays one.
+    The size leaves the voters to a short last chunk, so that the queries of a whole chunk never wait, in the middle
+    of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is needed. A prompt
+    of one chunk stays one.
 
     Args:
         limit: `prefill_step_size`, if it was given.

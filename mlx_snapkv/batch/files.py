@@ -1,0 +1,245 @@
+"""OpenAI's batch files: requests, one a line, and their answers, which a later run goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from ..completions.body import Body, parse
+from ..errors import SnapKVError
+from ..paths import reason, require_place
+
+DUPLICATE = "duplicate_custom_id"
+NO_OBJECT = "invalid_json_line"
+START = b'{"id": "batch_req_'  # of every answer's line
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the requests, from 1, and its body, or what is wrong with it."""
+
+    number: int
+    custom_id: str | None
+    body: Body | None = None
+    problem: str | None = None
+    code: str = "invalid_request"
+
+    @property
+    def key(self) -> str | int:
+        """What tells it from all others, in a later run too: its own name, or where it stands."""
+        named = self.custom_id is not None and self.code != DUPLICATE
+        return self.custom_id if named else self.number  # type: ignore[return-value]
+
+
+class RequestsFile:
+    """The requests of a file, parsed as they are asked for; `n_lines` is the number of those that aren't blank.
+
+    Raises:
+        SnapKVError: there are lines, and not one of them is a JSON object.
+    """
+
+    def __init__(self, stream: BinaryIO):
+        self._stream: IO[bytes] = stream
+        if not stream.seekable():
+            self._stream = tempfile.TemporaryFile()  # noqa: SIM115  # as long as this
+            shutil.copyfileobj(stream, self._stream)
+            self._stream.seek(0)
+        self._start = self._stream.tell()
+        self.n_lines = sum(1 for _ in self._raw())
+        first = None
+        for line in (_line(*raw) for raw in self._raw()):
+            if line.code != NO_OBJECT:
+                return
+            first = first or line
+        if first is not None:
+            raise SnapKVError(
+                f"the requests must be a JSON object a line, and line {first.number} {first.problem}"
+            )
+
+    def __iter__(self) -> Iterator[Line]:
+        """Every line that isn't blank; of two with the same `custom_id` the second is a mistake."""
+        seen: dict[str, int] = {}
+        for number, raw in self._raw():
+            line = _line(number, raw)
+            if line.custom_id is not None:
+                first = seen.setdefault(line.custom_id, number)
+                if first != number:
+                    what = f"custom_id {line.custom_id!r} is line {first}'s already"
+                    line = Line(number, line.custom_id, problem=what, code=DUPLICATE)
+            yield line
+
+    def _raw(self) -> Iterator[tuple[int, bytes]]:
+        self._stream.seek(self._start)
+        for number, raw in enumerate(self._stream, start=1):
+            text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if text.strip():
+                yield number, text
+
+
+def _line(number: int, raw: bytes) -> Line:
+    try:
+        found = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        problem = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else "is not JSON"
+        return Line(number, None, problem=problem, code=NO_OBJECT)
+    if not isinstance(found, dict):
+        return Line(number, None, problem="is not an object", code=NO_OBJECT)
+    custom_id, method = found.get("custom_id"), found.get("method", "POST")
+    if not isinstance(custom_id, str) or not custom_id:
+        got = "is missing" if custom_id is None else f"must be text, got {str(custom_id)[:60]!r}"
+        return Line(number, None, problem=f"custom_id {got}")
+    try:
+        if method != "POST":
+            raise SnapKVError(f"method must be POST, got {str(method)[:60]!r}")
+        body = parse(found.get("url"), found.get("body"))
+        if body.stream:
+            raise SnapKVError("stream must be false: answers come whole")
+    except SnapKVError as error:
+        return Line(number, custom_id, problem=str(error))
+    return Line(number, custom_id, body)
+
+
+class AnswersFile:
+    """The answers of a run, one a line, each on the disk before the next is begun.
+
+    Nothing is written before it is entered as a context: it then belongs to this process, and a last line that was
+    not finished is dropped.
+
+    Args:
+        run: what all answers have in common: the fields of their `mlx_snapkv`, and `model`.
+
+    Attributes:
+        n_answered, n_errors: lines of each kind.
+
+    Raises:
+        SnapKVError: the file can't be written, belongs to another run or another process, or is not such a file.
+        OSError: from `answer` and `error`: the disk is full, say. All lines but the last are whole.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any]):
+        self.path, self._run = path, run
+        self._file = -1
+        self._read()
+
+    def _read(self) -> None:
+        self._keys: set[str | int] = set()
+        self.n_answered = self.n_errors = self._size = 0
+        if not require_place(self.path):
+            return
+        number, raw = 0, b""
+        with self.path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.endswith(b"\n"):
+                    self._note(number, raw)
+                    self._size += len(raw)
+        rest = b"" if raw.endswith(b"\n") else raw.rstrip(b"\0")  # which a power cut leaves
+        if not (rest.startswith(START) or START.startswith(rest)):
+            self._note(number, rest)
+
+    def _note(self, number: int, raw: bytes) -> None:
+        """Note what a line answers."""
+        try:
+            if not raw.startswith(START):
+                raise ValueError
+            found = json.loads(raw)
+            custom_id, error, response = found["custom_id"], found["error"], found["response"]
+            named = custom_id is not None and (error is None or error["code"] != DUPLICATE)
+            self._keys.add(custom_id if named else error["line"])
+            about = {}
+            if error is None:
+                about = {"model": response["body"]["model"], **response["body"]["mlx_snapkv"]}
+        except (ValueError, TypeError, KeyError):
+            foreign = "is there already, and mlx-snapkv did not write it: give another --output"
+            why = foreign if number == 1 else f"line {number} is damaged: delete that line"
+            raise SnapKVError(f"{self.path}{' ' if number == 1 else ': '}{why}") from None
+        for name, wanted in self._run.items() if error is None else ():
+            if about.get(name) != wanted:
+                was, now = ("none" if x is None else repr(x) for x in (about.get(name), wanted))
+                raise SnapKVError(
+                    f"{self.path} is of another run, with {name} {was} and not {now}: "
+                    "give another --output, or delete it"
+                )
+        self.n_answered += error is None
+        self.n_errors += error is not None
+
+    def __enter__(self) -> AnswersFile:
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read()
+            os.ftruncate(self._file, self._size)
+            _sync_folder(self.path)
+        except (OSError, SnapKVError) as error:
+            self.__exit__()
+            if isinstance(error, SnapKVError):
+                raise
+            busy = isinstance(error, BlockingIOError)
+            why = "is being written by another run: wait for it" if busy else _unwritable(error)
+            raise SnapKVError(f"{self.path} {why}") from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)  # which releases the lock, too
+            self._file = -1
+
+    def has(self, line: Line) -> bool:
+        """Whether a line has been answered, or found wrong."""
+        return line.key in self._keys
+
+    def answer(self, line: Line, body: dict[str, Any]) -> None:
+        """Write a response's body."""
+        response = {"status_code": 200, "request_id": uuid.uuid4().hex, "body": body}
+        self._add(line, response, None)
+        self.n_answered += 1
+
+    def error(self, line: Line, code: str, sentence: str) -> None:
+        """Write why there is none."""
+        why = {"code": code, "message": f"line {line.number}: {sentence}", "line": line.number}
+        self._add(line, None, why)
+        self.n_errors += 1
+
+    def _add(self, line: Line, response: Any, error: Any) -> None:
+        record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
+        data = json.dumps(record | {"response": response, "error": error}).encode() + b"\n"
+        try:
+            with os.fdopen(os.dup(self._file), "ab") as file:
+                file.write(data)
+            _sync(self._file)
+        except OSError as failed:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise OSError(failed.errno, f"{self.path} {_unwritable(failed)}") from failed
+        self._size += len(data)
+        self._keys.add(line.key)
+
+
+def _unwritable(error: OSError) -> str:
+    return f"can't be written: {reason(error)}"
+
+
+def _sync(file: int) -> None:
+    """Have it all on the disk; a Mac's `fsync` is content with the disk's own memory."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        with contextlib.suppress(OSError):  # not every file system can
+            fcntl.fcntl(file, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(file)
+
+
+def _sync_folder(path: Path) -> None:
+    """Have the file's name on the disk as well."""
+    folder = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,107 @@
+"""Models as mlx-lm's loops see them, with something done around their calls."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..caches.contract import LayerCache
+from ..caches.layers import layer_caches
+from ..caches.matching import adopt
+from ..models import attention_classes
+from ..models.patch import recording
+
+Call = Callable[[mx.array, list], mx.array]
+
+
+class WrappedModel(nn.Module):
+    """An mlx-lm model in `self["wrapped"]`, whose attributes are this one's too."""
+
+    def __init__(self, model):
+        super().__init__()
+        self["wrapped"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self["wrapped"], name)
+
+
+class HookedModel(WrappedModel):
+    """A model whose calls are made by `hook(inputs, cache)`, once there is one.
+
+    Attributes:
+        hook: gives logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.
+    """
+
+    hook: Call | None = None
+
+    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+        if self.hook is None or kwargs:
+            return self["wrapped"](inputs, cache=cache, **kwargs)
+        return self.hook(inputs, cache)
+
+
+class SplitCalls(WrappedModel):
+    """A model that reads several tokens as if they came one by one, on caches that evict.
+
+    Such a cache evicts when it is full, and earlier if several tokens at once would not fit. A call that would cross
+    that point is made in pieces, so that every eviction comes when it would come to single tokens.
+
+    Args:
+        model: an mlx-lm model.
+        marks: mark the caches before every call, so that its tokens can be rolled back.
+    """
+
+    def __init__(self, model, marks: bool = False):
+        super().__init__(model)
+        self._marks = marks
+
+    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+        model = self["wrapped"]
+        caches = layer_caches(cache)
+        if self._marks:
+            for c in caches:
+                c.mark()
+        logits = []
+        while not kwargs and inputs.shape[1] > (n := min(map(_fitting, caches))):
+            logits.append(model(inputs[:, : int(n)], cache=cache))
+            inputs = inputs[:, int(n) :]
+        logits.append(model(inputs, cache=cache, **kwargs))
+        return mx.concatenate(logits, axis=1) if len(logits) > 1 else logits[0]
+
+
+def _fitting(cache: LayerCache) -> float:
+    """Tokens that fit before the next eviction, or behind one that is due."""
+    return cache.room if cache.room > 0 else cache.block
+
+
+def evicts(prompt_cache: list) -> bool:
+    """Whether entries are evicted as tokens are fed, not just the oldest of a window."""
+    return any(cache.room < math.inf for cache in layer_caches(prompt_cache))
+
+
+def one_by_one(model, prompt_cache: list):
+    """The model to go on with from a prompt cache: itself, unless entries are evicted."""
+    return SplitCalls(model) if evicts(prompt_cache) else model
+
+
+@contextlib.contextmanager
+def rewinding(model, prompt_cache: list) -> Iterator[SplitCalls]:
+    """A model whose last call mlx-lm's `trim_prompt_cache` can roll back in `prompt_cache`, for the block."""
+    caches = layer_caches(prompt_cache)
+    for cache in caches:
+        cache.mark()
+    try:
+        yield SplitCalls(model, marks=True)
+    finally:
+        for cache in caches:
+            cache.commit()
+
+
+def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:
+    """Patch the model's attention classes for the block if caches ask for the queries of what they are fed."""
+    adopt(prompt_cache, model)  # those that mlx-lm has loaded from a file don't know their layers
+    observed = any(cache.observes for cache in layer_caches(prompt_cache))
+    return recording(attention_classes(model) if observed else [])

@@ -1,0 +1,201 @@
+"""Prompts that are read within a fixed budget while every entry is stored, and the question votes over all of them.
+
+A prompt is read through resident caches that evict block by block, after every entry has been stored. When it has
+been read, its last queries vote over everything stored; the best entries are gathered into small caches, the last
+tokens are read again over those, and the answer is decoded from them. The resident caches stay for the next turn.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from ..caches.decode import decode_cache
+from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes, quotas_of
+from ..caches.recollection import Recollection
+from ..caches.refreshed import RefreshedKVCache
+from ..caches.stores import First
+from ..entries.queries import Queries
+from ..policies.budgets import Quota
+from .choosing import Choice, Scored, choose_all, score
+from .readers import Prompt, RetainingReader
+from .report import Book
+
+
+class OutOfCoreReader(RetainingReader):
+    """Reads over the entries that are resident, on caches that store all of them.
+
+    The caller's caches go on with what is resident; `caches` serve the answer.
+
+    Attributes:
+        on_read: is called when the last token has been read, and compresses.
+        book: where the entries are, and how long each step took.
+    """
+
+    on_read: Callable[[], object]
+    book: Book
+
+    def __init__(self, prompt: Prompt):
+        super().__init__(prompt)
+        self.observes |= prompt.retention.reads_on
+        self.before_last_token = False
+        self.hook = self._read
+        quotas = quotas_of(self.layers, prompt.decode_policy.quotas, self.plan.n_prompt)
+        # What is read again is always kept, so that the others are as many as the budget has room for.
+        self._n_again = max(1, min(prompt.n_new, quotas[0].n_window, prompt.prefill_policy.block))
+        self._wanted = [_with_window(quota, self._n_again) for quota in quotas]
+        self._n_left = prompt.n_new
+        self._again: list[mx.array] = []
+        self._small: list = []
+
+    def _prepare(self) -> None:
+        """Have the caches evict, and store what they evict."""
+        prompt, quotas = self.prompt, self._quotas()
+        for layer, quota in zip(self.layers, quotas):
+            layer.cache_in(self.caches).limit(
+                prompt.prefill_policy,
+                quota,
+                last=self.plan.last,
+                newest=max(prompt.prefill_policy.obs_window, self.plan.n_voters),
+                expected=self.plan.n_prompt,
+                uniform=len(set(quotas)) == 1,
+                layer=layer,
+                compaction=prompt.compaction,
+                statistics_from=prompt.statistics_from,
+            )
+
+    def _read(self, inputs: mx.array, cache: list) -> mx.array:
+        """The model's call for tokens `(1, L)` of the prompt; when it gets the last, the answer's caches are made."""
+        model, n_before = self.prompt.model, self._n_left - self._n_again
+        self._n_left -= inputs.shape[1]
+        if n_before > 0:
+            before, inputs = inputs[:, :n_before], inputs[:, n_before:]
+            logits = model(before, cache=cache)
+            if inputs.shape[1] == 0:
+                return logits
+        if not self._again:
+            mx.eval([c.state for c in cache])
+            self._small = copies_but_entries(cache, self.layers)
+        self._again.append(inputs)
+        logits = model(inputs, cache=cache)
+        if self._n_left:
+            return logits
+        mx.eval([c.state for c in cache])
+        self.on_read()
+        self._small = []
+        return self._logits
+
+    def choose(self) -> list[Choice]:
+        """Store what is resident only, and vote over everything."""
+        resident = [layer.cache_in(self.prompt.prompt_cache) for layer in self.layers]
+        self.offload()
+        self.book = Book(
+            resident=max(cache.n_entries for cache in resident),
+            resident_bytes=sum(cache.nbytes for cache in resident),
+            stored=self.plan.n_prompt,
+            stored_bytes=sum(cache.store.nbytes for cache in resident),
+            file_bytes=file_bytes(self.prompt.prompt_cache),
+            read_again=self._n_again,
+        )
+        started = time.perf_counter()
+        scored = map(self._scored, self.layers, self._wanted)
+        choices = choose_all(scored, self.prompt.decode_policy, self._wanted, self.layers[0].shard)
+        self.book.vote_seconds = time.perf_counter() - started
+        return choices
+
+    def keep(self, choices: list[Choice]) -> None:
+        """Gather what was chosen, and read the last tokens over it."""
+        started = time.perf_counter()
+        uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
+        for layer, choice in zip(self.layers, choices):
+            self._gather(layer, choice, uniform)
+        gathered = time.perf_counter()
+        tokens = mx.concatenate(self._again, axis=1)
+        self._logits = self._logits_after(tokens, self._small)
+        self.caches[:] = self._small
+        for layer, choice in zip(self.layers, choices):
+            layer.put(self.caches, self._answering(layer, choice, uniform))
+        if self.prompt.retention.verify is not None:
+            full = self.full_caches()
+            for layer in self.layers:
+                layer.cache_in(full).trim(self._n_again)
+            self._logits = self._logits_after(tokens, full)
+        self._again = []
+        self.book.gather_seconds = gathered - started
+        self.book.read_again_seconds = time.perf_counter() - gathered
+
+    def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
+        """Everything scored, with the memory of one layer at a time."""
+        policy = self.prompt.decode_policy
+        entries = self.recollection(layer).voted_by(self._voters(layer))
+        if policy.query_statistics is not None:
+            entries.statistics = layer.cache_in(self.prompt.prompt_cache).statistics
+        found = score(entries, policy, quota)
+        mx.eval(found.scores, found.votes)
+        entries.release()
+        return found
+
+    def _voters(self, layer: AttentionLayer) -> Queries | None:
+        if not self.plan.n_voters:
+            return None
+        cache = layer.cache_in(self.prompt.prompt_cache)
+        found = cache.held(self.plan.n_voters).voters
+        first = found.start
+        return dataclasses.replace(found, places=range(first, first + len(found.places)))
+
+    def _gather(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> None:
+        """Put a cache of what was chosen, but for the tokens to be read again, in the layer's place."""
+        at = self.plan.n_prompt - self._n_again
+        kept = self.recollection(layer).gather(choice.kept[..., : -self._n_again], at)
+        wanted = at, self.prompt.decode_policy, choice.quota, uniform
+        cache = decode_cache(layer, kept, choice.scores, *wanted, reads_again=True)
+        mx.eval(cache.state)
+        layer.put(self._small, cache)
+
+    def _logits_after(self, tokens: mx.array, caches: list) -> mx.array:
+        """Logits `(1, 1, vocab_size)` after tokens that are read on caches."""
+        logits = self.prompt.model(tokens, cache=caches)[:, -1:]
+        mx.eval(logits, [c.state for c in caches])
+        return logits
+
+    def _answering(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> object:
+        """What the policy decodes the answer from."""
+        prompt, read = self.prompt, layer.cache_in(self._small)
+        kept = read.held().packed(prompt.quantization)
+        wanted = self.plan.n_prompt, prompt.decode_policy, choice.quota, uniform
+        small = decode_cache(layer, kept, choice.scores, *wanted)
+        small.inherit(read)
+        small.inherit_statistics(layer.cache_in(prompt.prompt_cache))
+        mx.eval(small.state)
+        return small
+
+    def recollection(self, layer: AttentionLayer) -> Recollection:
+        everything = super().recollection(layer)
+        cache = layer.cache_in(self.prompt.prompt_cache)
+        if cache.index is None:
+            cache.index = everything.index = everything.make_index(self.last_queries(layer))
+        return everything
+
+    def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
+        """Over all entries but those of the tokens that were read again, which it gets as they came out of that."""
+        (stored,) = layer.cache_in(self.prompt.prompt_cache).sources()
+        n = self.plan.n_prompt - self._n_again
+        index = self.recollection(layer).index
+        everything = Recollection([First(stored, n)], layer, self.prompt.compaction, index)
+        n_window = max(0, quota.n_window - self._n_again)
+        most = max(quota.n_sink + n_window, quota.entries - self._n_again)
+        refreshed = RefreshedKVCache(everything, Quota(most, quota.n_sink, n_window), layer)
+        again = layer.cache_in(self._small).held()
+        refreshed.append(again.between(len(again) - self._n_again, len(again)))
+        return refreshed
+
+    def end(self) -> None:
+        for layer in self.layers:
+            cache = layer.cache_in(self.prompt.prompt_cache)
+            cache.store.truncate(cache.offset)
+
+
+def _with_window(quota: Quota, n_window: int) -> Quota:
+    n_window = max(quota.n_window, n_window)
+    return Quota(max(quota.entries, quota.n_sink + n_window), quota.n_sink, n_window)

@@ -1,0 +1,176 @@
+"""What becomes of the entries that an answer is not decoded from: `RetentionConfig`, parsed and checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..caches.compaction import Compaction
+from ..caches.layers import AttentionLayer, attention_layers, members
+from ..caches.memories import in_files, make_caches, require_memory
+from ..caches.quantizable import head_sizes
+from ..errors import SnapKVError
+from ..models import type_of
+from ..models.rope import trained_length
+from ..policies import Policy, Stages
+
+VERIFY = ("all",)
+REFRESH = ("token", "turn")
+FAR = ("keep", "pull")
+
+
+@dataclass(frozen=True)
+class RetentionConfig:
+    """What becomes of the entries that an answer is not decoded from, and how the answer uses them.
+
+    Attributes:
+        memory: one of `MEMORIES`.
+        verify: "all": the answer's tokens are drafted, and verified on all entries. None: they are not.
+        refresh: when an answer chooses among all entries: "token": anew for every token, by an index of the keys.
+            "turn": once, after the prompt.
+        far: "pull": positions are compacted, so that no distance exceeds the length that the model was trained on.
+            "keep": they are not. None: they are if a prompt is longer than that, and it is possible.
+
+    Raises:
+        SnapKVError: an option is invalid or conflicts with another.
+    """
+
+    memory: str = "drop"
+    verify: str | None = None
+    refresh: str = "token"
+    far: str | None = None
+
+    def __post_init__(self):
+        require_memory(self.memory)
+        if self.refresh not in REFRESH:
+            raise SnapKVError(f"refresh must be {' or '.join(REFRESH)}, got {self.refresh!r}")
+        if self.far not in (None, *FAR):
+            raise SnapKVError(f"far must be {' or '.join(FAR)}, got {self.far!r}")
+        if self.verify is None:
+            return
+        if self.verify not in VERIFY:
+            raise SnapKVError(f"verify must be {' or '.join(VERIFY)}, got {self.verify!r}")
+        if not self.retains:
+            raise SnapKVError(
+                f"verify={self.verify} asks entries that memory=drop does not keep: give memory=recall"
+            )
+        if in_files(self.memory):
+            raise SnapKVError(
+                "verify=all reads all entries for every token, so they must be in memory, not "
+                f"memory={self.memory}: give memory=recall, recall:8bit or recall:4bit, or leave verify out"
+            )
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> tuple[RetentionConfig, dict[str, Any]]:
+        """What the keywords of `generate_step` and its kin ask for, and the other options."""
+        names = {field.name for field in fields(cls)}
+        own = {name: value for name, value in options.items() if name in names}
+        return cls(**own), {name: value for name, value in options.items() if name not in names}
+
+    @property
+    def retains(self) -> bool:
+        """Whether entries that the policy does not keep stay available."""
+        return self.memory != "drop"
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether an answer goes on reading entries that its prompt did not choose."""
+        return self.retains and (self.verify is not None or self.refresh == "token")
+
+    def require(self, model, policy: Policy | Stages | None) -> None:
+        """Raises: SnapKVError: this can't be combined with the policy, or not on this model."""
+        self.require_policy(policy)
+        if self.far == "pull":
+            why = self._keeps_positions_because(model, policy)
+            if why is not None:
+                raise SnapKVError(f"far=pull {why}")
+
+    def require_policy(self, policy: Policy | Stages | None) -> None:
+        """Raises: SnapKVError: the policy can't choose from entries that stay, or there is none to verify."""
+        if policy is None and self.verify is not None:
+            raise SnapKVError(
+                f"verify={self.verify} needs a policy: without one the full cache answers anyway"
+            )
+        if not self.retains or policy is None:
+            return
+        _, decode_policy = policy.stages
+        if decode_policy.repeats is not None:
+            raise SnapKVError(
+                f"{decode_policy.name} chooses once for all questions, and memory={self.memory} keeps all entries for "
+                "every question to choose from: use memory=drop, or a policy that votes, such as snapkv"
+            )
+        if any(stage.accumulates_attention for stage in policy.stages):
+            raise SnapKVError(
+                f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
+                f"and {policy} counts the attention of all: take keydiff, for one, or memory=drop"
+            )
+        if policy.reads_in_blocks and decode_policy.lookahead:
+            raise SnapKVError(
+                f"lookahead={decode_policy.lookahead} decodes tokens on all entries, and {policy} holds only some of "
+                "them: leave lookahead out"
+            )
+
+    def require_rollback(self, prompt_cache: list, n_full: int) -> None:
+        """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""
+        n_caches = len(list(members(prompt_cache)))
+        if self.verify == "all" and n_full < n_caches:
+            raise SnapKVError(
+                f"verify=all takes tokens back, and {n_caches - n_full} of {n_caches} layers can't "
+                "(linear or sliding-window attention): leave verify out"
+            )
+
+    def compaction(self, model, policy: Policy | Stages | None, n_prompt: int) -> Compaction | None:
+        """How the positions of a prompt's tokens are compacted; None leaves them as they are."""
+        length = trained_length(model)
+        longer = length is not None and n_prompt > length
+        wanted = longer if self.far is None else self.far == "pull"
+        if not wanted or length is None or self._keeps_positions_because(model, policy) is not None:
+            return None
+        return Compaction(length)
+
+    def warning(self, model, policy: Policy | Stages | None, n_prompt: int) -> str | None:
+        """A sentence, if a prompt is longer than the model was trained on and nothing is done about it."""
+        length = trained_length(model)
+        if length is None or n_prompt <= length or self.far is not None:
+            return None
+        if self.compaction(model, policy, n_prompt) is not None:
+            return None
+        told = f"{n_prompt} tokens are more than the {length} that this model was trained to read: answers may be wrong"
+        if policy is not None and policy.reads_in_blocks:
+            return told
+        return f"{told}; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
+
+    def _keeps_positions_because(self, model, policy: Policy | Stages | None) -> str | None:
+        """Why positions can't be compacted, as the rest of a sentence; None if they can."""
+        if policy is None or not policy.reads_in_blocks:
+            what = "there is none" if policy is None else f"{policy} reads all of a prompt first"
+            return f"needs a policy that evicts while a prompt is read, such as keydiff, and {what}"
+        if self.verify == "all":
+            return "can't be combined with verify=all, which reads all entries where they are: leave verify out"
+        length, name = trained_length(model), type_of(model)
+        if length is None:
+            return (
+                f"needs to know the length that the model was trained on, and mlx-lm's {name!r} has no "
+                "max_position_embeddings"
+            )
+        layers = attention_layers(model, make_caches(model, "drop"))
+        rotating = [layer for layer in layers if layer.rope is not None]
+        if not rotating:
+            return (
+                f"turns keys on, and the full-attention layers of model type {name!r} have no RoPE"
+            )
+        if not _all_turn(model, rotating, length):
+            return f"turns keys on, and those of model type {name!r} can't be turned twice"
+        return None
+
+
+DROP = RetentionConfig()
+
+
+def _all_turn(model, layers: list[AttentionLayer], length: int) -> bool:
+    sizes = head_sizes(model, layers)
+    ropes: dict[Any, AttentionLayer] = {id(layer.rope): layer for layer in layers}
+    return all(
+        layer.family.can_turn(layer.attention, layer.rope, max(sizes), length)
+        for layer in ropes.values()
+    )
