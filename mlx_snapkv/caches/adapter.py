@@ -10,7 +10,7 @@ from ..entries.quantization import Quantization, n_bytes, n_rows
 from ..errors import TrimError
 from .contract import LayerCache
 from .evicting import snapshot
-from .state import difference, entries_problem, is_count, rotating_problem, unless
+from .state import difference, entries_problem, is_count, unless
 
 
 def layer_cache(cache: Any) -> LayerCache:
@@ -113,5 +113,5 @@ class StateCache(LayerCache):
 
     def validate(self, like: Any) -> str | None:
         if isinstance(self.cache, RotatingKVCache):
-            return rotating_problem(self.cache, like)
+            return entries_problem(self.cache.keys, self.cache.values, like, None)
         return difference(self.cache.state, like.state, exact=hasattr(self.cache, "cache"))

@@ -14,7 +14,7 @@ from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
 from .evicting import EvictingCache
-from .state import are_queries, is_count, is_per_entry
+from .state import are_queries, is_count
 
 # Rows that a cache without a budget grows by: an eighth of what it has, within these.
 LEAST, MOST = 16, 256
@@ -148,15 +148,14 @@ class BlockKVCache(EvictingCache):
         return self._rows(observed=self._observed(n_queries), received=self._counted())
 
     def _take_queries(
-        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
+        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read
     ) -> None:
         super()._take_queries(queries, scale, sinks, read)
         n = min(self.last, self.offset) - (self.offset - queries.shape[2])
         if not self.accumulates or n <= 0:
             return
-        taken = queries[:, :, : int(n)]
-        counted = mx.contiguous(taken if read is None else read(taken))
-        if self._marked:  # one by one, as they may be taken back
+        counted = mx.contiguous(read(queries[:, :, : int(n)]))
+        if self._marked:  # one by one, as they may be rolled back
             self._uncounted += mx.split(counted, int(n), axis=2)
         else:
             self._uncounted.append(counted)
@@ -246,16 +245,7 @@ class BlockKVCache(EvictingCache):
         del self._uncounted[len(self._uncounted) - max(0, n - beyond) :]
 
     def _is_sound(self, like: Any) -> bool:
-        heads, quota = self._heads, self.quota
+        sound = all(map(is_count, dataclasses.astuple(self.quota)))
         return (
-            super()._is_sound(like)
-            and all(map(is_count, dataclasses.astuple(quota)))
-            and quota.n_sink + quota.n_window <= quota.entries
-            and self._n <= min(n_rows(self.keys), self.offset)
-            and self._stop <= self.offset + self.block
-            and isinstance(self.accumulates, bool)
-            and is_per_entry(self._kept_positions, heads, self._n, mx.uint32)
-            and is_per_entry(self._rotations, heads, self._n_kept, mx.uint32)
-            and is_per_entry(self._received, heads, self._n, mx.float32)
-            and all(are_queries(q, like) for q in self._uncounted)
+            sound and all(are_queries(q, like) for q in self._uncounted) and super()._is_sound(like)
         )

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from ..entries.entries import Entries
@@ -13,7 +14,7 @@ from ..errors import SnapKVError, TrimError
 from ..policies import Policy
 from .compaction import Compaction
 from .contract import LayerCache, Mark
-from .state import SavedState, are_queries, entries_problem, is_count, unless
+from .state import SavedState, are_queries, entries_problem, unless
 
 
 class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
@@ -218,14 +219,12 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         return found or unless(self.has_numbers and self._is_sound(like))
 
     def _is_sound(self, like: Any) -> bool:
-        """Whether the numbers and arrays of a loaded state go together, and with a plain cache of the same layer."""
-        near = self.compaction
-        return (
-            (self.newest is None or is_count(self.newest))
-            and isinstance(self.uniform, bool)
-            and (near is None or (is_count(near.length, 1) and 0 <= near.farthest <= self.offset))
-            and all(are_queries(q, like) for q in self._queries)
-        )
+        """Whether what a loaded state holds goes together, and with a plain cache of the same layer."""
+        if self._n > n_rows(self.keys) or not all(are_queries(q, like) for q in self._queries):
+            return False
+        positions = np.sort(np.array(self.positions), axis=-1).astype(int)
+        alike = positions.shape == (*self._heads, self._n)
+        return bool(alike and (np.diff(positions) > 0).all() and positions.max() < self.offset)
 
 
 def snapshot(attributes: dict[str, Any]) -> dict[str, Any]:

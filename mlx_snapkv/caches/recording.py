@@ -135,7 +135,7 @@ class SharedKVCache(RecordingKVCache):
         self._expect(capacity)
 
     def _take_queries(
-        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
+        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read
     ) -> None:
         for recorder in self.recorders:
             recorder.offset = self.offset

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..entries.quantization import Quantization, Stored, n_rows
+from ..entries.quantization import Quantization, Stored
 from ..entries.queries import Recorder
 from ..policies import Policy, resolve_policy
 from ..policies.budgets import Quota
@@ -96,17 +96,6 @@ def entries_problem(
     return None if len(numbers) == 1 else f"has {sorted(numbers)} rows of keys and values"
 
 
-def rotating_problem(cache: Any, like: Any) -> str | None:
-    """The same for mlx-lm's rotating cache, which may stand where the model has a plain one."""
-    counts = (cache.keep, cache._idx, cache.max_size)
-    return entries_problem(cache.keys, cache.values, like, None) or unless(
-        is_count(cache.offset, 1)
-        and all(map(is_count, counts))
-        and cache.keep <= cache.max_size
-        and cache._idx <= n_rows(cache.keys)
-    )
-
-
 def difference(found: Any, wanted: Any, exact: bool = False) -> str | None:
     """Arrays that differ in place, dtype or shape; unless `exact`, the number of rows may."""
     have, want = _arrays(found), _arrays(wanted)
@@ -131,14 +120,6 @@ def _arrays(tree: Any) -> dict[str, mx.array]:
 
 def is_count(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_per_entry(array: Any, heads: Sequence[int], most: int, dtype: mx.Dtype) -> bool:
-    """None, or an array `(B, n_kv_heads, at most `most`)` of that dtype."""
-    if array is None:
-        return True
-    shaped = array.ndim == 3 and array.shape[:2] == tuple(heads) and array.shape[2] <= most
-    return shaped and array.dtype == dtype
 
 
 def are_queries(queries: mx.array, like: Any) -> bool:

@@ -1,8 +1,7 @@
-"""How much attention observed queries give to every entry of a layer.
+"""How much attention observed queries give to every entry of a layer; keys are `(B, n_kv_heads, T, head_dim)`.
 
-Nothing is computed here, only graphs are made. Where a prompt is long they are made block by block, and
-`mx.depends` lets each block wait for the one before it, so that a graph needs the memory of a few blocks: MLX
-allocates some operations ahead of the one that it computes, so the blocks are small.
+Only graphs are made here. Where a prompt is long they are made block by block, and `mx.depends` lets each block wait
+for the one before it. MLX allocates some operations ahead of the one that it computes, so the blocks are small.
 """
 
 import math
@@ -53,11 +52,7 @@ def attention_votes(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     """SnapKV's votes (section 3, "Voting"): `(B, n_kv_heads, T)` float32.
 
     Softmax over all entries up to the query's own position, summed over the observed queries, averaged over
-    the query heads of a GQA group. Long prompts are scored in blocks of T, so that working memory does not
-    grow with it.
-
-    Args:
-        keys: `(B, n_kv_heads, T, head_dim)`.
+    the query heads of a GQA group.
     """
     return latest_votes(keys, observed, [len(observed.places)])[0]
 
@@ -83,9 +78,6 @@ def above_average(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     """How many queries give each entry at least 1/t of their attention, `(B, n_kv_heads, T)` float32.
 
     Of a query that sees t entries; averaged over the query heads of a GQA group, and made in blocks as the votes are.
-
-    Args:
-        keys: `(B, n_kv_heads, T, head_dim)`.
     """
     queries, group = _grouped(keys, observed)
     seen = mx.minimum(_own_places(observed, queries) + 1, keys.shape[2])
@@ -102,9 +94,6 @@ def most_attention(
     Logarithms, base 2, of weights, the largest of all queries and of a GQA group's heads. Softmax over the first
     `n_sink` entries, those asked for, and those from `again` on, up to the query's own. It is made in blocks of
     queries.
-
-    Args:
-        keys: `(B, n_kv_heads, T, head_dim)`.
     """
     B, n_heads, n, _ = observed.heads.shape
     width = n_sink + len(asked) + keys.shape[2] - again
@@ -128,11 +117,7 @@ def most_attention(
 
 
 def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
-    """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum.
-
-    Args:
-        keys: `(B, n_kv_heads, T, head_dim)`.
-    """
+    """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum."""
     queries, group = _grouped(keys, observed)
     B, H, T, _ = keys.shape
     weights, share = _weights(keys, observed, queries)

@@ -1,11 +1,11 @@
-"""The queries that vote: what a policy is shown of them, and caches that keep those of their own tokens."""
+"""Queries that vote: what a policy sees of them, and what caches need to record those of their own tokens."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,12 @@ Read = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Pages:
-    """Entries too far away to be asked by queries as they are: those before `until`, page by page.
+    """Entries before `until`, too far away for the queries as they are: each page sees them otherwise.
 
     Attributes:
         size: entries of a page.
         until: a whole number of pages.
-        asked: `asked(page)` gives the queries `(B, n_heads, n, head_dim)` as that page is to see them.
+        asked: `asked(page)` gives the queries `(B, n_heads, n, head_dim)` as that page sees them.
     """
 
     size: int
@@ -87,53 +87,52 @@ class Statistics:
     stop: int = 0
 
 
-_overheard = threading.local()
+Callback = Callable[["Recorder", mx.array], None]
+_callback: ContextVar[Callback | None] = ContextVar("on_queries", default=None)
 
 
 @contextlib.contextmanager
-def overheard_by(hear: Callable[[Recorder, mx.array], None]) -> Iterator[None]:
-    """Let `hear` know of all that recording caches are asked in this thread, for the block.
+def on_queries(callback: Callback) -> Iterator[None]:
+    """Call `callback` with every recording cache, whose newest entries are stored, and its queries, for the block.
 
-    Args:
-        hear: called with the cache, whose newest entries are stored, and the queries `(B, n_heads, L, head_dim)`.
+    Those of this thread; queries are `(B, n_heads, L, head_dim)`.
     """
-    outer, _overheard.by = getattr(_overheard, "by", None), hear
+    token = _callback.set(callback)
     try:
         yield
     finally:
-        _overheard.by = outer
+        _callback.reset(token)
 
 
 class OnQueries:
-    """What a KV cache may do with the queries of an attention module's call, besides to `record` them.
+    """What a KV cache may do with the queries of an attention module's call, besides `record`.
 
     Attributes:
-        waits_for_readers: some of those that read the newest entries have still to tell their queries.
+        waits_for_readers: the queries of some layers that read the newest entries are still missing.
     """
 
     waits_for_readers: bool = False
 
     def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """The entries that the attention function is to see, in place of those that it was given."""
+        """The entries that the attention function sees, instead of those that it was given."""
         return keys, values
 
     def asks_again(self) -> bool:
-        """Whether the attention module is to be called once more, with the entries that its queries have chosen."""
+        """Whether the attention module is to be called again, with the entries that its queries have chosen."""
         return False
 
 
 class Recorder(OnQueries):
-    """What a KV cache needs to keep queries: mixed into one with an `offset`.
+    """What a KV cache with an `offset` needs to record queries.
 
     Args, as of `start_recording`:
-        first, last: logical positions whose queries are wanted, in whatever chunks they come.
-        newest: how many of those are wanted at most, the latest ones; None is all.
+        first, last: logical positions whose queries are recorded, in whatever chunks they come.
+        newest: how many of those at most, the latest ones; None is all.
         statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, and of the
             one before `last` in any case, which needs `layer`; None counts nothing.
 
     Attributes:
-        layer: the cache's layer, an object with `undo_rope(queries, offset)`, `grouped(heads, n_kv_heads)`, `cap` and
-            `readers`.
+        layer: the cache's layer; see `Entries`.
     """
 
     offset: int
@@ -150,14 +149,12 @@ class Recorder(OnQueries):
         newest: int | None = None,
         statistics_from: int | None = None,
     ) -> None:
-        """Want these positions, and forget the queries and statistics kept so far."""
-        self.first = first
-        self.last = last
-        self.newest = newest
+        """Record these positions, and forget what was recorded before."""
+        self.first, self.last, self.newest = first, last, newest
         self.statistics_from = statistics_from
-        self.scale = math.nan  # this and the sinks are told with the queries
+        self.scale = math.nan  # this and the sinks come with the queries
         self.sinks: mx.array | None = None
-        self._told: list[mx.array] = []  # by the readers so far of those of one call
+        self._by_reader: list[mx.array] = []  # of one call, of the readers so far
         self._queries: list[mx.array] = []
         self._stop = 0  # the position after the last query's
         # A shift, and the sums of `query - shift` and of its outer products; empty before the first query. A
@@ -173,8 +170,7 @@ class Recorder(OnQueries):
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
-        """Whether some of those that read the newest entries have still to tell their queries."""
-        return bool(self._told)
+        return bool(self._by_reader)
 
     def record(
         self,
@@ -184,36 +180,34 @@ class Recorder(OnQueries):
         read: Read | None = None,
         borrowed: bool = False,
     ) -> None:
-        """Take what is wanted of a call's queries `(B, n_heads, L, head_dim)`; its entries are already stored.
+        """Record a call's queries `(B, n_heads, L, head_dim)`; its entries are already stored.
 
         Args:
-            read: makes of some of the queries what the entries' keys are multiplied by; None is what they are.
-            borrowed: they are those of a layer that reads this one's entries, and comes after it. Nothing is taken
-                before all `n_readers` have told theirs, whose heads are then side by side.
+            read: makes of queries what the entries' keys are multiplied by; None is the same.
+            borrowed: they are those of a later layer that reads this one's entries. Nothing is recorded before the
+                queries of all `n_readers` have come, whose heads are then side by side.
 
         Raises:
             SnapKVError: it is not known how many layers read the entries.
         """
-        if self.n_readers == 1 and not borrowed:
-            self._take_queries(queries, scale, sinks, read)
-            return
-        if self.n_readers == 1:
+        if self.n_readers == 1 and borrowed:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
-        self._told = [*self._told, queries] if borrowed else [queries]
-        if len(self._told) == self.n_readers:
-            queries, self._told = mx.concatenate(self._told, axis=1), []
-            self._take_queries(queries, scale, sinks, read)
+        self._by_reader = [*self._by_reader, queries] if borrowed else [queries]
+        if len(self._by_reader) == self.n_readers:
+            every, self._by_reader = self._by_reader, []
+            queries = every[0] if len(every) == 1 else mx.concatenate(every, axis=1)
+            self._take_queries(queries, scale, sinks, read or (lambda queries: queries))
 
     def _take_queries(
-        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read | None
+        self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read
     ) -> None:
         """`record` of the queries of all readers."""
         self.scale, self.sinks = scale, sinks
-        hear = getattr(_overheard, "by", None)
-        if hear is not None:
-            hear(self, queries if read is None else read(queries))
+        callback = _callback.get()
+        if callback is not None:
+            callback(self, read(queries))
         start = self.offset - queries.shape[2]
         if self.statistics_from is not None:
             self._count_queries(queries, start, read)
@@ -222,26 +216,25 @@ class Recorder(OnQueries):
             a = max(a, b - self.newest)
         if a >= b:
             return
-        if start < self._stop:  # tokens were taken back meanwhile
+        if start < self._stop:  # tokens were rolled back meanwhile
             self._forget_from(start)
         elif a > self._stop:
             self._queries = []
         # A slice would keep the whole chunk alive.
         taken = queries[:, :, int(a) - start : int(b) - start]
-        self._queries.append(mx.contiguous(taken if read is None else read(taken)))
+        self._queries.append(mx.contiguous(read(taken)))
         self._stop = int(b)
         if self.newest is not None:
             while self.n_queries - self._queries[0].shape[2] >= self.newest:
                 self._queries.pop(0)
 
-    def _count_queries(self, queries: mx.array, start: int, read: Read | None) -> None:
-        """Add the queries of a call to the statistics, those of a position fed again but once."""
+    def _count_queries(self, queries: mx.array, start: int, read: Read) -> None:
+        """Add the queries of a call to the statistics, each position's once."""
         a = int(max(min(self.statistics_from or 0, self.last - 1), start, self._counted_to))
         b = int(min(self.last, self.offset))
         if a >= b:
             return
-        counted = queries[:, :, a - start : b - start]
-        counted = counted if read is None else read(counted)
+        counted = read(queries[:, :, a - start : b - start])
         raw = self.layer.undo_rope(counted, a).astype(mx.float32)
         if not self._sums:
             B, n_heads, _, D = raw.shape
@@ -256,7 +249,7 @@ class Recorder(OnQueries):
 
     @property
     def statistics(self) -> Statistics | None:
-        """Of the queries counted so far, in the order of heads that they came in; None if none were."""
+        """Of the queries counted so far, heads in their own order; None if there are none."""
         if not self._sums:
             return None
         shift, total, products = self._sums
@@ -276,7 +269,7 @@ class Recorder(OnQueries):
 
     @property
     def queries(self) -> mx.array:
-        """`(B, n_heads, n, head_dim)`: the queries wanted, in order of position."""
+        """`(B, n_heads, n, head_dim)`: the queries recorded, in order of position."""
         queries = mx.concatenate(self._queries, axis=2)
         return queries if self.newest is None else queries[:, :, -self.newest :]
 
@@ -292,18 +285,18 @@ class Recorder(OnQueries):
 
     @property
     def recorded(self) -> list[mx.array]:
-        """What is known of the queries so far, which somebody has to compute as the answer goes on."""
+        """What is recorded, to be evaluated as the answer goes on."""
         return [*self._queries, *self._sums]
 
     def inherit(self, recorder: Any) -> None:
-        """Let the queries that another cache has recorded vote, as those of the newest tokens, until others come."""
+        """Let another cache's queries vote, as those of the newest tokens, until others come."""
         if isinstance(recorder, Recorder):
             self._queries, self._stop = list(recorder._queries), self.offset
             self.scale, self.sinks = recorder.scale, recorder.sinks
             self.inherit_statistics(recorder)
 
     def inherit_statistics(self, recorder: Recorder) -> None:
-        """Let what another cache has counted of the prompt's queries stand for those to come."""
+        """Let another cache's statistics stand for those of the queries to come."""
         self._sums, self._n_counted = list(recorder._sums), recorder._n_counted
 
     def _forget_from(self, position: int) -> None:

@@ -20,7 +20,7 @@ from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, plan_promp
 from ..engine.report import CompressionReport
 from ..engine.retention import DROP
 from ..engine.serving import MAX_TOKENS, served
-from ..entries.queries import overheard_by
+from ..entries.queries import on_queries
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
@@ -172,7 +172,7 @@ def inspect_prompt(
         "prompt_progress_callback": prompt_progress_callback,
     }
     responses = []
-    with recording(attention_classes(model)), overheard_by(recorder.on_queries):
+    with recording(attention_classes(model)), on_queries(recorder.on_queries):
         for response in served(start, *wanted, options, on_kept=recorder.on_kept):
             recorder.record()
             responses.append(response)
