@@ -101,7 +101,7 @@ def lm(
     mlx-snapkv eval lm --model MODEL --tasks niah_single_1,ruler_vt --length 4096 --policy snapkv:budget=12.5%
     """
     harness = _harness()
-    from ..evals import lm_table
+    from ..evals.tables import markdown, tables
 
     methods = methods_of(policy)
     if options.include_path is not None and not options.include_path.is_dir():
@@ -139,9 +139,9 @@ def lm(
         return harness.run(lm_of, tasks, methods, results, done, **asked)
 
     def show(found: dict[str, Any]) -> Any:
-        return [lm_table.table(found["summary"])], lm_table.markdown(found), []
+        return tables(found["summary"], harness.PAGE), markdown(found, harness.PAGE, []), []
 
-    result.measure(files, fixed, results, n, run, lm_table.summarise, show)
+    result.measure(files, fixed, results, n, run, harness.summarise, show)
 
 
 def _harness() -> Any:

@@ -7,11 +7,13 @@ of `generate_until`, and the context of `loglikelihood` but for its last token, 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,11 +30,15 @@ from ..engine.prefill import prefill
 from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
 from ..policies import Policy, Stages
-from . import loop
-from .answering import Method
+from . import loop, tables
+from .answering import FULL, KNOWN, Method
 from .loop import Record, Results
 
 KEYS = ("method", "task")
+PAGE = tables.Page(
+    "lm-evaluation-harness",
+    "Scores are lm-evaluation-harness' metrics, of those that are means over documents; n counts a document for each.",
+)
 
 
 class PolicyLM(mlx_evaluate.MLXLM):
@@ -235,3 +241,40 @@ def _record(found: dict[str, Any], name: str, reports: Sequence[CompressionRepor
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if isinstance(value, Real)}
+
+
+def summarise(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One JSON object a method, over all metrics that are means over documents; the others are in the records."""
+    means = [
+        (record["task"], metric)
+        for record in records
+        if record["method"] == FULL
+        for metric, value in record["metrics"].items()
+        if (found := _by_document(record, metric)) and math.isclose(fmean(found.values()), value)
+        # RULER's metrics are named by lengths, and -1 is one that none of its prompts has.
+        if not (value == -1 and metric[0].isdigit())
+    ]
+    return tables.summarise(
+        [
+            {
+                **{name: record[name] for name in ("method", "entries")},
+                **{"setting": KNOWN, "length": None, "kv_bytes": None, "file_bytes": 0},
+                "task": f"{task}, {metric.removesuffix(',none')}",
+                "document": document,
+                "question": None,
+                "score": score,
+                "reason": record["reason"] if i < record["uncompressed"] else None,
+            }
+            for task, metric in means
+            for record in records
+            if record["task"] == task
+            for i, (document, score) in enumerate(_by_document(record, metric).items())
+        ]
+    )
+
+
+def _by_document(record: Record, metric: str) -> dict[int, float]:
+    name, _, kind = metric.partition(",")
+    return {
+        d["document"]: d[name] for d in record["documents"] if d["filter"] == kind and name in d
+    }

@@ -138,7 +138,7 @@ def summarise(records: Records) -> Summary:
                 "by_task": by_task,
                 "difference": vars(difference(scores, reference, documents, tasks)),
                 "entries": max((r["entries"] for r in own if r["entries"]), default=None),
-                "kv_bytes": max(r["kv_bytes"] for r in own),
+                "kv_bytes": max((r["kv_bytes"] for r in own if r["kv_bytes"]), default=None),
                 "file_bytes": max(r["file_bytes"] for r in own),
                 "uncompressed": sum(bool(r["reason"]) for r in own),
                 "reason": next((r["reason"] for r in own if r["reason"]), None),
@@ -179,13 +179,14 @@ def _figures(summary: Summary, heading: str, page: Page) -> Table:
     for s in summary:
         compared = "" if s["method"] == FULL else Difference(**s["difference"]).text(page.points)
         nothing = s["uncompressed"] == s["asked"]
-        stored = f", {format_bytes(s['file_bytes'])} on disk" if s["file_bytes"] else ""
+        memory = "" if s["kv_bytes"] is None else format_bytes(s["kv_bytes"])
+        memory += f", {format_bytes(s['file_bytes'])} on disk" if s["file_bytes"] else ""
         table.add(
             s["method"],
             str(s["asked"]),
             *(("not compressed", "") if nothing else (page.score(s["score"]), compared)),
             "all" if s["entries"] is None else f"{s['entries']:,}",
-            "by mask" if s["method"].endswith(BY_MASK) else format_bytes(s["kv_bytes"]) + stored,
+            "by mask" if s["method"].endswith(BY_MASK) else memory,
         )
     return table
 

@@ -34,9 +34,9 @@ def test_the_table_has_the_full_cache_beside_each_policy(call):
     code, out, err = call(*asked)
     assert code == 0 and "documents 12/12" in err
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "facts, exact_match full cache 3 1.000 all" in lines
-    assert "choices, acc full cache 3 1.000 all" in lines
-    assert sum(line.startswith(f"{POLICY} 3") for line in lines) == 2
+    assert "full cache 6 1.00 all" in lines and "method facts, exact_match choices, acc" in lines
+    assert "full cache 1.00 1.00" in lines
+    assert sum(line.startswith(POLICY) for line in lines) == 2
 
 
 def test_files_are_written_and_the_same_command_goes_on(call, tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_files_are_written_and_the_same_command_goes_on(call, tmp_path, monkeypa
     result = json.loads((base.parent / "r.json").read_text())
     assert [row["method"] for row in result["summary"]] == ["full cache", POLICY] and POLICY in out
     assert [len(record["documents"]) for record in result["records"]] == [2, 2]
-    assert "| facts, exact_match | full cache | 2 |" in (base.parent / "r.md").read_text()
+    assert "| full cache | 2 | 1.00 |" in (base.parent / "r.md").read_text()
     without_models(monkeypatch)
     code, _, err = call(*args, "--seed", "3")
     assert code == 2 and "r.jsonl is of another run, with seed 123 and not 3" in err
@@ -63,7 +63,7 @@ def test_json_is_one_object_whatever_the_harness_prints(call):
     code, out, _ = call("--tasks", "whole_facts", "--limit", "1", "--max-tokens", "3", "--json")
     result = json.loads(out)
     assert code == 0 and (result["task"], result["limit"], result["model"]) == ("lm", 1, "demo")
-    assert [row["n"] for row in result["summary"]] == [1]
+    assert [row["asked"] for row in result["summary"]] == [1]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from mlx_snapkv.evals.answering import FULL
-from mlx_snapkv.evals.lm_table import MEAN, summarise, table
-from mlx_snapkv.evals.tables import difference
+from mlx_snapkv.evals.tables import difference, tables
+
+pytest.importorskip("lm_eval", reason="needs pip install 'mlx-snapkv[lm]'")
+
+from mlx_snapkv.evals.lm import PAGE, summarise
 
 
 def record(task, method, values, metrics=None, **more):
@@ -21,52 +24,30 @@ def record(task, method, values, metrics=None, **more):
     return given | {"documents": documents} | told | more
 
 
-def rows(*records):
-    return [tuple(row) for row in table(summarise(records)).rows]
-
-
-def test_a_row_a_method_with_the_paired_difference():
-    full, less = record("a", FULL, [1.0, 1.0, 0.0]), record("a", "less", [1.0, 0.0, 0.0])
-    (first, second) = rows(full, less)
-    assert first == ("a, acc", FULL, "3", "0.667", "", "all")
-    assert second[:4] == ("", "less", "3", "0.333") and second[4].startswith("-0.33 (-1.00 to ")
-    assert second[5] == "64"
-    (_, same) = rows(full, record("a", "same", [1.0, 1.0, 0.0]))
-    assert same[4] == "0, each scored the same"
-
-
-def test_means_are_over_tasks_that_share_a_metric():
+def test_metrics_that_are_means_over_documents_are_tasks():
     tasks = {"a": [1.0], "b": [0.0, 0.0, 1.0, 1.0]}
-    records = [record(task, FULL, values) for task, values in tasks.items()]
-    records.append(record("c", FULL, [1.0], {"other,none": 5.0}))
-    found = {(row["task"], row["metric"]): row for row in summarise(records)}
-    mean = found[MEAN, "acc,none"]
-    assert (mean["value"], mean["n"]) == (0.75, 5) and (MEAN, "other,none") not in found
-    assert rows(*records)[-1][:4] == ("mean, acc", FULL, "5", "0.750")
-
-
-@pytest.mark.parametrize("metrics", ({"acc,none": 0.9}, {"other,none": 3.0}))
-def test_no_difference_of_metrics_that_are_no_means_over_documents(metrics):
-    full, less = (record("a", method, [1.0, 0.0], metrics) for method in (FULL, "less"))
-    assert [row[4] for row in rows(full, less)] == ["", ""]
-
-
-def test_rulers_metrics_of_lengths_that_no_prompt_has_are_left_out():
-    values = {"metrics": {"4096,none": -1.0, "2048,none": 0.5, "corr,none": -1.0}}
-    found = rows(record("a", FULL, [0.5], **values))
-    assert [row[0] for row in found] == ["a, 2048", "a, corr"]
+    own = [
+        record(task, m, x if m == FULL else [0.0] * len(x))
+        for task, x in tasks.items()
+        for m in (FULL, "less")
+    ]
+    other = [record("c", m, [1.0], {"corpus,none": 5.0, "4096,none": -1.0}) for m in (FULL, "less")]
+    full, less = summarise([*own, *other])
+    assert full["by_task"] == {"a, acc": 1, "b, acc": 0.5} and full["score"] == 0.75
+    assert (less["asked"], less["entries"], less["difference"]["mean"]) == (5, 64, -0.75)
+    assert less["difference"]["worse"] == 3 and less["kv_bytes"] is None
 
 
 def test_what_was_not_compressed_has_no_figure():
     left = {"entries": None, "uncompressed": 2, "reason": "fits the budget"}
     full, none = record("a", FULL, [1.0, 1.0]), record("a", "none", [1.0, 1.0], **left)
     some = record("a", "some", [1.0, 0.0], uncompressed=1, reason="is short")
-    made = table(summarise([full, none, some]))
-    assert [row[3] for row in made.rows] == ["1.000", "not compressed", "0.500"]
-    assert made.rows[1][4] == ""
+    (made,) = tables(summarise([full, none, some]), PAGE)
+    assert [row[2] for row in made.rows] == ["1.00", "not compressed", "0.50"]
+    assert made.rows[1][3] == "" and made.rows[2][3].startswith("-0.50 (-1.00 to ")
     assert made.remark == (
-        "Not compressed: 2 of 2 prompts of a by none (fits the budget). "
-        "Not compressed: 1 of 2 prompts of a by some (is short)."
+        "Not compressed: 2 of 2 prompts of none (fits the budget). "
+        "Not compressed: 1 of 2 prompts of some (is short)."
     )
 
 
