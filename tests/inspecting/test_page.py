@@ -2,16 +2,14 @@
 
 import dataclasses
 import random
-import re
 import time
 
 import numpy as np
 import pytest
 from page_helpers import NO_BROWSER, Page, browsing, contrast, numbers
 
-from mlx_snapkv import CompressionReport, Inspection, SnapKVError, inspect_prompt
+from mlx_snapkv import SnapKVError, inspect_prompt
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
-from mlx_snapkv.inspecting.inspection import Attended
 from mlx_snapkv.inspecting.page import page as page_of
 from mlx_snapkv.inspecting.sentences import special_tokens
 
@@ -132,8 +130,7 @@ def test_an_answers_token_shows_where_it_looked(page, found, asked):
 
 
 @NO_BROWSER
-@pytest.mark.parametrize("width", [360, 1300])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width, dark", [(360, True), (1300, False)])
 def test_it_fits_and_can_be_read(page, width, dark):
     page.size(width, 800, dark)
     assert page.run("return document.documentElement.scrollWidth <= innerWidth")
@@ -146,34 +143,27 @@ def test_it_fits_and_can_be_read(page, width, dark):
 
 
 @NO_BROWSER
-def test_a_long_document_stays_usable(driver, tmp_path):
-    """30,000 tokens, 32 layers of 8 heads: as large as it gets on a real model."""
-    n, layers, heads, budget, said = 30_000, 32, 8, 1875, 64
-    rng = np.random.default_rng(0)
-    positions = np.sort(rng.random((layers, heads, n)).argpartition(budget)[..., :budget], axis=-1)
-    attended = Attended(
-        rng.integers(0, n, (said, layers + 1, 24)).astype(np.int32),
-        rng.random((said, layers + 1, 24)).astype(np.float32) / 24,
-        np.zeros((said, layers + 1), np.float32),
-        5,
+def test_a_long_document_stays_usable(driver, tmp_path, found):
+    """30,000 tokens, and as many sentences' worth of spans."""
+    n, budget = 30_000, 1875
+    layers, heads = found[0].positions.shape[:2]
+    positions = np.random.default_rng(0).random((layers, heads, n)).argpartition(budget)
+    large = dataclasses.replace(
+        found[0],
+        tokens=tuple(range(n)),
+        text="word " * n,
+        spans=tuple((5 * i, 5 * i + 5) for i in range(n)),
+        positions=np.sort(positions[..., :budget], axis=-1).astype(np.int32),
+        sentences=(),
     )
-    report = CompressionReport("snapkv", n, entries_kept=[budget] * layers)
-    one = Inspection(
-        "snapkv", tuple(range(n)), "word " * n, tuple((5 * i, 5 * i + 5) for i in range(n)), tuple(range(layers)), (),
-        (heads,) * layers, positions.astype(np.int32), (), report, "so " * said, ("so ",) * said, attended,
-    )  # fmt: skip
-    html = page_of([one, dataclasses.replace(one, policy="other")], "large")
+    html = page_of([large, dataclasses.replace(large, policy="other")], "large")
     assert len(html) < 5_000_000
     path = tmp_path / "large.html"
     path.write_text(html)
     page = Page(driver, path.as_uri())
-    page.size(1300, 900)
     started = time.monotonic()
     driver.get(page.url)
     assert page.run("return panes[0].spans.length") == n
-    assert time.monotonic() - started < 20
-    assert {k for _, k in classes(page)} <= {0, 1, 2}
-    started = time.monotonic()
     page("#layer").send_keys(RIGHT)
-    assert re.fullmatch("layer 0", page("#layer-told").text)
-    assert time.monotonic() - started < 5
+    assert page("#layer-told").text == "layer 0"
+    assert time.monotonic() - started < 25

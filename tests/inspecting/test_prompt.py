@@ -27,10 +27,9 @@ def _asked(tokenizer, seed, n_tokens):
     return question_prompt(tokenizer, document, facts[0].question), facts[0]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model, seed):
+def test_the_fact_asked_for_is_among_the_most_kept_sentences(demo_model):
     model, tokenizer = demo_model
-    tokens, fact = _asked(tokenizer, seed, 1500)
+    tokens, fact = _asked(tokenizer, 1, 1500)
     budget = len(tokens) // 16
     told = {}
     for policy in (f"snapkv:budget={budget},{SMALL},lookahead=4", f"streaming_llm:budget={budget}"):

@@ -20,26 +20,16 @@ def test_spans_are_the_text_in_pieces(demo_llama, text):
     bounds = sorted(set(spans))
     assert bounds == sorted(bounds) and "".join(whole[a:b] for a, b in bounds) == whole
     assert list(spans) == sorted(spans)
-
-
-def test_tokens_of_one_character_share_its_span(demo_llama):
-    _, tokenizer = demo_llama
-    tokens = tokenizer.encode("a 語!", add_special_tokens=False)
-    whole, spans = token_spans(tokenizer, tokens)
-    shared = [whole[a:b] for a, b in spans]
-    assert shared.count("語") == 3 and shared[-1] == "!"
+    character = tokenizer.encode("語", add_special_tokens=False)
+    assert token_spans(tokenizer, character) == ("語", [(0, 1)] * 3)
 
 
 def test_bytes_that_are_no_character_end_somewhere(demo_llama):
     """A cut character at the end, and one in the middle, take no other's place."""
     _, tokenizer = demo_llama
     first = tokenizer.encode("語", add_special_tokens=False)[0]
-    tokens = [
-        *tokenizer.encode("so", add_special_tokens=False),
-        *[first] * 9,
-        *tokenizer.encode("it", add_special_tokens=False),
-        first,
-    ]
+    so, it = (tokenizer.encode(word, add_special_tokens=False) for word in ("so", "it"))
+    tokens = [*so, *[first] * 9, *it, first]
     whole, spans = token_spans(tokenizer, tokens)
     assert whole.startswith("so") and "it" in whole and len(spans) == len(tokens)
     assert whole.count("\ufffd") == 10
@@ -59,24 +49,9 @@ def _ranked(text, tokens, kept):
 
 
 def test_templates_are_no_sentences():
-    tokens = [
-        "<s>",
-        "user",
-        "\n",
-        "One ",
-        "two. ",
-        "Three",
-        " four",
-        "?",
-        "<e>",
-        "\n",
-        "<s>",
-        "assistant",
-        "\n",
-    ]
-    found = _ranked(
-        "".join(tokens), tokens, {"user", "two. ", "Three", " four", "<s>", "assistant"}
-    )
+    tokens = "<s>|user|\n|One |two. |Three| four|?|<e>|\n|<s>|assistant|\n".split("|")
+    kept = {"user", "two. ", "Three", " four", "<s>", "assistant"}
+    found = _ranked("".join(tokens), tokens, kept)
     assert [(s.text, s.start, s.stop) for s in found] == [("Three four?", 5, 8), ("One two.", 3, 5)]
 
 

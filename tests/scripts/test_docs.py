@@ -1,6 +1,7 @@
 """The front door: what is written by a script is as it would write it, links lead somewhere, commands are real."""
 
 import itertools
+import json
 import re
 import shlex
 import sys
@@ -10,6 +11,7 @@ import commands_page
 import fork_helpers
 import policies_page
 import pytest
+import quality_page
 import tables
 import write_docs
 
@@ -24,6 +26,12 @@ PLACEHOLDERS = ("...", "COMMAND")
 @pytest.mark.parametrize("path", write_docs.pages())
 def test_a_generated_page_is_what_the_script_writes(path):
     assert (ROOT / path).read_text(encoding="utf-8") == write_docs.pages()[path], "run make docs"
+
+
+def test_the_page_of_quality_is_its_result():
+    result = json.loads((ROOT / "docs/quality.json").read_text(encoding="utf-8"))
+    page = quality_page.page(result)
+    assert (ROOT / "docs/quality.md").read_text(encoding="utf-8") == page
 
 
 def test_every_table_has_its_place():
