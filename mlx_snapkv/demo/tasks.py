@@ -15,8 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from . import words
-from .documents import ATTRIBUTES, Fact, fact_sentence, hide_in_order, make_facts
+from .documents import (
+    ADJECTIVES,
+    ATTRIBUTES,
+    NOUNS,
+    THINGS,
+    Fact,
+    fact_sentence,
+    hide_in_order,
+    make_facts,
+)
 
 Sentences = list[str]
 
@@ -34,7 +42,7 @@ def _single(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
 def _look_alikes(rng: random.Random, n: int) -> tuple[Sentences, list[Question]]:
     """One attribute, and subjects that share their adjective or their noun with others."""
     side = int(n**0.5) + 1
-    adjectives, nouns = rng.sample(words.ADJECTIVES, side), rng.sample(words.NOUNS, side)
+    adjectives, nouns = rng.sample(ADJECTIVES, side), rng.sample(NOUNS, side)
     subjects = rng.sample([f"{a} {b}" for a in adjectives for b in nouns], n)
     attribute = rng.choice(list(ATTRIBUTES))
     return _about_facts(rng, [Fact(attribute, s, ATTRIBUTES[attribute](rng)) for s in subjects])
@@ -83,7 +91,7 @@ def _links(rng: random.Random, n: int, links: int) -> tuple[Sentences, list[Ques
     names = iter(rng.sample([f"x{i}" for i in range(10, 100)], chains * links))
     hidden, questions = [], []
     for _ in range(chains):
-        chain = [*(next(names) for _ in range(links)), rng.choice(words.THINGS)]
+        chain = [*(next(names) for _ in range(links)), rng.choice(THINGS)]
         steps = [f"VAR {a} is {b}" for a, b in pairwise(chain)]
         hidden += [step + "." for step in steps]
         questions.append(Question(f"What is VAR {chain[0]}?", ", ".join(steps)))
@@ -108,9 +116,7 @@ def make_task(
     count_tokens: Callable[[str], int],
     hidden: int = 16,
 ) -> tuple[str, list[Question]]:
-    """A document of about `n_tokens` tokens with about `hidden` sentences that matter (90 at most), and questions.
-
-    Every question can be put on its own after the document, or after others.
-    """
+    """A document of about `n_tokens` tokens with about `hidden` sentences that matter (90 at most), and questions
+    that can each be asked after the document, alone or after others."""
     sentences, questions = TASKS[name](rng, hidden)
     return hide_in_order(rng, sentences, n_tokens, count_tokens), questions
