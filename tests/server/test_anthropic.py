@@ -220,7 +220,7 @@ BAD = [
     ({"max_tokens": 0}, "max_tokens should be greater"),
     ({"top_k": 10**6}, "top_k must be below"),
     ({"stop_sequences": [1]}, "stop_sequences.0"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice: type must be auto or none: no tool can be"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice must be auto or none: no tool can be"),
     ({"tools": [{"name": "open"}]}, "a name and an input_schema"),
     ({"tools": [{"name": "open", "input_schema": {"type": "array"}}]}, "schema of an object"),
     ({"tools": [TOOL]}, "takes no tools"),  # this model's template
