@@ -14,18 +14,19 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.memories import make_caches
 from ..engine.auto import AUTO, CONVERSATION, FEW, auto
+from ..engine.prefill import mlx_generate
 from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from ..engine.retention import RetentionConfig
 from ..engine.rewind import rollback_beyond, rolled_back_to
+from ..engine.serving import MAX_TOKENS, served, without_compression
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
 from . import saved_chat
 from .prompts import common_prefix, mlx_lm_suffix, rendered
-from .requirements import require_known, require_usable
 from .saved_chat import STATE, ChatState, first_messages
-from .turn import Before, turn
+from .turns import Before, require_known, require_usable
 
 
 class Conversation:
@@ -35,27 +36,25 @@ class Conversation:
         model, tokenizer: as mlx-lm loads them; the tokenizer has a chat template.
         policy: a policy object or string; without one the full cache is kept. "auto" takes a policy, and a memory,
             that suit the model and this machine, as docs/choose.md has it.
-        memory: "drop": what a turn does not keep is gone, and every later turn votes over what is left and its
-            own entries. "recall": all entries stay in memory beside the small cache, and every turn votes over all of
-            them again; only decoding is small. "recall:8bit" and "recall:4bit": the same with entries quantised
-            between turns, "recall:file", "recall:file:8bit", "recall:file:4bit": with entries in temporary files. A
-            policy that evicts while it reads (`keydiff`, alone or before another) then reads within its budget, and
-            every turn votes over all entries that were ever stored.
-        verify, refresh: what an answer does with the entries that are kept besides; see `generate_step`.
-        far: what becomes of entries farther away than the model was trained to; see `generate_step`.
+        memory: "drop": a turn evicts entries for good, and later turns vote over what is left and their own. "recall":
+            all entries stay in memory, and every turn votes over all of them; only decoding uses the small cache.
+            "recall:8bit", "recall:4bit": the same, quantised between turns. "recall:file", "recall:file:8bit",
+            "recall:file:4bit": in temporary files. A policy that evicts while it reads (`keydiff`, alone or before
+            another) then reads within its budget, and every turn votes over all entries that were ever stored.
+        verify, refresh, far: as of `generate_step`.
         system: a system prompt.
         **generation: options of mlx-lm's `stream_generate` for every answer, such as `max_tokens` and `sampler`. With
-            a policy, `kv_bits` and `kv_group_size` are about the entries that answers are decoded from; those of a turn
-            that is not compressed are quantised with the first that is.
+            a policy, `kv_bits` and `kv_group_size` apply to compressed entries; a turn that is not compressed stays
+            plain until one is.
 
     Attributes:
         messages: the chat so far, as the chat template takes it.
         report: what the last turn's compression did; None before the first turn.
-        prompt_cache: what the next turn goes on from.
-        read, pending_tokens: tokens of the chat that the cache has read, and those after them that it has not.
-        n_unknown: the first of those read that a file of mlx-lm's did not tell; they are listed as 0.
-        attached: documents to be read with the next message.
-        said: what every message of the user's was made of: its documents, then what was typed.
+        prompt_cache: what the next turn continues.
+        read, pending_tokens: the chat's tokens that the cache has read, and those after them.
+        n_unknown: how many of the first tokens a file of mlx-lm's left out; they are listed as 0.
+        attached: documents that will be read with the next message.
+        said: the parts of every message of the user's: its documents, then what was typed.
 
     Raises:
         SnapKVError: an option is out of range, the model can't be compressed, or has no chat template.
@@ -124,9 +123,10 @@ class Conversation:
         self._before_last: Before | None = None
 
     def attach(self, text: str) -> int:
-        """Put a document in front of the next message; the number of its tokens.
+        """Put a document in front of the next message, whose question then chooses among its entries.
 
-        It is read together with that message, whose question can then choose among its entries.
+        Returns:
+            The number of its tokens.
 
         Raises:
             SnapKVError: the text is empty.
@@ -136,7 +136,7 @@ class Conversation:
         return n_tokens
 
     def count(self, text: str) -> int:
-        """Tokens of a document; SnapKVError if it is empty."""
+        """The tokens of a document. Raises: SnapKVError: it is empty."""
         if not text.strip():
             raise SnapKVError("there is no text to attach")
         return len(self.tokenizer.encode(text, add_special_tokens=False))
@@ -146,7 +146,7 @@ class Conversation:
     ) -> Iterator[GenerationResponse]:
         """One turn: mlx-lm's responses, as the answer comes.
 
-        Whoever stops reading keeps the conversation with the part of the answer that was read. If reading the
+        If the caller stops early, the conversation keeps the part of the answer that was generated. If reading the
         message fails or is interrupted, the conversation is as it was before.
 
         Raises:
@@ -161,15 +161,14 @@ class Conversation:
         return self._answers(messages, parts, tokens, options)
 
     def undo(self) -> str:
-        """Take back the last turn; what was typed in it. Its documents are attached again.
+        """Undo the last turn and attach its documents again; what was typed in it.
 
-        The last turn is taken back exactly, unless that would take more memory than the conversation's own. Turns
-        before it, and those of a file, are taken back to what the messages tell: a cache that holds all entries keeps
-        those of the tokens that stay; any other is emptied, and the next message reads the conversation again, its
-        question choosing among all entries.
+        The last turn is undone exactly, unless that would take more memory than the conversation itself. For earlier
+        turns and those of a file, a cache with all entries keeps those of the remaining messages. Any other cache is
+        emptied, and the next message reads the conversation again.
 
         Raises:
-            SnapKVError: nothing has been said yet, or a file of mlx-lm's does not tell what was.
+            SnapKVError: nothing has been said yet, or a file of mlx-lm's does not have its text.
         """
         if not self.said:
             raise SnapKVError("nothing has been said yet, so there is nothing to take back")
@@ -188,8 +187,8 @@ class Conversation:
                 "this turn can't be taken back: the file that the conversation began with does not tell its text"
             )
         messages, said = self.messages[:-2], self.said[:-1]
-        told = self._rendered(messages, add_generation_prompt=False) if said else []
-        read, caches = self.read[: common_prefix([told, self.read])], self.prompt_cache
+        left = self._rendered(messages, add_generation_prompt=False) if said else []
+        read, caches = self.read[: common_prefix([left, self.read])], self.prompt_cache
         keeps = bool(read) and rolled_back_to(len(read), caches)
         self._read_nothing()
         self.messages, self.said = messages, said
@@ -202,7 +201,7 @@ class Conversation:
         return 0 if self._before_last is None else self._before_last.kv_nbytes
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a `.safetensors` file, which is there as a whole or not at all.
+        """Write the conversation to a `.safetensors` file, as a whole or not at all.
 
         Raises:
             SnapKVError: the file can't be written, or nothing has been said yet.
@@ -221,17 +220,17 @@ class Conversation:
         memory: str = "drop",
         **generation: Any,
     ) -> Conversation:
-        """Go on with a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
+        """Continue a saved conversation, or ask about a text that `mlx-snapkv cache-prompt` or mlx-lm saved.
 
-        The system prompt is the file's. mlx-lm's files don't tell theirs: it is in the cache, and gone after a `reset`.
+        The system prompt is the file's. mlx-lm's files have it in the cache only, so that a `reset` loses it.
 
         Args:
-            policy, memory: for a full cache, saved without a policy: the next message chooses among its entries.
-                A conversation that was saved with a policy goes on with its own.
+            policy, memory: for a file without a policy, whose entries the next message then chooses among; a
+                conversation that was saved with a policy keeps its own.
             **generation: options of the answers, which are not saved.
 
         Raises:
-            SnapKVError: the file is damaged, another model's, or can't go on with that policy.
+            SnapKVError: the file is damaged, another model's, or can't be used with that policy.
         """
         state = saved_chat.load(path, model, policy, memory)
         ways = {"policy": state.policy, "memory": state.memory, "system": state.system}
@@ -249,9 +248,16 @@ class Conversation:
         before = Before(self)
         answered: list[int] = []
         text = ""
-        on_report = partial(setattr, self, "report")
-        own = self.prompt_cache, self.policy, self._retention, on_report, options
-        responses = turn(self.model, self.tokenizer, mx.array(tokens), *own)
+        prompt = mx.array(tokens)
+        start = partial(mlx_generate.stream_generate, tokenizer=self.tokenizer, prompt=prompt)
+        n_answer, on_report = (
+            options.get("max_tokens", MAX_TOKENS),
+            partial(setattr, self, "report"),
+        )
+        wanted = len(tokens), n_answer, self.policy, self._retention, on_report
+        options = options | {"prompt_cache": self.prompt_cache}
+        after = without_compression
+        responses = served(start, self.model, *wanted, options, after=after, turns=True)
         try:
             for response in responses:
                 if not answered:
@@ -272,7 +278,7 @@ class Conversation:
                 before.restore(self)
 
     def _may_keep(self, before: Before) -> bool:
-        """Whether the last turn is cheap to take back exactly: on all ranks, if they hold different layers."""
+        """Whether the last turn is cheap to undo exactly, on all ranks if these hold different layers."""
         return all(shard_of(self.model).all_layers([before.is_cheap(self)]))
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
@@ -291,7 +297,7 @@ class Conversation:
         return list(rendered(self.tokenizer, messages, **options))
 
     def _remember(self, tokens: list[int]) -> None:
-        """Tell what the cache has read of a turn from what it has not: when all entries are recalled, the answer."""
+        """Note which tokens the cache has read; where all entries are recalled, that is without the answer."""
         known = self.read + tokens
         n = len(known)
         rollback_beyond(n, self.prompt_cache)

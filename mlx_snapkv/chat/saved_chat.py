@@ -15,13 +15,9 @@ from ..policies import Policy, Stages, resolve_policy
 
 @dataclass
 class ChatState:
-    """What a conversation goes on from, but for the model and the options of its answers.
+    """What a conversation continues from, besides the model and the options of its answers.
 
-    All attributes are named as the conversation's own, which see. `prompt_cache` is of the kinds that `policy`
-    and `memory` ask for.
-
-    Attributes:
-        said: what every message of the user's was made of: its documents, then what was typed.
+    The attributes are the conversation's own. `prompt_cache` is of the kinds that `policy` and `memory` ask for.
     """
 
     prompt_cache: list
@@ -40,7 +36,6 @@ STATE = frozenset(f.name for f in fields(ChatState))
 
 
 def first_messages(system: str | None) -> list[dict[str, str]]:
-    """The messages of a conversation in which nothing has been said."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
@@ -80,11 +75,7 @@ def load(
 
 
 def _ways(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:
-    """The policy and memory to go on with, given what was asked for.
-
-    Raises:
-        SnapKVError: the caches can't go on so.
-    """
+    """The policy and memory to continue with, given what was asked for. Raises: SnapKVError: the caches can't."""
     book = book_memory(found.prompt_cache)
     if found.policy != NO_POLICY:
         policy = found.policy
@@ -104,7 +95,7 @@ def _ways(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory:
 
 
 def _take_notes(state: ChatState, notes: dict[str, Any]) -> None:
-    """What `save` has noted of a conversation, or `mlx-snapkv cache-prompt` of a text."""
+    """From `save`, or from `mlx-snapkv cache-prompt`, which saves a text."""
     state.system = notes.get("system", notes.get("system_prompt"))
     state.messages = notes.get("messages", first_messages(state.system))
     state.said = notes.get("said", [])
