@@ -28,7 +28,7 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from results_page import about, clock, mlx_versions, shared_options, write_json  # noqa: E402
 
 from mlx_snapkv import generate_step  # noqa: E402
-from mlx_snapkv.caches import recollection  # noqa: E402
+from mlx_snapkv.caches import full_view  # noqa: E402
 from mlx_snapkv.cli.loading import load_model  # noqa: E402
 from mlx_snapkv.engine.prefill import read  # noqa: E402
 
@@ -91,11 +91,11 @@ def compared(model, case: Case, shares: list[int]) -> Iterator[dict[str, Any]]:
     tokens = [token for token, _ in steps]
     full, plain_seconds = answered(model, caches, last, tokens)
     for share, (way, options) in itertools.product(shares, WAYS.items()):
-        few, policy = recollection.FEW, f"snapkv:budget={100 / share}%,lookahead=0"
-        recollection.FEW = options.get("FEW", few)
+        few, policy = full_view.FEW, f"snapkv:budget={100 / share}%,lookahead=0"
+        full_view.FEW = options.get("FEW", few)
         options = {"refresh": options["refresh"], "memory": "recall", "policy": policy}
         found, seconds = answered(model, caches, last, tokens, **options)
-        recollection.FEW = few
+        full_view.FEW = few
         kl = (mx.exp(full) * (full - found)).sum(axis=-1)
         same = mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
         yield {

@@ -9,9 +9,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from ..caches.adapter import plain_cache
 from ..caches.decode import decode_cache
+from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.quantizable import head_sizes
-from ..caches.recollection import Recollection
 from ..caches.refreshed import RefreshedKVCache
 from ..caches.stores import MemoryStore
 from ..entries.entries import Entries
@@ -51,7 +51,7 @@ class Contender:
             keys, values: `(B, n_kv_heads, n, head_dim)`: the entries held.
         """
         if self.refreshes and self.policy is not None:
-            everything = Recollection([MemoryStore(cache=plain_cache(keys, values))], layer)
+            everything = FullView([MemoryStore(cache=plain_cache(keys, values))], layer)
             everything.index = everything.make_index(None)
             (quota,) = self.policy.stages[1].quotas(context, 1)
             return RefreshedKVCache(everything, quota, layer)

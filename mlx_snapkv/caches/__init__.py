@@ -2,10 +2,10 @@
 
 from mlx_lm.models import cache as mlx_cache
 
-from .archived import ArchivedKVCache
 from .block import BlockKVCache
+from .out_of_core import OutOfCoreKVCache
 from .window import SnapKVCache
 
 # mlx-lm's `load_prompt_cache` looks classes up by name.
-for _kind in (SnapKVCache, BlockKVCache, ArchivedKVCache):
+for _kind in (SnapKVCache, BlockKVCache, OutOfCoreKVCache):
     setattr(mlx_cache, _kind.__name__, _kind)

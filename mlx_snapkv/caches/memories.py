@@ -9,7 +9,6 @@ from ..entries.quantization import Quantization, fitting_groups
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from .adapter import has_all_entries, layer_cache, plain_cache
-from .archived import ArchivedKVCache
 from .contract import LosslessCache
 from .file_store import FileStore
 from .layers import (
@@ -19,6 +18,7 @@ from .layers import (
     is_compressed,
     members,
 )
+from .out_of_core import OutOfCoreKVCache
 from .quantizable import head_sizes, require_quantised_attention
 from .recording import OffloadedKVCache, RecordingKVCache
 from .stores import MemoryStore, Store
@@ -58,7 +58,7 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
     quantization = memory_quantization(model, layers, memory)
     for layer in layers:
         if policy is not None and policy.reads_in_blocks:
-            layer.put(caches, ArchivedKVCache(_store(memory, quantization), layer))
+            layer.put(caches, OutOfCoreKVCache(_store(memory, quantization), layer))
         elif memory == "recall":
             layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer))
         else:
@@ -87,7 +87,7 @@ def recalling_caches(
     Raises:
         SnapKVError: some of its entries are gone, or the model's can't be kept that way.
     """
-    if is_compressed([cache for cache in members(prompt_cache) if not _is_archived(cache)]):
+    if is_compressed([cache for cache in members(prompt_cache) if not _is_out_of_core(cache)]):
         raise SnapKVError(
             f"memory={memory} needs a prompt cache with all entries, and this one is compressed"
         )
@@ -104,12 +104,12 @@ def recalling_caches(
 
 def lasting_forms(model, caches: list, memory: str) -> list:
     """Caches that a later request goes on from: mlx-lm's own, unless entries are in files or a book's."""
-    stays = in_files(memory) or any(map(_is_archived, members(caches)))
+    stays = in_files(memory) or any(map(_is_out_of_core, members(caches)))
     return caches if stays else saved_forms(model, caches)
 
 
-def _is_archived(cache: Any) -> bool:
-    return isinstance(cache, ArchivedKVCache)
+def _is_out_of_core(cache: Any) -> bool:
+    return isinstance(cache, OutOfCoreKVCache)
 
 
 def saved_forms(model, caches: list) -> list:
@@ -137,7 +137,7 @@ def filled(empty: Any, found: Any) -> Any:
     Raises:
         SnapKVError: it does not hold all entries, or they are stored otherwise.
     """
-    if _is_archived(found) and not found.empty():
+    if _is_out_of_core(found) and not found.empty():
         return _reopened(empty, found)
     if layer_cache(found).is_compressed:
         return found
@@ -154,9 +154,9 @@ def filled(empty: Any, found: Any) -> Any:
     return plain_cache(*entries.plain())
 
 
-def _reopened(empty: Any, found: ArchivedKVCache) -> ArchivedKVCache:
+def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
     """A book's cache with its entries where they are, or read into memory if `empty` holds them there."""
-    if not isinstance(empty, ArchivedKVCache):
+    if not isinstance(empty, OutOfCoreKVCache):
         raise SnapKVError(
             "a book is asked by a policy that reads in blocks, such as keydiff:budget=4096 then snapkv:top_k=1024, "
             "with a memory that recalls"
@@ -176,7 +176,7 @@ def _reopened(empty: Any, found: ArchivedKVCache) -> ArchivedKVCache:
 def book_memory(caches: list) -> str | None:
     """The memory in files that fits the caches of a book; None if they are no book's."""
     for cache in members(caches):
-        if _is_archived(cache):
+        if _is_out_of_core(cache):
             return book_memories(cache.store.quantization)[0]
     return None
 

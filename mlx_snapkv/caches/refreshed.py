@@ -15,7 +15,7 @@ from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
 from ..policies.budgets import Quota
 from .contract import LayerCache
-from .recollection import Recollection
+from .full_view import FullView
 
 
 class RefreshedKVCache(OnQueries, LayerCache):
@@ -39,7 +39,7 @@ class RefreshedKVCache(OnQueries, LayerCache):
     is_compressed = True
     observes = True
 
-    def __init__(self, everything: Recollection, quota: Quota, layer: Any):
+    def __init__(self, everything: FullView, quota: Quota, layer: Any):
         n = len(everything)
         self.offset = self._n_prompt = n
         self.layer = layer

@@ -187,19 +187,3 @@ class Chain(Source):
 
 def _joined(parts: list[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
-
-
-class First(Source):
-    """The first `n_entries` of a source."""
-
-    def __init__(self, source: Source, n_entries: int):
-        self._source, self.n_entries, self.waits = source, n_entries, source.waits
-
-    def read_keys(self, start: int, stop: int) -> mx.array:
-        return self._source.read_keys(start, stop)
-
-    def read_values(self, start: int, stop: int) -> mx.array:
-        return self._source.read_values(start, stop)
-
-    def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
-        return self._source.gather(places)

@@ -12,10 +12,9 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
+from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes, quotas_of
-from ..caches.recollection import Recollection
 from ..caches.refreshed import RefreshedKVCache
-from ..caches.stores import First
 from ..entries.queries import Queries
 from ..policies.budgets import Quota
 from .choosing import Choice, Scored, choose_all, score
@@ -128,7 +127,7 @@ class OutOfCoreReader(RetainingReader):
     def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
         """Everything scored, with the memory of one layer at a time."""
         policy = self.prompt.decode_policy
-        entries = self.recollection(layer).voted_by(self._voters(layer))
+        entries = self.full_view(layer).voted_by(self._voters(layer))
         if policy.query_statistics is not None:
             entries.statistics = layer.cache_in(self.prompt.prompt_cache).statistics
         found = score(entries, policy, quota)
@@ -147,7 +146,7 @@ class OutOfCoreReader(RetainingReader):
     def _gather(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> None:
         """Put a cache of what was chosen, but for the tokens to be read again, in the layer's place."""
         at = self.plan.n_prompt - self._n_again
-        kept = self.recollection(layer).gather(choice.kept[..., : -self._n_again], at)
+        kept = self.full_view(layer).gather(choice.kept[..., : -self._n_again], at)
         wanted = at, self.prompt.decode_policy, choice.quota, uniform
         cache = decode_cache(layer, kept, choice.scores, *wanted, reads_again=True)
         mx.eval(cache.state)
@@ -170,8 +169,8 @@ class OutOfCoreReader(RetainingReader):
         mx.eval(small.state)
         return small
 
-    def recollection(self, layer: AttentionLayer) -> Recollection:
-        everything = super().recollection(layer)
+    def full_view(self, layer: AttentionLayer) -> FullView:
+        everything = super().full_view(layer)
         cache = layer.cache_in(self.prompt.prompt_cache)
         if cache.index is None:
             cache.index = everything.index = everything.make_index(self.last_queries(layer))
@@ -181,8 +180,8 @@ class OutOfCoreReader(RetainingReader):
         """Over all entries but those of the tokens that were read again, which it gets as they came out of that."""
         (stored,) = layer.cache_in(self.prompt.prompt_cache).sources()
         n = self.plan.n_prompt - self._n_again
-        index = self.recollection(layer).index
-        everything = Recollection([First(stored, n)], layer, self.prompt.compaction, index)
+        index = self.full_view(layer).index
+        everything = FullView([stored], layer, self.prompt.compaction, index, n)
         n_window = max(0, quota.n_window - self._n_again)
         most = max(quota.n_sink + n_window, quota.entries - self._n_again)
         refreshed = RefreshedKVCache(everything, Quota(most, quota.n_sink, n_window), layer)

@@ -8,9 +8,9 @@ import mlx.core as mx
 from ..caches.block import BlockKVCache
 from ..caches.compaction import Compaction
 from ..caches.contract import LayerCache
+from ..caches.full_view import FullView
 from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries, quotas_of
 from ..caches.quantizable import require_quantizable
-from ..caches.recollection import Recollection
 from ..caches.recording import RecordingKVCache
 from ..caches.refreshed import RefreshedKVCache
 from ..entries.quantization import Quantization
@@ -235,10 +235,10 @@ class RetainingReader(Reader):
         for layer in self.layers:
             layer.cache_in(self.prompt.prompt_cache).offload()
 
-    def recollection(self, layer: AttentionLayer) -> Recollection:
+    def full_view(self, layer: AttentionLayer) -> FullView:
         """All of a layer's entries."""
         cache = layer.cache_in(self.prompt.prompt_cache)
-        return Recollection(cache.sources(), layer, self.prompt.compaction, cache.index)
+        return FullView(cache.sources(), layer, self.prompt.compaction, cache.index)
 
     def last_queries(self, layer: AttentionLayer) -> mx.array | None:
         """The prompt's last queries, each KV head's readers together, if they were recorded."""
@@ -247,7 +247,7 @@ class RetainingReader(Reader):
 
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """A cache whose tokens choose `quota` entries anew among all."""
-        everything = self.recollection(layer)
+        everything = self.full_view(layer)
         everything.index = everything.make_index(self.last_queries(layer))
         return RefreshedKVCache(everything, quota, layer)
 

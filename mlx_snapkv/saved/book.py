@@ -18,9 +18,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..caches.archived import ArchivedKVCache
 from ..caches.file_store import FileStore, Layout, SavedFile
 from ..caches.layers import members
+from ..caches.out_of_core import OutOfCoreKVCache
 from ..entries.quantization import Quantization, Stored, pack
 from ..errors import SnapKVError
 from . import sealed
@@ -34,9 +34,9 @@ _FOLDER = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
 _AT_A_TIME = 1 << 23  # bytes
 
 
-def archives(prompt_cache: list) -> list[ArchivedKVCache]:
+def out_of_core(prompt_cache: list) -> list[OutOfCoreKVCache]:
     """The caches whose entries are stored elsewhere."""
-    return [cache for cache in members(prompt_cache) if isinstance(cache, ArchivedKVCache)]
+    return [cache for cache in members(prompt_cache) if isinstance(cache, OutOfCoreKVCache)]
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def written(
     After the block, the folder that `target` does not name is removed: the new one, or the old one.
     """
     folders = [named_folder(target)]
-    caches = archives(prompt_cache)
+    caches = out_of_core(prompt_cache)
     try:
         if caches:
             folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
@@ -128,18 +128,18 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
     quantization = None if bits is None else Quantization(bits, book["group_size"])
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
-    for number, cache in enumerate(archives(prompt_cache)):
+    for number, cache in enumerate(out_of_core(prompt_cache)):
         files = []
         for kind, layout in zip(_KINDS, _layouts(cache, quantization)):
             n_pieces = -(-n * layout.token // piece)
             own, checksums = checksums[:n_pieces], checksums[n_pieces:]
             files.append(SavedFile(folder / _name(number, kind), layout, n, own, piece))
         cache.store = FileStore(quantization, files, n)
-    if any(cache.offset != n for cache in archives(prompt_cache)):
+    if any(cache.offset != n for cache in out_of_core(prompt_cache)):
         raise SnapKVError(f"its layers should hold {n} tokens")
 
 
-def _write(folder: Path, caches: Sequence[ArchivedKVCache], progress: Progress) -> str:
+def _write(folder: Path, caches: Sequence[OutOfCoreKVCache], progress: Progress) -> str:
     quantization, n = caches[0].store.quantization, caches[0].offset
     layouts = [_layouts(cache, quantization) for cache in caches]
     total = n * sum(layout.token for own in layouts for layout in own)
@@ -173,7 +173,7 @@ def _write(folder: Path, caches: Sequence[ArchivedKVCache], progress: Progress) 
     return json.dumps(about)
 
 
-def _layouts(cache: ArchivedKVCache, quantization: Quantization | None) -> list[Layout]:
+def _layouts(cache: OutOfCoreKVCache, quantization: Quantization | None) -> list[Layout]:
     """Of a layer's keys and values."""
     stored: list[Stored] = [pack(x[:, :, :1], quantization) for x in (cache.keys, cache.values)]
     return [Layout.of(x) for x in stored]

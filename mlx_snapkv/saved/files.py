@@ -147,7 +147,7 @@ def _read(path: Path) -> tuple[dict[str, str], list]:
 def _open_book(path: Path, prompt_cache: list, text: str | None) -> None:
     if text is not None:
         book.open_book(path, text, prompt_cache)
-    elif book.archives(prompt_cache):
+    elif book.out_of_core(prompt_cache):
         raise SnapKVError("it holds what was resident of a book, and not its other entries")
 
 

@@ -131,7 +131,7 @@ class PrefixCache(LRUPromptCache):
     def drop(self, path: Path) -> None:
         """Stop using caches whose entries are in this damaged file, here and in `files`."""
         for tokens in list(self._known()):
-            stores = (cache.store for cache in book.archives(self._of(tokens)))
+            stores = (cache.store for cache in book.out_of_core(self._of(tokens)))
             if any(isinstance(store, FileStore) and store.reads(path) for store in stores):
                 self._evict(tokens)
         self._count_files()

@@ -9,8 +9,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from model_configs import make_model
 
 from mlx_snapkv.caches.compaction import AFTER, Compaction, looked_up, squeezed
+from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
@@ -54,7 +54,7 @@ def softmax_votes(keys, queries, places):
 def test_votes_are_those_of_far_keys_brought_near(layer, cache, length):
     places, keys = range(T - N, T), cache.keys[:, :, :T]
     queries = mx.random.normal((1, 4, N, 16), key=mx.random.key(4))
-    entries = Recollection([MemoryStore(cache=cache)], layer, Compaction(length)).voted_by(
+    entries = FullView([MemoryStore(cache=cache)], layer, Compaction(length)).voted_by(
         Queries(queries, places, scale=0.25)
     )
     near = softmax_votes(brought_near(layer, keys, T - N), queries, places)
@@ -69,7 +69,7 @@ def test_votes_are_those_of_far_keys_brought_near(layer, cache, length):
 def test_entries_are_seen_as_queries_vote_for_them(layer, cache):
     """A logit of a far key, turned, is that of the query turned for its page."""
     start = T - N
-    everything = Recollection([MemoryStore(cache=cache)], layer, Compaction(LENGTH))
+    everything = FullView([MemoryStore(cache=cache)], layer, Compaction(LENGTH))
     places = mx.broadcast_to(mx.array([0, 63, 64, 500, 767, 768, 999], mx.uint32), (1, 2, 7))
     wanted = mx.take(brought_near(layer, cache.keys[:, :, :T], start), places[0, 0], axis=2)
     seen = everything.seen_from(places, start)

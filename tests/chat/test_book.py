@@ -7,8 +7,8 @@ from chat_helpers import ask, is_answered
 from disk_helpers import full_disk
 
 from mlx_snapkv import Conversation, SnapKVError
+from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers, kv_bytes
-from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.demo.questions import make_haystack
 
 # 1/32 of 4,096 tokens are resident, and the answer is decoded from as many.
@@ -82,7 +82,7 @@ def interrupted(conversation, question, monkeypatch, at):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Recollection, "voted_by", vote)
+        patch.setattr(FullView, "voted_by", vote)
         ask(conversation, question)
 
 

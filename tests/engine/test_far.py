@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
 
 from mlx_snapkv import Conversation, SnapKVError, generate_step, prefill, stream_generate
-from mlx_snapkv.caches import recollection
+from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import is_right, make_haystack
@@ -67,7 +67,7 @@ def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory):
 
 @pytest.mark.parametrize("few", [0, 8192])
 def test_every_token_chooses_anew_from_entries_pulled_together(short, few, monkeypatch):
-    monkeypatch.setattr(recollection, "FEW", few)
+    monkeypatch.setattr(full_view, "FEW", few)
     conversation, right, _ = asked(*short, 2000, 6, policy=THEN, memory="recall")
     assert sum(right) >= 5 and conversation.report.refreshed == 96
 

@@ -11,9 +11,9 @@ from request_helpers import assert_unpatched, plain, steps
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, generate_step
-from mlx_snapkv.caches.archived import ArchivedKVCache
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
+from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.readers import Prompt
 from mlx_snapkv.engine.request import Request
@@ -51,7 +51,7 @@ class Read:
             _, self.logprobs = next(items)
         self.report = self.request.compress()
 
-    def archived(self, layer) -> ArchivedKVCache:
+    def archived(self, layer) -> OutOfCoreKVCache:
         return layer.cache_in(self.caches)
 
 
@@ -76,13 +76,13 @@ def test_what_is_stored_is_what_was_computed(wide, tokens):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_every_entry_is_stored_before_it_gives_way(wide, tokens, memory, monkeypatch):
     fed: dict[int, list] = {}
-    update = ArchivedKVCache.update_and_fetch
+    update = OutOfCoreKVCache.update_and_fetch
 
     def noted(self, keys, values):
         fed.setdefault(id(self), []).append((keys, values))
         return update(self, keys, values)
 
-    monkeypatch.setattr(ArchivedKVCache, "update_and_fetch", noted)
+    monkeypatch.setattr(OutOfCoreKVCache, "update_and_fetch", noted)
     read = Read(wide, tokens, BOOK, memory)
     bits = {"8bit": 0.01, "4bit": 0.15}.get(memory.split(":")[-1], 0)
     for layer in read.layers:

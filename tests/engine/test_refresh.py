@@ -10,9 +10,9 @@ from model_configs import make_model
 from request_helpers import assert_unpatched, plain, steps
 from tiny_models import make_llama
 
-from mlx_snapkv.caches import recollection
+from mlx_snapkv.caches import full_view
+from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recollection import Recollection
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.refreshed import RefreshedKVCache
 from mlx_snapkv.models import attention_classes
@@ -27,7 +27,7 @@ FAMILIES = "llama deepseek_v3 gpt_oss qwen3_next gemma2 gemma3n minicpm3 gpt2".s
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatch):
-    monkeypatch.setattr(recollection, "FEW", 0 if index else 8192)
+    monkeypatch.setattr(full_view, "FEW", 0 if index else 8192)
     model = make_model(name)
     prompt = mx.random.randint(0, 64, (100,), key=mx.random.key(0))
     full = plain(model, prompt, 8)
@@ -54,7 +54,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
         model(tokens[:, :119], cache=caches)
         full = layer.cache_in(caches)
         keys = np.array(full.keys_and_values()[0], np.float64)[0]
-        everything = Recollection(full.sources(), layer)
+        everything = FullView(full.sources(), layer)
         cache = RefreshedKVCache(everything, Quota(30, 2, 8), layer)
         seen = []
         gather = everything.gather

@@ -11,8 +11,8 @@ from saved_helpers import question, saved_file
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError, saved
-from mlx_snapkv.caches.archived import ArchivedKVCache
 from mlx_snapkv.caches.memories import saved_forms
+from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.engine.prefill import read_book
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.saved import book
@@ -200,7 +200,7 @@ def test_mlx_lm_loads_a_book_whose_caches_say_what_is_missing(path, tokens):
     model = make_llama()
     caches = save(path, model, tokens)
     cache = load_prompt_cache(str(path))
-    assert isinstance(cache[0], ArchivedKVCache) and cache[0].offset == len(tokens)
+    assert isinstance(cache[0], OutOfCoreKVCache) and cache[0].offset == len(tokens)
     with pytest.raises(SnapKVError, match="without the entries beside it: load it with"):
         plain(model, question(), prompt_cache=cache)
     save_prompt_cache(str(path.with_name("theirs.safetensors")), caches)

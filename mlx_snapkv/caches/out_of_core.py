@@ -17,7 +17,7 @@ from .block import BlockKVCache
 from .compaction import Compaction
 from .contract import LosslessCache, Mark
 from .evicting import snapshot
-from .recollection import Recollection
+from .full_view import FullView
 from .stores import Source, Store
 
 _CLOSED: Any = Missing(
@@ -29,7 +29,7 @@ _CLOSED: Any = Missing(
 _NOT_MARKED = {"keys", "values", "store", "_index", "_at_mark", "_marked", "_before"}
 
 
-class ArchivedKVCache(LosslessCache, BlockKVCache):
+class OutOfCoreKVCache(LosslessCache, BlockKVCache):
     """A `BlockKVCache` of resident entries, and a store of all entries.
 
     The tokens since the last eviction are together in the resident buffers, and go to the store just before the next,
@@ -96,7 +96,7 @@ class ArchivedKVCache(LosslessCache, BlockKVCache):
         """
         if self._index is None or self.store.n_entries >= 2 * self._index.n_made_of:
             asked = self.layer.grouped(self.queries, keys.shape[1]) if self._queries else None
-            self._index = Recollection([self.store], self.layer).make_index(asked)
+            self._index = FullView([self.store], self.layer).make_index(asked)
         else:
             self._index.truncate(n_before)
             self._index.append(keys)

@@ -1,4 +1,4 @@
-"""All entries of a layer while an answer is decoded from a few: what is voted for, and gathered from."""
+"""The full view: all entries of a layer, wherever they are, while an answer is decoded from a few."""
 
 import math
 from collections.abc import Sequence
@@ -19,38 +19,41 @@ SAMPLED_PARTS = 4  # of those, whose spread it is made for
 FEW = 8192  # entries that are as well asked themselves
 
 
-class Recollection:
-    """A layer's entries, of a cache that holds all of the prompt's.
+class FullView:
+    """A layer's entries, to be voted for and gathered.
 
     Args:
         sources: where they are read from; they stay as they are.
         layer: the layer of the model.
-        pull: how far apart queries and keys may be; None is as far as they are.
+        compaction: how far apart queries and keys may be; None is as far as they are.
         index: of the keys, by which the likeliest entries are found.
+        n_entries: how many of them, the first; None is all.
 
     Attributes:
-        index: that; None where there is none, or so few entries that they are as well asked themselves.
+        index: that; None where there is none, or so few entries that their exact votes cost no more.
     """
 
     def __init__(
         self,
         sources: list[Source],
         layer: Any,
-        pull: Compaction | None = None,
+        compaction: Compaction | None = None,
         index: KeyIndex | None = None,
+        n_entries: int | None = None,
     ):
         self.layer = layer
         self._latent = layer is not None and layer.latent
-        self._pull = pull
-        self._entries: Chain = Chain(sources)
+        self._compaction = compaction
+        self._entries = Chain(sources)
+        self._n = n_entries
         self.index = index if len(self) > FEW else None
 
     def __len__(self) -> int:
-        return self._entries.n_entries
+        return self._entries.n_entries if self._n is None else self._n
 
     def voted_by(self, observed: Queries | None) -> Entries:
         """All entries, as a policy scores them; its votes, if it asks for them, are made in blocks."""
-        return _Recalled(self, None if observed is None else self.asked_by(observed))
+        return _ViewedEntries(self, None if observed is None else self.asked_by(observed))
 
     def gather(self, positions: mx.array, end: int | None = None) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain.
@@ -60,19 +63,20 @@ class Recollection:
         """
         keys, values = self._entries.gather(positions)
         entries = Entries(keys, values, given_positions=positions, layer=self.layer)
-        if self._pull is None or end is None:
+        if self._compaction is None or end is None:
             return entries
-        near, _ = self._pull.nearer(entries, end)
-        return near
+        return self._compaction.nearer(entries, end)[0]
 
     def asked_by(self, observed: Queries) -> Queries:
         """Queries as they vote over all entries, which come as they were read."""
-        return observed if self._pull is None else self._pull.asking(observed, self.layer)
+        return (
+            observed if self._compaction is None else self._compaction.asking(observed, self.layer)
+        )
 
     def seen_from(self, positions: mx.array, start: int) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as queries from `start` on vote for them."""
         entries = self.gather(positions)
-        return entries if self._pull is None else self._pull.seen_from(entries, start)
+        return entries if self._compaction is None else self._compaction.seen_from(entries, start)
 
     def make_index(self, queries: mx.array | None) -> KeyIndex | None:
         """An index of all keys, for queries like these `(B, n_heads, n, head_dim)`; None if they are few."""
@@ -91,18 +95,15 @@ class Recollection:
 
     def keys(self, start: int, stop: int) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
-        if self._latent:
-            return self._between(start, stop).keys
-        return self._entries.read_keys(start, stop)
+        keys = self._entries.read_keys(start, stop)
+        if not self._latent:
+            return keys
+        return mx.concatenate([keys, self._entries.read_values(start, stop)], axis=-1)
 
     def values(self, start: int, stop: int) -> mx.array:
         """The values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
-        return self._between(start, stop).values
-
-    def _between(self, start: int, stop: int) -> Entries:
-        B, H, _, _ = self._entries.read_keys(0, 1).shape
-        places = mx.arange(start, stop, dtype=mx.uint32)
-        return self.gather(mx.broadcast_to(places, (B, H, stop - start)))
+        read = self._entries.read_keys if self._latent else self._entries.read_values
+        return read(start, stop)
 
     @property
     def waits(self) -> bool:
@@ -116,47 +117,47 @@ class Recollection:
         return KeyBlocks((B, H, len(self), D), one.dtype, self.keys, self.waits)
 
 
-class _Recalled(Entries):
-    """All entries of a recollection: votes are made of keys that are read a block at a time."""
+class _ViewedEntries(Entries):
+    """All entries of a full view; votes are made of keys that are read a block at a time."""
 
-    def __init__(self, everything: Recollection, observed: Queries | None):
-        super().__init__(None, None, observed=observed, layer=everything.layer)
-        self._everything = everything
+    def __init__(self, view: FullView, observed: Queries | None):
+        super().__init__(None, None, observed=observed, layer=view.layer)
+        self._view = view
 
     def __len__(self) -> int:
-        return len(self._everything)
+        return len(self._view)
 
     @cached_property
     def positions(self) -> mx.array:
-        B, H, T, _ = self._everything.blocks().shape
+        B, H, T, _ = self._view.blocks().shape
         return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
 
     @cached_property
     def keys(self) -> mx.array:
-        return self._everything.keys(0, len(self))
+        return self._view.keys(0, len(self))
 
     @cached_property
     def values(self) -> mx.array:
-        return self._everything.values(0, len(self))
+        return self._view.values(0, len(self))
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        keys = self._everything.keys(start, stop)
+        keys = self._view.keys(start, stop)
         return mx.depends(keys, list(after)) if after else keys
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        values = self._everything.values(start, stop)
+        values = self._view.values(start, stop)
         return mx.depends(values, list(after)) if after else values
 
     @property
     def waits(self) -> bool:
-        return self._everything.waits
+        return self._view.waits
 
     @property
     def _voted_keys(self) -> KeyBlocks:
-        return self._everything.blocks()
+        return self._view.blocks()
 
     def _votes_of_last(self, *counts: int) -> mx.array:
-        index, asked = self._everything.index, self.voters
+        index, asked = self._view.index, self.voters
         budget = self.budget or len(self)
         few = len(self) <= CANDIDATES * budget
         if index is None or few:
@@ -164,6 +165,6 @@ class _Recalled(Entries):
         start = asked.places.start
 
         def keys_at(positions: mx.array) -> mx.array:
-            return self._everything.seen_from(positions, start).keys
+            return self._view.seen_from(positions, start).keys
 
         return index.latest_votes(asked, counts, budget, keys_at)

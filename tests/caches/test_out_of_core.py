@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_snapkv.caches import recollection
-from mlx_snapkv.caches.archived import ArchivedKVCache
+from mlx_snapkv.caches import full_view
 from mlx_snapkv.caches.block import BlockKVCache
 from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.errors import TrimError
@@ -26,7 +26,7 @@ def rows_of(n, seed=0):
 
 
 def limited(store):
-    cache = ArchivedKVCache(store)
+    cache = OutOfCoreKVCache(store)
     cache.limit(POLICY, QUOTA, last=1000, newest=0, expected=32, uniform=True, layer=None)
     return cache
 
@@ -79,7 +79,7 @@ def test_tokens_since_a_mark_can_be_taken_back(before, since, in_file):
 
 
 def test_without_a_limit_everything_is_resident():
-    cache, rows = ArchivedKVCache(MemoryStore()), rows_of(100)
+    cache, rows = OutOfCoreKVCache(MemoryStore()), rows_of(100)
     feed(cache, rows, [40, 1, 59])
     assert cache.n_entries == 100 and cache.store.n_entries == 0 and cache.room == float("inf")
     assert not cache.is_compressed and cache.kv_nbytes == cache.nbytes > 0
@@ -100,7 +100,7 @@ def test_what_gave_way_can_not_be_taken_back():
 
 def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
     """Late keys lie elsewhere than early ones; an index made of those alone would see no difference among them."""
-    monkeypatch.setattr(recollection, "FEW", 50)
+    monkeypatch.setattr(full_view, "FEW", 50)
     few, values = rows_of(800)
     keys = few[..., :3] @ mx.random.normal(
         (3, 16), key=mx.random.key(1)

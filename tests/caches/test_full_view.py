@@ -8,7 +8,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlx_snapkv.caches.adapter import plain_cache
 from mlx_snapkv.caches.file_store import FileStore
-from mlx_snapkv.caches.recollection import Recollection
+from mlx_snapkv.caches.full_view import FullView
 from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries import attention
@@ -25,8 +25,8 @@ SOURCES = {
 }
 
 
-def recollected(kind):
-    """A recollection of `T` entries and an answer, and all of them, as they are read."""
+def viewed(kind):
+    """A view of `T` entries and an answer, and all of them, as they are read."""
     mx.random.seed(1)
     rows = [mx.random.normal((B, H, T + SAID, D)) for _ in range(2)]
     cache = SOURCES[kind]()
@@ -36,13 +36,13 @@ def recollected(kind):
             cache.offload()
     held = cache.held()
     answer = [x[:, :, T:] for x in rows]
-    found = Recollection([*cache.sources(), MemoryStore(cache=plain_cache(*answer))], layer=None)
+    found = FullView([*cache.sources(), MemoryStore(cache=plain_cache(*answer))], layer=None)
     return found, [mx.concatenate([x, y], axis=2) for x, y in zip((held.keys, held.values), answer)]
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_gathers_prompt_and_answer(kind):
-    found, (keys, values) = recollected(kind)
+    found, (keys, values) = viewed(kind)
     places = mx.sort(mx.random.randint(0, T + SAID, (B, H, 90)), axis=-1).astype(mx.uint32)
     gathered = found.gather(places)
     assert len(found) == T + SAID
@@ -58,7 +58,7 @@ def test_votes_over_all(kind, kept, monkeypatch):
     monkeypatch.setattr(attention, "READ_BYTES", 50_000)
     if not kept:
         monkeypatch.setattr(attention, "KEPT_BYTES", 0)
-    found, (keys, _) = recollected(kind)
+    found, (keys, _) = viewed(kind)
     queries = mx.random.normal((B, 2 * H, 3, D))
     places = range(T + SAID - 2, T + SAID + 1)
     entries = found.voted_by(Queries(queries, places, 0.125))
