@@ -111,7 +111,7 @@ def start_session() -> None:
 def main() -> None:
     import runpy
 
-    sys.path[0] = str(Path(__file__).parents[1])
+    sys.path[:1] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
     import mlx_lm
     import prompt_toolkit
     import transformers

@@ -1,6 +1,6 @@
 """What every policy keeps and answers on a model that one or several processes hold, as JSON.
 
-Run as `python several_cases.py FOLDER MODEL tensor|pipeline`, every rank writes FOLDER/RANK.json.
+Run as `python -m several_cases FOLDER MODEL tensor|pipeline`, every rank writes FOLDER/RANK.json.
 """
 
 import json
@@ -17,7 +17,7 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack, question_prompt
 
-N_TOKENS, N_ANSWER = 450, 6
+N_TOKENS, N_ANSWER = 250, 4
 ALWAYS = "n_sink=4,n_window=32,lookahead=4"
 # One of each kind that layers or heads elsewhere matter to, and one in blocks that they don't.
 POLICIES = {

@@ -1,4 +1,4 @@
-"""A rank that goes wrong: `several_faults.py raise|kill|options|save`."""
+"""A rank that goes wrong: `python -m several_faults raise|kill|options|save`."""
 
 import os
 import signal

@@ -7,12 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import fork_helpers
 
 LIMIT = 120  # seconds
 ROOT = Path(__file__).parents[1]
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 def started(
     folder: Path, *command: str, limit: float = LIMIT, lines: str = ""
 ) -> list[tuple[int, str]]:
-    """Run `python command` as the ranks of a ring, as mlx.launch does: by rank, the exit code and all that was printed.
+    """Run `python -m command` as the ranks of a ring, as mlx.launch does: by rank, the exit code and what it printed.
 
     Args:
         folder: for the ring's file.
@@ -39,7 +40,7 @@ def started(
 class Rank:
     """A process, and the file of all that it prints."""
 
-    process: subprocess.Popen
+    process: fork_helpers.ForkedProcess
     file: Path
 
     @property
@@ -49,23 +50,23 @@ class Rank:
 
 @contextlib.contextmanager
 def running(folder: Path, *command: str, lines: str = "") -> Iterator[list[Rank]]:
-    """The ranks of `python command`, for the block, at whose end those that are left are killed."""
+    """The ranks of `python -m command`, for the block, at whose end those that are left are killed."""
     typed = folder / "typed.txt"
     typed.write_text(lines)
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     same = os.environ | {"MLX_HOSTFILE": str(hosts), "PYTHONPATH": path}
     ranks = []
     for rank in range(2):
         file = folder / f"said-{rank}.txt"
         with file.open("wb") as said, open(os.devnull if rank else typed) as stdin:
-            process = subprocess.Popen(
-                [sys.executable, *command],
+            process = fork_helpers.Popen(
+                [sys.executable, "-m", *command],
                 env=same | {"MLX_RANK": str(rank)},
                 stdin=stdin,
                 stdout=said,
-                stderr=subprocess.STDOUT,
+                stderr=said,
                 start_new_session=True,
             )
         ranks.append(Rank(process, file))

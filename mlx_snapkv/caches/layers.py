@@ -14,7 +14,7 @@ from ..errors import UnsupportedModelError
 from ..models import attentions, type_of
 from ..models.family import AttentionFamily
 from ..policies.budgets import Quota
-from ..several.heads import ALL_HERE, Heads
+from ..several.ranks import ALONE, Ranks
 from ..several.shard import WHOLE, Shard, shard_of
 from .adapter import has_all_entries, layer_cache
 from .contract import LayerCache
@@ -31,7 +31,7 @@ class AttentionLayer:
         borrowers: the attention modules of later layers that have no entries of their own and read this one's.
         number, n_layers: it is this one, from 0, of so many full-attention layers of the model, wherever they are.
         shard: what of the model is here.
-        heads: which of the layer's KV heads are here.
+        heads: the ranks that share the layer's KV heads.
     """
 
     index: int
@@ -42,7 +42,7 @@ class AttentionLayer:
     number: int = 0
     n_layers: int = 1
     shard: Shard = WHOLE
-    heads: Heads = ALL_HERE
+    heads: Ranks = ALONE
 
     def cache_in(self, prompt_cache: list) -> Any:
         entry = prompt_cache[self.index]
@@ -162,7 +162,7 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
         )
     before, n_layers = shard.place(len(full))
     return [
-        AttentionLayer(*layer, number, n_layers, shard, shard.heads_of(layer[2]))
+        AttentionLayer(*layer, number, n_layers, shard, shard.sharing(layer[2]))
         for number, layer in enumerate(full, start=before)
     ]
 

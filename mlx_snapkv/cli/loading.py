@@ -90,7 +90,7 @@ def load_without_weights(name: str):
     folder = _place(name, "--model")
     from mlx_lm.utils import hf_repo_to_path
 
-    from ..planning.weightless import repository_without_weights, without_weights
+    from ..planning.shapes import repository_without_weights, without_weights
 
     if not os.path.exists(folder):
         with contextlib.suppress(Exception):  # it is asked for below, if it is not here

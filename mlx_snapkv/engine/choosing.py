@@ -12,7 +12,7 @@ from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import Quota, shared_out
-from ..several.heads import ALL_HERE, Heads
+from ..several.ranks import ALONE, Ranks
 from ..several.shard import Shard
 
 
@@ -33,13 +33,13 @@ class Scored:
 
     Attributes:
         places: where those entries are among all, if an earlier stage has chosen them.
-        heads: which of the layer's KV heads these are.
+        heads: the ranks that share the layer's KV heads.
     """
 
     scores: mx.array
     votes: mx.array | None
     places: mx.array | None = None
-    heads: Heads = ALL_HERE
+    heads: Ranks = ALONE
 
 
 def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:

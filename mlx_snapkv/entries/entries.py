@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
-from ..several.heads import ALL_HERE, Heads
+from ..several.ranks import ALONE, Ranks
 from .attention import (
     KeyBlocks,
     above_average,
@@ -143,9 +143,9 @@ class Entries:
         return mx.broadcast_to(mx.arange(shape[2], dtype=mx.uint32), shape)
 
     @property
-    def heads(self) -> Heads:
-        """Which of the layer's KV heads these are, and sums over all of them, if other Macs have the others."""
-        return ALL_HERE if self.layer is _NO_LAYER else self.layer.heads
+    def heads(self) -> Ranks:
+        """The ranks that share the layer's KV heads."""
+        return ALONE if self.layer is _NO_LAYER else self.layer.heads
 
     @property
     def rotations(self) -> mx.array:

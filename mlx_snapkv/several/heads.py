@@ -1,47 +1,14 @@
-"""What is computed over all of a layer's KV heads when each rank has some of them."""
+"""What ranks compute together from the KV heads that each of them has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 
-from .ranks import ALONE, Ranks
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The ranks that share a layer's KV heads in contiguous slices. Everything it returns is lazy.
-
-    Attributes:
-        ranks: `ALONE` if all heads are here.
-    """
-
-    ranks: Ranks = ALONE
-
-    def first(self, n_here: int) -> int:
-        """The index, among all heads, of the first of `n_here` heads here."""
-        return self.ranks.rank * n_here
-
-    def mean(self, x: mx.array) -> mx.array:
-        """The mean over all heads, `(B, 1, T)`, of `(B, n_kv_heads, T)`."""
-        if self.ranks.size == 1:
-            return x.mean(axis=1, keepdims=True)
-        return self.ranks.sum(x.sum(axis=1, keepdims=True)) / (x.shape[1] * self.ranks.size)
-
-    def max(self, x: mx.array) -> mx.array:
-        """The element-wise maximum over all ranks of a result for the heads here."""
-        return self.ranks.max(x)
-
-    def sum(self, x: mx.array) -> mx.array:
-        """The element-wise sum over all ranks of a sum over the heads here."""
-        return self.ranks.sum(x)
-
-
-ALL_HERE = Heads()
+from .ranks import Ranks
 
 
 def largest(x: mx.array, k: int, ranks: Ranks) -> mx.array:

@@ -104,6 +104,10 @@ class Ranks:
         """The element-wise maximum over all ranks; lazy."""
         return x if self.size == 1 else mx.distributed.all_max(x, group=self._group)
 
+    def mean_of_heads(self, x: mx.array) -> mx.array:
+        """The mean over all ranks' heads, `(B, 1, T)`, of `(B, n_kv_heads, T)`; lazy."""
+        return self.sum(x.sum(axis=1, keepdims=True)) / (x.shape[1] * self.size)
+
     def synchronize(self) -> None:
         """Wait for what mlx-lm's loop computes ahead of time, whose collectives could mix with those to follow.
 

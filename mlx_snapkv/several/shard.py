@@ -11,7 +11,6 @@ from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllL
 
 from ..errors import SnapKVError
 from . import launched
-from .heads import ALL_HERE, Heads
 from .ranks import ALONE, Ranks, here
 
 TENSOR, PIPELINE = "tensor", "pipeline"
@@ -33,9 +32,9 @@ class Shard:
     kind: str | None = None
     _counts: dict[int, list[int]] = field(default_factory=dict)
 
-    def heads_of(self, attention: Any) -> Heads:
-        """Which heads of an attention module are here."""
-        return Heads(self.ranks) if self.kind == TENSOR and is_split(attention) else ALL_HERE
+    def sharing(self, attention: Any) -> Ranks:
+        """The ranks that share an attention module's heads, in contiguous slices."""
+        return self.ranks if self.kind == TENSOR and is_split(attention) else ALONE
 
     def counts(self, n_here: int) -> list[int]:
         """By rank, how many layers of a kind it has; `n_here` are here. All ranks have to ask."""

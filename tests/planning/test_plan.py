@@ -28,7 +28,7 @@ from mlx_snapkv.engine.machine import Machine, mac, this_machine
 from mlx_snapkv.planning import long_prompts, shapes
 from mlx_snapkv.planning.long_prompts import LongPrompts
 from mlx_snapkv.planning.plan import Planner
-from mlx_snapkv.planning.weightless import _write_empty, without_weights
+from mlx_snapkv.planning.shapes import _write_empty, without_weights
 
 KEYDIFF, SNAPKV = POLICIES
 CANDIDATES = [setting.policy for setting in SETTINGS[QUESTION]]

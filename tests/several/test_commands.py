@@ -1,12 +1,11 @@
 """Commands that mlx.launch has started, and what they refuse there."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import fork_helpers
 import pytest
 from several_helpers import LIMIT, ROOT, free_ports, started
 
@@ -14,31 +13,9 @@ LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
 POLICY = "snapkv:budget=pyramid:128,n_sink=4,n_window=32,lookahead=4"
 
 
-def launched(*command):
-    """What `mlx.launch -n 2` prints of a command: stdout, stderr."""
-    port = str(free_ports(1)[0])
-    process = subprocess.Popen(
-        [LAUNCH, "-n", "2", "--backend", "ring", "--starting-port", port, "--env", f"PYTHONPATH={ROOT}",
-         "--", sys.executable, "-m", "mlx_snapkv", *command],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        return process.communicate(timeout=LIMIT)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 def one(*command, **options):
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_snapkv", *command],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        **options,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [sys.executable, "-m", "mlx_snapkv", *command]
+    return fork_helpers.run(command, capture_output=True, text=True, check=True, **options).stdout
 
 
 def test_two_print_once_what_one_prints(ask, demo_llama, tmp_path):
@@ -47,22 +24,24 @@ def test_two_print_once_what_one_prints(ask, demo_llama, tmp_path):
     path.write_text(demo_llama[1].decode(tokens).split(fact.question)[0])
     command = ["generate", "--model", "demo", "--prompt-file", str(path), "--prompt", fact.question,
                "--policy", POLICY, "--json"]  # fmt: skip
-    out, err = launched(*command)
-    found, wanted = json.loads(out), json.loads(one(*command))
+    launch = [LAUNCH, "-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0]),
+              "--env", f"PYTHONPATH={ROOT}", "--", sys.executable, "-m", "mlx_snapkv", *command]  # fmt: skip
+    two = subprocess.run(launch, capture_output=True, text=True, timeout=LIMIT)
+    found, wanted = json.loads(two.stdout), json.loads(one(*command))
     assert found["text"] == wanted["text"]
     assert found["compression"]["entries_kept"] == wanted["compression"]["entries_kept"]
-    assert err.count("prompt tokens,") == 1
+    assert two.stderr.count("prompt tokens,") == 1
 
 
 def test_rank_0_chats_for_both(tmp_path):
     file = tmp_path / "facts.txt"
-    file.write_text("The access code of the amber falcon is 482913. " + "It was cold. " * 90)
+    file.write_text("The access code of the amber falcon is 482913. " + "It was cold. " * 40)
     question = "What is the access code of the amber falcon?"
     lines = "\n".join([f"/file {file}", question, "/undo", question, "/quit"])
     command = ["chat", "--model", "demo-qwen3-next", "--policy", POLICY]
     wanted = one(*command, input=lines)
     assert wanted.count("482913") == 2
-    ranks = started(tmp_path, "-m", "mlx_snapkv", *command, "--pipeline", lines=lines)
+    ranks = started(tmp_path, "mlx_snapkv", *command, "--pipeline", lines=lines)
     assert [code for code, _ in ranks] == [0, 0], ranks
     answers = [line for line in ranks[0][1].splitlines() if "482913" in line]
     assert answers == wanted.split() and "482913" not in ranks[1][1]
@@ -83,5 +62,5 @@ def test_what_does_not_run_is_refused_by_all(tmp_path, monkeypatch, command, sen
     Path("r.jsonl").write_text("{}\n")
     if "--model" not in command:
         command = [*command, "--model", "demo"]
-    for code, printed in started(tmp_path, "-m", "mlx_snapkv", *command, limit=60):
+    for code, printed in started(tmp_path, "mlx_snapkv", *command, limit=60):
         assert code == 2 and sentence in printed and "Traceback" not in printed

@@ -7,12 +7,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from several_cases import ANSWERS, POLICIES, REFUSED, run
-from several_helpers import ROOT, started
+from several_helpers import started
 
 from mlx_snapkv.several.heads import _number, _ordered, largest
 from mlx_snapkv.several.ranks import ALONE
 
-CASES, FAULTS = (str(ROOT / "tests" / f"several_{name}.py") for name in ("cases", "faults"))
 KINDS = {"tensor": "demo", "pipeline": "demo-qwen3-next"}
 STARTING = 15  # seconds that processes get to start and to load the model on a busy machine
 
@@ -21,7 +20,7 @@ STARTING = 15  # seconds that processes get to start and to load the model on a 
 def found(request, tmp_path_factory):
     """How the model is shared, and what one process and two have found."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
-    for code, said in started(folder, CASES, str(folder), KINDS[kind], kind):
+    for code, said in started(folder, "several_cases", str(folder), KINDS[kind], kind):
         assert code == 0, said
     two = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     model = request.getfixturevalue("demo_llama" if kind == "tensor" else "demo_qwen")
@@ -62,7 +61,7 @@ def test_answers_are_the_same_however_they_are_decoded(found, name):
 )
 def test_a_rank_that_fails_ends_both_with_its_sentence(tmp_path, how, other, own):
     begun = time.monotonic()
-    (code, said), (its_code, its) = started(tmp_path, FAULTS, how, limit=60)
+    (code, said), (its_code, its) = started(tmp_path, "several_faults", how, limit=60)
     assert time.monotonic() - begun < STARTING + 20
     assert code != 0 and its_code != 0
     assert other in said and own in its and "went well" not in said + its

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from batch_file_helpers import COLD, FACT
 from server_helpers import POLICY, serving
-from several_helpers import ROOT, running
+from several_helpers import running
 
 QUESTION = "What is the access code of the amber falcon?"
 STARTING, ENDING = 60, 20  # seconds that they get
@@ -20,7 +20,7 @@ STARTING, ENDING = 60, 20  # seconds that they get
 def served(folder, *options):
     """A client of two processes, and those."""
     command = ["serve", "--model", "demo", "--port", "0", "--policy", POLICY, "--memory", "recall"]
-    with running(folder, str(ROOT / "tests" / "several_server.py"), *command, *options) as ranks:
+    with running(folder, "several_server", *command, *options) as ranks:
         until = time.monotonic() + STARTING
         while not (found := re.search(r" at (http://\S+)", ranks[0].said)):
             assert time.monotonic() < until and ranks[0].process.poll() is None, ranks[0].said
