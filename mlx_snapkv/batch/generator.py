@@ -10,9 +10,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, members
+from ..caches.layers import attention_layers, members, require_quantizable
 from ..caches.memories import make_caches
-from ..caches.quantizable import require_quantizable
 from ..engine.request import held_tokens, reason_for_nothing
 from ..engine.retention import RetentionConfig
 from ..engine.serving import require_no_conflict

@@ -10,8 +10,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from ..caches.adapter import plain_cache
 from ..caches.decode import decode_cache
 from ..caches.full_view import FullView
-from ..caches.layers import AttentionLayer, attention_layers
-from ..caches.quantizable import head_sizes
+from ..caches.layers import AttentionLayer, attention_layers, head_sizes
 from ..caches.refreshed import RefreshedKVCache
 from ..caches.stores import MemoryStore
 from ..entries.entries import Entries

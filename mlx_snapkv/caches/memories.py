@@ -15,11 +15,12 @@ from .layers import (
     AttentionLayer,
     attention_layers,
     copies_but_entries,
+    head_sizes,
     is_compressed,
     members,
+    require_quantised_attention,
 )
 from .out_of_core import OutOfCoreKVCache
-from .quantizable import head_sizes, require_quantised_attention
 from .recording import OffloadedKVCache, RecordingKVCache
 from .stores import MemoryStore, Store
 

@@ -3,9 +3,8 @@
 import inspect
 from typing import Any
 
-from ..caches.layers import attention_layers, kv_bytes
+from ..caches.layers import attention_layers, kv_bytes, require_quantizable
 from ..caches.memories import make_caches
-from ..caches.quantizable import require_quantizable
 from ..engine.prefill import mlx_generate
 from ..engine.retention import RetentionConfig
 from ..engine.rewind import Rewind

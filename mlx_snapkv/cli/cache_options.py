@@ -59,8 +59,7 @@ class CacheOptions:
         """Raises: SnapKVError: the model's entries can't be quantised so."""
         from mlx_lm.models.cache import make_prompt_cache
 
-        from ..caches.layers import attention_layers
-        from ..caches.quantizable import require_quantizable
+        from ..caches.layers import attention_layers, require_quantizable
 
         if self.quantization is None:
             return

@@ -7,10 +7,15 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import saved
-from ..caches.layers import attention_layers, is_compressed, kv_bytes, layer_caches
+from ..caches.layers import (
+    attention_layers,
+    is_compressed,
+    kv_bytes,
+    layer_caches,
+    require_quantizable,
+)
 from ..caches.matching import n_tokens
 from ..caches.memories import book_memory
-from ..caches.quantizable import require_quantizable
 from ..chat.prompts import mlx_lm_suffix
 from ..demo import MODELS
 from ..engine.compress import compress_prompt_cache

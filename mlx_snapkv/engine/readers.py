@@ -9,8 +9,13 @@ from ..caches.block import BlockKVCache
 from ..caches.compaction import Compaction
 from ..caches.contract import LayerCache
 from ..caches.full_view import FullView
-from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries, quotas_of
-from ..caches.quantizable import require_quantizable
+from ..caches.layers import (
+    AttentionLayer,
+    attention_layers,
+    copies_but_entries,
+    quotas_of,
+    require_quantizable,
+)
 from ..caches.recording import RecordingKVCache
 from ..caches.refreshed import RefreshedKVCache
 from ..entries.quantization import Quantization

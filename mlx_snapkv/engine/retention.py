@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..caches.compaction import Compaction
-from ..caches.layers import AttentionLayer, attention_layers, members
+from ..caches.layers import AttentionLayer, attention_layers, head_sizes, members
 from ..caches.memories import in_files, make_caches, require_memory
-from ..caches.quantizable import head_sizes
 from ..errors import SnapKVError
 from ..models import type_of
 from ..models.rope import trained_length

@@ -9,8 +9,7 @@ from typing import Any
 
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
-from ..caches.layers import attention_layers
-from ..caches.quantizable import require_quantizable
+from ..caches.layers import attention_layers, require_quantizable
 from ..engine.auto import QUESTION, Cost, Setting, Taken, recommended
 from ..engine.footprint import EntrySizes, Footprint
 from ..engine.prompt_plan import PREFILL_STEP_SIZE, gate
