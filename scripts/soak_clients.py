@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from bad_requests import BAD, BAD_HTTP, CHAT, RAW, TEXT
+from bad_requests import BAD, CHAT, RAW, TEXT
 
 from mlx_snapkv.demo.documents import filler_sentence
 
@@ -65,7 +65,7 @@ class Clients:
 
     def bad(self) -> None:
         """One that must be refused."""
-        kind = self._rng.choice((self._bad_fields, self._bad_bytes, self._bad_http, self._bad_site))
+        kind = self._rng.choice((self._bad_fields, self._bad_bytes))
         began = time.monotonic()
         status, body = kind()
         self._tally.slowest = max(self._tally.slowest, time.monotonic() - began)
@@ -159,26 +159,9 @@ class Clients:
         path = self._rng.choice((CHAT, TEXT, MESSAGES, RESPONSES))
         return self._posted(path, self._rng.choice(list(RAW.values())))
 
-    def _bad_site(self) -> tuple[int, str]:
-        """As a page whose name was pointed at this machine would, at any path."""
-        path, host = f"/{self._rng.getrandbits(64):x}", f"evil{self._rng.getrandbits(64):x}.example"
-        return self._posted(path, b"{}", {"Host": host})
-
-    def _posted(self, path: str, content: bytes, headers: dict | None = None) -> tuple[int, str]:
-        response = self._client.post(path, content=content, headers=headers)
+    def _posted(self, path: str, content: bytes) -> tuple[int, str]:
+        response = self._client.post(path, content=content)
         return response.status_code, response.text
-
-    def _bad_http(self) -> tuple[int, str]:
-        host, port = self._url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(self._rng.choice(BAD_HTTP))
-            found = b""
-            while part := connection.recv(65536):
-                found += part
-                if b"\r\n\r\n" in found and found.endswith(b"}"):
-                    break
-        head, _, body = found.partition(b"\r\n\r\n")
-        return int(head.split()[1]), body.decode()
 
 
 KINDS = [*[Clients.good] * 4, Clients.same, Clients.bad, *[Clients.leaving] * 2, Clients.slow]

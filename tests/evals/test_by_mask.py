@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from mlx_snapkv import stream_generate
-from mlx_snapkv.engine import prefill
 from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.evals.answering import BY_MASK, SETTINGS, Method, run
 from mlx_snapkv.evals.headwise import AdaKV, FastGen, MaskedKVCache, headwise, kinds_of, masked
@@ -57,20 +56,6 @@ def test_equal_budgets_answer_as_the_policy_does(demo_model, ask, text):
     _, seen = decoded(model, tokenizer, prompt, 12)
     if "lookahead=0" in text:  # else most of the answer has seen everything
         assert max(np.abs(a - b).max() for a, b in zip(seen[len(found) - n :], ours)) > 0.1
-
-
-def test_equal_budgets_answer_questions_that_come_later(demo_model, ask):
-    """A chunk of several tokens reads the masked cache."""
-    model, tokenizer = demo_model
-    prompt, _ = ask(tokenizer, 600, 4)
-    document, question = prompt[:-24], prompt[-24:]
-    policy = resolve_policy(policy=GROW)
-    cache, _ = prefill.prefill(model, document, policy)
-    _, other, report = shown(model, tokenizer, document, AdaKV(policy=policy, safeguard=1))
-    assert report.entries == 64 and report.kv_bytes_after == report.kv_bytes_before
-    wanted, _ = decoded(model, tokenizer, question, 12, prompt_cache=cache)
-    found, _ = decoded(model, tokenizer, question, 12, prompt_cache=other)
-    assert found == wanted
 
 
 def test_what_shows_everything_answers_as_the_full_cache_does(demo_llama, ask):

@@ -64,12 +64,6 @@ def test_a_checkpoint_in_pieces(tmp_path, checkpoint):
     assert contents(tmp_path / "m") == {"model": WHOLE, "NOTICE.md": b"terms"}
 
 
-def test_essays(tmp_path, index):
-    texts = {"n/PaulGrahamEssays/gap.txt": "Mind", "n/other.txt": "", "n/run.py": ""}
-    make(tmp_path / "essays", published(index, "n", texts))
-    assert contents(tmp_path / "essays") == {"gap.txt": b"Mind"}
-
-
 def test_what_is_there_is_left_alone(tmp_path, checkpoint, index, capsys):
     make(tmp_path / "m", checkpoint)
     for wheel in index.iterdir():
@@ -80,12 +74,6 @@ def test_what_is_there_is_left_alone(tmp_path, checkpoint, index, capsys):
     (tmp_path / "m").rename(tmp_path / "old")  # and what was fetched is found again
     make(tmp_path / "m", checkpoint)
     assert contents(tmp_path / "m") == contents(tmp_path / "old")
-
-
-def test_no_network(tmp_path, index):
-    with pytest.raises(Failed, match=r"pip can't download n==1\.0: .* No matching distribution"):
-        make(tmp_path / "essays", {"n==1.0": "0" * 64})
-    assert not (tmp_path / "essays").exists()
 
 
 def test_another_wheel_is_not_used(tmp_path, index):

@@ -25,10 +25,6 @@ def test_memory_may_grow_while_caches_fill_and_not_after():
     assert grown(looks(*filling, *[130] * 30, *[150] * 30)) == [
         "memory: from 130,000,000 to 150,000,000"
     ]
-
-
-def test_files_that_stay_open_are_told():
-    assert grown(looks(*[100] * 90, more=5)) == []
     assert grown(looks(*[100] * 90, more=40)) == ["files: from 16 to 56"]
 
 
@@ -68,8 +64,7 @@ def answering(status, body):
         (Clients.good, 200, {"error": {"message": "m"}}, True),  # or a stream without an end
     ],
 )
-def test_what_a_server_may_not_answer(kind, status, body, wrong, monkeypatch):
-    monkeypatch.setattr(Clients, "_bad_http", Clients._bad_fields)  # whose bytes are not HTTP
+def test_what_a_server_may_not_answer(kind, status, body, wrong):
     tally = Tally()
     with answering(status, body) as url:
         kind(Clients(url, 2, tally))
