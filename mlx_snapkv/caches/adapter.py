@@ -21,7 +21,7 @@ def layer_cache(cache: Any) -> LayerCache:
 
 
 def has_all_entries(cache: Any) -> bool:
-    """Whether a policy can choose from a cache; a rotating one, for example, has lost some to no policy."""
+    """Whether a policy can choose from a cache; a rotating one has dropped some by itself."""
     return isinstance(cache, LayerCache) or _is_full(cache)
 
 
@@ -37,7 +37,7 @@ def _is_full(cache: Any) -> bool:
 
 
 class FullCache(LayerCache):
-    """A `KVCache` or `QuantizedKVCache`: all entries, none of them chosen."""
+    """A `KVCache` or `QuantizedKVCache`, which holds all entries."""
 
     def __init__(self, cache: KVCache | QuantizedKVCache):
         self.cache = cache
@@ -63,9 +63,10 @@ class FullCache(LayerCache):
         return 0 if self.cache.empty() else n_bytes(self.cache.keys_and_values())
 
     def rollback(self, n: int) -> None:
-        """Any number of tokens can always be taken back."""
         if n > self.cache.offset:
-            raise TrimError(f"this cache holds {self.cache.offset} tokens, {n} can't be taken back")
+            raise TrimError(
+                f"this cache holds {self.cache.offset} tokens, {n} can't be rolled back"
+            )
         self.cache.trim(n)
 
     def validate(self, like: KVCache) -> str | None:
@@ -78,10 +79,7 @@ class FullCache(LayerCache):
 
 
 class StateCache(LayerCache):
-    """Any other cache of mlx-lm's, whose entries no policy touches: linear states, sliding windows.
-
-    It is brought back to a mark as a whole.
-    """
+    """Any other cache of mlx-lm's, which no policy touches: linear states, sliding windows."""
 
     def __init__(self, cache: Any):
         self.cache = cache
@@ -106,7 +104,7 @@ class StateCache(LayerCache):
         self._before = snapshot(vars(self.cache))
 
     def rollback(self, n: int) -> None:
-        """To the mark, whatever `n` is; without a mark nothing can be taken back."""
+        """Back to the mark, whatever `n` is."""
         if not self._before:
             raise TrimError("a linear state or sliding window goes back to a mark only")
         vars(self.cache).update(snapshot(self._before))

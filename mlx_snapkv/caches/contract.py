@@ -26,7 +26,7 @@ class LayerCache(ABC):
         offset: position of the next token; tokens fed so far.
         quantization: how the entries are stored; None is plain.
         is_compressed: entries were chosen from, or are going to be.
-        observes: the queries of the tokens to come are asked for, so the attention class must be patched.
+        observes: it records the queries of the tokens to come, so the attention class must be patched.
         block: tokens that fit in after an eviction.
     """
 

@@ -31,7 +31,7 @@ def decode_cache(
         policy: what the prompt was compressed by.
         quota: what it left the layer.
         uniform: all layers hold equally many entries.
-        reads_again: the prompt's last tokens are to be read on it, so nothing gives way.
+        reads_again: the prompt's last tokens are read again on it, so nothing is evicted.
     """
     how = kept.quantization
     if reads_again or not policy.keeps_shape:

@@ -137,7 +137,7 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
             if n:
                 self._roll_back(n)
         else:
-            raise TrimError(f"this cache can take back 0 to {free} tokens, not {n}")
+            raise TrimError(f"this cache can roll back 0 to {free} tokens, not {n}")
 
     def is_trimmable(self) -> bool:
         """Only since a mark: mlx-lm takes true for "any number of tokens"."""

@@ -16,7 +16,7 @@ from .stores import Chain, Source
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED_PARTS = 4  # of those, whose spread it is made for
-FEW = 8192  # entries that are as well asked themselves
+FEW = 8192  # entries whose exact votes cost no more than an index
 
 
 class FullView:

@@ -1,4 +1,4 @@
-"""Whether a prompt cache that came from a file is one of a model's."""
+"""Whether a loaded prompt cache fits a model."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from .contract import LayerCache
 from .evicting import EvictingCache
 from .layers import attention_layers, layer_caches, members
 
-# What may have taken the place of a plain cache of keys and values.
+# What may stand where the model has a plain cache of keys and values.
 _INSTEAD = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 
@@ -49,7 +49,7 @@ def require_tokens(prompt_cache: list, n_tokens: int | None) -> None:
 
 
 def n_tokens(prompt_cache: list) -> int:
-    """Tokens that a prompt cache has read; 0 if none of its caches tells."""
+    """Tokens that a prompt cache has read; 0 if it does not say."""
     return max((cache.offset for cache in layer_caches(prompt_cache)), default=0)
 
 

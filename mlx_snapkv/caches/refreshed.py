@@ -190,6 +190,6 @@ class RefreshedKVCache(OnQueries, LayerCache):
 
     def rollback(self, n: int) -> None:
         if n > self.offset - self._n_prompt:
-            raise TrimError("only an answer's tokens can be taken back")
+            raise TrimError("only an answer's tokens can be rolled back")
         self._always.trim(n)
         self.offset -= n

@@ -22,7 +22,7 @@ READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for an
 HELD_BYTES = 8 << 20
 # Of logits, below which keys that come in blocks are read once; if they are few by key.
 KEPT_BYTES = 64 << 20
-# Of logits made at a time of queries that are asked for their largest weights.
+# Of logits made at a time for the largest weights of queries.
 MOST_BYTES = 32 << 20
 
 # Softmax by powers of two, which a CPU takes in a third of the time of exp.

@@ -31,11 +31,10 @@ _NO_STATISTICS = Missing(
 
 @dataclass
 class Entries:
-    """What one layer offers a policy, by attribute; nothing is computed that is not asked for.
+    """What one layer offers a policy, by attribute, computed lazily and once.
 
     Besides the fields: `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`, `votes` and
-    `above_average`, each computed once. All of it is lazy. Asking for one of the last five without observed queries is
-    a SnapKVError.
+    `above_average`; the last five are a SnapKVError without observed queries.
 
     Attributes:
         stored_keys, stored_values: the layer's entries in order of position, as its cache stores them. A layer with
@@ -54,10 +53,10 @@ class Entries:
             `.output_weights(kv_head, n_heads, values)`. Asking for one of these is a SnapKVError if no layer was given.
         statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries, and more (see `Statistics`), if the
             policy has a `query_statistics`; else asking for one is a SnapKVError.
-        budget: how many of them are to stay per KV head; None if nobody told.
-        n_window: how many of the newest stay in any case; None if nobody told.
-        shared_votes: votes that others have counted of the same queries, by the number of entries, the first of them,
-            the places of those queries and how many of the latest are counted apart; None if nobody shares them.
+        budget: how many are to stay per KV head; None if it is not known.
+        n_window: how many of the newest stay in any case; None if it is not known.
+        shared_votes: votes of the same queries, computed before, by numbers of entries, places and counts; None if
+            they are not shared.
     """
 
     stored_keys: Stored

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVError
-from mlx_snapkv.errors import TrimError
 from mlx_snapkv.policies.budgets import Quota
 
 B, H, D = 1, 2, 4
@@ -118,18 +117,6 @@ def test_an_update_larger_than_a_block_is_held_until_the_next():
     assert cache.update_and_fetch(*rows_of(8, 20))[0].shape[2] == 28
     assert cache.update_and_fetch(*rows_of(28, 1))[0].shape[2] == 9
     assert cache.keys.shape[2] == 12
-
-
-def test_tokens_since_the_last_eviction_can_be_taken_back():
-    cache = make_cache(rows=8, block=6)
-    cache.update_and_fetch(*rows_of(0, 14))
-    cache.update_and_fetch(*rows_of(14, 3))
-    before = cache.positions.tolist()
-    cache.update_and_fetch(*rows_of(17, 2))
-    assert not cache.is_trimmable() and cache.trim(2) == 2
-    assert cache.positions.tolist() == before and cache.offset == 17
-    with pytest.raises(TrimError, match="0 to 3 tokens"):
-        cache.trim(4)
 
 
 def feed(cache, start, n, queries):

@@ -111,19 +111,6 @@ def test_mask_is_a_string_or_none_where_that_is_exact():
         cache.make_mask(2, window_size=4)
 
 
-def test_an_inexact_rewind_is_refused():
-    cache = make_cache()
-    with pytest.raises(SnapKVError, match="take back 0 to 0 tokens"):
-        cache.trim(1)
-    feed(cache, 3)
-    cache.trim(2)
-    with pytest.raises(SnapKVError, match="take back 0 to 1 tokens"):
-        cache.trim(2)
-    with pytest.raises(SnapKVError, match="not -1"):
-        cache.trim(-1)
-    assert cache.trim(0) == 0
-
-
 def test_bookkeeping_mlx_lm_relies_on():
     cache = make_cache()
     assert not cache.empty()
