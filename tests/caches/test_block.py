@@ -75,23 +75,13 @@ def test_a_blocks_attention_is_the_dense_one_with_dropped_positions_masked_out(r
         out = mx.fast.scaled_dot_product_attention(
             queries, seen_keys, seen_values, scale=0.5, mask=mask
         )
+        places = np.arange(start + 6)
         for head in range(4):
-            visible = np.zeros((6, start + 6), bool)
-            for i in range(6):
-                held = np.asarray(cache.positions[0, head // 2]).astype(int)
-                visible[i, held[held <= start + i]] = True
-            expected = reference.attention(
-                *(
-                    np.asarray(x, np.float64)
-                    for x in (
-                        queries[0, head : head + 1],
-                        all_keys[0, head // 2][None],
-                        all_values[0, head // 2][None],
-                    )
-                ),
-                visible,
-                0.5,
-            )
+            held = np.isin(places, np.asarray(cache.positions[0, head // 2]).astype(int))
+            visible = held & (places <= places[start:, None])
+            heads = (queries, head), (all_keys, head // 2), (all_values, head // 2)
+            alone = (np.asarray(x[0, h : h + 1], np.float64) for x, h in heads)
+            expected = reference.attention(*alone, visible, 0.5)
             assert np.allclose(out[0, head], expected[0], atol=1e-5)
 
 
