@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from .base import POLICIES, Policy
-from .budgets import Quota, require_entries
+from .budgets import Quota
 
 # The registry, and so every list of the policies, is in the order of these imports; SnapKV is the first.
 # isort: off
@@ -43,8 +43,7 @@ class Stages:
         decode_policy: chooses when the prompt has been read, and decides who votes then and how the answer is decoded.
 
     Raises:
-        SnapKVError: `prefill_policy` is not a block policy, its budget is less than `decode_policy` always keeps, or
-            that one needs all entries.
+        SnapKVError: `prefill_policy` is not a block policy, or `decode_policy` needs all entries.
     """
 
     prefill_policy: Policy
@@ -59,8 +58,6 @@ class Stages:
             raise SnapKVError(
                 f"{self.decode_policy.name} reads all of a prompt again, so no policy can come before it: give it alone"
             )
-        if all(isinstance(stage.budget, int) for stage in self.stages):
-            self.prefill_quotas(1, 1)  # the same for every prompt
 
     @property
     def stages(self) -> tuple[Policy, Policy]:
@@ -76,21 +73,14 @@ class Stages:
         return all(stage.fits(n_prompt) for stage in self.stages)
 
     def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """What each full-attention layer keeps while the prompt is read.
-
-        Raises:
-            SnapKVError: the budget is less than the sinks and windows of both.
-        """
+        """What each full-attention layer keeps while the prompt is read."""
         wanted = self.decode_policy.quotas(n_prompt, n_layers)
-        quotas = [
-            Quota(mine.entries, max(mine.n_sink, then.n_sink), max(mine.n_window, then.n_window))
+        return [
+            Quota(
+                mine.entries, max(mine.n_sink, then.n_sink), max(mine.n_window, then.n_window)
+            ).shrunk()
             for mine, then in zip(self.prefill_policy.quotas(n_prompt, n_layers), wanted)
         ]
-        why = f"what {self.decode_policy.name} always keeps"
-        for quota in quotas:
-            least = quota.n_sink + quota.n_window
-            require_entries(self.prefill_policy.name, quota.entries, least, why)
-        return quotas
 
     def __str__(self) -> str:
         return f"{self.prefill_policy}{THEN}{self.decode_policy}"

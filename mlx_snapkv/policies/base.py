@@ -19,7 +19,6 @@ from .budgets import (
     is_budget,
     layer_entries,
     mean_entries,
-    require_entries,
 )
 from .options import MOST, count, entry_count, option, parsed
 
@@ -172,14 +171,14 @@ class Policy(ABC):
         """What each full-attention layer keeps of a prompt.
 
         Raises:
-            SnapKVError: a share of this prompt is less than what is always kept.
+            SnapKVError: a share of this prompt is less than one entry.
         """
         mean = mean_entries(self.budget, n_prompt)
         self._require_entries(mean)
-        n_window = self.window(mean)
-        least = max(1, self.n_sink + n_window)
+        quota = Quota(mean, self.n_sink, self.window(mean)).shrunk()
+        least = max(1, quota.n_sink + quota.n_window)
         counts = layer_entries(self.budget, n_prompt, n_layers, least)
-        return [Quota(n, self.n_sink, n_window) for n in counts]
+        return [dataclasses.replace(quota, entries=n) for n in counts]
 
     def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """What each full-attention layer keeps while the prompt is read: under "once", everything."""
@@ -254,12 +253,12 @@ class Policy(ABC):
             self._require(name, not isinstance(value, int) or value <= MOST, f"at most {MOST}")
 
     def _require_entries(self, budget: int) -> None:
-        window = self.window(budget)
-        why = f"n_sink={self.n_sink} and n_window={window} entries are always kept"
-        require_entries(self.name, budget, max(1, self.n_sink + window), why)
+        if budget < 1:
+            raise SnapKVError(f"{self.name} option budget={self.budget} is no entry of this prompt")
         if self.schedule == "once" and not self.grows:
             allowed = "at least 1 entry with schedule=once, where it slides"
-            self._require("n_window", window >= 1, allowed)
+            n_window = Quota(budget, self.n_sink, self.window(budget)).shrunk().n_window
+            self._require("n_window", n_window >= 1, allowed)
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:

@@ -1,5 +1,7 @@
 """How many entries a policy keeps of one prompt, layer by layer."""
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import dataclass
 from numbers import Integral
@@ -8,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.selection import select_positions
-from ..errors import SnapKVError
 from ..several.heads import largest
 from ..several.shard import TENSOR, WHOLE, Shard
 
@@ -25,6 +26,14 @@ class Quota:
     entries: int
     n_sink: int
     n_window: int
+
+    def shrunk(self) -> Quota:
+        """The same entries; where sink and window don't fit, they share half of them in their proportion."""
+        both, half = self.n_sink + self.n_window, max(1, self.entries // 2)
+        if both <= self.entries:
+            return self
+        n_window = max(1, half * self.n_window // both) if self.n_window else 0
+        return Quota(self.entries, half - n_window, n_window)
 
     def select(self, scores: mx.array) -> mx.array:
         """The positions to keep, uint32 `(B, n_kv_heads, min(entries, T))`, by scores `(B, n_kv_heads, T)`."""
@@ -140,11 +149,3 @@ def _share(text: str) -> float | None:
         return float(text[:-1]) / 100
     except ValueError:
         return None
-
-
-def require_entries(name: str, budget: int, kept: int, why: str) -> None:
-    """Raises: SnapKVError: `budget` is less than is kept in any case."""
-    if budget < kept:
-        raise SnapKVError(
-            f"{name} option budget must be at least {kept} ({why}), got {budget} entries"
-        )

@@ -12,7 +12,7 @@ from ..entries.attention import READ_TOKENS, shared_logits
 from ..entries.entries import Entries
 from ..entries.selection import top_positions
 from .base import Policy
-from .budgets import amount, mean_entries
+from .budgets import Quota, amount, mean_entries
 from .options import choice, count, entry_count, flag
 
 ON_FULL = ("grow", "slide", "reselect", "keydiff")
@@ -108,8 +108,9 @@ class SnapKV(Policy):
             self._require("n_window", fewest is not None, "less than all of the budget")
             object.__setattr__(self, "budget", fewest)
         elif isinstance(self.budget, int):
-            n_voted = self.budget - self.n_sink - self.window(self.budget)
-            object.__setattr__(self, "top_k", max(0, n_voted))
+            quota = Quota(self.budget, self.n_sink, self.window(self.budget)).shrunk()
+            n_voted = self.budget - quota.n_sink - quota.n_window
+            object.__setattr__(self, "top_k", n_voted)
 
     def _fewest(self) -> int | None:
         """The smallest budget of which `top_k` entries are voted; None if the window is all of it."""

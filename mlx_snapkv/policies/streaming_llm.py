@@ -36,13 +36,13 @@ class StreamingLLM(Policy):
         super().__post_init__()
 
     def window(self, budget: int) -> int:
-        return max(0, budget - self.n_sink)
+        return budget - (self.n_sink if budget > self.n_sink else budget // 2)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """A layer's recent entries fill its own budget, also in a pyramid."""
         counts = layer_entries(self.budget, n_prompt, n_layers, self.n_sink + 1)
         self._require_entries(min(counts))
-        return [Quota(n, self.n_sink, n - self.n_sink) for n in counts]
+        return [Quota(n, n - self.window(n), self.window(n)) for n in counts]
 
     def score(self, entries: Entries) -> mx.array:
         """The later, the higher."""

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mlx_snapkv import KeyDiff, SnapKV, SnapKVError
+from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, StreamingLLM
+from mlx_snapkv.engine.prompt_plan import gate
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.budgets import Quota, layer_entries, shared_out
 
@@ -38,13 +39,31 @@ def test_a_bad_budget_is_one_sentence(budget):
         KeyDiff(budget=budget)
 
 
-def test_a_share_that_is_too_small_is_refused_when_the_prompt_is_known():
-    policy = SnapKV(budget="25%")
-    with pytest.raises(SnapKVError, match=r"at least 5 .*, got 4 entries"):
-        policy.quotas(16, 4)
-    assert policy.quotas(4000, 4)[0] == Quota(1000, 4, 250)
-    with pytest.raises(SnapKVError, match=r"at least 1 .*, got 0 entries"):
+def test_a_share_of_no_entry_is_refused_when_the_prompt_is_known():
+    assert SnapKV(budget="25%").quotas(4000, 4)[0] == Quota(1000, 4, 250)
+    with pytest.raises(SnapKVError, match="budget=25% is no entry of this prompt"):
         KeyDiff(budget="25%").quotas(3, 4)
+
+
+@pytest.mark.parametrize(
+    "policy, n, kept",
+    [
+        (SnapKV(budget="25%"), 16, Quota(4, 1, 1)),
+        (SnapKV(budget=64, n_window=128), 1000, Quota(64, 1, 31)),
+        (SnapKV(budget=64, n_sink=32, n_window=32), 1000, Quota(64, 32, 32)),
+        (SnapKV(budget=2, n_sink=2, n_window=9), 1000, Quota(2, 0, 1)),
+        (KeyDiff(budget=6, n_sink=9, n_window=0), 1000, Quota(6, 3, 0)),
+        (StreamingLLM(budget=3), 1000, Quota(3, 1, 2)),
+    ],
+)
+def test_sink_and_window_shrink_to_half_of_a_budget_below_them(policy, n, kept):
+    assert policy.quotas(n, 1) == [kept]
+    assert gate(policy, n, None) is None
+
+
+def test_two_stages_share_a_small_budget():
+    policy = resolve_policy(policy="keydiff:budget=20 then snapkv:budget=40,n_sink=4,n_window=36")
+    assert policy.prefill_quotas(1000, 1) == [Quota(20, 1, 9)]
 
 
 def test_snapkvs_budget_and_top_k_say_the_same():
