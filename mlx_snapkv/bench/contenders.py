@@ -1,4 +1,4 @@
-"""The ways to hold a prompt's KV entries that are measured side by side, and the model that shows them best."""
+"""How a prompt's KV entries can be held, measured side by side, and the model that is measured by default."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ VOCABULARY = 100  # token ids that every model has
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to hold a prompt's entries.
+    """A cache for a prompt's entries.
 
     Attributes:
         name: as printed.

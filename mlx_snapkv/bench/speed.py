@@ -54,7 +54,8 @@ def measure_speed(
     """A row for each context length and contender, as the benchmark's JSON file has them.
 
     Args:
-        start: told what is measured, and in how many parts; done: of every part, with all rows so far.
+        start: called with what is measured and in how many parts.
+        done: called after every part, with all rows so far.
     """
     rows: dict[tuple[int, str], Row] = {}
 

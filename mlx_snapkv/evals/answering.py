@@ -150,7 +150,7 @@ class Answers:
         self._document = document.questions[0].prompt[: document.n_shared]
         self._policies = [method.scores for method, *_ in wanted if method.shares_reading]
         known = {i for method, setting, i in wanted if setting == KNOWN and method.shares_reading}
-        self._tails = [self._tail(document.questions[i]) for i in sorted(known)]
+        self._suffixes = [self._suffix(document.questions[i]) for i in sorted(known)]
         self._prompt: Reading | None = None  # document and question that were read last
         self._kept: tuple[str, list, CompressionReport | None] = ("", [], None)
         self._full: dict[int, Answer] = {}  # by question: the same in both settings
@@ -171,12 +171,12 @@ class Answers:
             self._kept = method.name, *self._document_kept(method)
         _, cache, report = self._kept
         options = {"policy": method.policy, **method.options} if report is None else {}
-        rest = self._tail(question)
+        rest = self._suffix(question)
         return self._decoded(rest, copy.deepcopy(cache), question.max_tokens, options, report)
 
     def _known(self, method: Method, question: Question) -> Answer:
         if self._prompt is None or self._prompt.tokens != question.prompt:
-            self._prompt = self._reading.followed_by(self._tail(question))
+            self._prompt = self._reading.followed_by(self._suffix(question))
         reading, stops = self._prompt, self._tokenizer.eos_token_ids
         full = reading.answer(question.max_tokens, stops)
         cache, report = self._chosen(reading, method, answering=True)
@@ -231,13 +231,13 @@ class Answers:
         policy: Any = method.policy
         if isinstance(policy, HeadWise):
             return masked(reading, policy, kinds_of(self._tokenizer, reading.tokens), answering)
-        return reading.answering(policy) if answering else reading.compressed(policy)
+        return reading.compressed(policy, answering)
 
     @cached_property
     def _reading(self) -> Reading:
-        return read_once(self._model, self._document, self._policies, self._tails)
+        return read_once(self._model, self._document, self._policies, self._suffixes)
 
-    def _tail(self, question: Question) -> list[int]:
+    def _suffix(self, question: Question) -> list[int]:
         return question.prompt[self._n_shared :]
 
     def _decoded(

@@ -1,7 +1,7 @@
 """Data whose rows have the columns that kvpress' data sets share: RULER, LongBench, InfiniteBench, LooGLE.
 
-A task that no column tells is the file's name, or its folder's if the file is a split (`test-00000-of-00001`); a length
-that none tells is a folder's name (`4096/test.parquet`). Rows of one context are questions about one document.
+A task that no column names is the file's name, or its folder's if the file is a split (`test-00000-of-00001`); a length
+that none gives is a folder's name (`4096/test.parquet`). Rows of one context are questions about one document.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .document import Document, Place, Question
 from .tables import Page
 from .texts import around
 
-MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't tell apart
+MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't separate
 SPLIT = re.compile(r"(train|test|validation|data)\b")
 PAGE = Page(
     "Questions of a data set",
@@ -68,7 +68,7 @@ def read_columns(
         most: documents of each task and length, from the first on.
 
     Returns:
-        Them by length and task, and what tells this copy of the data from others.
+        Them by length and task, and a digest of the data.
 
     Raises:
         SnapKVError: there is no such file, it can't be read or lacks a column, or it has no such task.
@@ -156,7 +156,7 @@ class Columns:
     stands behind where it starts. Without a template a line break ends the question.
 
     Attributes:
-        data: what tells this copy of it from others.
+        data: its digest.
         template: whether to use the tokenizer's chat template, if it has one.
     """
 

@@ -14,13 +14,13 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes
-from ..engine.generate import generate_step, stream_generate
+from ..engine.generate import stream_generate
 from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, gate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from ..policies import Policy, Stages
-from .divergence import Reference, log_softmax
-from .reading import Reading, judged, read_once, shares_reading
+from .divergence import Reference
+from .reading import Reading, read_once, shares_reading
 
 FULL = "full cache"
 AROUND = 8  # tokens shown before the first that differs
@@ -245,11 +245,8 @@ class Comparison:
     @cached_property
     def _reference(self) -> Reference:
         """What the full cache says to each token of its answer."""
-        known, following = self._answered[:-1], self._reading.following[None]
-        if known:
-            later = judged(self._model, self._reading.full(), known)
-            following = mx.concatenate([following, log_softmax(later)])
-        return Reference(log_softmax(following))
+        full, following = self._reading.full(), self._reading.following
+        return Reference(self._model, self._tokens, self._answered, full, following)
 
     @property
     def _answered(self) -> list[int]:
@@ -258,28 +255,13 @@ class Comparison:
 
     def _kl_of(self, cache: list) -> float:
         """Of what a cache says to the full cache's answer; tokens that it was fed already are the full cache's."""
-        known = [*self._tokens, *self._answered][held_tokens(self._model, cache) : -1]
-        if not known:
-            return 0.0
-        logits = judged(self._model, cache, known)[-len(self._answered) :]
-        return self._mean(self._reference.divergence(log_softmax(logits)))
+        return float(self._reference.divergence(self._reference.predictions(cache)))
 
     def _forced_kl(self, way: Way) -> float:
-        answer = iter(self._answered)
-        steps = generate_step(
-            mx.array(self._tokens),
-            self._model,
-            policy=way.policy,
-            max_tokens=len(self._answered),
-            sampler=lambda logprobs: mx.array([next(answer, 0)]),
-            prefill_step_size=self._step_size,
-            **{name: x for name, x in way.options.items() if name != "verify"},
-        )
-        logprobs = log_softmax(mx.stack([one for _, one in steps]))
-        return self._mean(self._reference.divergence(logprobs))
-
-    def _mean(self, divergence: mx.array) -> float:
-        return float(divergence.sum().item()) / len(self._answered)  # type: ignore[arg-type]
+        options = {name: x for name, x in way.options.items() if name != "verify"}
+        given = options | {"prefill_step_size": self._step_size}
+        logprobs = self._reference.generated(way.policy, **given)
+        return float(self._reference.divergence(logprobs))
 
     def _kept(self, cache: list) -> np.ndarray:
         counts, n_heads = np.zeros(len(self._tokens)), 0

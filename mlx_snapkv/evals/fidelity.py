@@ -19,16 +19,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers
-from ..engine.generate import generate_step
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import held_tokens
 from ..entries.quantization import n_bytes
 from ..policies import Policy, Stages
 from . import loop
 from .answering import KNOWN, LATER, Method
-from .divergence import Reference, log_softmax, loss
+from .divergence import Reference
 from .loop import Record, Results
-from .reading import Reading, judged, read_once, shares_reading
+from .reading import Reading, read_once, shares_reading
 from .texts import Frame, Piece, frame_of
 
 TEXT = "text"
@@ -139,7 +137,8 @@ class Judges:
             cache, report = self._reading(setting).compressed(without_lookahead(policy))
         held = self._held(cache, report)
         with mx.stream(stream):
-            return self._figures(setting, self._judged(setting, cache)) | held
+            logprobs = self._reference(setting).predictions(cache)
+            return self._figures(setting, logprobs) | held
 
     def _held(self, cache: list, report: CompressionReport) -> Record:
         """What a cache holds once it is compressed: entries, the mean over layers, and their bytes."""
@@ -153,14 +152,13 @@ class Judges:
 
     def _figures(self, setting: str, logprobs: mx.array) -> Record:
         """Means over the tokens judged, of which a cache was asked for the last ones: the others are as they were."""
-        reference, n_asked = self._reference(setting), len(logprobs)
-        n = len(reference)
+        reference = self._reference(setting)
         return {
-            "tokens": n,
-            "judged": n_asked,
-            "kl": reference.divergence(logprobs).sum() / n if n_asked else 0.0,
-            "same": 1 - reference.differs(logprobs).sum() / n if n_asked else 1.0,
-            "loss": loss(logprobs, self.piece.following[1:]) if setting == TEXT else None,
+            "tokens": len(reference),
+            "judged": len(logprobs),
+            "kl": reference.divergence(logprobs),
+            "same": reference.same(logprobs),
+            "loss": reference.loss(logprobs) if setting == TEXT else None,
         }
 
     def _reference(self, setting: str) -> Reference:
@@ -168,40 +166,22 @@ class Judges:
 
     @cached_property
     def _to_text(self) -> Reference:
-        return Reference(self._judged(TEXT, self._text.full()))
+        # The full cache says which token comes first after a piece; that one is fed, and those after it are judged.
+        first, *rest = self.piece.following
+        return Reference(self.model, [*self._text.tokens, first], rest, self._text.full())
 
     @cached_property
     def _to_answer(self) -> Reference:
-        return Reference(self._judged(LATER, self._asked.full()))
-
-    def _judged(self, setting: str, cache: list) -> mx.array:
-        """Log-probabilities for those tokens that a cache is asked for: all, or the last ones of an answer."""
-        # The full cache says which token comes first after a piece; that one is fed, and those after it are judged.
-        text, following = self._text if setting == TEXT else self._prompt, self._following(setting)
-        known = [*text.tokens, *following][held_tokens(self.model, cache) : -1]
-        if not known:
-            return text.following[None][:0]
-        n = len(following) - (setting == TEXT)
-        return log_softmax(judged(self.model, cache, known)[-n:])
-
-    def _following(self, setting: str) -> list[int]:
-        return self.piece.following if setting == TEXT else self._answer
+        answer = self._prompt.answer(self.n, self.stops)
+        return Reference(self.model, self._prompt.tokens, answer, self._asked.full())
 
     def _generated(self, policy: AnyPolicy) -> Record:
-        """The figures of a policy that reads a prompt for itself: `generate_step` is told what to answer."""
+        """The figures of a policy that reads a prompt for itself."""
         held: Record = {}
-        cache, answer = make_prompt_cache(self.model), iter(self._answer)
-        steps = generate_step(
-            mx.array(self._prompt.tokens),
-            self.model,
-            policy=policy,
-            prompt_cache=cache,
-            max_tokens=len(self._answer),
-            sampler=lambda logprobs: mx.array([next(answer, 0)]),
-            on_report=lambda report: held.update(self._held(cache, report)),
-        )
-        logprobs = mx.stack([one for _, one in steps])
-        return self._figures(KNOWN, log_softmax(logprobs)) | held
+        cache = make_prompt_cache(self.model)
+        on_report = lambda report: held.update(self._held(cache, report))  # noqa: E731
+        given = {"prompt_cache": cache, "on_report": on_report}
+        return self._figures(KNOWN, self._to_answer.generated(policy, **given)) | held
 
     def _reading(self, setting: str) -> Reading:
         """What is compressed."""
@@ -228,7 +208,3 @@ class Judges:
     def _prompt(self) -> Reading:
         """The piece with the question."""
         return self._asked.followed_by(self.frame.after)
-
-    @cached_property
-    def _answer(self) -> list[int]:
-        return self._prompt.answer(self.n, self.stops)

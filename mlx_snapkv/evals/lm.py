@@ -131,7 +131,7 @@ def load_tasks(
     Args:
         names: of tasks, groups or tags, with `*` for any characters, or paths of yaml files.
         include_path: a folder of more tasks' yaml files.
-        metadata: what tasks that make their own prompts are told, such as RULER's `tokenizer` and `max_seq_lengths`.
+        metadata: for tasks that make their own prompts, such as RULER's `tokenizer` and `max_seq_lengths`.
         seed: of prompts made at random.
 
     Raises:

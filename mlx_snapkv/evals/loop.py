@@ -119,7 +119,7 @@ def run(
             pending.append(functools.partial(_add, results, record))
             settle(most if deferred else 0)
         pending.append(functools.partial(on_document, bool(missing)))
-        if is_first or not deferred:  # the first tells how long the others will take
+        if is_first or not deferred:  # the time of the first is the estimate for the others
             settle()
         is_first = is_first and not missing
         wanted += places

@@ -1,6 +1,6 @@
 """A prompt that is read once, for any number of policies.
 
-reading = read_once(model, document, policies, tails=[question])
+reading = read_once(model, document, policies, suffixes=[question])
 cache, report = reading.compressed(policy)          # the document, as prefill compresses it
 logits = judged(model, cache, question)             # what the small cache says to known tokens, in one pass
 
@@ -33,9 +33,7 @@ from ..models.patch import recording
 from ..policies import Policy, Stages
 
 AnyPolicy = Policy | Stages
-Recorders = dict[
-    AnyPolicy, list[RecordingKVCache]
-]  # of a prompt: one for each full-attention layer
+Recorders = dict[AnyPolicy, list[RecordingKVCache]]  # of a prompt, by full-attention layer
 MORE = 256  # tokens that there is room for behind a prompt
 
 
@@ -54,18 +52,16 @@ def read_once(
     model: Any,
     tokens: Sequence[int],
     policies: Iterable[AnyPolicy | None] = (),
-    tails: Iterable[Sequence[int]] = (),
+    suffixes: Iterable[Sequence[int]] = (),
     progress: ProgressCallback | None = None,
     step_size: int | None = None,
 ) -> Reading:
     """Read a prompt on full caches, and record the queries that each policy needs.
 
     Args:
-        model: an mlx-lm model.
         tokens: token ids of the prompt.
-        policies: all that will be asked for. None, which keeps everything, and policies that read for themselves may
-            be among them.
-        tails: token ids that may follow it, which `Reading.followed_by` reads.
+        policies: all that will be asked for; None and policies that read for themselves may be among them.
+        suffixes: token ids that may follow it, which `Reading.followed_by` reads.
         progress: as mlx-lm's `prompt_progress_callback`.
         step_size: tokens to read at a time; by default what the device reads fastest.
 
@@ -74,7 +70,9 @@ def read_once(
     """
     sharing = [p for p in dict.fromkeys(policies) if p is not None and shares_reading(p)]
     own = _recorders(model, len(tokens), sharing)
-    after = {tuple(tail): _recorders(model, len(tokens) + len(tail), sharing) for tail in tails}
+    after = {
+        tuple(suffix): _recorders(model, len(tokens) + len(suffix), sharing) for suffix in suffixes
+    }
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
     _share(caches, layers, [own, *after.values()], len(tokens))
@@ -87,13 +85,11 @@ def read_once(
 class Reading:
     """A prompt on full caches, with the queries recorded that each policy needs; made by `read_once`.
 
-    What a policy keeps is what `prefill` and `generate_step` keep, whoever else asks. Entries that it drops are gone:
-    there is no `memory="recall"` here.
+    What a policy keeps is what `prefill` and `generate_step` keep, whichever others there are. There is no
+    `memory="recall"` here: entries that are evicted are gone.
 
     Attributes:
-        model: an mlx-lm model.
-        tokens: token ids of the prompt.
-        following: log-probabilities `(vocab_size,)` of the token after it.
+        following: log-probabilities `(vocab_size,)` of the token after the prompt.
     """
 
     model: Any
@@ -101,7 +97,7 @@ class Reading:
     _layers: list[AttentionLayer]
     _caches: list
     _recorders: Recorders
-    _tails: dict[tuple[int, ...], Recorders] = field(default_factory=dict)
+    _suffixes: dict[tuple[int, ...], Recorders] = field(default_factory=dict)
     following: mx.array = field(init=False)
 
     def __post_init__(self):
@@ -130,13 +126,23 @@ class Reading:
                 return self._answer[: i + 1]
         return self._answer[:n]
 
-    def compressed(self, policy: AnyPolicy) -> tuple[list, CompressionReport]:
+    def compressed(
+        self, policy: AnyPolicy, answering: bool = False
+    ) -> tuple[list, CompressionReport]:
         """What `prefill` keeps of the prompt, and its report; the answer's first tokens vote if the policy looks ahead.
 
         Raises:
             SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
-        return self._compressed(policy, answering=False)
+        n_prompt = len(self.tokens)
+        reason = gate(policy, n_prompt, None)
+        if reason is not None:
+            return self.full(), CompressionReport(str(policy), n_prompt, reason)
+        if not shares_reading(policy):
+            return prefill(self.model, self.tokens, policy)
+        request = self.request(policy, answering)
+        report = request.compress()
+        return request.prompt.prompt_cache, report
 
     def answering(self, policy: AnyPolicy) -> tuple[list, CompressionReport]:
         """The same while the full cache's answer is given: what `generate_step` decodes from once it has compressed.
@@ -149,27 +155,16 @@ class Reading:
         """
         if not shares_reading(policy):
             raise SnapKVError(f"{policy} reads a prompt for itself: answer with generate_step")
-        return self._compressed(policy, answering=True)
+        return self.compressed(policy, answering=True)
 
-    def followed_by(self, tail: Sequence[int]) -> Reading:
-        """The prompt with one of its `tails` behind it, read on a copy."""
-        caches, recorders = self.full(), self._tails[tuple(tail)]
-        tokens = [*self.tokens, *tail]
+    def followed_by(self, suffix: Sequence[int]) -> Reading:
+        """The prompt with one of its `suffixes` behind it, read on a copy."""
+        caches, recorders = self.full(), self._suffixes[tuple(suffix)]
+        tokens = [*self.tokens, *suffix]
         _share(caches, self._layers, [recorders], len(tokens))
         reading = Reading(self.model, tokens, self._layers, caches, recorders)
-        reading._read(tail)
+        reading._read(suffix)
         return reading
-
-    def _compressed(self, policy: AnyPolicy, answering: bool) -> tuple[list, CompressionReport]:
-        n_prompt = len(self.tokens)
-        reason = gate(policy, n_prompt, None)
-        if reason is not None:
-            return self.full(), CompressionReport(str(policy), n_prompt, reason)
-        if not shares_reading(policy):
-            return prefill(self.model, self.tokens, policy)
-        request = self.request(policy, answering)
-        report = request.compress()
-        return request.prompt.prompt_cache, report
 
     def request(self, policy: AnyPolicy, answering: bool) -> Request:
         """A request that `compressed`, or `answering`, compresses: its caches hold everything, and who votes on it.
@@ -200,7 +195,7 @@ class Reading:
     ) -> None:
         """Feed the prompt's last tokens."""
 
-        def told(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             if done == total - 1:  # where policies without `last_token` compress
                 self._keep_others(len(self.tokens) - 1)
             if progress is not None:
@@ -208,16 +203,15 @@ class Reading:
 
         # Not in a policy's own chunks: what is read must not depend on who asks.
         size = step_size or LARGEST_CHUNK[mx.default_device().type]
-        options = {"prefill_step_size": size, "prompt_progress_callback": told}
+        options = {"prefill_step_size": size, "prompt_progress_callback": on_progress}
         with recording(attention_classes(self.model)):
             logprobs = read(self.model, mx.array(list(tokens)), self._caches, options)
         for i, layer in enumerate(self._layers):
             shared = layer.cache_in(self._caches).growing_cache()
-            # The answer is no matter of the tails.
-            shared.recorders = _at(self._recorders, i)
+            shared.recorders = _at(self._recorders, i)  # the suffixes' need nothing of the answer
         self.following = logprobs[0]
         self._keep_others(len(self.tokens))
-        self._add(self.following)
+        self._answer.append(_best(self.following))
 
     def _feed_answer(self, n: int) -> None:
         """Feed the answer's first `n` tokens, whatever they are, unless that was done."""
@@ -226,18 +220,19 @@ class Reading:
             with recording(attention_classes(self.model)):
                 logits = self.model(token, cache=self._caches)[0, -1]
             mx.eval(logits, [c.state for c in self._caches])
-            self._add(logits)
+            self._answer.append(_best(logits))
             if fed + 1 in self._n_ahead:
                 self._keep_others(len(self.tokens) + fed + 1)
-
-    def _add(self, logits: mx.array) -> None:
-        self._answer.append(int(mx.argmax(logits).item()))  # type: ignore[arg-type]
 
     def _keep_others(self, n: int) -> None:
         self._others[n] = copies_but_entries(self._caches, self._layers)
 
     def _others_at(self, n: int) -> list:
         return copies_but_entries(self._others[n], self._layers)
+
+
+def _best(logits: mx.array) -> int:
+    return int(mx.argmax(logits).item())  # type: ignore[arg-type]
 
 
 def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
@@ -269,22 +264,24 @@ def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
 def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:
     """What is to be recorded of a prompt of so many tokens for the policies that compress it, each thing once."""
     recorders: Recorders = {}
-    by_wish: dict[tuple, list[RecordingKVCache]] = {}
+    by_range: dict[tuple, list[RecordingKVCache]] = {}
     for policy in policies:
         if gate(policy, n_prompt, None) is None:
             caches = _request(model, n_prompt, policy).caches
             own = [layer.cache_in(caches) for layer in attention_layers(model, caches)]
-            wish = own[0].first, own[0].last, own[0].statistics_from
-            recorders[policy] = by_wish.setdefault(wish, own)
+            recorded = own[0].first, own[0].last, own[0].statistics_from
+            recorders[policy] = by_range.setdefault(recorded, own)
     return recorders
 
 
 def _share(
-    prompt_cache: list, layers: list[AttentionLayer], heard: list[Recorders], n_tokens: int
+    prompt_cache: list, layers: list[AttentionLayer], recorders: list[Recorders], n_tokens: int
 ) -> None:
-    """Let recorders hear the queries of a prompt cache, which is going to hold so many tokens."""
+    """Give recorders the queries of a prompt cache, which is going to hold so many tokens."""
     for i, layer in enumerate(layers):
-        shared = SharedKVCache([r for some in heard for r in _at(some, i)], n_tokens + MORE, layer)
+        shared = SharedKVCache(
+            [r for some in recorders for r in _at(some, i)], n_tokens + MORE, layer
+        )
         before = layer.cache_in(prompt_cache)
         if not before.empty():
             shared.go_on_from(before, n_tokens + MORE)

@@ -38,7 +38,7 @@ class Texts:
         paths: each text's name is its path, or that below the folder.
 
     Attributes:
-        digest: what tells these texts from others.
+        digest: of these texts.
 
     Raises:
         SnapKVError: a path can't be read, a file that was given is not UTF-8 text, or there is no text.

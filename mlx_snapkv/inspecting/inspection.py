@@ -138,7 +138,7 @@ def inspect_prompt(
     """Answer a prompt as `generate` does, greedily, and record what was kept of it and what the answer attended to.
 
     The weights are those of the attention's own queries and entries, taken when it was called. Every token waits for
-    them, so this is no way to measure speed.
+    them, so its speed means nothing.
 
     Args:
         prompt: a text, to which no chat template is applied, or token ids, as of `stream_generate`.

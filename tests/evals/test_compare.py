@@ -7,7 +7,7 @@ import pytest
 
 from mlx_snapkv import generate
 from mlx_snapkv.evals.compare import Comparison, Way
-from mlx_snapkv.evals.fidelity import KNOWN, Document
+from mlx_snapkv.evals.fidelity import KNOWN, Judges
 from mlx_snapkv.policies import resolve_policy
 
 POLICIES = [
@@ -48,7 +48,7 @@ def test_kl_is_that_of_fidelity(demo_llama, compared):
     piece = SimpleNamespace(tokens=prompt[:-20], following=[])
     frame = SimpleNamespace(start=[], before=[], after=prompt[-20:])
     stops = tokenizer.eos_token_ids
-    document = Document(model, piece, frame, policies, {KNOWN}, N, stops)
+    document = Judges(model, piece, frame, policies, {KNOWN}, N, stops)
     for way, answer in found:
         if way.policy in policies and not way.options:
             record = document.judge(KNOWN, way.policy, mx.default_stream(mx.default_device()))
