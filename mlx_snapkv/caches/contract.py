@@ -6,7 +6,7 @@ from typing import Any
 
 from ..entries.entries import Entries
 from ..entries.quantization import Quantization, n_bytes, rows
-from .stores import Source
+from .stores import EntryView
 
 
 class Mark(dict[str, Any]):
@@ -118,7 +118,7 @@ class LosslessCache(ABC):
         """A cache of mlx-lm's with the same entries, quantised ones as they are; itself if there is no such."""
 
     @abstractmethod
-    def sources(self) -> list[Source]:
+    def views(self) -> list[EntryView]:
         """Where its entries can be read from, in order of position."""
 
     @abstractmethod

@@ -22,7 +22,7 @@ from ..entries.entries import Entries
 from ..entries.quantization import Quantization, Stored, arrays, join, unpack
 from ..errors import EntryFileError, SnapKVError
 from ..paths import reason
-from .stores import Chain, Source, Store
+from .stores import EntryView, JoinedView, Store
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _checkers() -> ThreadPoolExecutor:
 
 
 @dataclass(frozen=True)
-class _Part(Source):
+class _Part(EntryView):
     """The first `n_entries` of a file of keys and one of values."""
 
     files: Sequence[Any]
@@ -216,7 +216,7 @@ class _Part(Source):
         return keys, values
 
 
-class FileStore(Chain, Store):
+class FileStore(JoinedView, Store):
     """Entries in files of keys and of values.
 
     A copy shares the files with what it is a copy of, and any number of processes may share those that were saved:
@@ -244,33 +244,33 @@ class FileStore(Chain, Store):
         try:
             if not self._grows:
                 files = [TemporaryFile(Layout.of(x)) for x in stored]
-                self._sources.append(_Part(files, self.quantization))
+                self._parts.append(_Part(files, self.quantization))
                 self._grows = True
-            part = self._sources[-1]
+            part = self._parts[-1]
             for file, x in zip(part.files, stored):
                 file.write(x, part.n_entries)
         except OSError as error:
             if self._grows:
-                self._cut(self._sources[-1].n_entries)
+                self._cut(self._parts[-1].n_entries)
             raise EntryFileError(
                 f"entries can't be kept in a file in {tempfile.gettempdir()}: {error.strerror or error}; "
                 "set TMPDIR or --store-dir to a folder with room, or use another memory"
             ) from error
-        self._sources[-1] = _Part(part.files, self.quantization, part.n_entries + len(new))
+        self._parts[-1] = _Part(part.files, self.quantization, part.n_entries + len(new))
 
     def truncate(self, n: int) -> None:
         while self.n_entries > n:
-            part = self._sources.pop()
+            part = self._parts.pop()
             left = n - self.n_entries
             if left > 0:
-                self._sources.append(_Part(part.files, self.quantization, left))
+                self._parts.append(_Part(part.files, self.quantization, left))
                 if self._grows:
                     self._cut(left)
             else:
                 self._grows = False
 
     def _cut(self, n: int) -> None:
-        for file in self._sources[-1].files:
+        for file in self._parts[-1].files:
             with contextlib.suppress(OSError):
                 file.cut(n)
 
@@ -284,16 +284,16 @@ class FileStore(Chain, Store):
     def __deepcopy__(self, memo: dict) -> FileStore:
         self._grows = False
         other = FileStore(self.quantization)
-        other._sources = list(self._sources)
+        other._parts = list(self._parts)
         return other
 
     def reads(self, path: Path) -> bool:
         """Whether some of the entries are in the saved file of that name."""
-        files = (file for part in self._sources for file in part.files)
+        files = (file for part in self._parts for file in part.files)
         return any(isinstance(file, SavedFile) and file.path == path for file in files)
 
     @property
     def file_nbytes(self) -> int:  # type: ignore[override]
         return sum(
-            file.layout.token * part.n_entries for part in self._sources for file in part.files
+            file.layout.token * part.n_entries for part in self._parts for file in part.files
         )

@@ -12,7 +12,7 @@ from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, KeyIndex
 from ..entries.queries import Queries
 from .compaction import Compaction
-from .stores import Chain, Source
+from .stores import EntryView, JoinedView
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED_PARTS = 4  # of those, whose spread it is made for
@@ -23,7 +23,7 @@ class FullView:
     """A layer's entries, to be voted for and gathered.
 
     Args:
-        sources: where they are read from; they stay as they are.
+        views: where they are read from, in order of position; they stay as they are.
         layer: the layer of the model.
         compaction: how far apart queries and keys may be; None is as far as they are.
         index: of the keys, by which the likeliest entries are found.
@@ -35,7 +35,7 @@ class FullView:
 
     def __init__(
         self,
-        sources: list[Source],
+        views: list[EntryView],
         layer: Any,
         compaction: Compaction | None = None,
         index: KeyIndex | None = None,
@@ -44,7 +44,7 @@ class FullView:
         self.layer = layer
         self._latent = layer is not None and layer.latent
         self._compaction = compaction
-        self._entries = Chain(sources)
+        self._entries = JoinedView(views)
         self._n = n_entries
         self.index = index if len(self) > FEW else None
 

@@ -18,7 +18,7 @@ from .compaction import Compaction
 from .contract import LosslessCache, Mark
 from .evicting import snapshot
 from .full_view import FullView
-from .stores import Source, Store
+from .stores import EntryView, Store
 
 _CLOSED: Any = Missing(
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
@@ -76,10 +76,10 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
 
     def _evict(self) -> None:
         if self._n > self.quota.entries:
-            self._store()
+            self._store_new()
         super()._evict()
 
-    def _store(self) -> None:
+    def _store_new(self) -> None:
         """Append to the store what it lacks."""
         n_before = self.store.n_entries
         n_new = self.offset - n_before
@@ -114,9 +114,9 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
         self._index = index
 
     def offload(self) -> None:
-        self._store()
+        self._store_new()
 
-    def sources(self) -> list[Source]:
+    def views(self) -> list[EntryView]:
         self.offload()
         return [self.store]
 

@@ -16,7 +16,7 @@ from ..entries.quantization import join, n_bytes, rows
 from ..entries.queries import Read, Recorder
 from .adapter import FullCache, plain_cache
 from .contract import LayerCache, LosslessCache, Mark
-from .stores import MemoryStore, Source, Store, quantized_cache
+from .stores import EntryView, MemoryStore, Store, quantized_cache
 
 
 class FullRecorder(LosslessCache, Recorder, LayerCache):
@@ -91,7 +91,7 @@ class RecordingKVCache(FullRecorder, KVCache):
         filled.keys, filled.values, filled.offset = cache.keys, cache.values, n
         return filled
 
-    def sources(self) -> list[Source]:
+    def views(self) -> list[EntryView]:
         return [MemoryStore(cache=self)]
 
     def growing_cache(self) -> KVCache:
@@ -224,8 +224,8 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
             return quantized_cache(how, self.store.stored(0, self.offset))
         return self.store.cache or super().saved_form()
 
-    def sources(self) -> list[Source]:
-        parts: list[Source] = [self.store, MemoryStore(cache=self.fresh)]
+    def views(self) -> list[EntryView]:
+        parts: list[EntryView] = [self.store, MemoryStore(cache=self.fresh)]
         return [part for part in parts if part.n_entries]
 
     def fill(self, entries: Entries) -> None:

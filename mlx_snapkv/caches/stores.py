@@ -14,7 +14,7 @@ from ..entries.quantization import Quantization, each, grown, n_bytes, n_rows, r
 from ..entries.selection import take_entries
 
 
-class Source(ABC):
+class EntryView(ABC):
     """A layer's entries in order of position, to be read; keys and values are `(B, n_kv_heads, n, head_dim)`.
 
     Attributes:
@@ -42,7 +42,7 @@ class Source(ABC):
         return self.read_keys(0, self.n_entries), self.read_values(0, self.n_entries)
 
 
-class Store(Source):
+class Store(EntryView):
     """Entries that more are appended to: in memory, quantised, or in a file.
 
     Attributes:
@@ -145,42 +145,42 @@ def quantized_cache(how: Quantization, entries: Entries | None = None) -> Quanti
     return cache
 
 
-class Chain(Source):
-    """The entries of several sources, one behind the other."""
+class JoinedView(EntryView):
+    """The entries of several views, one behind the other."""
 
-    def __init__(self, sources: Sequence[Source]):
-        self._sources: list[Any] = list(sources)
+    def __init__(self, views: Sequence[EntryView]):
+        self._parts: list[Any] = list(views)
 
     @property
     def n_entries(self) -> int:  # type: ignore[override]
-        return sum(source.n_entries for source in self._sources)
+        return sum(part.n_entries for part in self._parts)
 
     @property
     def waits(self) -> bool:  # type: ignore[override]
-        return any(source.waits for source in self._sources)
+        return any(part.waits for part in self._parts)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[Any, int, int]]:
-        """The sources that have some of the entries `[start, stop)`, and which of their own those are."""
+        """The views that have some of the entries `[start, stop)`, and which of their own those are."""
         first = 0
-        for source in self._sources:
-            a, b = max(start - first, 0), min(stop - first, source.n_entries)
+        for part in self._parts:
+            a, b = max(start - first, 0), min(stop - first, part.n_entries)
             if a < b:
-                yield source, a, b
-            first += source.n_entries
+                yield part, a, b
+            first += part.n_entries
 
     def read_keys(self, start: int, stop: int) -> mx.array:
-        return _joined([source.read_keys(a, b) for source, a, b in self._within(start, stop)])
+        return _joined([part.read_keys(a, b) for part, a, b in self._within(start, stop)])
 
     def read_values(self, start: int, stop: int) -> mx.array:
-        return _joined([source.read_values(a, b) for source, a, b in self._within(start, stop)])
+        return _joined([part.read_values(a, b) for part, a, b in self._within(start, stop)])
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         found: Any = ()
         first = 0
-        for source, _, n in self._within(0, self.n_entries):
-            part = source.gather(mx.clip(places, first, first + n - 1) - first)
+        for part, _, n in self._within(0, self.n_entries):
+            there = part.gather(mx.clip(places, first, first + n - 1) - first)
             here = (places >= first)[..., None]
-            found = tuple(mx.where(here, *pair) for pair in zip(part, found)) if found else part
+            found = tuple(mx.where(here, *pair) for pair in zip(there, found)) if found else there
             first += n
         return found
 

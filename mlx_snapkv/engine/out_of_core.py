@@ -178,7 +178,7 @@ class OutOfCoreReader(RetainingReader):
 
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """Over all entries but those of the tokens that were read again, which it gets as they came out of that."""
-        (stored,) = layer.cache_in(self.prompt.prompt_cache).sources()
+        (stored,) = layer.cache_in(self.prompt.prompt_cache).views()
         n = self.plan.n_prompt - self._n_again
         index = self.full_view(layer).index
         everything = FullView([stored], layer, self.prompt.compaction, index, n)

@@ -243,7 +243,7 @@ class RetainingReader(Reader):
     def full_view(self, layer: AttentionLayer) -> FullView:
         """All of a layer's entries."""
         cache = layer.cache_in(self.prompt.prompt_cache)
-        return FullView(cache.sources(), layer, self.prompt.compaction, cache.index)
+        return FullView(cache.views(), layer, self.prompt.compaction, cache.index)
 
     def last_queries(self, layer: AttentionLayer) -> mx.array | None:
         """The prompt's last queries, each KV head's readers together, if they were recorded."""

@@ -36,7 +36,7 @@ def viewed(kind):
             cache.offload()
     held = cache.held()
     answer = [x[:, :, T:] for x in rows]
-    found = FullView([*cache.sources(), MemoryStore(cache=plain_cache(*answer))], layer=None)
+    found = FullView([*cache.views(), MemoryStore(cache=plain_cache(*answer))], layer=None)
     return found, [mx.concatenate([x, y], axis=2) for x, y in zip((held.keys, held.values), answer)]
 
 

@@ -40,9 +40,9 @@ def feed(cache, rows, chunks):
 
 
 def assert_stored(cache, rows):
-    (source,) = cache.sources()
-    assert source.n_entries == cache.offset
-    for found, wanted in zip(source.entries(), rows):
+    (view,) = cache.views()
+    assert view.n_entries == cache.offset
+    for found, wanted in zip(view.entries(), rows):
         assert mx.array_equal(found, wanted[:, :, : cache.offset])
 
 

@@ -54,7 +54,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
         model(tokens[:, :119], cache=caches)
         full = layer.cache_in(caches)
         keys = np.array(full.keys_and_values()[0], np.float64)[0]
-        everything = FullView(full.sources(), layer)
+        everything = FullView(full.views(), layer)
         cache = RefreshedKVCache(everything, Quota(30, 2, 8), layer)
         seen = []
         gather = everything.gather

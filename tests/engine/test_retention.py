@@ -126,7 +126,7 @@ def test_a_failing_vote_leaves_the_conversation_as_it_was_read(demo_llama, ask):
     answer = conversation.send(tokenizer.decode(tokens))
     next(answer)
     layer = attention_layers(model, conversation.prompt_cache)[-1]
-    keys, _ = layer.cache_in(conversation.prompt_cache).store._sources[-1].files
+    keys, _ = layer.cache_in(conversation.prompt_cache).store._parts[-1].files
     os.ftruncate(keys._file.fileno(), 100)
     with pytest.raises(SnapKVError, match="entries kept in a file can't be read"):
         list(answer)
