@@ -4,15 +4,14 @@ import contextlib
 import random
 import re
 import shutil
-import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT
 
-import fork_helpers
 import httpx
 import pytest
+from server_helpers import served_process
 
 from mlx_snapkv.demo.questions import make_haystack
 
@@ -25,20 +24,17 @@ FLAGS = (
     "--disable-component-update --disable-sync"
 )
 SERVE = (
-    "serve --model demo --snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4 --memory recall "
-    "--prefill-step-size 512 --port 0"
+    "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256,lookahead=4 --memory recall "
+    "--prefill-step-size 512"
 )
 
 
 @contextlib.contextmanager
 def serving(*options):
     """The address of `mlx-snapkv serve` with these options, while the block runs; it is ended as by Ctrl-C."""
-    command = [sys.executable, "-m", "mlx_snapkv", *SERVE.split(), *options]
-    process = fork_helpers.Popen(command, stdout=fork_helpers.PIPE, text=True)
-    try:
-        yield re.search(r"http://[\d.:]+", process.stdout.readline()).group()
-    finally:
-        process.send_signal(signal.SIGINT)
+    with served_process(*SERVE.split(), *options) as (url, process):
+        yield url
+        process.send_signal(SIGINT)
         process.wait()
 
 

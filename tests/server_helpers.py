@@ -1,14 +1,14 @@
 """A server in this process, with a real model, on a free port."""
 
 import contextlib
-import os
-import subprocess
 import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
 
+import fork_helpers
 import httpx
+from fork_helpers import PIPE
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.completions.request import Defaults
@@ -76,7 +76,7 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generatio
 
 
 @contextlib.contextmanager
-def served_process(*flags, **environment):
+def served_process(*flags):
     """`mlx-snapkv serve` as a process of its own on a free port; its url, and the process."""
     command = [
         sys.executable,
@@ -89,17 +89,14 @@ def served_process(*flags, **environment):
         "0",
         *flags,
     ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    )
+    options = {"stdout": PIPE, "stderr": PIPE, "text": True}
+    process = fork_helpers.Popen(command, **options)
     try:
         line = process.stdout.readline()
         assert " at http://" in line, line + process.stderr.read()
-        yield line.split(" at ")[1].split()[0], process
+        url = line.split(" at ")[1].split()[0]
+        assert f"base_url={url}/v1" in line and f"ANTHROPIC_BASE_URL={url} " in line
+        yield url, process
     finally:
         process.kill()
         process.communicate()

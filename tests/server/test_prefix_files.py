@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+from signal import SIGTERM
 
 import httpx
 import mlx.core as mx
@@ -95,7 +96,7 @@ def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_pa
     with served_process(*flags, "--prefix-dir", str(copy)) as (url, process):
         for _ in range(2):
             assert answered(url, said) == (document[1][3].value, 0)
-        process.terminate()
+        process.send_signal(SIGTERM)
         log = process.stderr.read()
     assert log.count(".values is damaged") == 1 and "Traceback" not in log
 
