@@ -273,13 +273,10 @@ class Conversation:
                 self.said = [*self.said, parts]
                 self.attached = []
                 self._remember(tokens + answered)
-                self._before_last = before if self._may_keep(before) else None
+                is_cheap = shard_of(self.model).all_layers([before.is_cheap(self)])  # on all ranks
+                self._before_last = before if all(is_cheap) else None
             else:
                 before.restore(self)
-
-    def _may_keep(self, before: Before) -> bool:
-        """Whether the last turn is cheap to undo exactly, on all ranks if these hold different layers."""
-        return all(shard_of(self.model).all_layers([before.is_cheap(self)]))
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""

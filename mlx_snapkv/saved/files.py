@@ -90,7 +90,15 @@ def save(
         "notes": _pack(json.dumps(notes or {}).encode()),
         sealed.KEY: sealed.UNKNOWN,
     }
-    _write(path, prompt_cache, metadata, progress)
+    target = Path(os.path.realpath(path))
+    try:
+        with (
+            book.written(target, prompt_cache, progress) as more,
+            sealed.sealed(target) as writer,
+        ):
+            save_prompt_cache(writer, prompt_cache, metadata | more)
+    except (OSError, RuntimeError) as error:
+        raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
 
 
 def load(path: str | Path, model) -> SavedPrompt:
@@ -104,8 +112,17 @@ def load(path: str | Path, model) -> SavedPrompt:
     """
     require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
-    found, prompt_cache = _read(path)
-    ours = _is_marked(found)
+    found = sealed.metadata(path)
+    ours = not {_MARK, sealed.KEY}.isdisjoint(found)
+    if ours:
+        _require_format(path, found)
+    try:
+        prompt_cache = load_prompt_cache(str(path))
+        mx.eval([cache.state for cache in prompt_cache])
+    except Exception as error:  # whatever is in the file
+        raise SnapKVError(
+            f"{path} is not a prompt cache that mlx-snapkv or mlx-lm can read"
+        ) from error
     if ours and found["fingerprint"] != fingerprint(model):
         raise SnapKVError(
             f"{path} was made with another model or other weights (mlx-lm {found['mlx_lm']}): "
@@ -115,40 +132,16 @@ def load(path: str | Path, model) -> SavedPrompt:
     try:
         require_match(prompt_cache, model)
         require_tokens(prompt_cache, None if tokens is None else len(tokens))
-        _open_book(path, prompt_cache, found.get(book.KEY) if ours else None)
+        if ours and book.KEY in found:
+            book.open_book(path, found[book.KEY], prompt_cache)
+        elif book.out_of_core(prompt_cache):
+            raise SnapKVError("it holds what was resident of a book, and not its other entries")
     except SnapKVError as error:
         again = "" if ours else "; save the prompt by mlx-snapkv cache-prompt"
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error
     adopt(prompt_cache, model)
     policy = found["policy"] if ours else NO_POLICY
     return SavedPrompt(prompt_cache, tokens, policy, notes)
-
-
-def _is_marked(found: dict[str, str]) -> bool:
-    return not {_MARK, sealed.KEY}.isdisjoint(found)
-
-
-def _read(path: Path) -> tuple[dict[str, str], list]:
-    """A file's metadata and caches. Raises: SnapKVError: it is damaged or of another format."""
-    found = sealed.metadata(path)
-    ours = _is_marked(found)
-    if ours:
-        _require_format(path, found)
-    try:
-        prompt_cache, _ = load_prompt_cache(str(path), return_metadata=True)
-        mx.eval([cache.state for cache in prompt_cache])
-    except Exception as error:  # whatever is in the file
-        raise SnapKVError(
-            f"{path} is not a prompt cache that mlx-snapkv or mlx-lm can read"
-        ) from error
-    return found, prompt_cache
-
-
-def _open_book(path: Path, prompt_cache: list, text: str | None) -> None:
-    if text is not None:
-        book.open_book(path, text, prompt_cache)
-    elif book.out_of_core(prompt_cache):
-        raise SnapKVError("it holds what was resident of a book, and not its other entries")
 
 
 def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
@@ -177,20 +170,6 @@ def require_writable(path: str | Path) -> Path:
                 f"{path} is there already, and mlx-snapkv did not save it: give another name"
             )
     return path
-
-
-def _write(
-    path: Path, prompt_cache: list, metadata: dict[str, str], progress: book.Progress | None
-) -> None:
-    target = Path(os.path.realpath(path))
-    try:
-        with (
-            book.written(target, prompt_cache, progress) as more,
-            sealed.sealed(target) as writer,
-        ):
-            save_prompt_cache(writer, prompt_cache, metadata | more)
-    except (OSError, RuntimeError) as error:
-        raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
 
 
 def _safetensors(path: str | Path) -> Path:

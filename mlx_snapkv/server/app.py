@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
@@ -35,6 +35,7 @@ from .openai.completions import router as openai
 from .openai.responses import router as responses
 
 PAGE = Path(__file__).with_name("page.html")
+router = APIRouter(tags=["monitoring"])
 GRACE = 5  # seconds that answers under way, then the engine, have when the server stops
 
 
@@ -42,11 +43,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """The application; the engine is already running."""
     app = FastAPI(title="mlx-snapkv", version=__version__, dependencies=[Depends(require_utf8)])
     app.state.engine, app.state.settings = engine, settings
-    for router in (openai, responses, anthropic):
-        app.include_router(router)
-    app.get("/health", tags=["monitoring"])(health)
-    app.get("/metrics", tags=["monitoring"])(metrics)
-    app.get("/", include_in_schema=False)(page)
+    for each in (openai, responses, anthropic, router):
+        app.include_router(each)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _refused)
     app.add_middleware(Access, settings=settings)
@@ -59,17 +57,20 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     return app
 
 
+@router.get("/health")
 async def health(request: Request) -> Response:
     """200 as long as the thread that generates is alive."""
     alive = request.app.state.engine.is_healthy
     return JSONResponse({"status": "ok" if alive else "unavailable"}, 200 if alive else 503)
 
 
+@router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     return Response(request.app.state.engine.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
+@router.get("/", include_in_schema=False)
 async def page() -> Response:
     """A chat page in one file, which may talk to this server only."""
     html, policy = _page()

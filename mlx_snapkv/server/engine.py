@@ -213,7 +213,12 @@ class Engine(ResponseGenerator):
         return self._checkpoints.fetch(prompt)
 
     def _step(self) -> None:
-        self._remove([uid for uid, request in self._running.items() if self._is_cancelled(request)])
+        cancelled = [uid for uid, r in self._running.items() if self._is_cancelled(r)]
+        if cancelled:
+            self.generator.remove(cancelled)
+        for uid in cancelled:
+            del self._running[uid]
+            self._close()
         read, responses = self.generator.next()
         for progress in read:
             request = self._running[progress.uid]
@@ -297,13 +302,6 @@ class Engine(ResponseGenerator):
 
     def _recalled(self, uid: int, caches: list, tokens: list[int]) -> None:
         self._checkpoints.read(self._running[uid], tokens, caches)
-
-    def _remove(self, uids: list[int]) -> None:
-        if uids:
-            self.generator.remove(uids)
-        for uid in uids:
-            del self._running[uid]
-            self._close()
 
     def _fail(self, channel: Channel, error: Exception) -> None:
         channel.put(as_api_error(error))

@@ -84,11 +84,6 @@ class PrefixCache(LRUPromptCache):
                 format_bytes(self._most_bytes),
             )
 
-    def write(self, tokens: list[int], caches: list) -> None:
-        """Write a prefix to a file, if there is a folder."""
-        if tokens and self.files is not None:
-            self.files.write(tokens, caches)
-
     def _insert(self, tokens: list[int], caches: list) -> bool:
         """Keep caches, unless they alone exceed the limit; whether they are kept."""
         if not self._agreed(_bytes_of(caches) <= self._most_bytes):
@@ -229,8 +224,9 @@ class Checkpoints:
         if self._keeps_nothing:
             return
         self.read(request, tokens, caches)
-        assert request.full is not None
-        self._prefixes.write(*request.full)
+        files, full = self._prefixes.files, request.full
+        if files is not None and full is not None and full[0]:
+            files.write(*full)
 
     def _system_end(self, body: ChatBody, prompt: list[int]) -> int:
         messages = body.template_messages()

@@ -49,6 +49,8 @@ def test_good_clients_do_not_notice_bad_requests(served):
         streams = [pool.submit(stream, i) for i in range(2)]
         for path, body in bad:
             assert_refused(served.client.post(path, content=body))
+            counted = served.post("/v1/messages/count_tokens", {"messages": HELLO["messages"]})
+            assert counted.json() == {"input_tokens": 6}
         stop.set()
         for answers in streams:
             assert set(answers.result()) == {wanted}

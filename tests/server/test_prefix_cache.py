@@ -89,7 +89,7 @@ def test_what_memory_has_no_room_for_is_read_from_its_file(demo_llama, tmp_path,
     prefixes.files = PrefixFiles(tmp_path, 1 << 30, model, {})
     caches = make_prompt_cache(model)
     model(mx.array([tokens]), cache=caches)
-    prefixes.write(tokens, caches)
+    prefixes.files.write(tokens, caches)
     prompt = [*tokens[:160], 9, 9, 9]
     found, n = prefixes.fetch(prompt, 1)
     assert n == 160 and len(prefixes) == 0 and not caplog.records  # it is kept, in the file
