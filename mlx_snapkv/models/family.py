@@ -12,7 +12,7 @@ from ..several.heads import of_heads_here
 from . import latents
 from .rope import composes, mean_rotation, turn, undo_rope
 
-# What attention modules call the projection that writes their result to the residual stream.
+# The attention modules' names for the output projection.
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_resid")
 
 
@@ -30,24 +30,24 @@ class AttentionFamily:
             `head_dim ** -0.5`.
         sinks: its name for the logits `(n_heads,)` of attention sinks, which take part in the softmax.
         tiled: query head `j` reads KV head `j % n_kv_heads`, not `j // (n_heads // n_kv_heads)`.
-        rope: its name for what turns queries and keys, called as `rope(x, offset)`, or a function of the module
-            that gives it; None if nothing turns.
-        rotates: its name for whether this layer turns them, if not all layers do.
-        rotary_tail: its name for how many of a head's last dimensions turn; None if those to turn are given whole.
-        normed: the module's name for what it does to keys after RoPE, and can't be turned any more; None is nothing.
-        note: what a reader of the list of models should know.
+        rope: its name for the RoPE object, called as `rope(x, offset)`, or a function of the module
+            that returns it; None if there is none.
+        rotates: its name for whether this layer applies RoPE, if not all layers do.
+        rotary_tail: its name for how many of a head's last dimensions RoPE rotates; None if it is given all.
+        normed: its name for a norm of keys after RoPE, which can't be rotated any more; None is none.
+        note: for the list of models.
         refusal: why a model with these attention modules can't be compressed, or None if it can.
-        idle: tells layers whose plain KV cache is to be left alone.
+        idle: whether a layer's plain KV cache is left alone.
         latent: it stores latents and positional parts of keys (MLA); see `latents`.
         factor: which argument of its call multiplies queries after RoPE, past the attention function; None is none.
-        cap: its name for what logits are bent to stay within.
+        cap: its name for the soft cap of logits.
         attends: what computes the scores: mlx-lm's function, "mx.fast" for MLX's, or "" for the module itself, whose
-            queries are then what its RoPE gives first.
+            queries are then its RoPE's first result.
         captures: what else of a call is recorded: the first result of its "rope", or its first "split".
-        method: its name for what is called with a cache.
-        borrows: tells attention modules that read the entries of an earlier layer instead of their own.
-        kind: what a borrower has in common with the layer it borrows from, the last such one before it.
-        again: how many more times its own queries read the entries, in later passes of a loop.
+        method: the method that is called with a cache.
+        borrows: whether an attention module reads the entries of an earlier layer instead of its own.
+        kind: equal for a borrower and the layer it borrows from, the last such one before it.
+        again: later passes of a loop in which its own queries read the entries again.
         plain_only: why the entries that such attention modules read can't be quantised, or None if they can.
     """
 
@@ -98,7 +98,7 @@ class AttentionFamily:
         return None if self.cap is None else getattr(attention, self.cap)
 
     def rope_of(self, attention) -> Any | None:
-        """What turns an attention module's queries, called as `rope(x, offset)`, or None."""
+        """An attention module's RoPE, called as `rope(x, offset)`, or None."""
         if self.rope is None or (self.rotates and not getattr(attention, self.rotates)):
             return None
         return getattr(attention, self.rope) if isinstance(self.rope, str) else self.rope(attention)
@@ -176,10 +176,10 @@ class AttentionFamily:
     def output_weights(
         self, attention, kv_head: int, n_kv_heads: int, n_heads: int, like: mx.array
     ) -> mx.array:
-        """What the output projection makes of the values of a KV head, for each query head that reads it.
+        """The output projection's weights for the values of a KV head, for each query head that reads it.
 
-        The module itself is asked what it makes of unit vectors, so that quantised and adapted ones are read too. Its
-        bias is left out, and so is what a few families do before it: a norm, or a gate.
+        The module is called on unit vectors, so that quantised and adapted weights count too. Without its bias, and
+        without the norm or gate that a few families apply before it.
 
         Args:
             like: the values, `(B, n_kv_heads, T, head_dim)`.

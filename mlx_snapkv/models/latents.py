@@ -1,9 +1,9 @@
-"""Multi-head latent attention (MLA): what its queries are to the entries that it stores.
+"""Multi-head latent attention (MLA): the queries and keys that policies see.
 
 A layer stores one latent for all heads, and the positional part of one key; a query head's logit is
-`embed_q(q_nope) . latent + q_pe . k_pe`. So a key, as policies see it, is latent and positional part side by side, and
-a query what multiplies both. mlx-lm's modules give the attention function `q_nope`, or of a single token what `embed_q`
-made of it, and hide `q_pe` in a mask of scores; some give both parts of the query at once.
+`embed_q(q_nope) . latent + q_pe . k_pe`. So a key, as policies see it, is `[latent, k_pe]`, and a query
+`[embed_q(q_nope), q_pe]`. mlx-lm's modules give the attention function `q_nope`, or for a single token
+`embed_q(q_nope)`, and hide `q_pe` in a mask of scores; some give both parts of the query at once.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ from ..entries.queries import Read
 def asked(
     attention: Any, queries: mx.array, positional: mx.array, absorbed: bool
 ) -> tuple[mx.array, Read | None]:
-    """The queries of a call, and what makes of some of them what keys are multiplied by.
+    """The queries of a call, and a function that turns some of them into what multiplies the keys.
 
     Args:
-        queries: `(B, n_heads, L, ...)`, as the attention function was given them.
+        queries: `(B, n_heads, L, ...)`, as given to the attention function.
         positional: `q_pe`, `(B, n_heads, L, qk_rope_head_dim)`.
-        absorbed: the queries are those that multiply latents.
+        absorbed: the queries are `embed_q(q_nope)`.
     """
     n_plain = attention.qk_nope_head_dim
     if absorbed:
@@ -37,7 +37,7 @@ def asked(
 
 
 def output_weights(attention: Any, output: Any, n_heads: int, like: mx.array) -> mx.array:
-    """What the output projection makes of a latent, by query head: `(n_heads, kv_lora_rank, hidden_size)`.
+    """The output projection applied to a latent, by query head: `(n_heads, kv_lora_rank, hidden_size)`.
 
     Args:
         output: the projection.

@@ -1,4 +1,4 @@
-"""What is said of prompts that are too long for this machine's memory, or for the model."""
+"""Warnings about prompts that are too long for this machine's memory, or for the model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
 class LongPrompts:
-    """Sentences about prompts before they are read, with what would help.
+    """Warns about prompts before they are read, and says what would help.
 
     Args:
         model: an mlx-lm model.
-        policy, memory, verify, far, options: as of `generate_step`. With `max_kv_size`, nothing is said.
+        policy, memory, verify, far, options: as of `generate_step`. With `max_kv_size` there are no warnings.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class LongPrompts:
         self._planner: Planner | None = None
 
     def warnings(self, n_prompt: int, n_before: int = 0) -> list[str]:
-        """What is wrong with a prompt of so many tokens, after `n_before` that have been read already."""
+        """Problems of a prompt of `n_prompt` tokens, after `n_before` that were read already."""
         if self._is_rotating:
             return []
         far = self._retention.warning(self._model, self._policy, n_before + n_prompt)
         return [said for said in (self._too_large(n_prompt), far) if said is not None]
 
     def _too_large(self, n_prompt: int) -> str | None:
-        """A sentence, if a prompt will not fit; None if it will, or if that can't be planned."""
+        """A sentence if a prompt will not fit; None if it will, or if it can't be planned."""
         try:
             self._planner = self._planner or Planner(self._model, **self._options)
             plan = self._planner.plan(n_prompt, self._policy, self._kv_bits)

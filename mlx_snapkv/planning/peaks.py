@@ -16,8 +16,8 @@ from ..policies import Policy, Stages
 from ..policies.budgets import UNLIMITED
 from .shapes import layer_shapes, tables
 
-# Times a layer's keys and values: while a full cache grows, the old ones stay until the copy has been made, and the
-# next layer's copy has begun by then. While a cache evicts, there are float32 keys to score, and what is kept of both.
+# Times a layer's keys and values. A growing full cache holds the old ones until they are copied, while the next
+# layer's copy has begun. An evicting cache holds float32 keys to score, and the entries kept.
 GROWN = 1.25
 EVICTED = 3.0
 
@@ -92,7 +92,7 @@ class Peaks:
         return self._max_tokens + spare if last.grows else last.block
 
     def _chunks(self, n: int, chunk: int, most: int = UNLIMITED) -> int:
-        """What the last whole chunk, or the rest behind it, holds besides full caches; these have `most` entries."""
+        """Bytes held by the last whole chunk, or the rest after it, besides full caches of `most` entries."""
         whole, rest = n - n % chunk, n % chunk
         spans = [(chunk, chunk), (chunk, whole), (rest, n)]
         windows = sum(size * min(n, seen + chunk - 1) for size, seen in self._sizes.sliding)
@@ -100,7 +100,7 @@ class Peaks:
         return held + windows + self._sizes.states
 
     def _counting(self, chunk: int, rows: int) -> int:
-        """What counting all queries' attention holds: that of early chunks is counted in one pass, up to 8 MiB."""
+        """Bytes held to sum all queries' attention: that of early chunks is summed in one pass, up to 8 MiB."""
         step = max(x.scores for x in self._shapes) * chunk * min(chunk, rows)
         layers = min(len(self._sizes.layers), 7)  # as many as are under way at once
         passes = HELD_BYTES // step if step else 0

@@ -1,4 +1,4 @@
-"""The shapes of a model's layers, and what they hold while they read a chunk."""
+"""The shapes of a model's layers, its weights loaded or not, and the bytes that they hold while they read a chunk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SSD_STEP = 256  # tokens that mlx-lm's Mamba 2 reads at a time
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a decoder layer holds while it reads a chunk, in bytes.
+    """The bytes that a decoder layer holds while it reads a chunk.
 
     Attributes:
         per_token: of each token of the chunk.
@@ -73,7 +73,7 @@ class _Cache:
 
 
 def layer_shapes(model: Any, sizes: EntrySizes) -> set[LayerShape]:
-    """The different shapes of a model's layers but the last, of which a chunk computes only the keys and values."""
+    """The distinct shapes of a model's layers except the last, whose attention a chunk does not compute."""
     layers, caches = list(model.layers), [_Cache(cache) for cache in sizes.caches]
     if len(caches) != len(layers):  # some layers have no cache of their own, or several
         caches = [max(caches, key=lambda cache: cache.window)] * len(layers)
@@ -148,7 +148,7 @@ def _attending(
 def _without_attention(
     modules: list[Any], cache: _Cache, hidden: int, item: int
 ) -> tuple[LayerShape, int]:
-    """The shape of a layer but for its attention, and bytes of each token that the next layer may find still held."""
+    """The shape of a layer without its attention, and bytes per token that it may hold while the next one begins."""
     made = normed = experts = switched = pairs = latents = loops = 0
     for module in modules:
         name, weight, decay = type(module).__name__, module.get("weight"), module.get("A_log")
@@ -159,9 +159,7 @@ def _without_attention(
         elif decay is not None and "D" in module:
             # Mamba 2's matrix of pairs is repeated, masked, summed, exponentiated and multiplied, in float32.
             pairs = 6 * 4 * decay.size
-        elif (
-            decay is not None
-        ):  # gated delta rules, which loop over the tokens for want of a kernel
+        elif decay is not None:  # gated delta rules loop over the tokens where there is no kernel
             loops += not METAL
         if weight is None or "Embedding" in name:
             continue
@@ -193,7 +191,7 @@ def _first(module: Any, names: list[str]) -> int:
 def without_weights(folder: str | Path) -> nn.Module:
     """The model of a folder, built by mlx-lm's loader from its configuration and the headers of its weights' files.
 
-    The weights are blank: a model that is called answers nothing, but its layers and caches have their shapes.
+    The weights are blank: only the shapes of its layers and caches are meaningful.
 
     Raises:
         Exception: whatever mlx-lm raises for a folder that it can't load.
@@ -204,7 +202,7 @@ def without_weights(folder: str | Path) -> nn.Module:
 
 
 def repository_without_weights(name: str) -> nn.Module:
-    """The same for a repository of the Hugging Face hub: its configuration and the headers are all that is downloaded.
+    """The same for a Hugging Face repository, of which only the configuration and the headers are downloaded.
 
     Raises:
         huggingface_hub.errors.HfHubHTTPError, LocalEntryNotFoundError: it can't be had.
@@ -226,7 +224,7 @@ def repository_without_weights(name: str) -> nn.Module:
 
 
 def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
-    """A safetensors file of its header and, as a hole that takes no room on the disk, its data."""
+    """A safetensors file with its header and a sparse hole for its data."""
     header = json.dumps(tensors).encode()
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     with path.open("wb") as file:
@@ -235,5 +233,5 @@ def _write_empty(path: Path, tensors: dict[str, dict[str, Any]]) -> None:
 
 
 def _blank(x: mx.array) -> mx.array:
-    """An array of the same shape that holds a single number, whoever computes it."""
+    """An array of the same shape that holds a single number."""
     return mx.broadcast_to(mx.zeros((), x.dtype), x.shape)

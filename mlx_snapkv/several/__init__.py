@@ -1,8 +1,8 @@
-"""Several Macs that hold one model together: the shard that is here, and what its ranks tell each other."""
+"""Several Macs that hold one model together: this rank's shard, and how ranks exchange values and failures."""
 
 import os
 
-# One of these is set for every process that mlx.launch or mpirun starts.
+# mlx.launch or mpirun sets one of these for every process.
 RANK_IN = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 

@@ -41,7 +41,7 @@ def _number(order: int) -> mx.array:
 
 
 def of_heads_here(output: Any) -> Callable[[mx.array], mx.array]:
-    """An output projection of the heads here only: without the other ranks' summands, or the bias added to the sum."""
+    """An output projection of this rank's heads only: without the other ranks' summands and the bias."""
     if isinstance(output, ShardedToAllLinear):
         return lambda x: x @ output["weight"].T
     if isinstance(output, QuantizedShardedToAllLinear):

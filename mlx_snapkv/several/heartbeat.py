@@ -1,4 +1,4 @@
-"""One connection from every rank to rank 0, beside MLX's own: signs of life, and why a rank has ended.
+"""One connection from every rank to rank 0, beside MLX's own: heartbeats, and why a rank has ended.
 
 MLX's collectives wait for all ranks, so a rank that fails in the middle of the model would leave the others waiting.
 """
@@ -19,15 +19,15 @@ from typing import Any
 from ..errors import SnapKVError, sentence
 
 JOINING = 15.0  # seconds to wait for all ranks
-GRACE = 4.0  # seconds that a rank gets to end by itself after another has failed
-INTERVAL = 5.0  # seconds between signs of life
+GRACE = 4.0  # seconds in which a rank may end by itself after another has failed
+INTERVAL = 5.0  # seconds between heartbeats
 SILENCE = 30.0  # seconds without one after which a rank counts as gone
 
 LOST = "connection to a peer was lost"  # what MLX's ring raises when a rank's process has ended
 
 
 class Heartbeat:
-    """Ends this process soon after another rank has failed, with that rank's sentence.
+    """Ends this process soon after another rank has failed, with that rank's message.
 
     Args:
         rank: this one.
@@ -37,7 +37,7 @@ class Heartbeat:
     def __init__(self, rank: int, links: dict[int, socket.socket]):
         self._rank = rank
         self._links = links
-        self._failed: str | None = None  # the sentence of the first rank that failed
+        self._failed: str | None = None  # the first failing rank's message
         self._left: set[int] = set()
         self._calls = threading.Semaphore(0)
         self._lock = threading.Lock()
@@ -62,10 +62,10 @@ class Heartbeat:
                 raise SnapKVError(f"rank {min(self._left)} has ended")
 
     def leave(self, why: str | None) -> str | None:
-        """Tell the others that this rank ends; None is without a failure.
+        """Tell the others that this rank ends, and why; None is no failure.
 
         Returns:
-            The sentence of the rank that failed before this one, if that is why this one ends.
+            The message of the rank that failed first, if that is why this one ends.
         """
         if why is not None:
             until = time.monotonic() + (2.0 if LOST in why else 0.2)
@@ -80,12 +80,12 @@ class Heartbeat:
 
     def _listen(self, other: int, link: socket.socket) -> None:
         link.settimeout(SILENCE)
-        why = "has ended without a word"
+        why = "ended unexpectedly"
         try:
             for line in link.makefile("r"):
                 self._receive(json.loads(line))
         except TimeoutError:
-            why = f"has given no sign of life for {SILENCE:.0f} s"
+            why = f"sent no heartbeat for {SILENCE:.0f} s"
         except (OSError, ValueError):
             pass
         if other not in self._left:
@@ -94,7 +94,7 @@ class Heartbeat:
     def _receive(self, message: dict[str, Any]) -> None:
         if "call" in message:
             self._calls.release()
-        if "why" not in message:  # a sign of life
+        if "why" not in message:  # a heartbeat
             return
         rank, why = message["rank"], message["why"]
         self._left.add(rank)
@@ -105,7 +105,7 @@ class Heartbeat:
             self._start(self._end, self._failed)
 
     def _end(self, failed: str) -> None:
-        """End this process, unless it does so itself: it may wait for the failed rank for ever."""
+        """End this process if it does not end by itself: it may be waiting for the failed rank."""
         time.sleep(GRACE)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -126,7 +126,7 @@ class Heartbeat:
                         link.sendall(data)
 
     def _at_exit(self) -> None:
-        """Say farewell, or what has ended the interpreter."""
+        """Leave, with the error that ended the interpreter."""
         error = getattr(sys, "last_value", None)
         failed = self.leave(None if error is None else sentence(error))
         if failed is not None:
@@ -134,7 +134,7 @@ class Heartbeat:
 
 
 def connected(ranks: Any) -> dict[int, socket.socket]:
-    """This rank's connections; none, which rank 0 says, if some rank can't reach rank 0. All ranks have to call it."""
+    """This rank's connections; none if some rank can't reach rank 0, which warns then. All ranks must call it."""
 
     def listen() -> socket.socket | None:
         return socket.create_server(("", 0)) if ranks.rank == 0 else None
@@ -155,7 +155,7 @@ def connected(ranks: Any) -> dict[int, socket.socket]:
     except (OSError, SnapKVError) as error:
         if ranks.rank == 0:
             print(
-                f"mlx-snapkv: the ranks have no connection for signs of life ({error}): if one fails, others may wait "
+                f"mlx-snapkv: the ranks have no connection for heartbeats ({error}): if one fails, others may wait "
                 "for it",
                 file=sys.stderr,
             )
@@ -163,7 +163,7 @@ def connected(ranks: Any) -> dict[int, socket.socket]:
 
 
 def _addresses() -> list[str]:
-    """Where rank 0 may be reached: what mlx.launch was given, and the machine's name."""
+    """Addresses of rank 0: those given to mlx.launch, and the machine's name."""
     found = []
     with (
         contextlib.suppress(OSError, ValueError, LookupError),
@@ -193,9 +193,9 @@ def _accepted(listener: socket.socket, token: str, n: int) -> dict[int, socket.s
             listener.settimeout(max(0.01, until - time.monotonic()))
             link, _ = listener.accept()
             link.settimeout(JOINING)
-            said = link.recv(100).decode(errors="replace").split()
-            if len(said) == 2 and secrets.compare_digest(said[0], token):
-                links[int(said[1])] = link
+            greeting = link.recv(100).decode(errors="replace").split()
+            if len(greeting) == 2 and secrets.compare_digest(greeting[0], token):
+                links[int(greeting[1])] = link
             else:
                 link.close()
     return links

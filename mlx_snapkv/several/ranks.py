@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All processes of a group, of which this one is `rank`.
+    """All processes of a group; this one is `rank`.
 
-    Values are exchanged by MLX's collectives, so all ranks have to make the same calls in the same order. A group of
-    one exchanges nothing.
+    MLX's collectives exchange the values, so all ranks must make the same calls in the same order. A group of one
+    exchanges nothing.
 
     Args:
         group: mlx's group; None is this process alone.
@@ -57,10 +57,10 @@ class Ranks:
         """The result of `work`, once it has succeeded on all ranks.
 
         Args:
-            expected: what it may raise on some ranks only, if it made no collective call before.
+            expected: errors that may occur on some ranks only, before any collective call.
 
         Raises:
-            SnapKVError: it failed on another rank, with that rank's sentence. An error of this rank goes first.
+            SnapKVError: it failed on another rank, with that rank's message. This rank's own error takes precedence.
         """
         if self.size == 1:
             return work()
@@ -78,13 +78,13 @@ class Ranks:
         return found  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which only rank 0 does; what it raises there is raised on all ranks."""
+        """The result of `work`, which only rank 0 does; its error is raised on all ranks."""
         if self.size == 1:
             return work()
         return self.first(self.agreed(work if self.rank == 0 else lambda: None))  # type: ignore[arg-type, return-value]
 
     def require_same(self, **values: Any) -> None:
-        """Raises: SnapKVError: a rank has another value than rank 0 has."""
+        """Raises: SnapKVError: a rank's value differs from rank 0's."""
         if self.size == 1:
             return
         first, *others = self.gather(values)
@@ -109,9 +109,9 @@ class Ranks:
         return self.sum(x.sum(axis=1, keepdims=True)) / (x.shape[1] * self.size)
 
     def synchronize(self) -> None:
-        """Wait for what mlx-lm's loop computes ahead of time, whose collectives could mix with those to follow.
+        """Wait for what mlx-lm's loop computes ahead, whose collectives could mix with the next ones.
 
-        The loop has a stream of its own, and on a CPU collectives are ordered by the stream that asks for them.
+        The loop has its own stream, and on a CPU the calling stream orders the collectives.
         """
         if self.size > 1:
             mx.synchronize(importlib.import_module("mlx_lm.generate").generation_stream)
@@ -140,9 +140,7 @@ _here: list[Ranks] = []
 
 
 def here() -> Ranks:
-    """All processes that were started with this one; `ALONE` if it was started by itself.
-
-    All ranks have to make the first call.
+    """All processes started with this one; `ALONE` if there are no others. All ranks must make the first call.
 
     Raises:
         SnapKVError: their versions differ.
@@ -159,6 +157,6 @@ def here() -> Ranks:
 
 
 def leave_all(why: str) -> str:
-    """Tell the other ranks that this one ends; the sentence to print, another rank's if that one failed first."""
+    """Tell the other ranks that this one ends; the message to print, another rank's if that one failed first."""
     found = [ranks.heartbeat.leave(why) for ranks in _here]
     return next(filter(None, found), why)

@@ -1,4 +1,4 @@
-"""The shard of a model that is here: all of it, a slice of every layer's heads, or some of its layers."""
+"""This rank's shard of a model: all of it, a slice of every layer's heads, or some of its layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ranks import ALONE, Ranks, here
 
 TENSOR, PIPELINE = "tensor", "pipeline"
 SPLIT = (ShardedToAllLinear, QuantizedShardedToAllLinear)
-LOOKED_AT = 8  # layers of a model, to find out whether it is split
+LOOKED_AT = 8  # layers that show whether a model is split
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Shard:
     Attributes:
         ranks: those that hold the model together.
         kind: TENSOR: each has a slice of every layer's heads. PIPELINE: each has some layers, rank 0 the last ones.
-            None: all of the model is here.
+            None: this rank has all of the model.
     """
 
     ranks: Ranks = ALONE
@@ -37,7 +37,7 @@ class Shard:
         return self.ranks if self.kind == TENSOR and is_split(attention) else ALONE
 
     def counts(self, n_here: int) -> list[int]:
-        """By rank, how many layers of a kind it has; `n_here` are here. All ranks have to ask."""
+        """How many layers of a kind each rank has; this one has `n_here`. All ranks must call it."""
         if self.kind != PIPELINE:
             return [n_here]
         if n_here not in self._counts:
@@ -45,13 +45,13 @@ class Shard:
         return self._counts[n_here]
 
     def place(self, n_here: int) -> tuple[int, int]:
-        """Of `n_here` layers here, how many of the model come before them, and how many it has."""
+        """How many of the model's layers come before this rank's `n_here`, and how many there are."""
         counts = self.counts(n_here)
         after = self.ranks.rank + 1 if self.kind == PIPELINE else 1
         return sum(counts[after:]), sum(counts)
 
     def all_layers(self, values: list[Any]) -> list[Any]:
-        """The values of every layer of the model, in order, given those of the layers here."""
+        """The values of every layer of the model, in order, given those of this rank's layers."""
         if self.kind != PIPELINE:
             return values
         return [value for theirs in reversed(self.ranks.gather(values)) for value in theirs]
@@ -62,12 +62,12 @@ _shards: dict[int, Shard] = {}
 
 
 def shard_of(model: Any) -> Shard:
-    """This rank's shard of a model that mlx-lm's `sharded_load` has loaded, or its `shard` or `pipeline` has split.
+    """This rank's shard of a model that mlx-lm's `sharded_load`, `shard` or `pipeline` has split.
 
-    Of a split model, all ranks have to make the first call.
+    All ranks must make the first call for a split model.
 
     Raises:
-        SnapKVError: the ranks run different versions, or others than those that were started together hold it.
+        SnapKVError: the ranks run different versions, or hold it with others than those started together.
     """
     if id(model) in _shards:
         return _shards[id(model)]
@@ -83,14 +83,14 @@ def shard_of(model: Any) -> Shard:
         shard = Shard(ranks, kind)
     elif launched():
         return shard  # it may be split later
-    # Looked for once: this is asked at every step.
+    # Cached, because every step asks.
     _shards[id(model)] = shard
     weakref.finalize(model, _shards.pop, id(model), None)
     return shard
 
 
 def require_whole(model: Any, what: str) -> None:
-    """Raises: SnapKVError: several Macs hold the model, and `what` is for one."""
+    """Raises: SnapKVError: several Macs hold the model, and `what` needs one."""
     if shard_of(model).kind is not None:
         raise SnapKVError(f"{what} on several Macs: start it without mlx.launch")
 

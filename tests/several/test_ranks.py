@@ -54,7 +54,7 @@ def test_answers_are_the_same_however_they_are_decoded(found, name):
     ("how", "other", "own"),
     [
         ("raise", "rank 1: MemoryError: no room for the entries", "no room for the entries"),
-        ("kill", "rank 1: has ended without a word", ""),
+        ("kill", "rank 1: ended unexpectedly", ""),
         ("options", "rank 1 has another options than rank 0", "rank 1 has another options"),
         ("save", "prompt caches can't be saved on several Macs", "start it without mlx.launch"),
     ],
