@@ -14,7 +14,6 @@ import copy
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import numpy_attention
 numpy_attention.install()
 
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
-from results_page import about, clock, mlx_versions, shared_options, write_json  # noqa: E402
+from results_page import Result, clock, shared_options  # noqa: E402
 
 from mlx_snapkv import generate_step  # noqa: E402
 from mlx_snapkv.caches import full_view  # noqa: E402
@@ -115,8 +114,7 @@ def main() -> None:
     parser.add_argument("--shares", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--folder", type=Path, default=Path("real-models"))
     args = parser.parse_args()
-    result = about("measure_answers.py", *sys.argv[1:]) | {"versions": mlx_versions()}
-    result |= {"asked": args.asked, "rows": []}
+    result = Result(args.out, asked=args.asked)
     for name in args.models:
         model, tokenizer = load_model(name)
         ruler = args.folder / "ruler" / Path(name).name / "2048"
@@ -132,8 +130,7 @@ def main() -> None:
         for (kind, share, way), own in rows.items():
             means = {key: statistics.mean(r[key] for r in own) for key in ("kl", "same", "speed")}
             known = {"model": Path(name).name, "kind": kind, "share": share, "way": way}
-            result["rows"].append(known | {"n": len(own)} | means)
-    write_json(args.out, result)
+            result.add(known | {"n": len(own)} | means)
 
 
 if __name__ == "__main__":

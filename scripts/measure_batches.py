@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import time
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import about, mlx_versions, shared_options, write_json
+from results_page import Result, shared_options
 
 from mlx_snapkv import CompressedBatchGenerator
 from mlx_snapkv.bench.contenders import Contender, compressed, decoding_cache, random_prompt
@@ -78,23 +77,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
     model = load_model(args.models[0])[0]
-    result: dict[str, Any] = {
-        **about("measure_batches.py", *sys.argv[1:]),
-        "versions": mlx_versions(),
-        "model": args.models[0],
-        "length": args.length,
-        "answer": ANSWER,
-        "rows": [],
-    }
+    result = Result(args.out, model=args.models[0], length=args.length, answer=ANSWER)
     policy = SnapKV(budget="6.25%")
     for batch in args.batches:
         for contender in (Contender("full cache", args.length), *compressed(args.length, [policy])):
             row = {"batch": batch, "cache": contender.name, "entries": contender.entries}
             row |= decoding_together(model, args.length, batch, contender, args.steps)
             row |= whole_run(model, args.length, batch, contender)
-            result["rows"].append(row)
-            print(row, flush=True)
-            write_json(args.out, result)
+            result.add(row)
 
 
 if __name__ == "__main__":

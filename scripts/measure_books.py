@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import about, shared_options, watched, write_json
+from results_page import Result, shared_options, watched
 
 from mlx_snapkv.bench.contenders import RANDOM, make_random_model, random_prompt
 from mlx_snapkv.bench.speed import ANSWER, Row, ask
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
 from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.policies import KeyDiff, SnapKV, Stages
-from mlx_snapkv.reporting.setting import setting
 
 READS = KeyDiff(budget=2048, block=512)
 VOTES = SnapKV(top_k=1024, n_sink=128, n_window=512, lookahead=0)
@@ -81,14 +79,9 @@ def main() -> None:
     parser = shared_options(__doc__, "books")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 262144])
     args = parser.parse_args()
-    command = about("measure_books.py", *sys.argv[1:])["command"]
-    result = {"command": command, **setting(), "model": RANDOM, "book": []}
-    model = make_random_model()
+    result, model = Result(args.out, model=RANDOM), make_random_model()
     for case in cases(args.lengths):
-        result["book"].append(measure(model, case))
-        print(result["book"][-1], flush=True)
-        result["book"].sort(key=lambda row: row["context"])
-        write_json(args.out, result)
+        result.add(measure(model, case))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_reduce
-from results_page import about, clock, mlx_versions, shared_options, write_json
+from results_page import Result, clock, shared_options
 
 from mlx_snapkv import Conversation
 from mlx_snapkv.caches.layers import file_bytes, kv_bytes
@@ -111,19 +110,13 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--facts", type=int, default=10, help="of a document")
     args = parser.parse_args()
-    result: dict[str, Any] = {
-        **about("measure_facts.py", *sys.argv[1:]),
-        "versions": mlx_versions(),
-        **{name: getattr(args, name) for name in ("tokens", "documents", "facts")},
-        "rows": [],
-    }
+    fixed = {name: getattr(args, name) for name in ("tokens", "documents", "facts")}
+    result = Result(args.out, **fixed)
     for name in args.models:
         model, tokenizer = load_model(name)
         for way in ways(args.tokens):
             found = measure(model, tokenizer, way, args.tokens, args.documents, args.facts)
-            result["rows"].append({"model": name, **asdict(way), **found})
-            print(name, way.table, way.name, way.share, found["right"], flush=True)
-            write_json(args.out, result)
+            result.add({"model": name, **asdict(way), **found})
 
 
 if __name__ == "__main__":

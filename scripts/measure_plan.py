@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from results_page import about, mlx_versions, shared_options, write_json
+from results_page import Result, shared_options
 
 from mlx_snapkv import MemoryPlan, generate_step, plan_memory
 from mlx_snapkv.cli.loading import load_model
@@ -108,20 +109,16 @@ def cases(name: str) -> list[Case]:
     return [*((1100, policy, 512, None) for policy in policies), (1100, None, 2048, None)]
 
 
-def measure(names: list[str]) -> list[dict[str, Any]]:
-    """All rows: what was planned, and what was used."""
-    rows = []
-    for name in names:
-        model = model_named(name)
-        for n, policy, step, bits in cases(name):
-            options = {"max_tokens": MAX_TOKENS, "prefill_step_size": step}
-            options |= {} if bits is None else {"kv_bits": bits}
-            plan = plan_memory(model, n, policy, **options)
-            row = {"model": name, "tokens": n, "policy": policy, "bits": bits, "step": step}
-            row |= {"weights": plan.weights, "planned": plan.peak}
-            rows.append(row | {"used": used(model, plan, **options)})
-            print(rows[-1], flush=True)
-    return rows
+def measure(name: str) -> Iterator[dict[str, Any]]:
+    """A model's rows: what was planned, and what was used."""
+    model = model_named(name)
+    for n, policy, step, bits in cases(name):
+        options = {"max_tokens": MAX_TOKENS, "prefill_step_size": step}
+        options |= {} if bits is None else {"kv_bits": bits}
+        plan = plan_memory(model, n, policy, **options)
+        row = {"model": name, "tokens": n, "policy": policy, "bits": bits, "step": step}
+        row |= {"weights": plan.weights, "planned": plan.peak}
+        yield row | {"used": used(model, plan, **options)}
 
 
 def main() -> None:
@@ -129,9 +126,10 @@ def main() -> None:
     real = [name for name in REAL if (FOLDER / name).is_dir()]
     parser.set_defaults(models=[*MODELS, *FAMILIES, *HELD_OUT, *real])
     args = parser.parse_args()
-    result = about("measure_plan.py", *sys.argv[1:]) | {"versions": mlx_versions()}
-    result["rows"] = measure(args.models)
-    write_json(args.out, result)
+    result = Result(args.out)
+    for name in args.models:
+        for row in measure(name):
+            result.add(row)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quality_page import page
-from results_page import ROOT, about, mlx_versions, write
+from results_page import ROOT, about, write
 
 REAL = Path("real-models")
 SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
@@ -137,8 +137,9 @@ def main() -> None:
     parts = {part["part"]: part for part in before if part["part"] in PARTS}
     for name in args.only:
         parts[name] = measure(name, args.folder, args.documents)
-        here = about("measure_quality.py") | {"versions": mlx_versions()}
-        result = here | {"parts": [parts[each] for each in PARTS if each in parts]}
+        result = about("measure_quality.py") | {
+            "parts": [parts[each] for each in PARTS if each in parts]
+        }
         write(args.out, result, page(result))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 import mlx.core as mx
-from results_page import about, mlx_versions, shared_options, watched, write_json
+from results_page import Result, shared_options, watched
 
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
@@ -186,14 +186,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens of a document")
     args = parser.parse_args()
     (name,) = args.models
-    result: dict[str, Any] = {
-        **about("measure_servers.py", *sys.argv[1:]),
-        "versions": mlx_versions(),
-        "model": name,
-        "length": args.length,
-        "answer": ANSWER,
-        "rows": [],
-    }
+    result = Result(args.out, model=name, length=args.length, answer=ANSWER)
     tokenizer = load_model(name)[1]
     with tempfile.TemporaryDirectory() as holder:
         write_float32(name, folder := Path(holder) / name)
@@ -202,9 +195,7 @@ def main() -> None:
                 ours = command[0] == "mlx_snapkv"
                 given = ["--policy", POLICY, "--concurrency", str(n)] if ours else []
                 row = measure([*command, *given, "--model", str(folder)], tokenizer, args.length, n)
-                result["rows"].append({"clients": n, "server": server, **row})
-                print(result["rows"][-1], flush=True)
-                write_json(args.out, result)
+                result.add({"clients": n, "server": server, **row})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_snapkv.cli import results
-from mlx_snapkv.cli.results import write_result
 from mlx_snapkv.reporting.setting import setting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,11 +41,27 @@ def about(script: str, *arguments: str) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": here["commit"],
         "machine": f"{here['machine']['system']}, {here['machine']['device']}",
+        "versions": {name: here["versions"][name] for name in ("mlx", "mlx-lm")},
     }
 
 
-def mlx_versions() -> dict[str, str]:
-    return {name: setting()["versions"][name] for name in ("mlx", "mlx-lm")}
+class Result:
+    """A measurement's rows, printed and written to OUT.json as they come; `make docs` writes their tables.
+
+    Args:
+        fixed: what else is known of all rows.
+    """
+
+    def __init__(self, out: Path, **fixed: Any):
+        script, *arguments = sys.argv
+        self._out, self._rows = out, []
+        self._result = about(Path(script).name, *arguments) | fixed | {"rows": self._rows}
+
+    def add(self, row: Row) -> None:
+        print(row, flush=True)
+        self._rows.append(row)
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        results.write_json(self._out, self._result)
 
 
 def written_by(result: dict[str, Any]) -> str:
@@ -66,13 +82,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def write(out: Path, result: Any, page: str) -> None:
     """Write the result to OUT.json and its page to OUT.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_result(out, result, page)
-
-
-def write_json(out: Path, result: Any) -> None:
-    """Write the result to OUT.json, of which `make docs` writes the tables."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    results.write_json(out, result)
+    results.write_result(out, result, page)
 
 
 def load(name: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def speed(name: str) -> list[str]:
 def books() -> list[str]:
     """What reading a book and asking it costs."""
     result = load("books")
-    rows = result["book"]
+    rows = sorted(result["rows"], key=lambda row: row["context"])
     full = max(row["context"] for row in rows if row["contender"] == "full cache")
     reading, asking = [], []
     for row in rows:
@@ -102,8 +102,7 @@ def books() -> list[str]:
     head = ("prompt", "cache", "resident", "read", "tokens/s", "peak", "process", "entries")
     asked = ("prompt", "cache", "gathered", "question", "votes", "gathering", "read again")
     return [
-        setting_text(result),
-        "",
+        *_measured(result),
         BOOKS.format(full=full),
         "",
         *table((*head, "disk/token"), reading),

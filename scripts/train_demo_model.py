@@ -22,9 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.numpy import save_file
-from training_batches import ANSWER, COPY, TEXT, Mix, SequenceMaker, exact_match
+from training_batches import ANSWER, COPY, TEXT, Mix, SequenceMaker, exact_match, train_tokenizer
 from training_priming import prime
-from training_tokenizer import train_tokenizer
 
 from mlx_snapkv.demo import MODELS
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from results_page import ROOT, about, mlx_versions, write_json
+from results_page import ROOT, Result
 
 sys.path.insert(0, str(ROOT / "tests"))
 from acting_server import SAY, acting
@@ -194,13 +194,10 @@ def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     ).parse_args()
-    result = {
-        **about("try_agents.py"),
-        "versions": mlx_versions(),
-        "agents": install([agent.package for agent in AGENTS]),
-        "rows": [tried(agent) for agent in AGENTS],
-    }
-    write_json(ROOT / "docs" / "agents", result)
+    versions = install([agent.package for agent in AGENTS])
+    result = Result(ROOT / "docs" / "agents", agents=versions)
+    for agent in AGENTS:
+        result.add(tried(agent))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The seed makes the shipped tokenizer, and sequences are what their mix says."""
 
-from training_batches import ANSWER, COPY, Mix, SequenceMaker
-from training_tokenizer import train_tokenizer
+from training_batches import ANSWER, COPY, Mix, SequenceMaker, train_tokenizer
 
 from mlx_snapkv.demo import MODELS
 
