@@ -55,10 +55,9 @@ class BenchOptions:
         named = self.policy or ([] if self.snapkv else POLICIES)
         chosen = [resolve_policy(self.snapkv), *(resolve_policy(policy=text) for text in named)]
         given = [one for one in chosen if one is not None]
-        names = ("context", "prompt_tokens", "long_prompts")
-        flags = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
-        lengths = [whole_numbers(flag, text, LEAST) for flag, text in flags.items()]
-        contexts, prompts, long_prompts = lengths
+        contexts = whole_numbers("--context", self.context, LEAST)
+        prompts = whole_numbers("--prompt-tokens", self.prompt_tokens, LEAST)
+        long_prompts = whole_numbers("--long-prompts", self.long_prompts, LEAST)
         for n in (*contexts, *prompts, *long_prompts):
             for policy in given:
                 policy.prefill_quotas(n, 1)

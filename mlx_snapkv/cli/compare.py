@@ -56,8 +56,7 @@ def compare(
     from ..engine.auto import worth_comparing
     from ..evals.compare import Comparison, Way
     from ..policies import resolve_policy
-    from .inspecting import require_page
-    from .results import print_table
+    from .results import print_table, require_page
 
     path = None if output is None else require_page(output, (".html",))
     named = [resolve_policy(policy=text) for text in policy or []]

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
+from statistics import median_high
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +17,7 @@ from ..demo.documents import Fact
 from ..demo.questions import is_right, make_haystack, question_prompt
 from ..engine.report import format_bytes
 from ..errors import SnapKVError
-from ..paths import path_of, put, reason
+from ..paths import path_of, put, refusing
 from .loading import load_model
 from .options import DocumentSeed, Facts, Model
 from .values import MOST
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ..policies import SnapKV
 
 SHARE = 16  # one entry in so many is kept
+FULL = "full cache"
 
 
 @dataclass
@@ -35,6 +37,15 @@ class Answer:
     right: bool
     tokens_per_second: float
     kv_bytes: int
+
+    @property
+    def mark(self) -> str:
+        """Whether it is right, and its beginning, in rich's markup."""
+        from rich.markup import escape
+
+        line = self.text.partition("\n")[0]
+        shown = escape(line if len(line) <= 24 else line[:23] + "…")
+        return f"[green]right[/] {shown}" if self.right else f"[red]wrong[/] {shown}"
 
 
 def demo(
@@ -64,7 +75,7 @@ def demo(
     # The answers are short: with a lookahead the full cache would give them.
     snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
     window = SnapKV(top_k=0, n_window=budget - SnapKV.n_sink, last_token=False)
-    ways = {"full cache": None, "sink + window": window, "SnapKV": snapkv}
+    ways = {FULL: None, "sink + window": window, "SnapKV": snapkv}
     console.print(
         f"A document of about {len(prompts[0]):,} tokens hides {len(facts)} facts. Each question below is asked on "
         f"three caches: all entries, and 1/{SHARE} of them ({budget} entries) chosen in two ways."
@@ -73,35 +84,32 @@ def demo(
     answers: dict[str, list[Answer]] = {way: [] for way in ways}
     for fact, prompt, way in track(jobs, "asking", console=stderr_console(), transient=True):
         answers[way].append(_ask(loaded, tokenizer, prompt, fact, ways[way]))
-    console.print(_answers_table(facts, answers))
-    console.print(_figures_table(answers))
-    file, question = "FILE", "QUESTION"
+    for table in _tables(facts, answers):
+        console.print(table)
+    file, question, how = "FILE", "QUESTION", "Try your own"
     if save_document is not None:
-        file, question = shlex.quote(save_document), shlex.quote(facts[0].question)
-    console.print(
-        f"{'Try your own' if save_document is None else 'Ask again'}: {_command()} generate --model {model} "
-        f"--prompt-file {file} --prompt {question} "
-        f"--snapkv budget={budget},obs_window=32,lookahead=0",
-        soft_wrap=True,
-        markup=False,
-    )
+        file, question, how = (
+            shlex.quote(save_document),
+            shlex.quote(facts[0].question),
+            "Ask again",
+        )
+    program = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
+    if shutil.which("mlx-snapkv"):
+        program = "mlx-snapkv"
+    command = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
+    options = f"--snapkv budget={budget},obs_window=32,lookahead=0"
+    console.print(f"{how}: {command} {options}", soft_wrap=True, markup=False)
 
 
 def _save(document: str, name: str) -> None:
-    """Write the document to a file, unless there is another text in it.
-
-    Raises:
-        SnapKVError: there is, or it can't be written.
-    """
+    """Write the document to a file, unless there is another text in it."""
     path = path_of(name, "--save-document")
-    try:
+    with refusing(f"--save-document {name}"):
         if path.exists() and path.read_bytes() != document.encode():
             raise SnapKVError(
                 f"--save-document {name}: there is such a file already, give another name"
             )
         put(path, document)
-    except OSError as error:
-        raise SnapKVError(f"--save-document {name}: {reason(error)}") from error
 
 
 def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None) -> Answer:
@@ -111,51 +119,28 @@ def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None)
     from ..engine.generate import stream_generate
 
     cache = make_prompt_cache(model)
-    asked = stream_generate(model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache)
-    responses = list(asked)
-    text, response = "".join(r.text for r in responses), responses[-1]
-    return Answer(text.strip(), is_right(fact, text), response.generation_tps, kv_bytes(cache))
+    responses = list(
+        stream_generate(model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache)
+    )
+    text = "".join(response.text for response in responses)
+    speed = responses[-1].generation_tps
+    return Answer(text.strip(), is_right(fact, text), speed, kv_bytes(cache))
 
 
-def _command() -> str:
-    """How this program can be called from where the user is."""
-    if shutil.which("mlx-snapkv"):
-        return "mlx-snapkv"
-    return f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
-
-
-def _answers_table(facts: list[Fact], answers: dict[str, list[Answer]]) -> Table:
+def _tables(facts: list[Fact], answers: dict[str, list[Answer]]) -> list[Table]:
     from rich.table import Table
 
-    table = Table("question", "hidden", *answers, title="Answers", title_justify="left")
-    for i, fact in enumerate(facts):
-        cells = [_mark(a[i]) for a in answers.values()]
-        table.add_row(f"the {fact.attribute} of the {fact.subject}", fact.value, *cells)
-    return table
-
-
-def _mark(answer: Answer) -> str:
-    from rich.markup import escape
-
-    line = answer.text.splitlines()[0] if answer.text else ""
-    shown = line if len(line) <= 24 else line[:23] + "…"
-    return f"[green]right[/] {escape(shown)}" if answer.right else f"[red]wrong[/] {escape(shown)}"
-
-
-def _figures_table(answers: dict[str, list[Answer]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="Figures", title_justify="left")
-    for name in ("cache", "right", "tokens/s", "KV memory", "ratio"):
-        table.add_column(name, justify="left" if name == "cache" else "right")
-    full = next(iter(answers.values()))
-    for way, given in answers.items():
-        speed = sorted(a.tokens_per_second for a in given)[len(given) // 2]
-        table.add_row(
-            way,
-            f"{sum(a.right for a in given)}/{len(given)}",
-            f"{speed:,.0f}",
-            format_bytes(given[0].kv_bytes),
-            f"{full[0].kv_bytes / given[0].kv_bytes:.1f}x smaller" if way != "full cache" else "",
-        )
-    return table
+    asked = Table("question", "hidden", *answers, title="Answers", title_justify="left")
+    for fact, *given in zip(facts, *answers.values()):
+        marks = (answer.mark for answer in given)
+        asked.add_row(f"the {fact.attribute} of the {fact.subject}", fact.value, *marks)
+    figures = Table("cache", title="Figures", title_justify="left")
+    for name in ("right", "tokens/s", "KV memory", "ratio"):
+        figures.add_column(name, justify="right")
+    for way, found in answers.items():
+        size = found[0].kv_bytes
+        ratio = "" if way == FULL else f"{answers[FULL][0].kv_bytes / size:.1f}x smaller"
+        right = f"{sum(answer.right for answer in found)}/{len(found)}"
+        speed = f"{median_high(answer.tokens_per_second for answer in found):,.0f}"
+        figures.add_row(way, right, speed, format_bytes(size), ratio)
+    return [asked, figures]

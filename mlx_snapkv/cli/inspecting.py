@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,15 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from ..errors import SnapKVError
-from ..paths import put_result, require_place
+from ..paths import put_result
 from . import cache_options, options
 from .reading import Reading
+from .results import require_page
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from ..inspecting.inspection import Inspection
 
 ENDINGS = (".html", ".png")
 MOST = 2  # policies side by side
+SHADES = " ░▒▓█"
+SENTENCES = 10
+WIDEST = 160  # columns of a map
 
 
 def inspect(
@@ -59,10 +64,9 @@ def inspect(
           --policy keydiff:budget=25% --policy streaming_llm:budget=25% -o kept.png
     """
     from ..inspecting.inspection import inspect_prompt
-    from .kept_map import print_inspections
 
     chosen = _policies(snapkv, policy)
-    path = None if output is None else require_page(output)
+    path = None if output is None else require_page(output, ENDINGS)
     text = prompt.read()
     loaded, adapted = model.load()
     tokenizer.adapt(adapted)
@@ -77,7 +81,9 @@ def inspect(
     if as_json:
         print(json.dumps(_as_json(model.model, found), ensure_ascii=False))
     else:
-        print_inspections(found)
+        for i, each in enumerate(found):
+            print("\n\n" * (i > 0), end="")
+            _print(each)
     if path is not None:
         _write(found, model.model, adapted, path)
         if not quiet:
@@ -100,22 +106,6 @@ def _policies(snapkv: str | None, policies: list[str] | None) -> list[Any]:
     return chosen
 
 
-def require_page(name: str, endings: Sequence[str] = ENDINGS) -> Path:
-    """Where to write; SnapKVError if nothing can be, or it is not ours to replace."""
-    from ..reporting import files
-
-    path = Path(name)
-    if path.suffix not in endings:
-        raise SnapKVError(f"--output must end in {' or '.join(endings)}, got {name!r}")
-    if path.suffix == ".png":
-        files.require_matplotlib()
-    if require_place(path) and not files.is_ours(path):
-        raise SnapKVError(
-            f"--output {path} is there already, and mlx-snapkv did not write it: give another name"
-        )
-    return path
-
-
 def _write(found: list[Inspection], model: str, tokenizer: Any, path: Path) -> None:
     from ..inspecting.page import page
     from ..inspecting.picture import write_picture
@@ -129,10 +119,58 @@ def _write(found: list[Inspection], model: str, tokenizer: Any, path: Path) -> N
 
 def _as_json(model: str, found: list[Inspection]) -> dict[str, Any]:
     one = found[0]
-    return {
-        "model": model,
-        "prompt_tokens": one.n_tokens,
-        "text": one.text,
-        "spans": one.spans,
-        "policies": [each.to_dict() for each in found],
-    }
+    asked = {"prompt_tokens": one.n_tokens, "text": one.text, "spans": one.spans}
+    return {"model": model, **asked, "policies": [each.to_dict() for each in found]}
+
+
+def _print(found: Inspection) -> None:
+    """What was kept, drawn as wide as the terminal: a line a layer, the sentences, the answer."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(found.policy, style="bold"), Text(str(found.report)), "", sep="\n")
+    for line in _map(found, console.width):
+        console.print(line, no_wrap=True, crop=True)
+    console.print()
+    if found.sentences:
+        best = found.sentences[0]
+        measure = "nothing was chosen: these are kept whatever they say"
+        if best.votes is not None:
+            measure = "by their share of the votes for the entries chosen"
+        elif best.chosen:
+            measure = "by the share of their entries that were chosen"
+        console.print(Text(f"Most kept sentences ({measure})", style="bold"))
+        for rank, sentence in enumerate(found.sentences[:SENTENCES], start=1):
+            share = sentence.votes or sentence.chosen
+            shown = f"{share:.1%}" if share else "fixed"
+            line = Text(f"{rank:3}  {shown:>5}  {' '.join(sentence.text.split())}", no_wrap=True)
+            line.truncate(max(40, console.width), overflow="ellipsis")
+            console.print(line)
+        console.print()
+    console.print(Text("Answer", style="bold"))
+    console.print(Text(found.answer), soft_wrap=True)
+
+
+def _map(found: Inspection, width: int) -> list[Text]:
+    """A line a layer, and one for the positions."""
+    from rich.text import Text
+
+    names = [f"layer {layer}" for layer in found.layers]
+    margin = max(map(len, names)) + 1
+    ends = ["" if share is None else f"{share:5.0%}" for share in found.shares]
+    density = found.density(max(8, min(WIDEST, width - margin - 7)))
+    lines = []
+    for name, row, end in zip(names, density, ends, strict=True):
+        # A little is to be seen, too: half of the shades are for the first quarter.
+        shades = "".join(SHADES[-int(-(share**0.5) * (len(SHADES) - 1) // 1)] for share in row)
+        lines.append(Text.assemble(f"{name:<{margin}}", (shades, "cyan"), f" {end}"))
+    last = f"token {found.n_tokens - 1}"
+    scale = f"token 0{last:>{max(len(last) + 1, density.shape[1] - 7)}}"
+    heading = "votes" if any(ends) else ""
+    lines.append(Text(f"{'':<{margin}}{scale} {heading}", style="dim"))
+    if found.layers_without:
+        which = f"layer{'s' * (len(found.layers_without) > 1)} {', '.join(map(str, found.layers_without))}"
+        why = "no entries to keep or drop (linear attention, or a sliding window)"
+        lines.append(Text(f"{which}: {why}", style="dim", overflow="fold", no_wrap=False))
+    return lines

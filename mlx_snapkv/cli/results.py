@@ -64,6 +64,20 @@ class ResultFiles:
         return "\n".join(" ".join(line) for line in lines if len(line) > 1)
 
 
+def require_page(name: str, endings: Sequence[str]) -> Path:
+    """Where to write; SnapKVError if nothing can be, or it is not ours to replace."""
+    path = Path(name)
+    if path.suffix not in endings:
+        raise SnapKVError(f"--output must end in {' or '.join(endings)}, got {name!r}")
+    if path.suffix == ".png":
+        files.require_matplotlib()
+    if require_place(path) and not files.is_ours(path):
+        raise SnapKVError(
+            f"--output {path} is there already, and mlx-snapkv did not write it: give another name"
+        )
+    return path
+
+
 def about() -> dict[str, Any]:
     """How and where a result was measured: the command, versions, commit and machine."""
     from ..reporting.setting import setting

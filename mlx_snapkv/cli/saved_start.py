@@ -55,15 +55,16 @@ class SavedStart:
         memory: str,
         quantization: Quantization | None,
     ):
-        self._file = file
-        self._saved = saved.load(file, model)
-        caches = self._saved.prompt_cache
-        if self._saved.tokens is None:
-            _require_name(file, name, self._saved.notes.get("model"))
-        self._is_compressed = is_compressed(caches)
-        quantised = any(cache.quantization for cache in layer_caches(caches))
-        if quantization is not None and (self._is_compressed or quantised):
-            how = "compressed" if self._is_compressed else "quantised"
+        self._file, self._saved = file, saved.load(file, model)
+        self._caches = caches = self._saved.prompt_cache
+        made_with = str(self._saved.notes.get("model", name))
+        if self._saved.tokens is None and made_with != name:  # by mlx-lm, which notes a name alone
+            folder = MODELS.get(name, Path(name))
+            if Path(made_with).resolve() != folder.resolve():
+                raise SnapKVError(f"{file} was made with --model {made_with}, not with {name}")
+        is_quantised = any(cache.quantization for cache in layer_caches(caches))
+        how = "compressed" if is_compressed(caches) else "quantised" if is_quantised else None
+        if quantization is not None and how is not None:
             raise SnapKVError(
                 f"{file} is {how} already, its entries stay as they are: drop --kv-bits"
             )
@@ -89,7 +90,7 @@ class SavedStart:
         noted = self._saved.notes if self._saved.tokens is not None else {}
         if "messages" in noted:  # no answer starts from those
             return "drop"
-        return noted.get("memory") or book_memory(self._saved.prompt_cache) or "drop"
+        return noted.get("memory") or book_memory(self._caches) or "drop"
 
     def has(self, text: str) -> bool:
         """Whether a text to be read begins with the saved one."""
@@ -131,12 +132,11 @@ class SavedStart:
     @property
     def kept(self) -> str:
         """What the answer starts from, for the closing line."""
-        entries = max(cache.n_entries for cache in layer_caches(self._saved.prompt_cache))
+        entries = max(cache.n_entries for cache in layer_caches(self._caches))
         how = "full cache" if self.policy == NO_POLICY else self.policy
         asked = self.report.policy != NO_POLICY and not self.report.compressed
         why = f": {self.report.reason}" if asked else ""
-        size = format_bytes(kv_bytes(self._saved.prompt_cache))
-        held = f"now {entries} entries, KV memory {size}"
+        held = f"now {entries} entries, KV memory {format_bytes(kv_bytes(self._caches))}"
         return f"after {self.n_tokens} saved ones ({how}{why}), {held}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class SavedStart:
         self, model, policy: Policy | Stages, quantization: Quantization | None
     ) -> CompressionReport:
         """Compress the full cache by a policy that needs no queries."""
-        if self._is_compressed:
+        if is_compressed(self._caches):
             raise SnapKVError(
                 f"{self._file} is already compressed, by {self._saved.policy}: drop the policy"
             )
@@ -162,15 +162,6 @@ class SavedStart:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"
             return CompressionReport(str(policy), self.n_tokens, reason)
         if quantization is not None:
-            fresh = make_prompt_cache(model)
-            require_quantizable(model, attention_layers(model, fresh), quantization)
-        return compress_prompt_cache(
-            model, self._saved.prompt_cache, policy, quantization=quantization
-        )
-
-
-def _require_name(file: str, name: str, made_with: str | None) -> None:
-    """Raises: SnapKVError: mlx-lm saved the prompt with a model of another name."""
-    folder = MODELS.get(name, Path(name))
-    if made_with not in (None, name) and Path(str(made_with)).resolve() != folder.resolve():
-        raise SnapKVError(f"{file} was made with --model {made_with}, not with {name}")
+            layers = attention_layers(model, make_prompt_cache(model))
+            require_quantizable(model, layers, quantization)
+        return compress_prompt_cache(model, self._caches, policy, quantization=quantization)
