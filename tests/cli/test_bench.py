@@ -2,7 +2,6 @@ import json
 import sys
 
 import fork_helpers
-import pytest
 
 SMALL = ["--context", "1024", "-p", "1024", "--long-prompts", "3000", "-n", "1", "--steps", "1"]
 
@@ -36,23 +35,3 @@ def test_the_policies_given_are_measured_and_no_others():
     code, out, _ = run("--model", "demo", *SMALL, *given)
     assert code == 0 and "tova:budget=50" in out and "snapkv:top_k=40" in out
     assert "keydiff" not in out and "6.25%" not in out
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (
-            ["--context", "4k"],
-            "--context must be whole numbers from 1024 to 10000000, with commas, got '4k'",
-        ),
-        (["--long-prompts", "512"], "--long-prompts must be whole numbers from 1024"),
-        (["-p", "512"], "--prompt-tokens must be whole numbers from 1024"),
-        (["--policy", "snapkv:topk=4"], "topk"),
-        (["--output", "/dev/null/x"], "--output /dev/null/x: "),
-        (["--model", "nowhere"], "--model nowhere: no such folder"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_is_measured(args, words):
-    code, out, err = run(*args)
-    assert (code, out) == (2, "")
-    assert words in err and len(err.strip().splitlines()) == 1

@@ -46,23 +46,6 @@ def test_files_are_where_the_user_wants_them(call, story, tmp_path, monkeypatch)
     assert book["file_bytes"] > 0 and book["stored"] > 1500
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            ["--memory", "recall:file", "--store-dir", "nowhere"],
-            "--store-dir nowhere is no folder: make it, or give another one",
-        ),
-        (["--memory", "recall:file", "--verify", "all"], "must be in memory"),
-        (["--memory", "recall", *BOOK[:1], BOOK[1] + ",lookahead=2"], "lookahead=2 decodes tokens"),
-        (["--memory", "recall", "--policy", "h2o:budget=64"], "counts the attention of all"),
-    ],
-)
-def test_what_can_not_be_served_is_one_line(call, story, options, message):
-    code, out, err = call(*asked(story, *options))
-    assert (code, out) == (2, "") and message in err.splitlines()[-1] and "Traceback" not in err
-
-
 def told(err):
     return [line for line in err.splitlines() if " tokens to read: at most " in line]
 
@@ -90,14 +73,3 @@ def test_a_chat_says_it_of_long_turns(call, story):
     args = ["chat", "--model", "demo", *BOOK, "--memory", "recall:file", "-m", "8"]
     code, _, err = call(*args, stdin="\n".join(lines).encode())
     assert code == 0 and len(told(err)) == 1
-
-
-def test_a_saved_book_counts_its_copy(call, story, tmp_path):
-    path, _ = story
-    args = ["cache-prompt", "--model", "demo", "--prompt-file", str(path), *BOOK]
-    args += ["--memory", "recall:file:8bit", "--store-dir", str(tmp_path)]
-    code, _, err = call(*args, "-o", str(tmp_path / "b.safetensors"))
-    (first,) = told(err)
-    need = float(re.search(r"\), ([\d.]+) MB on disk", first)[1])
-    once = float(re.search(r"folder beside it \(([\d.]+) MB\)", err)[1])
-    assert code == 0 and need == pytest.approx(2 * once, rel=0.01) and "warning" not in err

@@ -13,12 +13,10 @@ from model_folders import demo_with
 from request_helpers import plain
 
 from mlx_snapkv import Conversation, SnapKVError
-from mlx_snapkv.chat.prompts import mlx_lm_suffix
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.prompts import encode, opening_tokens
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.engine.prefill import mlx_generate
 
 
 @pytest.fixture(scope="module")
@@ -116,21 +114,6 @@ def kv_memory(told):
     return float(number) * {"kB": 1, "MB": 1000}[unit]
 
 
-def test_a_full_cache_is_quantised_by_mlx_lm(call, book, cache, monkeypatch):
-    monkeypatch.setattr(
-        mlx_generate.generate_step,
-        "__kwdefaults__",
-        {**mlx_generate.generate_step.__kwdefaults__, "quantized_kv_start": 100},
-    )
-    file, err = cache("eight.safetensors", "--kv-bits", "8")
-    code, out, again = ask(call, book, file)
-    assert (code, out.strip()) == (0, book[2]) and 0 < kv_memory(err) < kv_memory(again)
-    code, _, err = ask(call, book, file, "--kv-bits", "8")
-    assert code == 2 and "is quantised already" in err
-    code, out, err = ask(call, book, file, "--policy", "keydiff:budget=50%,block=64")
-    assert (code, out.strip()) == (0, book[2]) and 0 < kv_memory(err) < kv_memory(again)
-
-
 def test_a_prompt_saved_by_mlx_lm_goes_on(call, book, monkeypatch, capsys):
     folder, _, value = book
     model, file = str(MODELS["demo"]), str(folder / "theirs.safetensors")
@@ -144,53 +127,6 @@ def test_a_prompt_saved_by_mlx_lm_goes_on(call, book, monkeypatch, capsys):
         assert (code, out.strip()) == (0, value), err
     code, _, err = ask(call, book, file, model="demo-qwen3-next")
     assert (code == 2 and "cache 0" in err) or "caches" in err
-
-
-def test_mistakes_are_told_in_one_sentence(call, book, cache, tmp_path):
-    full, _ = cache("full.safetensors")
-    small, _ = cache("small.safetensors", "--policy", "keydiff:budget=50%")
-    foreign = tmp_path / "foreign.safetensors"
-    foreign.write_bytes(b"hello")
-    nowhere = str(tmp_path / "no" / "book.safetensors")
-    for file, options, message in [
-        (full, ["--policy", "snapkv"], "holds no queries for snapkv to vote with"),
-        (full, ["--policy", "snapkv"], "keydiff, streaming_llm, key_norm, lagkv, random"),
-        (full, ["--policy", "keydiff then snapkv"], "one policy, not by two stages"),
-        (small, ["--policy", "keydiff"], "already compressed, by keydiff:budget=50%"),
-        (
-            small,
-            ["--kv-bits", "4"],
-            "is compressed already, its entries stay as they are: drop --kv-bits",
-        ),
-        (full, ["--kv-bits", "5"], "--kv-bits must be 2, 3, 4, 6 or 8, got 5"),
-        (full, ["--kv-bits", "8", "--kv-group-size", "9"], "--kv-group-size must be 32, 64 or 128"),
-        (
-            full,
-            ["--policy", "keydiff", "--kv-bits", "8", "--kv-group-size", "128"],
-            "one of [32, 64]",
-        ),
-        (full, ["--max-kv-size", "99"], "--max-kv-size can't be combined"),
-        (full, ["--system-prompt", "x"], "--system-prompt can't be combined"),
-        (full, ["--ignore-chat-template"], "--ignore-chat-template is settled"),
-        (str(foreign), [], "is not a saved prompt cache"),
-        (nowhere, [], "can't be read: No such file or directory"),
-        ("book.txt", [], "must end in .safetensors"),
-    ]:
-        code, out, err = ask(call, book, file, *options)
-        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
-    code, _, err = ask(call, book, full, model="demo-qwen3-next")
-    assert code == 2 and "was made with another model or other weights" in err
-    code, _, err = call("cache-prompt", "--model", "demo", "--prompt", "x", "-o", nowhere)
-    assert code == 2 and "there is no folder" in err
-
-
-def test_a_changed_template_is_told(call, book, cache, tmp_path):
-    model = demo_with(tmp_path / "model")
-    file, _ = cache("own.safetensors", model=str(model))
-    config = model / "tokenizer_config.json"
-    config.write_text(config.read_text().replace("{{ bos_token }}", "{{ bos_token }}hello "))
-    code, _, err = ask(call, book, file, model=str(model))
-    assert code == 2 and "does not begin with the tokens" in err
 
 
 def test_a_template_that_tells_the_date_gives_the_day_of_saving(book, call, cache, tmp_path):
@@ -215,31 +151,6 @@ def test_every_question_follows_the_saved_tokens(question):
         assert whole[: len(start)] == start and len(start) > 4
 
 
-def test_without_a_template_no_second_beginning_is_put_in():
-    _, tokenizer = load_model("demo")
-    assert tokenizer.bos_token_id not in mlx_lm_suffix(tokenizer, "Why?", True)
-
-
-def test_mlx_lms_file_of_another_name_is_refused(call, book, tmp_path):
-    model, tokenizer = load_model("demo")
-    cache = make_prompt_cache(model)
-    plain(model, mx.array(tokenizer.encode("It was cold.")), n=0, prompt_cache=cache)
-    file = str(tmp_path / "theirs.safetensors")
-    save_prompt_cache(file, cache, {"model": "somebody/else"})
-    code, _, err = ask(call, book, file)
-    assert code == 2 and "was made with --model somebody/else, not with demo" in err
-
-
-def test_a_saved_conversation_is_for_chat(call, book):
-    model, tokenizer = load_model("demo")
-    chat = Conversation(model, tokenizer, max_tokens=1)
-    list(chat.send("hello"))
-    file = str(book[0] / "chat.safetensors")
-    chat.save(file)
-    code, out, err = ask(call, book, file)
-    assert (code, out) == (2, "") and "go on with it in mlx-snapkv chat, by /load" in err
-
-
 def test_a_text_that_was_read_again_answers_every_question(call, book, cache):
     """By generate; a chat, whose turns would choose again, says so before it begins, with the file or without."""
     file, err = cache("again.safetensors", "--policy", "kvzip:budget=75%")
@@ -250,3 +161,54 @@ def test_a_text_that_was_read_again_answers_every_question(call, book, cache):
         Conversation.load(file, *load_model("demo"))
     code, out, err = call("chat", "--model", "demo", "--policy", "kvzip")
     assert (code, out) == (2, "") and "kvzip reads a prompt again as a whole" in err
+
+
+@pytest.mark.parametrize(
+    "saved, options, message",
+    [
+        ([], "--policy snapkv", "holds no queries for snapkv to vote with: save the prompt with"),
+        ([], ["--policy", "keydiff then snapkv"], "one policy, not by two stages"),
+        ([], "--policy keydiff --kv-bits 8 --kv-group-size 128", "one of [32, 64]"),
+        ([], "--system-prompt x", "--system-prompt can't be combined"),
+        ([], "--ignore-chat-template", "--ignore-chat-template is settled"),
+        ([], "--model demo-qwen3-next", "was made with another model or other weights"),
+        (["--policy", "keydiff:budget=50%"], "--policy keydiff", "already compressed, by keydiff"),
+        (["--policy", "keydiff:budget=50%"], "--kv-bits 4", "is compressed already, its entries"),
+    ],
+)
+def test_what_a_saved_prompt_can_not_be_asked_with(call, book, cache, saved, options, message):
+    file, _ = cache("saved.safetensors", *saved)
+    words = options.split() if isinstance(options, str) else options
+    code, out, err = ask(call, book, file, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+def test_files_of_others(call, book, demo_llama, tmp_path):
+    """A conversation is for chat; mlx-lm notes the model's name alone; others are no prompts."""
+    model, tokenizer = demo_llama
+    talk = Conversation(model, tokenizer, max_tokens=1)
+    list(talk.send("hello"))
+    talk.save(tmp_path / "talk.safetensors")
+    theirs = str(tmp_path / "theirs.safetensors")
+    cache = make_prompt_cache(model)
+    plain(model, mx.array(tokenizer.encode("It was cold.")), n=0, prompt_cache=cache)
+    save_prompt_cache(theirs, cache, {"model": "somebody/else"})
+    (tmp_path / "foreign.safetensors").write_bytes(b"hello")
+    for name, message in (
+        ("talk.safetensors", "go on with it in mlx-snapkv chat, by /load"),
+        ("theirs.safetensors", "was made with --model somebody/else, not with demo"),
+        ("foreign.safetensors", "is not a saved prompt cache"),
+        ("no/book.safetensors", "can't be read: No such file or directory"),
+        ("book.txt", "must end in .safetensors"),
+    ):
+        code, out, err = ask(call, book, str(tmp_path / name))
+        assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+def test_a_changed_template_is_told(call, book, cache, tmp_path):
+    model = demo_with(tmp_path / "model")
+    file, _ = cache("own.safetensors", model=str(model))
+    config = model / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("{{ bos_token }}", "{{ bos_token }}hello "))
+    code, _, err = ask(call, book, file, model=str(model))
+    assert code == 2 and "does not begin with the tokens" in err

@@ -60,8 +60,3 @@ def test_its_colours_are_the_terminals_own(term):
         assert b"\x1b" not in shown
     else:  # green and red among them, and no colour of a fixed shade
         assert b"32" in codes and codes <= {b"0", b"1", b"2", b"3", b"31", b"32", b"39"}
-
-
-def test_a_document_must_have_some_length(call):
-    code, _, err = call("demo", "--tokens", "5")
-    assert code == 2 and "Invalid value for '--tokens'" in err

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 
 import pyarrow
 import pytest
@@ -92,12 +91,6 @@ def test_a_prompt_that_is_too_long_is_one_line(call, tmp_path, demo_llama):
     code, out, err = call("eval", "data", "--data", str(tmp_path / "d.jsonl"))
     assert (code, out) == (2, "")
     assert "the model was trained to" in err and len(err.strip().splitlines()) == 1
-
-
-def test_parquet_without_pyarrow_says_what_to_install(call, data, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    code, _, err = call("eval", "data", "--data", data)
-    assert code == 2 and "parquet needs pyarrow, which is not installed: pip install" in err
 
 
 def test_it_says_how_long_it_will_take(capsys, monkeypatch):

@@ -3,14 +3,9 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
-import fork_helpers
 import pytest
-from interrupt_helpers import interrupt, wait_for
 
 from mlx_snapkv.demo.questions import make_haystack
 
@@ -65,69 +60,3 @@ def test_files_are_made_in_a_new_folder_and_more_pieces_go_on(call, texts, tmp_p
     )
     page = (base.parent / "r.md").read_text()
     assert page.startswith("# Fidelity to the full cache") and page.count("\n## ") == 3
-
-
-def test_json_is_one_object(call, texts):
-    code, out, _ = call("--text", texts, *SMALL, *POLICIES, "--json", "--documents", "1")
-    result = json.loads(out)
-    assert code == 0 and (result["task"], result["length"]) == ("fidelity", 150)
-    assert result["summary"][0]["method"] == "full cache"
-    full, snapkv, _ = result["records"]
-    assert full["kl"] == 0 < snapkv["kl"] and full["kv_bytes"] > 3 * snapkv["kv_bytes"]
-
-
-def test_own_questions_are_asked_in_turn(call, texts):
-    mine = ["--question", "Who?", "--question", "Where?"]
-    args = ["--text", texts, *SMALL, "--policy", SNAPKV, "--setting", "later", *mine, "--json"]
-    code, out, _ = call(*args, "--documents", "3")
-    records = json.loads(out)["records"]
-    assert code == 0 and [r["question"] for r in records[::2]] == ["Who?", "Where?", "Who?"]
-
-
-def test_an_interrupt_says_how_to_go_on(texts, tmp_path):
-    base, many = tmp_path / "r", tmp_path / "many.txt"
-    many.write_text("\n".join([Path(texts, "a.txt").read_text()] * 50))
-    options = ["--text", str(many), *SMALL, *POLICIES, "--documents", "999", "--output", str(base)]
-    command = [sys.executable, "-m", "mlx_snapkv", "eval", "fidelity", *options]
-    process = fork_helpers.Popen(command, stderr=subprocess.PIPE, text=True)
-    file = base.with_name("r.jsonl")
-    wait_for(process, file, 3)
-    interrupt(process, file)
-    assert all(json.loads(line) for line in file.read_text().splitlines())
-
-
-NOWHERE = ["--model", "/nowhere"]  # mistakes that are told before a model is looked for
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--policy", SNAPKV], "--text"),
-        (["--text", "{}"], "--policy"),
-        (["--text", "/nowhere", *POLICIES, *NOWHERE], "--text /nowhere: No such file"),
-        (["--text", "/dev/null", *POLICIES, *NOWHERE], "there is no UTF-8 text"),
-        (["--text", "{}/picture.png", *POLICIES, *NOWHERE], "is not UTF-8 text: convert it"),
-        (["--text", "{}/short.txt", *POLICIES, *NOWHERE], "no text has the 1,465 tokens"),
-        (["--text", "{}", "--policy", "snapkv", *NOWHERE], "snapkv would compress nothing here"),
-        (
-            ["--text", "{}", *POLICIES, "--setting", "both", *NOWHERE],
-            "--setting must be text, known or later, got 'both'",
-        ),
-        (["--text", "{}", *POLICIES, *SMALL, "--output", "/dev/null/x", *NOWHERE], "--output"),
-        (["--text", "{}", *POLICIES, *SMALL, *NOWHERE], "--model /nowhere: no such folder"),
-        (["--text", "{}", *POLICIES, "--length", "1000"], "no text has the 1,065 tokens"),
-        (["--text", "{}", *POLICIES, "--length", "0"], "--length"),
-    ],
-)
-def test_a_mistake_is_one_line(call, texts, args, words):
-    code, out, err = call(*(arg.replace("{}", texts) for arg in args))
-    assert (code, out) == (2, "")
-    assert words in err and len(err.strip().splitlines()) == 1
-
-
-def test_a_file_of_other_texts_is_refused(call, texts, tmp_path):
-    base = str(tmp_path / "r")
-    args = [*SMALL, "--policy", SNAPKV, "--documents", "1", "--output", base]
-    assert call("--text", texts, *args)[0] == 0
-    code, out, err = call("--text", f"{texts}/a.txt", *args)
-    assert (code, out) == (2, "") and "of another run, with text" in err

@@ -56,21 +56,6 @@ def test_chat_and_cache_prompt(run, folder):
     assert code == 0 and "pulled together" in err
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "cache-prompt"])
-def test_what_cant_be_is_one_sentence(run, folder, command):
-    folder, _ = folder
-    more = {
-        "generate": ["--prompt", "x"],
-        "chat": [],
-        "cache-prompt": ["--prompt", "x", "-o", str(folder / "y.safetensors")],
-    }[command]
-    code, out, err = run(command, *more, "--snapkv", "top_k=64", "--far", "pull")
-    assert (code, out) == (2, "") and len(err.strip().splitlines()) == 1
-    assert "--far pull needs a policy that evicts while a prompt is read" in err
-    code, out, err = run(command, *more, "--far", "near")
-    assert (code, out) == (2, "") and "far must be keep or pull, got 'near'" in err
-
-
 def test_a_prompt_that_is_left_beyond_is_told_of(run, folder):
     folder, fact = folder
     book = ["--prompt-file", str(folder / "book.txt")]

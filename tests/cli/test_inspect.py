@@ -68,21 +68,6 @@ def test_a_prompt_below_the_gate_says_so(ask):
     assert "█" * 40 in out and "sentences" not in out
 
 
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        ((), "give a --policy"),
-        (("--policy", "random", "--policy", "tova", "--snapkv", "top_k=9"), "at most 2 policies"),
-        (("--policy", "randm"), "did you mean 'random'"),
-        (("--policy", "random", "-o", "kept.pdf"), "must end in .html or .png"),
-        (("--policy", "random", "-o", "nowhere/kept.html"), "no folder"),
-    ],
-)
-def test_mistakes_are_one_line(ask, options, told):
-    code, out, err = ask(*options)
-    assert code == 2 and out == "" and told in err and err.count("\n") == 1
-
-
 def test_files_of_others_are_not_replaced(ask, tmp_path):
     path = tmp_path / "mine.html"
     path.write_text("<html>mine</html>")

@@ -83,56 +83,9 @@ def test_more_tokens_than_the_model_was_trained_to(call):
     assert far in full["beyond"] and far in asked_for["beyond"]
 
 
-def test_a_policy_as_json(call):
-    policy = "keydiff:budget=1024 then snapkv:top_k=256,n_window=64"
-    options = ["--context", "1M", "--policy", policy, "--kv-bits", "8", "--memory", "300MB"]
-    code, out, _ = call("plan", "--model", "demo", *options, "--json")
-    found = json.loads(out)
-    assert code == 0 and found["memory"] == 3 * 10**8 and found["usable"] == 2 * 10**8
-    ways = [(plan["policy"], plan["kv_bits"], plan["fits"]) for plan in found["plans"]]
-    assert ways == [(None, None, False), (None, 8, False), (policy, 8, True)]
-    full = found["plans"][0]
-    assert full["kv"] == 2**20 * 3 * 2 * 2 * 64 * 4 and full["peak"] == full["reading"]
-    (taken,) = found["taken"]
-    assert taken["fits"] and taken["command"].endswith("--kv-bits 8")
-    assert taken["why"] == "you asked for it, and it fits"
-
-
 def test_nothing_fits(call):
     code, out, _ = call("plan", "--model", "demo-tasks", "--context", "3000", "--memory", "1MB")
     assert code == 0 and out.splitlines()[-1] == "Nothing fits 3000 tokens into 667 kB."
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--context", "0"], "--context must be a number of tokens from 1 to 10000000"),
-        (["--context", "many"], "got 'many'"),
-        (["--context", "nan"], "got 'nan'"),
-        (["--context", "99M"], "--context must be a number of tokens"),
-        (["--memory", "-1"], "--memory must be a number of bytes"),
-        (["--memory", "16"], "from 1,000,000, such as 500MB or 4GB, got '16'"),
-        (["--policy", "nothing"], "unknown policy 'nothing'"),
-        (["--policy", "kvzip:budget=25%", "--context", "4k"], "kvzip reads a prompt twice"),
-        (["--policy", "keydiff", "--snapkv", "top_k=4"], "give only one"),
-        (["--kv-group-size", "128", "--kv-bits", "8"], "--kv-group-size must be one of [32, 64]"),
-        (["--model", "."], "no config.json there"),
-        (["--model", "/no/such"], "no such folder"),
-    ],
-)
-def test_mistakes_are_one_sentence(call, options, said):
-    code, out, err = call("plan", "--model", "demo", *options)
-    assert code == 2 and out == "" and said in err and len(err.strip().splitlines()) == 1
-
-
-def test_folders_that_are_no_models(call, tmp_path):
-    for text, said in (
-        ('{"model_type": "nope"}', "no weights there"),
-        ("[1]", "config.json is no JSON object"),
-    ):
-        (tmp_path / "config.json").write_text(text)
-        code, _, err = call("plan", "--model", str(tmp_path))
-        assert code == 2 and said in err, err
 
 
 def test_generate_says_that_a_prompt_will_not_fit(call, story, small_machine):

@@ -75,24 +75,6 @@ def test_a_short_text_is_saved_in_full(call, save, story, path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--memory", "recall:file"], "saves a text that is read in blocks, and no policy was given"),
-        (["--memory", "recall", "--snapkv", "top_k=60"], "reads the text in full: give a policy"),
-        (["--memory", "recall", "--policy", "h2o:budget=64"], "counts the attention of all"),
-        (
-            ["--memory", "recall", "--policy", BOOK, "--kv-bits", "8"],
-            "give --memory recall:file:8bit",
-        ),
-        (["--memory", "cloud", "--policy", BOOK], "memory must be drop, recall"),
-    ],
-)  # fmt: skip
-def test_what_is_no_book_is_one_line(save, path, options, message):
-    code, said = save(path, *options)
-    assert code == 2 and message in said and not path.exists()
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
         (["--memory", "recall:4bit"], "stored otherwise: give --memory recall:file or recall"),
         (["--policy", "keydiff:budget=64"], f"is a book, saved with the policy {BOOK}: drop the policy"),
         (["--snapkv", "top_k=60", "--memory", "recall"], "is a book, saved with the policy"),

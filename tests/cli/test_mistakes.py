@@ -1,0 +1,241 @@
+"""A mistake is one line on stderr and exit code 2, before anything is read or written."""
+
+import re
+import shlex
+
+import pytest
+from disk_helpers import full_disk
+from model_folders import change, demo_with
+
+# A command line, and what its one line says. {} is a folder with `text`, a text of a few words, and `picture`.
+MISTAKES = r"""
+nonsense                                                 | No such command 'nonsense'.
+generate --prompt x --no-such-option                     | No such option
+generate --prompt x --model demo --snapkv topk=4         | unknown snapkv option 'topk' (did you mean 'top_k'?)
+generate --prompt x --model demo --snapkv top_k=abc      | top_k must be a whole number of at least 0, got 'abc'
+generate --prompt x --model demo --snapkv top_k=4 --policy tova | --snapkv and --policy both name a policy
+generate --prompt x --model demo --policy "snapkv then keydiff" | only a policy with schedule=block can be followed
+generate --prompt x --model demo --policy snapkv --memory foo | --memory must be drop, recall,
+generate --prompt x --model demo --policy h2o --memory recall | --memory recall needs a policy that chooses
+generate --prompt x --model demo --policy tova --verify all | --verify all asks entries that --memory drop does not keep
+generate --prompt x --model demo --policy tova --memory recall --verify maybe | --verify must be all, got 'maybe'
+generate --prompt x --model demo --policy tova --memory recall:file --verify all | must be in memory
+generate --prompt x --model demo --policy tova --memory recall --refresh never | --refresh must be token or turn
+generate --prompt x --model demo --far pull              | --far pull needs a policy that evicts
+generate --prompt x --model demo --snapkv top_k=64 --far pull | --far pull needs a policy that evicts while a prompt is
+generate --prompt x --model demo --far near              | --far must be keep or pull, got 'near'
+generate --prompt x --model demo --memory recall --policy "keydiff then snapkv:lookahead=2" | lookahead=2 decodes tokens
+generate --prompt x --model demo --memory recall:file --store-dir nowhere | --store-dir nowhere is no folder: make it
+generate --prompt "" --model demo                        | the prompt is empty: give some text
+generate --prompt - --model demo                         | the prompt is empty: give some text
+generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt-file FILE, or
+generate --prompt - --prompt-file - --model demo         | can't both read standard input
+generate --prompt-file /no/file --model demo             | --prompt-file /no/file: No such file or directory
+generate --prompt-file /dev/zero --model demo            | --prompt-file /dev/zero is not UTF-8 text
+generate --prompt-file / --model demo                    | --prompt-file /: Is a directory
+generate --prompt-file {}/picture --model demo           | is not UTF-8 text
+generate --prompt-file ~no-such-user/x --model demo      | --prompt-file ~no-such-user/x: no such home folder
+generate --prompt \udcff --model demo                    | --prompt is not UTF-8 text
+generate --prompt x --model demo --system-prompt \udcff  | the chat template or tokenizer failed
+generate --prompt x --model demo --temp warm             | Invalid value for '--temp'
+generate --prompt x --model demo --temp nan              | Invalid value for '--temp'
+generate --prompt x --model demo --max-tokens 0          | Invalid value for '--max-tokens'
+generate --prompt x --model demo --top-k 100000000       | --top-k must be below the vocabulary's 1536
+generate --prompt x --model demo --kv-bits 5             | --kv-bits must be 2, 3, 4, 6 or 8, got 5
+generate --prompt x --model demo --kv-bits 8 --kv-group-size 128 | --kv-group-size must be one of [32, 64]
+generate --prompt x --model demo --policy tova --quantized-kv-start 9 --kv-bits 8 | --quantized-kv-start is for the full
+generate --prompt x --model demo --max-kv-size 512       | no effect on llama models, since they make their own caches
+chat --model demo --max-kv-size 512                      | limit the entries with --policy streaming_llm:budget=512
+generate --prompt x --model demo --adapter-path /no/such | --adapter-path /no/such: no adapter_config.json
+generate --prompt x --model demo --ignore-chat-template --system-prompt y | --system-prompt needs a chat template
+generate --prompt x --model demo --pipeline              | start the command by mlx.launch, or drop it
+generate --prompt x --model demo --verbose no            | --verbose must be True or False, got 'no'
+generate --prompt x --model demo --chat-template-config [1 | --chat-template-config must be a JSON object
+generate --prompt x --model demo --chat-template-config []  | --chat-template-config must be a JSON object
+generate --prompt x --model demo --chat-template-config '{"tokenize": 1}' | --chat-template-config can't set 'tokenize'
+generate --prompt x --model demo --extra-eos-token nope  | --extra-eos-token 'nope': this tokenizer has no such token
+generate --prompt x --model a/b/c                        | no such folder, and not the name of a Hugging Face repository
+generate --prompt x --model ~no-such-user/model          | no such home folder
+generate --prompt x --model {}                           | no config.json there
+generate --prompt x --model demo-qwen3-next --draft-model demo | the main model's (qwen3_next) can't
+generate --prompt x --model demo --draft-model ./nowhere | --draft-model ./nowhere: no such folder
+chat --model demo --verify all --memory recall           | --verify all needs a policy
+chat --model demo --policy kvzip                         | kvzip reads a prompt again as a whole
+cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
+cache-prompt --prompt x --model demo -o {}/text          | must end in .safetensors
+cache-prompt --prompt x --model demo -o ~no-such-user/x.safetensors | no such home folder
+cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | and no policy was given
+cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --snapkv top_k=60 | reads the text in full
+cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
+inspect --prompt x --model demo                          | give a --policy
+inspect --prompt x --model demo --policy tova --policy random --policy keydiff | at most 2 policies
+inspect --prompt x --model demo --policy tova -o kept.pdf | must end in .html or .png
+inspect --prompt x --model demo --policy tova -o no/kept.html | no folder
+batch {}/none -o {}/a.jsonl --model demo                 | No such file or directory
+batch {} -o {}/a.jsonl --model demo                      | is a folder
+batch ~no-such-user/x -o {}/a.jsonl --model demo         | ~no-such-user/x: no such home folder
+batch {}/text -o {}/a.jsonl --model demo                 | a JSON object a line, and line 1 is not JSON
+batch {}/picture -o {}/a.jsonl --model demo              | line 1 is not UTF-8
+batch {}/requests -o {} --model demo                     | is a folder
+batch {}/requests -o {}/no/a --model demo                | there is no folder
+batch {}/requests -o /dev/full --model demo              | is no regular file
+batch {}/requests -o {}/text --model demo                | mlx-snapkv did not write it
+batch {}/requests -o {}/requests --model demo            | mlx-snapkv did not write it
+batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | --kv-bits in a batch is for compressed entries
+batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
+batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes nan | --max-kv-bytes must be a number of bytes
+batch {}/requests -o {}/a.jsonl --model demo --top-k 999999 | --top-k must be below the vocabulary's
+batch {}/requests -o {}/a.jsonl --model demo --concurrency 0 | --concurrency
+serve --model demo --memory recall --policy keydiff --prefix-dir ~no-such-user/x | --prefix-dir ~no-such-user/x: no such
+demo --tokens 5                                          | Invalid value for '--tokens'
+demo --save-document ~no-such-user/x                     | --save-document ~no-such-user/x: no such home folder
+demo --tokens 1024 --save-document {}/text               | --save-document {}/text: there is such a file already
+plan --model demo --context 0                            | --context must be a number of tokens from 1 to 10000000
+plan --model demo --context nan                          | got 'nan'
+plan --model demo --context 99M                          | --context must be a number of tokens
+plan --model demo --memory -1                            | --memory must be a number of bytes
+plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
+plan --model demo --policy kvzip:budget=25% --context 4k | kvzip reads a prompt twice
+plan --model {}                                          | no config.json there
+bench --context 4k                                       | --context must be whole numbers from 1024 to 10000000, with
+bench -p 512                                             | --prompt-tokens must be whole numbers from 1024
+bench --output /dev/null/x                               | --output /dev/null/x: 
+bench --output ""                                        | names a folder
+bench --model nowhere                                    | --model nowhere: no such folder
+eval infinitebench                                       | infinitebench
+eval needle --policy snapkv:top_k=8000                   | would compress nothing here: the prompt's 4096 entries
+eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, with
+eval needle --length ""                                  | --length is empty
+eval needle --length 256 --needles 50                    | --length must be at least
+eval needle --depths 0                                   | --depths
+eval needle --haystack /nowhere                          | --haystack /nowhere: No such file
+eval needle --haystack /dev/null                         | --haystack /dev/null: there is no text in it
+eval needle --output /dev/null/x                         | --output /dev/null/x: 
+eval needle --output {}/                                 | names a folder
+eval needle --setting sooner                             | --setting must be known, later or both, got 'sooner'
+eval needle --policy fastgen                             | fastgen can't be used to answer
+eval suite --task triple                                 | --task must be single, look-alikes
+eval suite --length 12                                   | --length must be whole numbers from 512
+eval suite --by-mask keydiff:budget=64                   | are given with --policy
+eval suite --policy h2o:budget=64 --memory recall        | counts the attention of all
+eval data --data ~no-such-user/x                         | --data ~no-such-user/x: no such home folder
+eval fidelity --policy tova                              | --text
+eval fidelity --text {}/text                             | --policy
+eval fidelity --text /nowhere --policy tova:budget=9% --model none | --text /nowhere: No such file
+eval fidelity --text {}/picture --policy tova:budget=9% --model none | is not UTF-8 text: convert it
+eval fidelity --text {}/text --policy tova:budget=9% --model none | no text has the 1,465 tokens
+eval fidelity --text {}/text --policy snapkv --model none | snapkv would compress nothing here
+eval fidelity --text {}/text --policy tova --setting both | --setting must be text, known or later, got 'both'
+"""
+
+# What does nothing without another option.
+NEEDS = """
+generate --prompt x --model demo --kv-group-size 64      | --kv-bits
+generate --prompt x --model demo --quantized-kv-start 0  | --kv-bits
+generate --prompt x --model demo --num-draft-tokens 2    | --draft-model
+generate --prompt x --model demo --policy snapkv --refresh turn | --memory recall
+generate --prompt x --model demo --memory recall --store-dir . | --memory recall:file
+serve --model demo --port 0 --prefix-dir-bytes 4GB       | --prefix-dir
+eval suite --refresh turn                                | --memory recall
+"""
+
+
+def rows(table):
+    return [re.split(r" +\| ", line) for line in table.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "text").write_text("my notes")
+    (folder / "picture").write_bytes(b"\xff\xfe" * 99 + b"\n[1]\n")
+    body = '{"messages": [{"role": "user", "content": "x"}]}'
+    request = (
+        f'{{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {body}}}'
+    )
+    (folder / "requests").write_text(request)
+    return folder
+
+
+@pytest.mark.parametrize("line, words", rows(MISTAKES))
+def test_a_mistake_is_one_line(call, folder, line, words):
+    line = line.replace("{}", str(folder)).replace(r"\udcff", "\udcff")
+    code, out, err = call(*shlex.split(line))
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("mlx-snapkv: ")
+    assert words.replace("{}", str(folder)) in err
+    assert {path.name for path in folder.iterdir()} == {"text", "picture", "requests"}
+
+
+@pytest.mark.parametrize("line, other", rows(NEEDS))
+def test_an_option_that_would_do_nothing_is_refused(call, line, other):
+    code, out, err = call(*line.split())
+    flag = next(word for word in line.split()[::-1] if word.startswith("--"))
+    said = f"{flag} does nothing without {other}: give that, or drop {flag}"
+    assert (code, out, err) == (2, "", f"mlx-snapkv: {said}\n")
+
+
+MODELS = [
+    ("config.json", "{", "config.json is no JSON: Expecting"),
+    ("config.json", "[]", "config.json is no JSON object"),
+    ("config.json", "{}", "config.json names no model_type"),
+    ("config.json", {"model_type": "no_such_type"}, "no_such_type not supported"),
+    ("config.json", {"hidden_size": 64}, "weights don't fit its config.json: ValueError: .*shape"),
+    ("config.json", {"num_attention_heads": 0}, "does not describe such a model: ZeroDivisionError"),
+    ("model.safetensors", None, "no weights there: model.safe"),
+    ("model.safetensors", 1000, "model.safetensors is damaged or cut short"),
+    ("tokenizer.json", None, "no tokenizer there: tokenizer.json"),
+    ("tokenizer.json", "hello", "tokenizer.json is no JSON"),
+    ("tokenizer.json", "{}", "its tokenizer can't be read"),
+    ("tokenizer_config.json", {"chat_template": "{{ raise_exception('No system') }}"}, "failed: TemplateError: No sys"),
+    ("tokenizer_config.json", {"chat_template": "{% for %}"}, "the chat template or tokenizer failed"),
+    ("tokenizer_config.json", {"chat_template": "{# nothing #}"}, "the chat template made an empty prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, how, message", MODELS)
+def test_models_that_cannot_be_loaded(call, tmp_path, name, how, message):
+    """A file of theirs is gone, cut short, changed, or something else."""
+    folder = demo_with(tmp_path / "model")
+    file = folder / name
+    if isinstance(how, dict):
+        change(file, **how)
+    else:
+        data = file.read_bytes()
+        file.unlink()
+        if how is not None:
+            file.write_bytes(data[:how] if isinstance(how, int) else how.encode())
+    code, out, err = call("generate", "--model", str(folder), "--prompt", "x")
+    assert (code, out, err.count("\n")) == (2, "", 1) and re.search(message, err)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "\0"])
+def test_names_that_no_file_can_have(call, name):
+    for args in (["--model", name, "--prompt", "x"], ["--model", "demo", "--prompt-file", name]):
+        code, out, err = call("generate", *args)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+INSPECT = "inspect --model demo -q --policy keydiff:budget=25% --prompt Cold. -m 2 --output"
+NEEDLE = "eval needle --length 256 --depths 1 --output"
+DISKS = [
+    (INSPECT, "r.html", "r.html", 5000),
+    (INSPECT, "r.png", "r.png", 5000),
+    (NEEDLE, "r", "r-full-cache-known.png", 5000),
+    (NEEDLE, "r", "r.jsonl", 100),
+    ("demo --tokens 1024 --questions 1 --save-document", "r", "r", 500),
+    ("cache-prompt --model demo -q --prompt Cold. -o", "a.safetensors", "a.safetensors", 5000),
+]
+
+
+@pytest.mark.parametrize("command, name, written, most", DISKS)
+def test_a_full_disk_is_named_and_leaves_files_as_they_were(
+    call, tmp_path, monkeypatch, command, name, written, most
+):
+    monkeypatch.setenv(
+        "GIT_DIR", str(tmp_path / "none")
+    )  # whose index could not be written, either
+    with full_disk(most):
+        code, _, err = call(*command.split(), str(tmp_path / name))
+    last = err.splitlines()[-1]
+    assert code in (1, 2) and str(tmp_path / written) in last and last.endswith("File too large")
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".jsonl"] == []
