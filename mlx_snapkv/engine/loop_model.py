@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,13 @@ from ..models import attention_classes
 from ..models.patch import recording
 
 Call = Callable[[mx.array, list], mx.array]
+
+LONG_CALL = 32  # tokens from which a call may take long
+FAST, SLOW = (
+    0.1,
+    0.5,
+)  # seconds of an evaluation: shorter ones would cost speed, longer ones keep Ctrl-C waiting
+TELL_EVERY = 1.0  # seconds between two calls of a callback within a chunk
 
 
 class WrappedModel(nn.Module):
@@ -98,6 +106,68 @@ def rewinding(model, prompt_cache: list) -> Iterator[SplitCalls]:
     finally:
         for cache in caches:
             cache.commit()
+
+
+class Pace:
+    """Evaluates a chunk some layers at a time: long ones show progress and notice Ctrl-C, and numbers stay the same.
+
+    Args:
+        progress: as mlx-lm's `prompt_progress_callback`; within a chunk it is called about once a second.
+    """
+
+    def __init__(self, progress: Callable[[int, int], None]):
+        self._progress, self._n_layers = progress, 1
+        self._done = self._total = 0
+        self._told = time.perf_counter()
+
+    def update(self, done: int, total: int) -> None:
+        """The callback for mlx-lm's loop."""
+        self._done, self._total, self._told = done, total, time.perf_counter()
+        self._progress(done, total)
+
+    def evaluate(self, cache: list, n_tokens: int) -> None:
+        """Evaluate what a chunk's graph stores, as many layers at a time as take between `FAST` and `SLOW` seconds."""
+        n = 0
+        while n < len(cache):
+            started = time.perf_counter()
+            mx.eval([c.state for c in cache[n : n + self._n_layers]])
+            n += self._n_layers
+            now = time.perf_counter()
+            if now - started < FAST:
+                self._n_layers *= 2
+            elif now - started > SLOW:
+                self._n_layers = max(1, self._n_layers // 2)
+            if n < len(cache) and now - self._told > TELL_EVERY:
+                self._told = now
+                self._progress(self._done + n_tokens * n // len(cache), self._total)
+
+
+class PacedModel(WrappedModel):
+    """A model whose chunks a `Pace` evaluates."""
+
+    def __init__(self, model, pace: Pace):
+        super().__init__(model)
+        self._pace = pace
+
+    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+        logits = self["wrapped"](inputs, cache=cache, **kwargs)
+        if inputs.shape[1] >= LONG_CALL:
+            self._pace.evaluate(cache, inputs.shape[1])
+        return logits
+
+
+def pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """mlx-lm's `start(model, **options)`, its chunks paced if it has a `prompt_progress_callback`."""
+
+    def begin(model: Any, **options: Any) -> Iterator[Any]:
+        progress = options.get("prompt_progress_callback")
+        if progress is None:
+            return start(model, **options)
+        pace = Pace(progress)
+        options["prompt_progress_callback"] = pace.update
+        return start(PacedModel(model, pace), **options)
+
+    return begin
 
 
 def observing(model, prompt_cache: list) -> contextlib.AbstractContextManager[None]:

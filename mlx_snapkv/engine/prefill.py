@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -11,6 +12,7 @@ from ..caches.memories import make_caches
 from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
+from .loop_model import pacing
 from .prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from .report import CompressionReport
 from .request import Uncompressed, make_request
@@ -99,9 +101,8 @@ def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array
         following.append(logprobs)
         return mx.argmax(logprobs, axis=-1)
 
-    for _ in mlx_generate.generate_step(
-        tokens, model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options
-    ):
+    start = pacing(partial(mlx_generate.generate_step, tokens))
+    for _ in start(model, max_tokens=0, sampler=sampler, prompt_cache=prompt_cache, **options):
         raise AssertionError("mlx-lm yielded a token of a request for none")
     return following[-1]
 

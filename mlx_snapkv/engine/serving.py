@@ -16,7 +16,7 @@ from ..entries.quantization import taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from .compress import KeptCallback
-from .loop_model import evicts, rewinding
+from .loop_model import evicts, pacing, rewinding
 from .report import CompressionReport
 from .request import Request, Uncompressed, make_request
 from .retention import RetentionConfig
@@ -55,6 +55,7 @@ def served(
         on_kept: receives what is kept of each layer.
         turns: `options` hold a conversation's own prompt cache; see `make_request`.
     """
+    start = pacing(start)
     report_to = on_report or (lambda report: None)
     retention.require(model, policy)
     given = options.get("prompt_cache")
