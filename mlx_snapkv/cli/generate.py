@@ -85,7 +85,9 @@ def generate(
         cache.require(loaded, draft.draft_model)
         tokens = reading.wait_for(partial(prompt.encode, adapted, text))
         keywords |= policy.take(loaded, len(tokens), "question", retention.memory, reading.say)
-        reading.warn(loaded, len(tokens), max_tokens=sampling.max_tokens, **keywords)
+        was_chosen = policy.is_auto and keywords["policy"] is None
+        asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
+        reading.warn(loaded, len(tokens), **asked)
     else:
         start = SavedStart(
             prompt_cache_file, model.model, loaded, chosen, retention.memory, cache.quantization

@@ -60,12 +60,27 @@ class Reading:
                     wait([future], LISTEN)
         return future.result()
 
-    def warn(self, model: Any, n_prompt: int, n_before: int = 0, **options: Any) -> None:
-        """Say if a prompt exceeds this machine's memory or the model's length; arguments as of `LongPrompts`."""
+    def warn(
+        self,
+        model: Any,
+        n_prompt: int,
+        n_before: int = 0,
+        was_chosen: bool = False,
+        **options: Any,
+    ) -> None:
+        """Say what will be kept of a prompt, and if it exceeds this machine's memory or the model's length.
+
+        Args:
+            n_before: tokens read before; `options` are those of `LongPrompts`.
+            was_chosen: it has been said already that the full cache suits the prompt.
+        """
         from ..planning.long_prompts import LongPrompts
 
-        for said in LongPrompts(model, **options).warnings(n_prompt, n_before):
-            self.say(said)
+        prompts = LongPrompts(model, **options)
+        foretold = None if was_chosen else prompts.foretold(n_prompt, n_before)
+        for said in (foretold, *prompts.warnings(n_prompt, n_before)):
+            if said is not None:
+                self.say(said)
 
     @contextmanager
     def bar(

@@ -1,16 +1,22 @@
-"""Warnings about prompts that are too long for this machine's memory, or for the model."""
+"""What is said of prompts before they are read: what will be kept, and whether they are too long."""
 
 from __future__ import annotations
 
 import shlex
 from typing import Any
 
+from ..caches.layers import quotas_of
+from ..engine.auto import worth_comparing
+from ..engine.footprint import EntrySizes, total_bytes
 from ..engine.machine import this_machine
+from ..engine.prompt_plan import gate
 from ..engine.report import format_bytes
 from ..engine.retention import RetentionConfig
+from ..entries.quantization import Quantization
 from ..policies import Policy, Stages
 from .plan import Planner
 
+LONG = 2048  # tokens from which a prompt without a policy is worth a word
 _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
@@ -36,6 +42,7 @@ class LongPrompts:
         self._retention = RetentionConfig(memory, verify, far=far)
         self._is_rotating = options.get("max_kv_size") is not None
         self._kv_bits, self._usable = options.get("kv_bits"), this_machine().usable
+        self._group_size = options.get("kv_group_size", 64)
         self._options = {k: v for k, v in options.items() if k in _PLANNED and v is not None}
         self._planner: Planner | None = None
 
@@ -45,6 +52,34 @@ class LongPrompts:
             return []
         far = self._retention.warning(self._model, self._policy, n_before + n_prompt)
         return [said for said in (self._too_large(n_prompt), far) if said is not None]
+
+    def foretold(self, n_prompt: int, n_before: int = 0) -> str | None:
+        """What will be kept of a prompt and what that saves, or why nothing is evicted and what would change that.
+
+        Without a policy, None for short prompts.
+        """
+        n, policy = n_before + n_prompt, self._policy
+        if self._is_rotating or (policy is None and n < LONG):
+            return None
+        sizes = EntrySizes(self._model, compresses=policy is not None)
+        before = n * sizes.full(None)
+        if policy is None:
+            return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto takes what suits the prompt"
+        reason = gate(policy, n, None, self._options.get("max_tokens", 0))
+        if reason is not None:
+            return (
+                f"nothing will be evicted: {reason}, for example --policy {worth_comparing(n)[0]}"
+            )
+        _, last = policy.stages
+        kept = [min(n, quota.entries) for quota in quotas_of(sizes.layers, last.quotas, n)]
+        least, most = min(kept), max(kept)
+        count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
+        if self._retention.retains:
+            return f"the answer will read {count} of {n:,} entries, all of which stay"
+        how = None if self._kv_bits is None else Quantization(self._kv_bits, self._group_size)
+        after = total_bytes(sizes.of_token(how), kept) + n * sum(sizes.plain)
+        sizes_text = f"{format_bytes(before)} → {format_bytes(after)}"
+        return f"{count} of {n:,} entries will be kept: KV memory {sizes_text}"
 
     def _too_large(self, n_prompt: int) -> str | None:
         """A sentence if a prompt will not fit; None if it will, or if it can't be planned."""

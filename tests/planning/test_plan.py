@@ -20,7 +20,7 @@ from real_models import real_folder
 from tiny_models import make_llama
 
 import mlx_snapkv
-from mlx_snapkv import SnapKVError, plan_memory
+from mlx_snapkv import SnapKV, SnapKVError, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.engine.auto import QUESTION, SETTINGS
@@ -162,10 +162,10 @@ def test_quantised_weights_and_headers_alone(tmp_path):
     shutil.rmtree(tmp_path)
 
 
-def test_what_reads_twice_and_what_has_no_room_is_said(demo_llama):
+def test_what_reads_twice_and_what_keeps_no_entry_is_said(demo_llama):
     with pytest.raises(SnapKVError, match="kvzip reads a prompt twice"):
         plan_memory(demo_llama[0], 1000, "kvzip:budget=25%")
-    short = plan_memory(demo_llama[0], 1000, "snapkv:budget=10%,n_sink=64,n_window=64,min_ctx=0")
+    short = plan_memory(demo_llama[0], 1000, "snapkv:budget=0.01%")
     assert short.peak == plan_memory(demo_llama[0], 1000).peak  # it stays full
     with pytest.raises(SnapKVError, match="kv_bits must be 2, 3, 4, 6, 8, got 5"):
         plan_memory(demo_llama[0], 1000, kv_bits=5)
@@ -216,3 +216,21 @@ def test_machines():
     assert mac(24 << 30).usable == 16 << 30 and mac(64 << 30).usable == 48 << 30
     here = this_machine()
     assert 1 << 28 < here.usable <= here.memory
+
+
+@pytest.mark.parametrize(
+    "n, options, said",
+    [
+        (1000, {}, None),
+        (4096, {}, "all 4,096 entries will be kept (12.6 MB); --policy auto"),
+        (4096, {"policy": SnapKV(budget=512)}, "512 of 4,096 entries will be kept: KV memory 12.6 MB → 1.57 MB"),
+        (4096, {"policy": SnapKV(budget=512), "kv_bits": 8}, "KV memory 12.6 MB → 442 kB"),
+        (4096, {"policy": SnapKV(budget="pyramid:512")}, "132 to 892, by layer, of 4,096 entries"),
+        (300, {"policy": SnapKV(budget=512)}, "nothing will be evicted: the prompt's 300 entries fit the budget"),
+        (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
+        (4096, {"policy": SnapKV(budget=512), "memory": "recall"}, "will read 512 of 4,096 entries, all of which stay"),
+    ],
+)  # fmt: skip
+def test_what_will_be_kept_is_told_before_it_is_read(demo_llama, n, options, said):
+    told = LongPrompts(demo_llama[0], **options).foretold(n)
+    assert told is said is None or said in told
