@@ -129,7 +129,6 @@ class SnapKVCache(EvictingCache):
         return row
 
     def _count(self, L: int) -> None:
-        """Count in the `L` tokens of an update."""
         self.offset += L
         self._since += L
         self._newest = self._newest + L if self._marked else L
@@ -144,7 +143,6 @@ class SnapKVCache(EvictingCache):
         return min(self._n + 1, self.n_keep)
 
     def _grow(self, n: int) -> None:
-        """Have at least `n` rows, and slack behind the window once it is full."""
         more = max(n, self.n_keep + SLACK if n > self.n_keep else 0) - n_rows(self.keys)
         if more > 0:
             self.keys, self.values = grown((self.keys, self.values), more)
@@ -231,7 +229,6 @@ class SnapKVCache(EvictingCache):
         return self.policy is not None and many and self._since > 0 and self.room < L
 
     def _evict(self) -> None:
-        """Choose what the next tokens are written over."""
         assert self.policy is not None
         if self._since <= self.block:
             self._flush()  # as if the tokens had come one by one

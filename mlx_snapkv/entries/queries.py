@@ -78,7 +78,7 @@ class Statistics:
         mean: `(B, n_heads, head_dim)` float32.
         covariance: `(B, n_heads, head_dim, head_dim)` float32, divided by the number of queries.
         scale: what the attention multiplies its logits by.
-        stop: position of the next token, whose query is not among them.
+        stop: position of the next token.
     """
 
     mean: mx.array
@@ -93,10 +93,7 @@ _callback: ContextVar[Callback | None] = ContextVar("on_queries", default=None)
 
 @contextlib.contextmanager
 def on_queries(callback: Callback) -> Iterator[None]:
-    """Call `callback` with every recording cache, whose newest entries are stored, and its queries, for the block.
-
-    Those of this thread; queries are `(B, n_heads, L, head_dim)`.
-    """
+    """Call `callback` in this thread with every cache that records, and its newest queries `(B, n_heads, L, D)`."""
     token = _callback.set(callback)
     try:
         yield
@@ -157,8 +154,8 @@ class Recorder(OnQueries):
         self._by_reader: list[mx.array] = []  # of one call, of the readers so far
         self._queries: list[mx.array] = []
         self._stop = 0  # the position after the last query's
-        # A shift, and the sums of `query - shift` and of its outer products; empty before the first query. A
-        # cache's `state` holds them, so that mlx-lm computes them with every chunk.
+        # A shift, and the sums of `query - shift` and of its outer products. A cache's `state` holds them, so that
+        # mlx-lm computes them with every chunk.
         self._sums: list[mx.array] = []
         self._n_counted = 0
         self._counted_to = 0  # the position after the last one counted
@@ -242,8 +239,8 @@ class Recorder(OnQueries):
             self._sums = [shift, mx.zeros((B, n_heads, 1, D)), mx.zeros((B, n_heads, D, D))]
         shift, total, products = self._sums
         raw = raw - shift
-        total = total + raw.sum(axis=2, keepdims=True)
-        self._sums = [shift, total, products + raw.swapaxes(-1, -2) @ raw]
+        products = products + raw.swapaxes(-1, -2) @ raw
+        self._sums = [shift, total + raw.sum(axis=2, keepdims=True), products]
         self._n_counted += b - a
         self._counted_to = b
 
@@ -261,9 +258,9 @@ class Recorder(OnQueries):
     def voters(self, queries: mx.array, asked: range, shape: tuple[int, ...]) -> Queries:
         """Queries of logical positions, to vote for entries `(B, n_kv_heads, T)` that end with the newest."""
         first = self.offset - shape[2]
-        cap = None
+        cap = None if self.layer is None else self.layer.cap
         if self.layer is not None:
-            queries, cap = self.layer.grouped(queries, shape[1]), self.layer.cap
+            queries = self.layer.grouped(queries, shape[1])
         places = range(asked.start - first, asked.stop - first)
         return Queries(queries, places, self.scale, self.sinks, asked.start, cap=cap)
 

@@ -34,12 +34,6 @@ def test_by_hand():
     assert np.allclose(entries.votes, [[[1 / 6, 2 / 6, 3 / 6]]])
 
 
-def test_a_query_gives_nothing_to_rows_after_it():
-    keys = mx.zeros((1, 1, 4, 1))
-    entries = Entries(keys, keys, Queries(mx.ones((1, 1, 2, 1)), range(1, 5, 2), 1.0))
-    assert np.allclose(entries.votes, [[[0.75, 0.75, 0.25, 0.25]]])
-
-
 @pytest.mark.parametrize(
     "shape",
     [
