@@ -111,9 +111,3 @@ def test_without_the_pieces_the_choices_come_too_soon(tiny_model, tokens):
     assert mx.abs(at_once - expected).max() > 1e-3
 
 
-def test_embeddings_are_the_models_own_call(tokens):
-    model = make_llama()
-    caches = [prefill(model, tokens, KeyDiff(**ROWS))[0] for _ in range(2)]
-    for called, cache in zip((model, SplitCalls(model)), caches):
-        called(TURN[None], cache=cache, input_embeddings=model.model.embed_tokens(TURN[None]))
-    same_rows(*caches)
