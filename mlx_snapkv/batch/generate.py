@@ -11,6 +11,7 @@ from mlx_lm.generate import BatchResponse as MlxBatchResponse
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 
 from ..engine.auto import AUTO, BATCH, auto
+from ..engine.generate import figures
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import NO_POLICY_REASON
 from ..errors import SnapKVError
@@ -82,17 +83,10 @@ def batch_generate(
         while responses := generator.next_generated():
             for response in responses:
                 answers[response.uid].add(response, return_logprobs)
-            if verbose:
-                n_done = sum(answer.ended for answer in answers)
-                print(f"\r{n_done} of {len(given)} prompts answered", end="", flush=True)
     for uid in sorted(reports):
         on_report(reports[uid])
     if verbose:
-        print(
-            f"\nPrompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec\n"
-            f"Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec\n"
-            f"Peak memory: {stats.peak_memory:.3f} GB"
-        )
+        print(f"{len(given)} of {len(given)} prompts answered{figures(stats)}")
     return BatchResponse(
         [tokenizer.decode(answer.tokens) for answer in answers],
         stats,
@@ -111,10 +105,8 @@ class _Answer:
     logprobs: list[float] = field(default_factory=list)
     prompt_cache: list[Any] = field(default_factory=list)
     error: Exception | None = None
-    ended: bool = False
 
     def add(self, response: Any, with_logprobs: bool) -> None:
-        self.ended = response.finish_reason is not None
         self.prompt_cache, self.error = response.prompt_cache or [], response.error
         if response.finish_reason in (None, "length"):
             self.tokens.append(response.token)

@@ -146,13 +146,17 @@ def generate(
         if verbose:
             print(response.text, end="", flush=True)
     if verbose and response is not None:
-        print(
-            f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
-            f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
-            f"Peak memory: {response.peak_memory:.3f} GB\n"
-            f"Compression: {reports[0]}"
-        )
+        print(f"{figures(response)}\nCompression: {reports[0]}")
     return text
+
+
+def figures(response: Any) -> str:
+    """mlx-lm's lines about a response, or the statistics of a batch."""
+    return (
+        f"\nPrompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {response.peak_memory:.3f} GB"
+    )
 
 
 def encode_prompt(tokenizer, prompt: str | mx.array | list[int]) -> mx.array:

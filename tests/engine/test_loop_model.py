@@ -6,12 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from request_helpers import assert_unpatched, steps
-from tiny_models import make_llama
 
 from mlx_snapkv import SnapKV, patch_for_snapkv, prefill, unpatch_snapkv
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import members
-from mlx_snapkv.engine.loop_model import SplitCalls, one_by_one
+from mlx_snapkv.engine.loop_model import one_by_one
 from mlx_snapkv.policies import H2O, KeyDiff
 
 ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16}
@@ -109,5 +108,3 @@ def test_without_the_pieces_the_choices_come_too_soon(tiny_model, tokens):
         [tiny_model(part[None], cache=caches[1])[0] for part in mx.split(TURN, 15)]
     )
     assert mx.abs(at_once - expected).max() > 1e-3
-
-

@@ -1,9 +1,8 @@
 """What becomes of an answer's own rows when it is longer than the recent window."""
 
-import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import assert_same, assert_unpatched, plain, steps
+from request_helpers import assert_unpatched, plain, steps
 
 from mlx_snapkv import (
     BlockKVCache,
@@ -56,8 +55,6 @@ def test_choosing_again_keeps_one_shape_and_the_budget(tiny_model, tokens, on_fu
         positions = set(cache.positions[0, 0].tolist())
         assert len(positions) == 56, "no row is held twice"
         assert {0, 1, 2, 3, *range(400 - 16, 400)} <= positions
-
-
 
 
 @pytest.mark.parametrize(
