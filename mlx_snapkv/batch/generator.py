@@ -171,7 +171,7 @@ class CompressedBatchGenerator(BatchGenerator):
         n_prompt = sum(map(len, segments))
         self._currently_processing.append([segments, 0, n_prompt])
         job = Job(self._settings, uid, n_prompt, cache, max_tokens)
-        self.prefill_step_size = job.step_size(self._limit)
+        self.prefill_step_size = job.request.step_size(self._limit)
         return Reading.of(
             job,
             self.prefill_step_size,
@@ -197,7 +197,9 @@ class Reading(PromptProcessingBatch):
         """A batch of one prompt; `sequence` is what mlx-lm keeps of it, in lists of one."""
         errors = {} if job.error is None else {job.uid: job.error}
         job.error = of_all_ranks(job.model, errors).get(job.uid)
-        batch = cls(job.loop_model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence)
+        batch = cls(
+            job.request.model, [job.uid], [], prefill_step_size=prefill_step_size, **sequence
+        )
         batch.job, batch.prompt_cache = job, job.caches
         return batch
 
@@ -223,7 +225,7 @@ class Reading(PromptProcessingBatch):
             return
         try:
             self.job.begin()
-            with self.job.recording():
+            with self.job.request.recording():
                 super().prompt(tokens)
         except request_errors(self.job.model) as error:
             self.job.error = error
@@ -235,7 +237,7 @@ class Reading(PromptProcessingBatch):
             try:
                 job.begin()
                 job.before_last_token(self.tokens[0])
-                with job.recording():
+                with job.request.recording():
                     return self._generation(tokens)
             except request_errors(job.model) as error:
                 job.error = error
@@ -244,7 +246,7 @@ class Reading(PromptProcessingBatch):
     def _generation(self, tokens: list[list[int]]) -> Group:
         job = self.job
         kind: type[Group] = Single
-        model, caches = job.loop_model, job.caches
+        model, caches = job.request.model, job.caches
         if job.joins:
             kind, model, caches = Group, job.model, list(map(batched, caches))
         last = mx.array([sequence[-1] for sequence in tokens])

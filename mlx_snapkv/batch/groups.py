@@ -159,13 +159,13 @@ class Single(Group):
         return self.job.joins
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        return self.job.recording()
+        return self.job.request.recording()
 
     def next(self) -> list[Any]:
         self.compress_seconds = 0.0
         responses = super().next()
         self._n_fed += 1
-        if not self.uids or self.job.is_compressed or self._n_fed < self.job.n_ahead:
+        if not self.uids or self.job.is_compressed or self._n_fed < self.job.request.n_ahead:
             return responses
         started = time.perf_counter()
         try:

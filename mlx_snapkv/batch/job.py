@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +52,7 @@ class Job:
         max_tokens: tokens that will be generated, at most.
 
     Attributes:
+        request: how it is read and answered; once nothing more is to be done to its caches, an `Uncompressed` one.
         error: what ended the request.
         is_compressed: nothing more is to be done to its caches.
     """
@@ -68,49 +68,29 @@ class Job:
         given = copy.deepcopy(prompt_cache)
         wanted = settings.policy, n_prompt, given, settings.retention, settings.quantization
         limits = {"max_tokens": max_tokens, "turns": settings.turns}
+        self.request: Request | Uncompressed
         try:
-            self._request = make_request(self.model, *wanted, **limits)  # type: ignore[arg-type]
+            self.request = make_request(self.model, *wanted, **limits)  # type: ignore[arg-type]
         except Exception as error:
             self.error = error
-            self._request = self._continued(given, CompressionReport(NO_POLICY, n_prompt))
-        if isinstance(self._request, Request):
+            self.request = Uncompressed(self.model, given, CompressionReport(NO_POLICY, n_prompt))
+        if isinstance(self.request, Request):
             if settings.retention.retains:
-                self._retained = self._request.prompt.prompt_cache
+                self._retained = self.request.prompt.prompt_cache
         elif self.error is None:
-            self._untold = self._request.report
-            self._request.caches = plain_forms(self.model, given)
+            self._untold = self.request.report
+            self.request.caches = plain_forms(self.model, given)
         self.is_compressed = self.joins
-
-    def _continued(self, caches: list, report: CompressionReport) -> Request | Uncompressed:
-        return Uncompressed(self.model, caches, report)
 
     @property
     def caches(self) -> list:
         """What mlx-lm is to be handed; they become compressed."""
-        return self._request.caches
-
-    @property
-    def loop_model(self) -> Any:
-        """The model to read the prompt with."""
-        return self._request.model
+        return self.request.caches
 
     @property
     def joins(self) -> bool:
         """Whether others can decode with it: it is compressed, and reads nothing else."""
-        return isinstance(self._request, Uncompressed)
-
-    @property
-    def n_ahead(self) -> int:
-        """Answer tokens that are fed before the compression, if that is still to come."""
-        return 0 if isinstance(self._request, Uncompressed) else self._request.plan.n_ahead
-
-    def step_size(self, limit: int) -> int:
-        """Tokens to read at a time."""
-        return limit if self.joins else self._request.reader.step_size(limit)  # type: ignore[union-attr]
-
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Patch the model's attention classes for the block if anybody asks for queries."""
-        return self._request.recording()
+        return isinstance(self.request, Uncompressed)
 
     def begin(self) -> None:
         """Report, once, that the prompt is not going to be compressed."""
@@ -120,12 +100,12 @@ class Job:
 
     def before_last_token(self, tokens: list[int]) -> None:
         """The prompt but its last token has been read: compress, if that is when the policy wants it."""
-        if not self.joins and self._request.reader.before_last_token:  # type: ignore[union-attr]
+        if self.request.before_last_token:
             self.compress(tokens)
 
     def compress(self, tokens: list[int]) -> None:
         """Compress `caches`, unless they are already; `tokens` have been read."""
-        request, retention = self._request, self._settings.retention
+        request, retention = self.request, self._settings.retention
         if self.is_compressed or isinstance(request, Uncompressed):
             return
         report = request.compress()
@@ -134,14 +114,14 @@ class Job:
             self._hand_on(tokens)
         if not retention.reads_on:
             request.end()
-            self._request = self._continued(request.caches, report)
+            self.request = Uncompressed(self.model, request.caches, report)
         self._settings.on_report(self.uid, report)
 
     def end(self, tokens: list[int]) -> None:
         """The answer has ended, or nobody wants it any more; `tokens` have been read."""
-        request = self._request
+        request = self.request
         if isinstance(request, Request):
-            self._request = self._continued(request.caches, request.report)
+            self.request = Uncompressed(self.model, request.caches, request.report)
             if self.is_compressed:
                 request.end()
                 self._hand_on(tokens)

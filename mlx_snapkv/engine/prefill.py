@@ -80,7 +80,7 @@ def prefill(
             read(request.model, tokens, cache, options)
         return cache, request.report
     options = {
-        "prefill_step_size": request.reader.step_size(prefill_step_size),
+        "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": request.progress(prompt_progress_callback),
     }
     with request.recording():
@@ -163,7 +163,7 @@ def read_book(
     if isinstance(request, Uncompressed):
         read(model, mx.array(tokens), caches, options)
         return caches, request.report
-    options["prefill_step_size"] = request.reader.step_size(prefill_step_size)
+    options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
         read(model, mx.array(tokens), caches, options)  # no question votes: the model's own calls
     report = request.report

@@ -50,6 +50,8 @@ class Request:
         self.model.hook = self.reader.hook
         if isinstance(self.reader, OutOfCoreReader):
             self.reader.on_read = self.compress
+        self.step_size, self.n_ahead = self.reader.step_size, self.plan.n_ahead
+        self.before_last_token = self.reader.before_last_token
         self.report = CompressionReport(str(prompt.policy), self.plan.n_prompt)
         self.is_compressed = False
         self._started: float | None = None
@@ -130,6 +132,9 @@ class Request:
 class Uncompressed:
     """A request that is left to mlx-lm as it is, for a reason that its report gives."""
 
+    n_ahead = 0
+    before_last_token = False
+
     def __init__(self, model: Any, prompt_cache: list, report: CompressionReport):
         self._model, self.caches, self.report = model, prompt_cache, report
 
@@ -137,6 +142,9 @@ class Uncompressed:
     def model(self) -> Any:
         """For mlx-lm's loop: it goes on from caches that evict as if tokens came one by one."""
         return one_by_one(self._model, self.caches)
+
+    def step_size(self, limit: int) -> int:
+        return limit
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the model's attention classes for the block, if caches ask for queries."""

@@ -122,11 +122,11 @@ def _driven(
     """
     options = options | {
         "prompt_cache": request.caches,
-        "prefill_step_size": request.reader.step_size(options.get("prefill_step_size")),
+        "prefill_step_size": request.step_size(options.get("prefill_step_size")),
         "prompt_progress_callback": request.progress(options.get("prompt_progress_callback")),
     }
     begin = functools.partial(start, request.model)
-    if request.reader.before_last_token:
+    if request.before_last_token:
         return _compressed_before_last_token(begin, request, on_report, options)
     return _compressed_at_token(begin(**options), request, on_report, after, keep)
 
@@ -160,7 +160,7 @@ def _compressed_at_token(
     """Compress when the last token that votes is about to be yielded: mlx-lm has fed it by then."""
     try:
         with request.recording():
-            for item in itertools.islice(items, request.plan.n_ahead - 1):
+            for item in itertools.islice(items, request.n_ahead - 1):
                 request.prompt_is_read()
                 yield item
             item = next(items, None)

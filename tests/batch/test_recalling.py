@@ -99,27 +99,6 @@ def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
     assert_unpatched()
 
 
-@pytest.mark.parametrize("verify", [None, "all"])
-def test_one_that_fails_ends_alone(model, verify):
-    prompts = prompts_of(200, 150)
-    calls = []
-
-    def breaks(logprobs):
-        calls.append(1)
-        if len(calls) > 5:
-            raise RuntimeError("broken sampler")
-        return mx.argmax(logprobs, axis=-1)
-
-    run = Run(model, SNAPKV, memory="recall", verify=verify)
-    failing, good = run.insert(prompts, 20, samplers=[breaks, None])
-    run.finish()
-    assert str(run.last[failing].error) == "broken sampler"
-    assert run.answers[good] == alone(
-        model, prompts[1], 20, policy=SNAPKV, memory="recall", verify=verify
-    )
-    assert_unpatched()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

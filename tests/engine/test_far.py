@@ -91,13 +91,6 @@ def test_streaming_llm_has_the_papers_positions(short):
     assert held.positions[..., :4].tolist() == [[[0, 1, 2, 3]] * 2]
 
 
-def test_quantised_entries_are_turned_too(short):
-    model, tokenizer = short
-    conversation, _, _ = asked(model, tokenizer, 1000, 1, policy=READ, kv_bits=8, kv_group_size=64)
-    assert conversation.report.pulled_to == LENGTH
-    assert conversation.prompt_cache[0].held().rotations.min().item() > 0
-
-
 def test_every_way_in_pulls(short):
     model, tokenizer = short
     document, _ = make_haystack(tokenizer, random.Random(1), 1, 800)
@@ -112,25 +105,24 @@ def test_every_way_in_pulls(short):
     assert prefill(model, tokens, READ, far="keep")[1].pulled_to is None
 
 
-REFUSED = {
-    "snapkv:top_k=60": "a policy that evicts while a prompt is read",
-    None: "there is none",
-}
-
-
-@pytest.mark.parametrize("policy", REFUSED)
-def test_refused_by_name_without_a_block_policy(short, policy):
-    with pytest.raises(SnapKVError, match=REFUSED[policy]):
-        Conversation(*short, policy=policy, far="pull")
-    with pytest.raises(SnapKVError, match=REFUSED[policy]):
-        generate_step(mx.arange(5), short[0], policy=policy, far="pull")
-
-
-def test_refused_by_name(short):
-    with pytest.raises(SnapKVError, match="far must be keep or pull, got 'yes'"):
-        Conversation(*short, far="yes")
-    with pytest.raises(SnapKVError, match="can't be combined with verify=all"):
-        Conversation(*short, policy=THEN, memory="recall", verify="all", far="pull")
+@pytest.mark.parametrize(
+    "sentence, options",
+    [
+        ("a policy that evicts while a prompt is read", {"policy": "snapkv:top_k=60"}),
+        ("there is none", {}),
+        ("far must be keep or pull, got 'yes'", {"far": "yes"}),
+        (
+            "can't be combined with verify=all",
+            {"policy": THEN, "memory": "recall", "verify": "all"},
+        ),
+    ],
+)
+def test_refused_by_name(short, sentence, options):
+    options = {"far": "pull"} | options
+    with pytest.raises(SnapKVError, match=sentence):
+        Conversation(*short, **options)
+    with pytest.raises(SnapKVError, match=sentence):
+        generate_step(mx.arange(5), short[0], **options)
 
 
 @pytest.mark.parametrize(

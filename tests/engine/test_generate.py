@@ -154,33 +154,18 @@ def test_logits_processors_and_callbacks_act_as_in_mlx_lm(tiny_model, tokens):
         assert seen[0] == expected[0] == tokens.tolist()
 
 
-def test_interleaved_requests_equal_requests_alone(tiny_model, tokens):
-    other = tokens[::-1]
-    alone = [steps(tiny_model, p, snapkv=SMALL | {"lookahead": 2}) for p in (tokens, other)]
-    both = [
-        generate_step(p, tiny_model, max_tokens=12, snapkv=SMALL | {"lookahead": 2})
-        for p in (tokens, other)
-    ]
-    mixed = list(zip(*both))
-    for i in range(2):
-        assert_same([pair[i] for pair in mixed], alone[i])
+@pytest.mark.parametrize("threads", [False, True])
+def test_two_requests_at_a_time_equal_requests_alone(tiny_model, tokens, threads):
+    prompts, options = (tokens, tokens[::-1]), SMALL | {"lookahead": 2, "prefill_chunk": 20}
+    alone = [[t for t, _ in steps(tiny_model, p, snapkv=options)] for p in prompts]
+    both = [generate_step(p, tiny_model, max_tokens=12, snapkv=options) for p in prompts]
+    if threads:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda answer: [token for token, _ in answer], both))
+    else:
+        found = [list(answer) for answer in zip(*([t for t, _ in pair] for pair in zip(*both)))]
+    assert found == alone
     assert_unpatched()
-
-
-def test_two_threads_equal_requests_alone(tiny_model, tokens):
-    prompts = [tokens, tokens[::-1]]
-    options = SMALL | {"lookahead": 2, "prefill_chunk": 20}
-    alone = [steps(tiny_model, prompt, snapkv=options) for prompt in prompts]
-    mx.eval([logprobs for answer in alone for _, logprobs in answer])
-    with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda prompt: threaded(tiny_model, prompt, options), prompts))
-    for a, b in zip(together, alone):
-        assert a == [token for token, _ in b]
-    assert_unpatched()
-
-
-def threaded(model, prompt, options):
-    return [token for token, _ in generate_step(prompt, model, max_tokens=12, snapkv=options)]
 
 
 @pytest.fixture

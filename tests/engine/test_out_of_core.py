@@ -45,7 +45,7 @@ class Read:
                 tokens,
                 self.request.model,
                 prompt_cache=self.request.caches,
-                prefill_step_size=self.request.reader.step_size(None),
+                prefill_step_size=self.request.step_size(None),
                 max_tokens=1,
             )
             _, self.logprobs = next(items)
