@@ -241,7 +241,7 @@ class Reading(PromptProcessingBatch):
                     return self._generation(tokens)
             except request_errors(job.model) as error:
                 job.error = error
-        return Failed(job.model, job, self.tokens)
+        return Failed(job, self.tokens)
 
     def _generation(self, tokens: list[list[int]]) -> Group:
         job = self.job

@@ -193,14 +193,14 @@ class Single(Group):
         return self.job.extracted()
 
 
-class Failed(Group):
+class Failed(Single):
     """A request that failed while its prompt was read, and has yet to report it."""
 
-    job: Job
     joins = False
 
-    def __init__(self, model, job: Job, tokens: list[list[int]]):
-        super().__init__(model, [], mx.array([], mx.uint32), [], [], [], greedy_sampler, [], [], [])
+    def __init__(self, job: Job, tokens: list[list[int]]):
+        empty = mx.array([], mx.uint32)
+        Group.__init__(self, job.model, [], empty, [], [], [], greedy_sampler, [], [], [])
         self.uids, self.tokens, self.job = [job.uid], tokens, job
 
     def next(self) -> list[Any]:
@@ -210,9 +210,6 @@ class Failed(Group):
 
     def filter(self, keep: list[int]) -> None:
         self.uids = [self.uids[i] for i in keep]
-
-    def extracted(self, idx: int) -> list:
-        return self.job.extracted()
 
 
 class Groups:

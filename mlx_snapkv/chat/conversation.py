@@ -19,7 +19,7 @@ from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from ..engine.retention import RetentionConfig
 from ..engine.rewind import rollback_beyond, rolled_back_to
-from ..engine.serving import MAX_TOKENS, served, without_compression
+from ..engine.serving import MAX_TOKENS, served
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
@@ -256,8 +256,7 @@ class Conversation:
         )
         wanted = len(tokens), n_answer, self.policy, self._retention, on_report
         options = options | {"prompt_cache": self.prompt_cache}
-        after = without_compression
-        responses = served(start, self.model, *wanted, options, after=after, turns=True)
+        responses = served(start, self.model, *wanted, options, turns=True)
         try:
             for response in responses:
                 if not answered:

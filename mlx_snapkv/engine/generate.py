@@ -16,7 +16,7 @@ from .prefill import mlx_generate
 from .report import CompressionReport
 from .request import reason_for_nothing
 from .retention import RetentionConfig
-from .serving import MAX_TOKENS, ReportCallback, served, without_compression
+from .serving import MAX_TOKENS, ReportCallback, served
 
 
 def generate_step(
@@ -108,7 +108,7 @@ def stream_generate(
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
         start = functools.partial(mlx_generate.stream_generate, tokenizer=tokenizer, **given)
         wanted = model, len(tokens), max_tokens, chosen, retention, on_report, options
-        return served(start, *wanted, after=without_compression)
+        return served(start, *wanted)
 
     drafted = {"draft_model": draft_model, **options}
     if draft_model is None:

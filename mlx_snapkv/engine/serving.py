@@ -27,10 +27,12 @@ ReportCallback = Callable[[CompressionReport], None]
 MAX_TOKENS = 256  # mlx-lm's own default
 
 
-def without_compression(response: GenerationResponse, seconds: float) -> GenerationResponse:
-    """A response from after the compression, its speed without the seconds that it took."""
-    decoding = response.generation_tokens / response.generation_tps - seconds
-    return dataclasses.replace(response, generation_tps=response.generation_tokens / decoding)
+def _without_compression(item: Any, seconds: float) -> Any:
+    """An item from after the compression; a response's speed is without the seconds that it took."""
+    if not isinstance(item, GenerationResponse):
+        return item
+    decoding = item.generation_tokens / item.generation_tps - seconds
+    return dataclasses.replace(item, generation_tps=item.generation_tokens / decoding)
 
 
 def served(
@@ -43,7 +45,6 @@ def served(
     on_report: ReportCallback | None,
     options: dict[str, Any],
     *,
-    after: Callable[[Any, float], Any] = lambda item, seconds: item,
     on_kept: KeptCallback | None = None,
     turns: bool = False,
 ) -> Iterator[Any]:
@@ -51,7 +52,6 @@ def served(
 
     Args:
         n_prompt: tokens to read.
-        after: amends the items that come after the compression, given the seconds it took.
         on_kept: receives what is kept of each layer.
         turns: `options` hold a conversation's own prompt cache; see `make_request`.
     """
@@ -75,7 +75,7 @@ def served(
     request.reader.on_kept = on_kept
     keep = given is not None
     if turns or not retention.retains:
-        return _driven(start, request, report_to, ours, after, keep)
+        return _driven(start, request, report_to, ours, keep)
     caches = request.prompt.prompt_cache
 
     def compressed(report: CompressionReport) -> None:
@@ -83,7 +83,7 @@ def served(
             given[:] = lasting_forms(model, caches, retention.memory)
         report_to(report)
 
-    items = _driven(start, request, compressed, ours, after, keep)
+    items = _driven(start, request, compressed, ours, keep)
     return _all_or_nothing(items, caches)
 
 
@@ -113,7 +113,6 @@ def _driven(
     request: Request,
     on_report: ReportCallback,
     options: dict[str, Any],
-    after: Callable[[Any, float], Any],
     keep: bool,
 ) -> Iterator[Any]:
     """mlx-lm's iterator over a request's caches, with its compression between two of its steps.
@@ -128,7 +127,7 @@ def _driven(
     begin = functools.partial(start, request.model)
     if request.before_last_token:
         return _compressed_before_last_token(begin, request, on_report, options)
-    return _compressed_at_token(begin(**options), request, on_report, after, keep)
+    return _compressed_at_token(begin(**options), request, on_report, keep)
 
 
 def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterator[Any]:
@@ -155,7 +154,7 @@ def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterato
 
 
 def _compressed_at_token(
-    items: Iterator[Any], request: Request, on_report: ReportCallback, after, keep: bool
+    items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
 ) -> Iterator[Any]:
     """Compress when the last token that votes is about to be yielded: mlx-lm has fed it by then."""
     try:
@@ -180,7 +179,7 @@ def _compressed_at_token(
         with request.decoding():
             yield item
             for item in items:
-                yield after(item, seconds)
+                yield _without_compression(item, seconds)
 
 
 def _compressed_before_last_token(
