@@ -80,7 +80,7 @@ def _save(
 
     policy, memory, replaced = keywords["policy"], keywords["memory"], path.exists()
     folder = path.resolve().parent
-    with reading.bar(partial(book_cost, model, policy, memory, asks=False, saved_in=folder)) as bar:
+    with reading.bar(partial(book_cost, model, policy, memory, saved_in=folder)) as bar:
         cache, report = _read(model, tokens, **keywords, prompt_progress_callback=bar)
     used = report.policy if report.compressed else NO_POLICY
     if memory != "drop":

@@ -20,8 +20,6 @@ from ..policies import Policy, Stages
 from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
 from .report import format_bytes
 
-FEW = 128  # gathered entries, below which a value is often cut off from its context: docs/recall.md
-
 
 @dataclass(frozen=True)
 class Need:
@@ -197,25 +195,19 @@ class BookCost:
     Attributes:
         tokens: to read.
         resident: entries per KV head in memory, at most of any layer; `resident_bytes` of all layers.
-        stored_bytes: of all these tokens' entries, as they are stored.
-        in_memory: whether those stay in memory.
-        disks: where they are written.
-        gathered: entries per KV head that the answer is decoded from, the fewest of any layer; None if there is none.
+        stored_bytes: of all these tokens' entries, as they are stored: in memory unless there are `disks`.
     """
 
     tokens: int
     resident: int
     resident_bytes: int
     stored_bytes: int
-    in_memory: bool
     disks: tuple[Disk, ...]
-    gathered: int | None
 
     def __str__(self) -> str:
-        parts = [
-            f"at most {self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
-        ]
-        if self.in_memory:
+        resident = format_bytes(self.resident_bytes)
+        parts = [f"at most {self.resident:,} entries resident ({resident})"]
+        if not self.disks:
             parts.append(f"all in memory ({format_bytes(self.stored_bytes)})")
         for disk in self.disks:
             need, free = format_bytes(disk.need), format_bytes(disk.free)
@@ -225,19 +217,13 @@ class BookCost:
     @property
     def warnings(self) -> list[str]:
         """What is likely to go wrong, a sentence each."""
-        found = [
+        return [
             f"{disk.folder} has not enough room: {format_bytes(disk.need)} are to be written and "
             f"{format_bytes(disk.free)} are free; give --store-dir another folder, fewer bits (recall:file:4bit), or a "
             "shorter text"
             for disk in self.disks
             if disk.need > disk.free
         ]
-        if self.gathered is not None and self.gathered < FEW:
-            found.append(
-                f"{self.gathered} entries are gathered for the answer: with fewer than about {FEW} a value is often "
-                "cut off from its context, so give the policy that votes a larger budget"
-            )
-        return found
 
 
 def book_cost(
@@ -247,14 +233,12 @@ def book_cost(
     n_new: int,
     *,
     n_before: int = 0,
-    asks: bool = True,
     saved_in: Path | None = None,
 ) -> BookCost | None:
     """What reading `n_new` tokens will take; None if they are not read out of core.
 
     Args:
         n_before: tokens that were read and stored before.
-        asks: whether an answer follows.
         saved_in: the folder that all entries are copied to in the end.
     """
     n_prompt = n_before + n_new
@@ -273,13 +257,5 @@ def book_cost(
                 device = folder.stat().st_dev
                 before = disks.get(device) or Disk(folder, 0, shutil.disk_usage(folder).free)
                 disks[device] = Disk(before.folder, before.need + stored, before.free)
-    quotas = policy.stages[1].quotas(plan_prompt(policy, n_prompt).at, sizes.layers[0].n_layers)
-    return BookCost(
-        tokens=n_new,
-        resident=max(resident),
-        resident_bytes=total_bytes(sizes.of_token(), resident),
-        stored_bytes=stored,
-        in_memory=not in_files(memory),
-        disks=tuple(disks.values()),
-        gathered=min(quota.entries for quota in quotas) if asks else None,
-    )
+    resident_bytes = total_bytes(sizes.of_token(), resident)
+    return BookCost(n_new, max(resident), resident_bytes, stored, tuple(disks.values()))
