@@ -77,12 +77,12 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
         seen = mx.arange(max(counts)) < mx.array(counts)[:, None]
         return seen[:, None, None, :]
 
-    def record(self, queries: mx.array, *told: Any, **more: Any) -> None:
+    def record(self, queries: mx.array, *more: Any, **options: Any) -> None:
         """Leave each request its query of `(B, n_heads, 1, head_dim)`, if it asks for it; see `Recorder.record`."""
         for i, member in enumerate(self.members):
             if member.observes:
                 with self._own_slot(i):
-                    member.record(queries[i : i + 1], *told, **more)
+                    member.record(queries[i : i + 1], *more, **options)
 
     @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]

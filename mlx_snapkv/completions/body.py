@@ -225,8 +225,8 @@ def problem(error: Mapping[str, Any], body: Any) -> str:
         return f"{place} can't be read: its {name} must be {known}, got {_shown(got[name])}"
     message = error["msg"].replace("Input should", f"{place} should", 1)
     message = message.partition(" or instance of")[0].replace("dictionary", "object")
-    told = message if place in message else f"{place}: {message}"
-    return f"{told}, got {_shown(got)}"
+    shown = message if place in message else f"{place}: {message}"
+    return f"{shown}, got {_shown(got)}"
 
 
 def _place(loc: Sequence[str | int], body: Any) -> str:

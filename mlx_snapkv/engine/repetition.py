@@ -16,7 +16,7 @@ AT_ONCE = 512  # tokens read again before they vote: until then the queries of a
 
 
 class Repetition:
-    """A prompt's tokens, fed again chunk by chunk when all have been read, and taken back each time.
+    """A prompt's tokens, fed again chunk by chunk when all have been read, and rolled back each time.
 
     Args:
         model, layers: an mlx-lm model, patched to record, and its full-attention layers.
@@ -34,7 +34,7 @@ class Repetition:
         self._inputs: list[mx.array] = []
         self._n_read = 0
         self._step = 1
-        self._tell: ProgressCallback = lambda done, total: None
+        self._report: ProgressCallback = lambda done, total: None
         self.seconds = 0.0
 
     @property
@@ -44,12 +44,12 @@ class Repetition:
 
     def progress(self, callback: ProgressCallback) -> ProgressCallback:
         """For mlx-lm's loop: the tokens that are read again count as much as those that are read."""
-        self._tell, total = callback, 2 * self._n_prompt
+        self._report, total = callback, 2 * self._n_prompt
 
-        def tell(done: int, n_prompt: int) -> None:
+        def both(done: int, n_prompt: int) -> None:
             callback(total if done == n_prompt else done, total)
 
-        return tell
+        return both
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for tokens `(1, L)` of the prompt; behind its last one, all are read again."""
@@ -85,7 +85,7 @@ class Repetition:
             most = [mx.maximum(*pair) for pair in zip(most, found)] if most else found
             mx.eval(most)
             done = start + max(0, min(first + self._step, again.shape[1]) - lead.size)
-            self._tell(self._n_prompt + min(done, self._n_prompt - 1), 2 * self._n_prompt)
+            self._report(self._n_prompt + min(done, self._n_prompt - 1), 2 * self._n_prompt)
         before.restore()
         return most
 

@@ -134,10 +134,10 @@ class RetentionConfig:
             return None
         if self.compaction(model, policy, n_prompt) is not None:
             return None
-        told = f"{n_prompt} tokens are more than the {length} that this model was trained to read: answers may be wrong"
+        why = f"{n_prompt} tokens are more than the {length} that this model was trained to read: answers may be wrong"
         if policy is not None and policy.reads_in_blocks:
-            return told
-        return f"{told}; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
+            return why
+        return f"{why}; a policy that evicts while it reads, such as keydiff:budget=4096, brings them nearer"
 
     def _keeps_positions_because(self, model, policy: Policy | Stages | None) -> str | None:
         """Why positions can't be compacted, as the rest of a sentence; None if they can."""

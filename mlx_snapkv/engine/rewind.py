@@ -1,4 +1,4 @@
-"""Taking back what was fed to a prompt cache."""
+"""Rolling back what was fed to a prompt cache."""
 
 import contextlib
 
@@ -39,7 +39,7 @@ class Rewind:
 
 
 def rolled_back_to(n_tokens: int, prompt_cache: list) -> bool:
-    """Roll back to the first `n_tokens`, and tell whether that is possible; if not, the cache is of no more use."""
+    """Roll back to the first `n_tokens`; False if that is impossible, and the cache is of no more use."""
     caches = layer_caches(prompt_cache)
     if any(cache.is_compressed for cache in caches):
         return False
