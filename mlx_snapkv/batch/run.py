@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..completions.answer import Answer, answer_body
-from ..completions.request import Asked, Defaults, asked
+from ..completions.answer import Completion, answer_body
+from ..completions.request import CompletionRequest, Defaults, completion_request
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
 from ..engine.retention import RetentionConfig
@@ -38,9 +38,9 @@ class Request:
     """A request on its way; `n_read` tokens of its prompt have been read."""
 
     line: Line
-    asked: Asked
+    asked: CompletionRequest
     need: Need | None
-    answer: Answer
+    answer: Completion
     report: CompressionReport | None = None
     n_read: int = 0
 
@@ -128,11 +128,11 @@ class Run:
         if self.seed is not None:
             name = f"{self.seed} {line.custom_id}".encode(errors="replace")
             seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-        wanted = asked(line.body, self.tokenizer, self.defaults, seed)
+        wanted = completion_request(line.body, self.tokenizer, self.defaults, seed)
         need = None
         if self.memory is not None:
             need = self.memory.need(len(wanted.prompt), wanted.max_tokens)
-        return Request(line, wanted, need, Answer(wanted, self.tokenizer))
+        return Request(line, wanted, need, Completion(wanted, self.tokenizer))
 
     def _admit(self, requests: Iterator[Request]) -> bool:
         """Admit requests while they fit; whether there are any."""

@@ -10,11 +10,11 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.server import ToolCallFormatter
 
-from .request import Asked
+from .request import CompletionRequest
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """A part of an answer.
 
     Attributes:
@@ -28,14 +28,14 @@ class Piece:
 
 
 @dataclass
-class Said:
+class Reply:
     """What pieces come to."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: Delta) -> None:
         self.calls += piece.calls
         if piece.state == "reasoning":
             self.reasoning += piece.text
@@ -43,7 +43,7 @@ class Said:
             self.text += piece.text
 
 
-class Answer:
+class Completion:
     """One request's answer. Stop texts are matched in the text, since their tokens may be split in several ways.
 
     Attributes:
@@ -54,9 +54,9 @@ class Answer:
         stopped_by: the stop text that has ended it.
     """
 
-    def __init__(self, asked: Asked, tokenizer):
+    def __init__(self, asked: CompletionRequest, tokenizer):
         self.asked = asked
-        self.said = Said()
+        self.said = Reply()
         self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None
@@ -69,9 +69,9 @@ class Answer:
         self._parts = parts.make_state(asked.state)
         self._state = asked.state
         self._call = ""  # as the model writes it
-        self._new: list[Piece] = []
+        self._new: list[Delta] = []
 
-    def add(self, token: int, finish_reason: str | None) -> list[Piece]:
+    def add(self, token: int, finish_reason: str | None) -> list[Delta]:
         """Take a token in, the last one with mlx-lm's `finish_reason`; what has become certain by it."""
         self.n_tokens += 1
         self.n_reasoning += self._state == "reasoning"
@@ -111,7 +111,7 @@ class Answer:
         if state == "tool":
             self._call += text
         elif text:
-            self._new.append(Piece(state, text))
+            self._new.append(Delta(state, text))
 
     def _end(self, finish_reason: str) -> None:
         _, rest, state = TextStateMachine.flush(self._parts)
@@ -128,10 +128,10 @@ class Answer:
             calls = ToolCallFormatter(self._parser, self.asked.tools)([text])
         except Exception:  # parsers of what a model wrote
             calls = []
-        self._new.append(Piece("tool", "", tuple(calls)) if calls else Piece("normal", text))
+        self._new.append(Delta("tool", "", tuple(calls)) if calls else Delta("normal", text))
 
 
-def answer_body(answer: Answer, model: str, extra: dict[str, Any]) -> dict[str, Any]:
+def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
     """The response body of a whole answer, `extra` as its field `mlx_snapkv`."""
     chat, said = answer.asked.chat, answer.said
     content = {"message": message(said)} if chat else {"text": said.text}
@@ -151,13 +151,13 @@ def head(prefix: str, model: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
 
-def message(said: Said) -> dict[str, Any]:
+def message(said: Reply) -> dict[str, Any]:
     """An assistant's message."""
     content = said.text if said.text or not said.calls else None
     return {"role": "assistant", "content": content, **beside(said)}
 
 
-def beside(said: Said) -> dict[str, Any]:
+def beside(said: Reply) -> dict[str, Any]:
     """The fields of a message besides its text."""
     reasoning = {"reasoning": said.reasoning} if said.reasoning else {}
     return reasoning | ({"tool_calls": said.calls} if said.calls else {})

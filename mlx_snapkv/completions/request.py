@@ -40,7 +40,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request ready for a batch.
 
     Attributes:
@@ -66,7 +66,9 @@ class Asked:
     ignored: list[str]
 
 
-def asked(body: Body, tokenizer, defaults: Defaults, seed: int | None = None) -> Asked:
+def completion_request(
+    body: Body, tokenizer, defaults: Defaults, seed: int | None = None
+) -> CompletionRequest:
     """What a body asks of this tokenizer's model.
 
     Args:
@@ -85,7 +87,7 @@ def asked(body: Body, tokenizer, defaults: Defaults, seed: int | None = None) ->
         prompt = _text_prompt(body.prompt, tokenizer, size)
     if not prompt:
         raise SnapKVError("the prompt is empty: give some text")
-    return Asked(
+    return CompletionRequest(
         prompt,
         body.max_completion_tokens or body.max_tokens or defaults.max_tokens,
         sampler_of(body, tokenizer, defaults, size, seed),
@@ -148,7 +150,7 @@ def _text_prompt(prompt: str | list[int], tokenizer, size: int) -> list[int]:
 def sampler_of(
     body: Body, tokenizer, defaults: Defaults, size: int, seed: int | None
 ) -> Callable | None:
-    """A body's sampler, of a vocabulary of so many tokens; None is greedy. Raises as `asked` does."""
+    """A body's sampler, of a vocabulary of so many tokens; None is greedy. Raises as `completion_request` does."""
     how = defaults.sampling
     for name in how:
         given = getattr(body, "temperature" if name == "temp" else name, None)
@@ -165,7 +167,7 @@ def sampler_of(
 
 
 def processors_of(body: Body, size: int) -> list[Callable]:
-    """The processors of the logits that a body asks for. Raises as `asked` does."""
+    """The processors of the logits that a body asks for. Raises as `completion_request` does."""
     names = ("repetition", "presence", "frequency")
     wanted = {
         name: getattr(body, name) for n in names for name in (f"{n}_penalty", f"{n}_context_size")

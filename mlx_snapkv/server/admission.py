@@ -8,7 +8,7 @@ from typing import Any
 
 from ..batch.memory import Memory, under_way
 from ..completions.body import Body
-from ..completions.request import Asked
+from ..completions.request import CompletionRequest
 from ..engine.footprint import Need
 from ..engine.prompt_plan import PREFILL_STEP_SIZE
 from ..engine.retention import RetentionConfig
@@ -78,7 +78,7 @@ class Admission:
             self._n_open -= 1
         self._metrics.open_requests.dec()
 
-    def need(self, body: Body, asked: Asked) -> Need | None:
+    def need(self, body: Body, asked: CompletionRequest) -> Need | None:
         """The memory that a request will take; None without a limit.
 
         Raises:

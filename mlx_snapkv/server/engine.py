@@ -14,9 +14,9 @@ from mlx_lm.server import ResponseGenerator
 
 from ..batch.generator import CompressedBatchGenerator
 from ..caches.layers import kv_bytes
-from ..completions.answer import Answer
+from ..completions.answer import Completion
 from ..completions.body import Body, ChatBody
-from ..completions.request import Defaults, asked, chat_tokens
+from ..completions.request import Defaults, chat_tokens, completion_request
 from ..engine.report import CompressionReport
 from ..errors import EntryFileError
 from ..planning.long_prompts import LongPrompts
@@ -175,7 +175,7 @@ class Engine(ResponseGenerator):
         if channel.cancelled:
             self._close()
             return
-        wanted = asked(body, self.loaded.tokenizer, self.defaults, seed)
+        wanted = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
         need = self._admission.need(body, wanted)
         for warning in self._long.warnings(len(wanted.prompt)):
             log.warning(warning)
@@ -201,7 +201,7 @@ class Engine(ResponseGenerator):
             samplers=None if wanted.sampler is None else [wanted.sampler],
             logits_processors=[wanted.processors],
         )
-        request.answer = Answer(wanted, self.loaded.tokenizer)
+        request.answer = Completion(wanted, self.loaded.tokenizer)
         self._running[uid] = request
         self.metrics.prompt_tokens.inc(len(prompt))
         self.metrics.cached_tokens.inc(n_known)

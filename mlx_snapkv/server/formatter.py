@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..completions.answer import Piece
+from ..completions.answer import Delta
 from .api_error import ApiError
 from .requests import Event, Finished, Read, Started
 
@@ -118,7 +118,7 @@ class BlockFormatter(ResponseFormatter):
             yield from self.begin()
         elif event is None or isinstance(event, Read):
             yield self.alive
-        elif isinstance(event, Piece):
+        elif isinstance(event, Delta):
             for call in event.calls:
                 yield from self._switch(None)
                 block = self._new("call", call)

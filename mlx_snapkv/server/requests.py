@@ -10,8 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..completions.answer import Answer, Piece
-from ..completions.request import Asked
+from ..completions.answer import Completion, Delta
+from ..completions.request import CompletionRequest
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
 
@@ -61,11 +61,11 @@ class TokenLogprob:
 class Finished:
     """The whole answer, and what became of the prompt's cache."""
 
-    answer: Answer
+    answer: Completion
     report: CompressionReport | None
 
 
-Event = Accepted | Started | Read | Piece | TokenLogprob | Finished | Exception
+Event = Accepted | Started | Read | Delta | TokenLogprob | Finished | Exception
 EventQueue = asyncio.Queue[tuple[int, Event]]
 
 
@@ -101,11 +101,11 @@ class EngineRequest:
     """
 
     channel: Channel
-    asked: Asked
+    asked: CompletionRequest
     top_logprobs: int | None
     need: Need | None
     checkpoints: list[int]
     number: int = 0
-    answer: Answer | None = None
+    answer: Completion | None = None
     report: CompressionReport | None = field(default=None, init=False)
     full: tuple[list[int], list[Any]] | None = field(default=None, init=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..batch.groups import request_errors
 from ..completions.body import Body
-from ..completions.request import Asked, Defaults, processors_of, sampler_of
+from ..completions.request import CompletionRequest, Defaults, processors_of, sampler_of
 from ..errors import SnapKVError, sentence
 from ..several.ranks import Ranks
 from .api_error import ApiError, log
@@ -21,15 +21,15 @@ SENT = ("prompt", "max_tokens", "stop", "state", "tools", "chat", "ignored")
 SAMPLING = set(Body.model_fields) - {"model", "stream"}
 
 
-def as_message(body: Body, wanted: Asked, seed: int) -> dict[str, Any]:
+def as_message(body: Body, wanted: CompletionRequest, seed: int) -> dict[str, Any]:
     """A request as JSON; `seed` is the one that `asked` got with the body."""
     sampling = body.model_dump(include=SAMPLING, exclude_unset=True)
     return {name: getattr(wanted, name) for name in SENT} | {"sampling": sampling, "seed": seed}
 
 
-def from_message(message: dict[str, Any], tokenizer, defaults: Defaults) -> Asked:
+def from_message(message: dict[str, Any], tokenizer, defaults: Defaults) -> CompletionRequest:
     body, size = Body.model_validate(message["sampling"]), len(tokenizer)
-    return Asked(
+    return CompletionRequest(
         **{name: message[name] for name in SENT},
         sampler=sampler_of(body, tokenizer, defaults, size, message["seed"]),
         processors=processors_of(body, size),

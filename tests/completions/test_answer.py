@@ -8,9 +8,9 @@ from mlx_lm.tool_parsers import json_tools
 from transformers import AutoTokenizer
 
 from mlx_snapkv import SnapKVError
-from mlx_snapkv.completions.answer import Answer, answer_body
+from mlx_snapkv.completions.answer import Completion, answer_body
 from mlx_snapkv.completions.body import CHAT, COMPLETIONS, parse
-from mlx_snapkv.completions.request import Defaults, asked
+from mlx_snapkv.completions.request import Defaults, completion_request
 from mlx_snapkv.demo import MODELS
 
 TOOL = {"type": "function", "function": {"name": "open", "parameters": {"type": "object"}}}
@@ -35,7 +35,7 @@ def thinking():
 def said(tokenizer, text, ends="stop", **body):
     """The choice that comes of an answer, and how many of its tokens were needed for it."""
     body = {"messages": [{"role": "user", "content": "open the door"}], **body}
-    answer = Answer(asked(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
+    answer = Completion(completion_request(parse(CHAT, body), tokenizer, Defaults()), tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     tokens += [tokenizer.eos_token_id] if ends == "stop" else []
     for i, token in enumerate(tokens):
@@ -79,7 +79,7 @@ def test_thoughts_are_apart(thinking):
 def test_a_text_that_is_continued_stays_as_it_is(thinking):
     text = "<think>Is it green?</think>It is.<tool_call>open</tool_call>"
     body = parse(COMPLETIONS, {"prompt": "Look: "})
-    answer = Answer(asked(body, thinking, Defaults()), thinking)
+    answer = Completion(completion_request(body, thinking, Defaults()), thinking)
     *tokens, last = thinking.encode(text, add_special_tokens=False)
     for token in tokens:
         answer.add(token, None)
@@ -104,7 +104,9 @@ def test_tools_are_called(thinking):
 def test_tools_reach_the_template(thinking, demo_llama):
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
     prompts = {
-        choice: asked(parse(CHAT, body | {"tool_choice": choice}), thinking, Defaults()).prompt
+        choice: completion_request(
+            parse(CHAT, body | {"tool_choice": choice}), thinking, Defaults()
+        ).prompt
         for choice in ("auto", "none")
     }
     assert thinking.decode(prompts["auto"]).startswith("open x")
@@ -112,4 +114,4 @@ def test_tools_reach_the_template(thinking, demo_llama):
     with pytest.raises(SnapKVError, match="tool_choice must be auto or none"):
         parse(CHAT, body | {"tool_choice": "required"})
     with pytest.raises(SnapKVError, match="takes no tools"):
-        asked(parse(CHAT, body), demo_llama[1], Defaults())
+        completion_request(parse(CHAT, body), demo_llama[1], Defaults())

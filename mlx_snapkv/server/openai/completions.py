@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...completions.answer import Piece, Said, beside, head, message, usage
+from ...completions.answer import Delta, Reply, beside, head, message, usage
 from ...completions.body import Body, ChatBody, CompletionBody
 from ..api_error import ApiError
 from ..exchange import respond
@@ -125,11 +125,11 @@ class CompletionFormatter(ResponseFormatter):
             self._tokens[index].append(event)
         elif isinstance(event, Started) and self._is_chat:
             yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
-        elif isinstance(event, Piece):
+        elif isinstance(event, Delta):
             yield self._chunk(index, self._part(index, event), None)
         elif isinstance(event, Finished):
             yield self._chunk(
-                index, self._part(index, Piece("normal", "")), event.answer.finish_reason
+                index, self._part(index, Delta("normal", "")), event.answer.finish_reason
             )
 
     def end(self) -> Iterator[str]:
@@ -159,12 +159,12 @@ class CompletionFormatter(ResponseFormatter):
         choice = {"index": index, **part, "finish_reason": reason}
         return server_sent({**self._head, "object": self._chunk_kind, "choices": [choice]})
 
-    def _part(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _part(self, index: int, piece: Delta) -> dict[str, Any]:
         """A piece, with the tokens since the last one."""
         tokens = self._tokens[index][self._n_sent[index] :]
         self._n_sent[index] += len(tokens)
         logprobs = {"logprobs": self._logprobs(tokens)}
-        said = Said()
+        said = Reply()
         said.take(piece)
         if not self._is_chat:
             return {"text": said.text, **logprobs}
