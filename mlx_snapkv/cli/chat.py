@@ -29,7 +29,7 @@ def chat(
     \b
       mlx-snapkv chat --model demo
       mlx-snapkv chat --model MODEL --snapkv top_k=4096 --memory recall
-      mlx-snapkv chat --model MODEL --policy keydiff:budget=8192 < questions.txt
+      mlx-snapkv chat --model MODEL --policy auto < questions.txt
     """
     from ..chat.conversation import Conversation
     from .chat_commands import CommandCompleter

@@ -26,7 +26,13 @@ class Choice:
 
 CHOICES = (
     Choice(
-        "one question about a long text",
+        "no setting in mind",
+        "It takes what suits the prompt, the task and this machine of what is below, and says which and why.",
+        f"{ASK} --policy auto",
+        ("choose.md#commands",),
+    ),
+    Choice(
+        "one question about a long text, such as a contract of 100,000 tokens",
         "The question's own tokens vote for the entries that the answer needs.",
         f"{ASK} --snapkv top_k=4096",
         ("quality.md",),
@@ -56,7 +62,7 @@ CHOICES = (
         ("recall.md#what-an-answer-reads",),
     ),
     Choice(
-        "a text too long for memory",
+        "a text too long for memory, such as a book",
         "It is read within a budget, every entry goes to a file, and every question votes over all of them.",
         "mlx-snapkv chat --model MODEL --memory recall:file "
         '--policy "keydiff:budget=4096 then snapkv:top_k=1024"',

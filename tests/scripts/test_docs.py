@@ -15,6 +15,8 @@ import quality_page
 import tables
 import write_docs
 
+from mlx_snapkv.cli.choices import CHOICES
+from mlx_snapkv.engine.auto import BOOK, CONVERSATION, QUESTION, RECALLED, SETTINGS, SNAPKV
 from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
 ROOT = Path(__file__).parents[2]
@@ -141,3 +143,39 @@ def test_the_readmes_python_runs(readme_run, monkeypatch, capsys):
     (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.splitlines()[-1].strip() == "157815"
+
+
+ANSWERING = ("generate", "chat", "serve", "batch", "cache-prompt")
+
+
+def setting_of(words):
+    """What a command says of policy and memory."""
+    said = dict(itertools.pairwise(words))
+    policy = f"snapkv:{said['--snapkv']}" if "--snapkv" in said else said.get("--policy")
+    return policy, said.get("--memory", "drop")
+
+
+SHOWING = [path.name for path in sorted((ROOT / "docs").glob("*.md"))]
+CHOSEN = {setting_of(_shown(f"```\n{choice.command}\n```")[0]) for choice in CHOICES}
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}" for name in SHOWING)])
+def test_every_page_gives_the_settings_of_the_table(page):
+    """For a model of one's own; the embedded one's documents are short."""
+    for words in _shown((ROOT / page).read_text(encoding="utf-8")):
+        if words[0] in ANSWERING and "demo" not in words and setting_of(words)[0] is not None:
+            assert setting_of(words) in CHOSEN, words
+
+
+def test_the_table_is_what_auto_takes():
+    assert {tuple(setting) for setting in (SNAPKV, RECALLED, BOOK)} < CHOSEN
+    assert SETTINGS[QUESTION][0] == SNAPKV and SETTINGS[CONVERSATION][:2] == (RECALLED, BOOK)
+
+
+def test_the_readmes_table_has_the_same():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for setting in (SNAPKV, RECALLED, BOOK):
+        policy = setting.policy.removeprefix("snapkv:")
+        given = f"--snapkv {policy}" if "keydiff" not in policy else f'--policy "{setting.policy}"'
+        memory = "" if setting.memory == "drop" else f" --memory {setting.memory}"
+        assert f"| `{given}{memory}` |" in readme
