@@ -132,6 +132,7 @@ def test_only_whole_files_of_the_same_setting_are_used(model, tmp_path, caplog):
     assert n_known(files, [*ONE[:30], 1, 1]) == 30 and len(caplog.records) == 2
     for others, setting in ((model, "recall"), (make_llama(seed=1), "drop")):
         assert n_known(PrefixFiles(tmp_path, 1 << 30, others, {"memory": setting}), ONE) == 0
+    assert "another prompt's" not in caplog.text  # they are not even opened
     good.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
     assert n_known(files, ONE) == 0 and "checksum does not fit" in caplog.records[-1].getMessage()
 
