@@ -6,7 +6,7 @@ import sys
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -14,9 +14,7 @@ from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..errors import SnapKVError
 from . import cache_options, options
 from .prompts import opening_tokens
-
-if TYPE_CHECKING:
-    from .reading import Reading
+from .reading import Reading
 
 
 def cache_prompt(
@@ -44,7 +42,6 @@ def cache_prompt(
     from ..engine.prefill import require_book
     from ..engine.retention import RetentionConfig
     from ..saved import require_writable
-    from .reading import Reading
 
     chosen, memory = policy.resolve(), retention.memory
     require_book(chosen, memory)

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .progress import prefill_bar, stderr_console
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,6 +33,8 @@ class Reading:
     """A prompt on its way to the model: tokenised, weighed against this machine, and read."""
 
     def __init__(self, quiet: bool = False):
+        from .progress import stderr_console  # and rich, which starting a command does without
+
         self.console = stderr_console(quiet)
 
     def say(self, text: str) -> None:
@@ -91,6 +91,8 @@ class Reading:
         Args:
             cost: what reading so many tokens will cost; None if they are no book.
         """
+        from .progress import prefill_bar
+
         bar = prefill_bar(self.console)
 
         def update(done: int, total: int) -> None:
