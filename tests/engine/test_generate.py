@@ -47,12 +47,6 @@ def test_the_reason_names_the_rows_there_would_be(tokens):
     assert "the prompt's 199 entries fit the budget of 199" in reports[0].reason
 
 
-def test_a_prompt_as_long_as_min_ctx_is_compressed(tokens):
-    reports = []
-    steps(make_llama(), tokens, snapkv=SMALL | {"min_ctx": 200}, on_report=reports.append)
-    assert reports[0].compressed
-
-
 def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens, counting_patches):
     """In the hybrid, layer 0 is linear and has no offset to look at."""
     mine, theirs = make_prompt_cache(tiny_model), make_prompt_cache(tiny_model)

@@ -92,14 +92,6 @@ def test_gated_prompts_give_mlx_lms_own_cache(tiny_model, tokens, policy, reason
     assert plain_decode(tiny_model, last, cache) == expected
 
 
-def test_a_populated_cache_is_continued_as_it_is(tiny_model, tokens):
-    cache = make_prompt_cache(tiny_model)
-    prefill(tiny_model, tokens[:50], SnapKV(), prompt_cache=cache)
-    _, report = prefill(tiny_model, tokens[50:], POLICY, prompt_cache=cache)
-    assert "already holds tokens" in report.reason
-    assert [type(c) for c in cache] == [type(c) for c in make_prompt_cache(tiny_model)]
-
-
 def test_a_compressed_hybrid_is_saved_and_loaded_by_mlx_lm(tiny_model, tokens, tmp_path):
     cache, _ = prefill(tiny_model, tokens[:-1], POLICY)
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)

@@ -77,8 +77,7 @@ def test_a_prompt_cache_holds_the_whole_prompt_and_goes_on(wide, tokens, options
     assert_unpatched()
 
 
-@pytest.mark.parametrize("memory", RECALLING)
-@pytest.mark.parametrize("refresh", ["turn", "token"])
+@pytest.mark.parametrize("memory, refresh", [("recall:8bit", "turn"), ("recall:file", "token")])
 def test_a_question_of_a_single_token_votes_by_itself(wide, tokens, memory, refresh):
     """Also with last_token=false, which leaves nobody else to vote."""
     answers = []
