@@ -10,11 +10,10 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..caches.layers import attention_layers, members, require_quantizable
-from ..caches.memories import make_caches
+from ..caches.layers import members
 from ..engine.request import held_tokens, reason_for_nothing
 from ..engine.retention import RetentionConfig
-from ..engine.serving import require_no_conflict
+from ..engine.serving import require_servable
 from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
 from ..models import type_of
@@ -91,20 +90,14 @@ class CompressedBatchGenerator(BatchGenerator):
     ):
         chosen = resolve_policy(snapkv, policy)
         retention, kwargs = RetentionConfig.taken_from(kwargs)
-        retention.require(model, chosen)
-        quantization, kwargs = taken_from(kwargs)
         if chosen is None and not turns:
+            retention.require(model, None)
             self._settings = None
-            super().__init__(model, **kwargs)
+            super().__init__(model, **taken_from(kwargs)[1])
             return
-        require_no_conflict(kwargs)
-        caches = make_caches(model, "drop" if chosen is None else retention.memory, chosen)
-        layers = attention_layers(model, caches)
-        self._n_layers = layers[0].n_layers
+        layers, quantization = require_servable(model, chosen, retention, kwargs)
         require_together(model)
-        retention.require_rollback(caches, len(layers))
-        if quantization is not None:
-            require_quantizable(model, layers, quantization)
+        self._n_layers, (_, kwargs) = layers[0].n_layers, taken_from(kwargs)
         nothing = lambda *args: None  # noqa: E731
         callbacks = on_report or nothing, on_recall or nothing
         self._settings = BatchSettings(model, chosen, quantization, retention, *callbacks, turns)

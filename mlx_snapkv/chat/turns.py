@@ -3,13 +3,11 @@
 import inspect
 from typing import Any
 
-from ..caches.layers import attention_layers, kv_bytes, require_quantizable
-from ..caches.memories import make_caches
+from ..caches.layers import kv_bytes
 from ..engine.prefill import mlx_generate
 from ..engine.retention import RetentionConfig
 from ..engine.rewind import Rewind
-from ..engine.serving import require_no_conflict
-from ..entries.quantization import taken_from
+from ..engine.serving import require_servable
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from ..policies import Policy, Stages
 
@@ -23,8 +21,8 @@ def require_usable(
     generation: dict[str, Any],
 ) -> None:
     """Raises: SnapKVError: policy, memory and the options of answers conflict, or the model can't be used so."""
-    retention.require(model, policy)
     if policy is None:
+        retention.require(model, policy)
         return
     _, decode_policy = policy.stages
     if decode_policy.repeats is not None:
@@ -32,11 +30,7 @@ def require_usable(
             f"{decode_policy.name} reads a prompt again as a whole, and a conversation's turns are only parts of one: "
             "save the text by cache-prompt and ask by generate --prompt-cache-file, or take another policy"
         )
-    require_no_conflict(generation)
-    layers = attention_layers(model, make_caches(model, retention.memory, policy))
-    quantization, _ = taken_from(generation)
-    if quantization is not None:
-        require_quantizable(model, layers, quantization)
+    require_servable(model, policy, retention, generation)
 
 
 def require_known(generation: dict[str, Any]) -> None:

@@ -10,9 +10,14 @@ from typing import Any
 
 from mlx_lm.generate import GenerationResponse
 
-from ..caches.layers import is_compressed
-from ..caches.memories import lasting_forms
-from ..entries.quantization import taken_from
+from ..caches.layers import (
+    AttentionLayer,
+    attention_layers,
+    is_compressed,
+    require_quantizable,
+)
+from ..caches.memories import lasting_forms, make_caches
+from ..entries.quantization import Quantization, taken_from
 from ..errors import SnapKVError
 from ..policies import Policy, Stages
 from .compress import KeptCallback
@@ -71,7 +76,7 @@ def served(
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)
-    require_no_conflict(options)
+    _require_no_conflict(options)
     request.reader.on_kept = on_kept
     keep = given is not None
     if turns or not retention.retains:
@@ -102,10 +107,28 @@ def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
         yield from items
 
 
-def require_no_conflict(options: dict[str, Any]) -> None:
-    """Raises: SnapKVError: one of mlx-lm's options can't be served together with a policy."""
+def _require_no_conflict(options: dict[str, Any]) -> None:
     if options.get("max_kv_size") is not None:
         raise SnapKVError("max_kv_size also limits the entries: drop it or the policy")
+
+
+def require_servable(
+    model, policy: Policy | Stages | None, retention: RetentionConfig, options: dict[str, Any]
+) -> tuple[list[AttentionLayer], Quantization | None]:
+    """A model's full-attention layers, and how mlx-lm's `options` have entries quantised.
+
+    Raises:
+        SnapKVError: policy, retention and options conflict, or the model can't be served so.
+    """
+    retention.require(model, policy)
+    _require_no_conflict(options)
+    caches = make_caches(model, "drop" if policy is None else retention.memory, policy)
+    layers = attention_layers(model, caches)
+    retention.require_rollback(caches, len(layers))
+    quantization, _ = taken_from(options)
+    if quantization is not None:
+        require_quantizable(model, layers, quantization)
+    return layers, quantization
 
 
 def _driven(
