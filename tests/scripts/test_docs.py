@@ -74,13 +74,13 @@ def test_every_command_shown_can_be_given(page):
         known = {o for p in COMMANDS[name].params for o in [*p.opts, *p.secondary_opts]}
         assert {word for word in given if re.match(r"--?[a-z]", word)} <= known, words
         for option, value in itertools.pairwise(given):
-            if option in ("--policy", "--snapkv"):
+            if option in ("--policy", "--snapkv") and value != "auto":
                 resolve_policy(**{option.strip("-"): value})
 
 
 def _shown(text: str) -> list[list[str]]:
     """The words after `mlx-snapkv` of every command in a block of code, up to a redirection."""
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.M | re.S)
+    blocks = [b for kind, b in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if not kind]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.partition("mlx-snapkv ")[2] for line in lines if "mlx-snapkv " in line]
     split = [shlex.split(line.partition(" < ")[0], comments=True) for line in found]
