@@ -244,6 +244,13 @@ def test_a_piece_is_checked_when_it_is_first_read_and_only_then(tmp_path, kind):
     store.gather(early + 31)  # read before
 
 
+def test_a_token_that_lies_in_two_pieces_is_checked_in_both(tmp_path):
+    store, paths = saved(tmp_path, rows_of(50))
+    flip(paths[0], 2 * 768 - 1)  # the end of token 1, in the second piece
+    with pytest.raises(SnapKVError, match="a checksum does not fit from byte 1,000 on"):
+        store.gather(mx.ones((*HEADS, 1), mx.uint32))
+
+
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_file_of_another_size_is_reported_before_it_is_mapped(tmp_path, change):
     store, paths = saved(tmp_path, rows_of(50))
