@@ -293,6 +293,15 @@ def test_a_sound_cache_has_no_problem_and_a_broken_one_a_phrase(kind):
         assert problem and "\n" not in problem and not problem.endswith(".")
 
 
+def test_positions_that_can_not_be_are_a_problem():
+    cache = EVICTING["block of 8 bits"]()
+    feed(cache, 1)
+    for wrong in (mx.zeros_like(cache._kept_positions), cache._kept_positions + 1000):
+        broken = copy.deepcopy(cache)
+        broken._kept_positions = wrong
+        assert "contradict" in broken.validate(like())
+
+
 def test_a_rotating_cache_and_a_state_have_problems_too():
     rotating, state = STATES["mlx-lm's sliding window"](), STATES["mlx-lm's state"]()
     assert layer_cache(rotating).validate(like()) is None

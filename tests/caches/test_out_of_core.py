@@ -64,15 +64,18 @@ def test_what_is_resident_is_a_block_caches_and_nothing_is_lost(chunks, in_file)
     st.lists(st.integers(1, 8), min_size=1, max_size=12),
     st.booleans(),
 )
-def test_tokens_since_a_mark_can_be_taken_back(before, since, in_file):
+def test_tokens_and_limits_since_a_mark_are_rolled_back(before, since, in_file):
     rows, others = rows_of(sum(before) + sum(since)), rows_of(sum(since), seed=1)
     mine = limited(FileStore() if in_file else MemoryStore())
     n = feed(mine, rows, before)
     positions = mine.positions
     mine.mark()
+    limits = {"last": 7, "newest": 3, "expected": 9, "uniform": False, "layer": None}
+    mine.limit(POLICY, Quota(20, 1, 3), **limits)
     feed(mine, others, since)
     mine.rollback(sum(since))
     mine.commit()
+    assert (mine.quota, mine.last, mine.newest, mine.uniform) == (QUOTA, 1000, 0, True)
     assert mine.offset == n and mx.array_equal(mine.positions, positions)
     feed(mine, [x[:, :, n:] for x in rows], since)
     assert_stored(mine, rows)
@@ -90,7 +93,7 @@ def test_without_a_limit_everything_is_resident():
     assert_stored(cache, [mx.concatenate(pair, axis=2) for pair in zip(rows, more)])
 
 
-def test_what_gave_way_can_not_be_taken_back():
+def test_evicted_tokens_are_not_rolled_back():
     cache, rows = limited(MemoryStore()), rows_of(80)
     feed(cache, rows, [8] * 10)
     with pytest.raises(TrimError):
