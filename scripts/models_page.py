@@ -8,13 +8,14 @@ from mlx_snapkv.models.table import REFUSED, SUPPORTED, refused, supported
 
 PAGE = """# Model types
 
-{n_supported} model types of mlx-lm can be compressed, and {n_refused} are refused by name. \
-Each of the first is run by the conformance test (`tests/models/test_conformance.py`) as a tiny random model: \
-the recorded queries are bit for bit those of its attention call, the votes are those of its softmax, \
+{n_supported} of mlx-lm's model types can be compressed, and {n_refused} are refused by name. \
+The conformance test (`tests/models/test_conformance.py`) runs each supported type as a tiny random model: \
+the recorded queries equal those of its attention call bit for bit, the votes equal those of its softmax, \
 and decoding with everything kept equals mlx-lm's. \
-No published checkpoint was available to try any of them on; of `llama` and `qwen3_next` there are the embedded models.
+Real checkpoints were tried of `llama` (SmolLM2) and `gemma3_text` (Gemma 3) alone; \
+of `llama` and `qwen3_next` there are the embedded models.
 
-This page is written by `python scripts/write_docs.py`; `mlx-snapkv models` prints the same.
+`python scripts/write_docs.py` writes this page; `mlx-snapkv models` prints the same.
 
 ## Supported
 
@@ -23,15 +24,15 @@ This page is written by `python scripts/write_docs.py`; `mlx-snapkv models` prin
 ## What is special
 
 - **Latent entries (MLA).** A layer stores one latent for all heads, and the positional part of one key. To a policy \
-the key is both side by side, which is what a query multiplies once it has been through the head's `embed_q` and \
-RoPE; the value is the latent. Every policy is then defined as elsewhere. Statistics of queries \
-(`expected_attention`) and projected values (`critical`) are exact too, but large: per layer, `n_heads` times the \
-square of a key's size, and `n_heads` times the latent's size times the hidden size.
-- **Layers that read others' entries.** Their queries vote beside those of the layer that owns the entries, each \
-reading head as much as any other.
-- **Capped logits** (gemma2). Votes are of the capped ones; `expected_attention` is refused.
-- **Fewer bits** (`kv_bits`, `memory=recall:8bit`) are refused where mlx-lm's forward pass reads plain entries: with \
-latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.
+the key is both, concatenated, which a query multiplies after the head's `embed_q` and RoPE; the value is the latent. \
+Every policy is then defined as usual. Statistics of queries (`expected_attention`) and projected values (`critical`) \
+are exact too, but large: per layer, `n_heads` times the square of a key's size, and `n_heads` times the latent's size \
+times the hidden size.
+- **Layers that read others' entries.** Their queries vote together with those of the layer that owns the entries; \
+every reading head has the same weight.
+- **Capped logits** (gemma2). Votes come from the capped logits; `expected_attention` is refused.
+- **Quantised entries** (`kv_bits`, `memory=recall:8bit`) are refused where mlx-lm's forward pass reads plain entries: \
+for latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.
 
 ## Refused
 

@@ -65,7 +65,9 @@ def test_keydiff_ranks_half_precision_keys_in_float32():
     assert np.allclose(KeyDiff().score(entries)[0, 0], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", [KeyDiff(), KeyDiff(similarity="euclidean"), LagKV(lag_size=8)])
+@pytest.mark.parametrize(
+    "policy", [KeyDiff(), KeyDiff(similarity="euclidean"), LagKV(lag_size=8, cross_scoring=True)]
+)
 def test_keys_of_zeros_and_coordinates_that_do_not_change_are_no_nan(policy):
     keys = mx.concatenate([mx.zeros((1, 1, 1, 8)), mx.ones((1, 1, 39, 8))], axis=2)
     assert not mx.any(mx.isnan(policy.score(Entries(keys, keys)))).item()
