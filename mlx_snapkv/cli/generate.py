@@ -175,6 +175,8 @@ class _Answer:
         else:
             kept = kept_text(*self.reports, max_kv_size=max_kv_size, memory=memory)
         print(how + closing_line(self.last, kept, self._accepted), file=sys.stderr)
+        for said in (warning for report in self.reports for warning in report.warnings):
+            print(f"warning: {said}", file=sys.stderr)
 
     @property
     def _continued(self) -> SavedStart | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+SLOWER = 0.9  # times as fast as the full cache, from which on nothing is won
 NO_POLICY = "none"
 
 
@@ -85,6 +86,8 @@ class CompressionReport:
             prompt chose for the whole answer.
         pulled_to: the trained length, if the prompt is longer and its positions were compacted.
         auto: what `policy="auto"` took, and why.
+        full_token_seconds, token_seconds: what a token took on the full cache, before the compression, and takes since;
+            None if that is not known.
         book: where the other entries are, if the prompt was read out of core.
     """
 
@@ -103,6 +106,20 @@ class CompressionReport:
     book: Book | None = None
     pulled_to: int | None = None
     auto: str | None = None
+    full_token_seconds: float | None = None
+    token_seconds: float | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was no gain, a sentence each; what `verify` gained, its own line tells."""
+        found = []
+        if self.full_token_seconds and self.token_seconds and self.verified is None:
+            times = self.full_token_seconds / self.token_seconds
+            if times < SLOWER:
+                found.append(f"{times:.2f} times as fast as the full cache at this length")
+        if self.compressed and self.kv_bytes_after > self.kv_bytes_before:
+            found.append("the entries kept take more memory than the full cache would")
+        return found
 
     @property
     def compressed(self) -> bool:

@@ -29,6 +29,7 @@ from .rewind import Rewind
 
 ReportCallback = Callable[[CompressionReport], None]
 
+ENOUGH = 8  # tokens that tell how fast a cache is
 MAX_TOKENS = 256  # mlx-lm's own default
 
 
@@ -176,16 +177,39 @@ def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterato
     return items()
 
 
+class _Timed:
+    """An iterator that times its items, but for the first."""
+
+    def __init__(self, items: Iterator[Any]):
+        self._items, self._n, self._seconds = items, -1, 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        started = time.perf_counter()
+        item = next(self._items)
+        self._n += 1
+        self._seconds += time.perf_counter() - started if self._n else 0.0
+        return item
+
+    @property
+    def mean(self) -> float | None:
+        """Seconds an item; None of too few to tell."""
+        return self._seconds / self._n if self._n >= ENOUGH else None
+
+
 def _compressed_at_token(
     items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
 ) -> Iterator[Any]:
     """Compress when the last token that votes is about to be yielded: mlx-lm has fed it by then."""
+    on_full = _Timed(items)
     try:
         with request.recording():
-            for item in itertools.islice(items, request.n_ahead - 1):
+            for item in itertools.islice(on_full, request.n_ahead - 1):
                 request.prompt_is_read()
                 yield item
-            item = next(items, None)
+            item = next(on_full, None)
     except GeneratorExit:
         if keep:
             on_report(request.compress())
@@ -197,11 +221,14 @@ def _compressed_at_token(
     started = time.perf_counter()
     report = request.compress()
     seconds = time.perf_counter() - started
+    report.full_token_seconds = on_full.mean
     on_report(report)
     if item is not None:
+        timed = _Timed(items)
         with request.decoding():
             yield item
-            for item in items:
+            for item in timed:
+                report.token_seconds = timed.mean
                 yield _without_compression(item, seconds)
 
 
