@@ -15,7 +15,7 @@ import readme_results
 from results_page import Row, load, right, table, written_by
 
 from mlx_snapkv.bench import tables as bench
-from mlx_snapkv.cli.choices import CHOICES
+from mlx_snapkv.cli.listings import CHOICES
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.reporting.table import as_markdown, setting_text
 

@@ -11,7 +11,7 @@ from typer import Argument, Exit, Option
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from . import cache_options, options
-from .values import n_bytes
+from .options import n_bytes
 
 if TYPE_CHECKING:
     from ..batch.files import AnswersFile, RequestsFile

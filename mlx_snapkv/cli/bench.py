@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from .loading import load_model
+from .options import whole_numbers
 from .process import listen
 from .results import ResultFiles, about, print_table, write_json, write_result
-from .values import whole_numbers
 
 if TYPE_CHECKING:
     from ..bench.speed import Plan

@@ -173,8 +173,8 @@ class AutoPolicyOptions(PolicyOptions):
         """
         from ..engine.auto import FEW, auto
         from .command import in_flags
+        from .options import n_bytes
         from .sharded import require_alone
-        from .values import n_bytes
 
         if not self.is_auto:
             return {}

@@ -33,8 +33,7 @@ def chat(
     """
     from ..chat.conversation import Conversation
     from .chat_commands import CommandCompleter
-    from .chat_session import Session
-    from .lines import Lines
+    from .chat_session import Lines, Session
     from .reading import Reading
 
     chosen = policy.resolve()

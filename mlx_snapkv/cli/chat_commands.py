@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
 from prompt_toolkit.document import Document
@@ -25,8 +25,6 @@ from .chat_session import Session
 from .options import SamplingOptions
 from .prompts import read_file
 from .sharded import ALONE_ONLY, on_first
-
-SETTINGS = get_type_hints(SamplingOptions, include_extras=True)  # of /set: types with bounds
 
 
 @dataclass(frozen=True)
@@ -165,37 +163,18 @@ def _compare(session: Session, _: str) -> None:
     session.say(f"from all entries: {'the same answer' if same else 'another answer'}; it stays")
 
 
-@_command("/set", "[NAME VALUE]", "how answers are sampled", WordCompleter(list(SETTINGS)))
+@_command(
+    "/set",
+    "[NAME VALUE]",
+    "how answers are sampled",
+    WordCompleter([field.name for field in fields(SamplingOptions)]),
+)
 def _set(session: Session, rest: str) -> None:
     name, _, value = rest.partition(" ")
     if name:
-        session.sample(_changed(session.sampling, name, value.strip()))
+        session.sample(session.sampling.changed(name, value.strip()))
     values = (f"{name} {value:g}" for name, value in vars(session.sampling).items())
     session.say(", ".join(values))
-
-
-def _changed(sampling: SamplingOptions, name: str, text: str) -> SamplingOptions:
-    """The sampling with another value of one setting.
-
-    Raises:
-        SnapKVError: there is no such setting, or its flag would not take that value.
-    """
-    name = name.lstrip("-").replace("-", "_")
-    if name not in SETTINGS:
-        close = suggestion(name, SETTINGS)
-        known = ", ".join(f"/set {setting}" for setting in SETTINGS)
-        raise UnknownOptionError(f"unknown setting {name}{close}: one of {known}")
-    kind, option = get_args(SETTINGS[name])
-    low, high = option.min, float("inf") if option.max is None else option.max
-    try:
-        value = kind(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high or value == float("inf"):
-        bounds = f"from {low}" if option.max is None else f"from {low} to {high}"
-        number = "a whole number" if kind is int else "a number"
-        raise SnapKVError(f"/set {name} must be {number} {bounds}, got {text!r}")
-    return replace(sampling, **{name: value})
 
 
 @_command(

@@ -19,8 +19,7 @@ from ..engine.report import format_bytes
 from ..errors import SnapKVError
 from ..paths import path_of, put, refusing
 from .loading import load_model
-from .options import DocumentSeed, Facts, Model
-from .values import MOST
+from .options import MOST, DocumentSeed, Facts, Model
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,7 +15,10 @@ from ..demo import MODELS
 from ..demo.tasks import TASKS
 from ..errors import SnapKVError
 from .cache_options import VerifyOptions
-from .eval_options import (
+from .loading import load_model
+from .options import DocumentSeed, IgnoreChatTemplate, Model, whole_numbers
+from .prompts import read_file
+from .results import (
     Lengths,
     Policies,
     ResultOptions,
@@ -25,10 +28,6 @@ from .eval_options import (
     results_in,
     settings_of,
 )
-from .loading import load_model
-from .options import DocumentSeed, IgnoreChatTemplate, Model
-from .prompts import read_file
-from .values import whole_numbers
 
 if TYPE_CHECKING:
     from ..evals.answering import Method

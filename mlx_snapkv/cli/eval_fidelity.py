@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from .._version import __version__
-from .eval_options import Policies, ResultOptions, known, methods_of, results_in
 from .loading import load_model
 from .options import Model
+from .results import Policies, ResultOptions, known, methods_of, results_in
 
 QUESTIONS = (
     "Summarise the text above in three sentences.",

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from .cache_options import AutoPolicyOptions, CacheOptions
-from .options import AsJson, MaxTokens, Model
-from .values import n_bytes, n_tokens, tokens_text
+from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
 
 if TYPE_CHECKING:
     from ..engine.machine import Machine

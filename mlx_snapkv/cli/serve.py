@@ -17,8 +17,8 @@ from ..paths import path_of
 from ..server import BILLING
 from . import cache_options, options
 from .batch import load_for_requests, most_kv_bytes, take_before
+from .options import n_bytes
 from .process import listen
-from .values import n_bytes
 
 if TYPE_CHECKING:
     from ..server.access import Settings

@@ -5,7 +5,7 @@ import shlex
 import commands_page
 import pytest
 
-from mlx_snapkv.cli.choices import CHOICES
+from mlx_snapkv.cli.listings import CHOICES
 
 COMMANDS = dict(commands_page.commands())
 ASKED = [choice for choice in CHOICES if choice.command.split()[1] in ("generate", "chat")]

@@ -44,7 +44,7 @@ import mlx.core as mx
 import mlx_snapkv, policies_page
 from mlx_snapkv import prefill
 from mlx_snapkv.cli import app
-from mlx_snapkv.cli.eval_options import methods_of
+from mlx_snapkv.cli.results import methods_of
 from mlx_snapkv.policies import POLICIES, resolve_policy
 from tiny_models import make_llama
 
