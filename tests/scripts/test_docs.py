@@ -14,8 +14,8 @@ import pytest
 import quality_page
 import tables
 import write_docs
-from mlx_snapkv.cli.listings import CHOICES
 
+from mlx_snapkv.cli.listings import CHOICES
 from mlx_snapkv.engine.auto import BOOK, CONVERSATION, QUESTION, RECALLED, SETTINGS, SNAPKV
 from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
