@@ -150,4 +150,4 @@ def _tokens_of_sentences(
                 stop += 1
             if piece not in lead and stop > start and any(map(str.isalnum, piece)):
                 yield start, stop
-            start = max(start, stop)
+            start = stop
