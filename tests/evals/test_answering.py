@@ -15,7 +15,7 @@ from mlx_snapkv.evals.answering import (
     run,
 )
 from mlx_snapkv.evals.loop import Results
-from mlx_snapkv.evals.tasks import FACTS, RETRIEVAL, SUITE, Lines, Needle, Suite
+from mlx_snapkv.evals.tasks import RETRIEVAL, SUITE, Needle, Suite
 from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.reporting.heatmap import accuracies, write_heatmaps
 from mlx_snapkv.reporting.setting import setting as machine
@@ -157,16 +157,6 @@ def test_an_uncompressed_prompt_never_counts_as_the_methods(needles, tmp_path):
         for setting in SETTINGS
     ]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)
-
-
-def test_lines_show_what_pooling_is_worth(demo_llama):
-    model, tokenizer = demo_llama
-    policy = "snapkv:budget=12.5%,n_window=32,obs_window=32,lookahead=0,pool=avg,pool_kernel="
-    methods = [Method(FULL), method("1", f"{policy}1"), method("21", f"{policy}21")]
-    dataset = Lines(tokenizer, [1024], 4, wording=FACTS)
-    records = run(model, dataset, methods, [KNOWN], Results({}))
-    full, unpooled, pooled = tables.summarise(records)
-    assert full["score"] == pooled["score"] == 1 and unpooled["score"] < 1
 
 
 @pytest.mark.parametrize(
