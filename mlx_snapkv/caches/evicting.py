@@ -126,8 +126,7 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         if before is not None and 0 < self.offset - before["offset"] <= n:
             now = dict(vars(self))
             n -= self.offset - before["offset"]
-            # Queries stay: they vote although their tokens are gone, until others come in their place.
-            vars(self).update(before, _queries=self._queries, _stop=self._stop)
+            vars(self).update(before)
             try:
                 self.rollback(n)
             except TrimError:

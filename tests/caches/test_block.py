@@ -101,6 +101,13 @@ def test_buffers_are_allocated_once():
     assert small.keys.shape[2] == 9
 
 
+def test_an_eviction_precedes_steady_tokens_and_none_comes_between_them():
+    cache = make_cache(rows=8, block=4, steady=range(10, 16))
+    cache.update_and_fetch(*rows_of(0, 10))
+    sizes = [cache.update_and_fetch(*rows_of(t, 1))[0].shape[2] for t in range(10, 17)]
+    assert sizes == [9, 10, 11, 12, 13, 14, 9]
+
+
 def test_an_update_larger_than_a_block_is_held_until_the_next():
     cache = make_cache(rows=8, block=4)
     cache.update_and_fetch(*rows_of(0, 8))
