@@ -91,6 +91,7 @@ def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
     run.finish()
     assert run.answers[stays] == alone(model, prompts[1], 40, policy=SNAPKV, **options)
     caches, tokens = recalled[gone]
+    assert verify is None or len(tokens) > 204  # the answer's entries are exact
     full = make_prompt_cache(model)
     model(mx.array([tokens]), cache=full)
     assert [c.offset for c in caches] == [len(tokens)] * len(caches)

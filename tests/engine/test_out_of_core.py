@@ -177,6 +177,7 @@ def test_all_is_the_answer_from_all_entries(tokens):
     wanted = plain(model, tokens, 40)
     found = steps(model, tokens, 40, policy=ROOMY, memory="recall", verify="all")
     assert [t for t, _ in found] == [t for t, _ in wanted]
+    assert all(mx.allclose(a, b, atol=1e-3) for (_, a), (_, b) in zip(found, wanted))
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
