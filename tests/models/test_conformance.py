@@ -288,7 +288,7 @@ def test_a_long_turn_equals_its_tokens_one_by_one(model):
     """Past the window's end, so that every layer needs, and is handed, the mask of the compressed cache."""
     policy = dataclasses.replace(POLICY, on_full="slide")  # a choice is made between turns
     caches = [prefill(model, TOKENS, policy)[0] for _ in range(2)]
-    turn = TOKENS[:14]
+    turn = TOKENS[:10]
     at_once = model(turn[None], cache=caches[0])[0]
     for i in range(turn.size):
         logits = model(turn[None, i : i + 1], cache=caches[1])[0, 0]

@@ -147,9 +147,9 @@ def test_a_file_goes_on_as_if_nothing_had_happened(model, tmp_path):
     own, theirs = (str(tmp_path / name) for name in ("own.safetensors", "theirs.safetensors"))
     saved.save(own, model, cache, TOKENS, policy)
     save_prompt_cache(theirs, cache)
-    wanted = steps(model, TOKENS[:9], n=20, prompt_cache=cache)
+    wanted = steps(model, TOKENS[:9], n=10, prompt_cache=cache)
     for loaded in (saved.load(own, model).prompt_cache, load_prompt_cache(theirs)):
-        assert_same(steps(model, TOKENS[:9], n=20, prompt_cache=loaded), wanted)
+        assert_same(steps(model, TOKENS[:9], n=10, prompt_cache=loaded), wanted)
 
 
 def test_requests_of_a_batch_vote_as_alone(model):
@@ -158,10 +158,10 @@ def test_requests_of_a_batch_vote_as_alone(model):
     policy = "tova:budget=20,block=8"
     prompts = prompts_of(40, 33, vocab_size=120)
     run = Run(model, policy)
-    uids = run.insert(prompts, [24, 24])
+    uids = run.insert(prompts, [12, 12])
     run.finish()
     for uid, prompt in zip(uids, prompts):
-        assert run.answers[uid] == alone(model, prompt, 24, policy=policy)
+        assert run.answers[uid] == alone(model, prompt, 12, policy=policy)
 
 
 def test_a_call_that_fails_leaves_nothing_for_the_next(monkeypatch):

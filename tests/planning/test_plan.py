@@ -82,7 +82,7 @@ def planners(demo_llama, demo_qwen):
     return [Planner(model, prefill_step_size=512) for model in (demo_llama[0], demo_qwen[0])]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 200_000), more=st.integers(1, 5000), bits=st.sampled_from([None, 8, 4]))
 def test_a_longer_prompt_takes_no_less(planners, n, more, bits):
     for planner in planners:
@@ -94,7 +94,7 @@ def test_a_longer_prompt_takes_no_less(planners, n, more, bits):
         assert block[0].reading <= block[1].reading and block[0].kv <= block[1].kv
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 200_000), policy=st.sampled_from([None, KEYDIFF, SNAPKV]))
 def test_fewer_bits_take_no_more(planners, n, policy):
     for planner in planners:
