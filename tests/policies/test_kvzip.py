@@ -19,7 +19,6 @@ from mlx_snapkv import (
     compress_prompt_cache,
     generate_step,
     prefill,
-    saved,
 )
 from mlx_snapkv.engine import repetition
 from mlx_snapkv.entries import attention
@@ -212,16 +211,3 @@ def test_conversations_and_caches_that_nobody_read_again_are_refused(demo_llama,
     with pytest.raises(SnapKVError, match="has not been read again"):
         compress_prompt_cache(model, cache, POLICY)
     assert {type(c).__name__ for c in cache} == {"KVCache"}
-
-
-def test_a_saved_prompt_answers_as_the_one_in_memory(path, demo_qwen, ask):
-    model, tokenizer = demo_qwen
-    prompt, _ = ask(tokenizer, 400, seed=1)
-    document, question = mx.array(prompt[:-30]), mx.array(prompt[-30:])
-    cache, report = prefill(model, document, "kvzip:budget=25%")
-    saved.save(path, model, cache, document, report.policy)
-    answers = [
-        [t for t, _ in steps(model, question, prompt_cache=held)]
-        for held in (saved.load(path, model).prompt_cache, cache)
-    ]
-    assert answers[0] == answers[1]
