@@ -189,11 +189,11 @@ def test_a_prompt_that_fits_is_not_read_again(tiny_model, tokens):
         ),
         (
             {"policy": POLICY, "memory": "recall"},
-            "kvzip chooses once, .*memory=recall .* use memory=drop",
+            "kvzip chooses once .*memory=recall .* use memory=drop",
         ),
         (
             {"policy": POLICY, "memory": "recall:file"},
-            "kvzip chooses once, .*memory=recall:file .* use memory=drop",
+            "kvzip chooses once .*memory=recall:file .* use memory=drop",
         ),
     ],
 )
