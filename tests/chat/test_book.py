@@ -111,7 +111,7 @@ def test_below_the_gate_everything_is_resident_until_it_is_passed(demo_llama):
 
 @pytest.mark.parametrize(
     "policy, memory",
-    [(BOOK, "recall:8bit"), (BOOK, "recall:file"), ("keydiff:budget=128,block=256", "recall")],
+    [(BOOK, "recall:8bit"), ("keydiff:budget=128,block=256", "recall:file")],
 )
 def test_a_turn_with_a_document_of_its_own_can_be_taken_back(demo_model, policy, memory):
     """Entries have given way to it, and come back; also when a later message was given up."""

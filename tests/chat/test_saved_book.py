@@ -64,10 +64,11 @@ def a_book(model, haystack, memory="recall:file"):
     return begun(model, haystack, 1, policy=BOOK, memory=memory)
 
 
-@pytest.mark.parametrize("bits", ["", ":4bit"])
+@pytest.mark.parametrize(("name", "bits"), [("demo_llama", ""), ("demo_qwen", ":4bit")])
 def test_it_goes_on_as_without_the_interruption_wherever_it_is_kept(
-    demo_model, haystack, bits, path
+    request, haystack, name, bits, path
 ):
+    demo_model = request.getfixturevalue(name)
     conversation = a_book(demo_model, haystack, f"recall{bits}")
     conversation.save(path)
     own = Conversation.load(path, *demo_model, max_tokens=12)
@@ -82,13 +83,6 @@ def test_it_goes_on_as_without_the_interruption_wherever_it_is_kept(
     again = Conversation.load(path, *demo_model, max_tokens=12)
     for fact in haystack[1]:
         assert ask(again, fact.question) == ask(in_file, fact.question)
-
-
-def test_other_bits_are_refused_by_name(demo_llama, haystack, path):
-    a_book(demo_llama, haystack, "recall:file:4bit").save(path)
-    words = "can't be used: this book's .*: give memory=recall:file:4bit or recall:4bit"
-    with pytest.raises(SnapKVError, match=words):
-        Conversation.load(path, *demo_llama, memory="recall:file")
 
 
 def files_of(path, kind):
