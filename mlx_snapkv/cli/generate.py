@@ -80,7 +80,7 @@ def generate(
     tokenizer.adapt(adapted)
     keywords |= draft.load(adapted, model.trust_remote_code)
     reading = Reading(output.silent)
-    start = None
+    start, was_chosen = None, False
     if prompt_cache_file is None:
         cache.require(loaded, draft.draft_model)
         tokens = reading.wait_for(partial(prompt.encode, adapted, text))
@@ -99,7 +99,9 @@ def generate(
         tokens = reading.wait_for(encode)
     options.seed_sampling(seed)
     keywords |= sampling.generation(adapted)
-    _Answer(model.model, loaded, adapted, keywords, start, output).print(tokens, reading)
+    _Answer(model.model, loaded, adapted, keywords, start, output, was_chosen).print(
+        tokens, reading
+    )
 
 
 @dataclass
@@ -110,6 +112,7 @@ class _Answer:
         name: the model's, as the user gave it.
         keywords: of `stream_generate`.
         start: the saved prompt that the answer continues, if there is one.
+        was_chosen: --policy auto has taken the full cache.
         last: the newest response.
         n_drafted: how many tokens the draft model gave.
     """
@@ -120,6 +123,7 @@ class _Answer:
     keywords: dict[str, Any]
     start: SavedStart | None
     output: OutputOptions
+    was_chosen: bool = False
     texts: list[str] = field(default_factory=list)
     reports: list[CompressionReport] = field(default_factory=list)
     last: Any = None
@@ -172,6 +176,8 @@ class _Answer:
         max_kv_size, memory = self.keywords["max_kv_size"], self.keywords["memory"]
         if self._continued is not None:
             kept = self._continued.kept
+        elif self.was_chosen:
+            kept = "full cache"
         else:
             kept = kept_text(*self.reports, max_kv_size=max_kv_size, memory=memory)
         print(how + closing_line(self.last, kept, self._accepted), file=sys.stderr)
@@ -218,7 +224,7 @@ def kept_text(
     if report.policy == NO_POLICY:
         rotating = f"mlx-lm's rotating cache of {max_kv_size} entries"
         cache = "full cache" if max_kv_size is None else rotating
-        return f"{cache} (no policy; add --snapkv top_k=N to compress)"
+        return f"{cache} (no policy; --policy auto takes one where it helps)"
     if not report.compressed:
         return f"full cache: {report.reason}"
     beside = "" if memory == "drop" or report.book is not None else f", {_beside(report, memory)}"

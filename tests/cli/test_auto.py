@@ -34,6 +34,7 @@ def test_a_short_prompt_keeps_the_full_cache(call):
     asked = ("generate", "--model", "demo", "-p", "Hello", "-m", "2", "--verify", "all")
     code, _, err = call(*asked, "--memory", "recall", "--policy", "auto")
     assert code == 0 and "auto: the full cache, because of " in err
+    assert "prompt tokens, full cache | prompt " in err
 
 
 def test_a_chat_and_a_batch_take_it(call, batch, story, few):

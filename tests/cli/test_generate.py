@@ -34,7 +34,7 @@ def test_the_answer_goes_to_stdout_and_the_figures_to_stderr(command):
     assert (code, out) == (0, "482913\n")
     *_, closing = err.strip().splitlines()
     assert re.fullmatch(
-        r"\d+ prompt tokens, full cache \(no policy; add --snapkv top_k=N to compress\) \| "
+        r"\d+ prompt tokens, full cache \(no policy; --policy auto takes one where it helps\) \| "
         r"prompt [\d.]+ tokens/s, generation [\d.]+ tokens/s, peak memory [\d.]+ GB",
         closing,
     )

@@ -61,7 +61,7 @@ def test_choosing_again_keeps_one_shape_and_the_budget(tiny_model, tokens, on_fu
     "options, words",
     [
         ({"on_full": "forget"}, "on_full must be grow, slide, reselect or keydiff, got 'forget'"),
-        ({"reserve": -1}, 'reserve must be a whole number .* or a share such as .*, got -1'),
+        ({"reserve": -1}, "reserve must be a whole number .* or a share such as .*, got -1"),
         ({"reserve": "120%"}, "reserve must be .*, got '120%'"),
         ({"reserve": "half"}, "reserve must be .*, got 'half'"),
         ({"reserve": 0.5}, "reserve must be .*, got 0.5"),
