@@ -62,8 +62,9 @@ class RefreshedAnswer(Answer):
             if policy.adaptive:
                 n = layer.entries_in(reader.caches).n_entries
                 quota = Quota(n, quota.n_sink, quota.n_window)
-            layer.put(reader.caches, reader.refreshed(layer, quota))
-        report.refreshed = max(layer.entries_in(reader.caches).n_entries for layer in prompt.layers)
+            layer.put(reader.caches, cache := reader.refreshed(layer, quota))
+            report.entries_kept[layer.index] = cache.n_entries
+        report.refreshed = report.entries
 
 
 class ExactAnswer(RefreshedAnswer):
@@ -82,19 +83,11 @@ class ExactAnswer(RefreshedAnswer):
 
 
 def answer_of(prompt: Prompt, reader: Reader) -> Answer:
-    """The answer that a prompt's retention asks for.
-
-    Tokens can't choose anew from entries that are to be quantised for the answer, or that the model's attention itself
-    reads from its cache.
-    """
-    if not isinstance(reader, RetainingReader):
+    """The answer that a prompt's retention asks for."""
+    if not isinstance(reader, RetainingReader) or not prompt.refreshes:
         return Answer(prompt)
-    if prompt.retention.verify is not None:
-        return ExactAnswer(prompt, reader)
-    reads_itself = any(layer.family.method != "__call__" for layer in prompt.layers)
-    if prompt.retention.refresh == "turn" or prompt.quantization is not None or reads_itself:
-        return Answer(prompt)
-    return RefreshedAnswer(prompt, reader)
+    exact = prompt.retention.verify is not None
+    return ExactAnswer(prompt, reader) if exact else RefreshedAnswer(prompt, reader)
 
 
 class SelfSpeculation:

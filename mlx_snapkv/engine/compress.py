@@ -37,7 +37,7 @@ class Compressor(Protocol):
     caches: list
 
     def choose(self) -> list[Choice]:
-        """What is to be kept, layer by layer; nothing is changed."""
+        """What is to be kept, layer by layer; nothing is changed. Nothing at all if the tokens to come choose."""
         ...
 
     def keep(self, choices: list[Choice]) -> None:
@@ -53,10 +53,11 @@ def compress(
     choices = compressor.choose()
     report.entries_kept = [None] * len(compressor.caches)
     report.attention_share = [None] * len(compressor.caches)
+    for layer in compressor.layers:
+        report.kv_bytes_before += layer.entries_in(compressor.caches).full_nbytes
     for layer, choice in zip(compressor.layers, choices):
         report.entries_kept[layer.index] = choice.kept.shape[-1]
         report.attention_share[layer.index] = choice.share
-        report.kv_bytes_before += layer.entries_in(compressor.caches).full_nbytes
     compressor.keep(choices)
     mx.clear_cache()
     begin()

@@ -2,7 +2,8 @@
 
 A prompt is read through resident caches that evict block by block, after every entry has been stored. When it has
 been read, its last queries vote over everything stored; the best entries are gathered into small caches, the last
-tokens are read again over those, and the answer is decoded from them. The resident caches stay for the next turn.
+tokens are read again over those, and the answer is decoded from them. Where every token of the answer chooses anew what
+it reads, so do those last tokens, and nobody votes. The resident caches stay for the next turn.
 """
 
 import dataclasses
@@ -47,6 +48,8 @@ class OutOfCoreReader(RetainingReader):
         self._n_left = prompt.n_new
         self._again: list[mx.array] = []
         self._small: list = []
+        # Each token then chooses what it reads, those that are read again among them.
+        self._votes = not prompt.refreshes or prompt.decode_policy.adaptive
 
     def _prepare(self) -> None:
         """Have the caches evict, and store what they evict."""
@@ -86,7 +89,7 @@ class OutOfCoreReader(RetainingReader):
         return self._logits
 
     def choose(self) -> list[Choice]:
-        """Store what is resident only, and vote over everything."""
+        """Store what is resident only, and vote over everything, unless tokens choose by themselves."""
         resident = [layer.cache_in(self.prompt.prompt_cache) for layer in self.layers]
         self.offload()
         self.book = Book(
@@ -97,6 +100,8 @@ class OutOfCoreReader(RetainingReader):
             file_bytes=file_bytes(self.prompt.prompt_cache),
             read_again=self._n_again,
         )
+        if not self._votes:
+            return []
         started = time.perf_counter()
         scored = map(self._scored, self.layers, self._wanted)
         choices = choose_all(scored, self.prompt.decode_policy, self._wanted, self.layers[0].shard)
@@ -104,14 +109,19 @@ class OutOfCoreReader(RetainingReader):
         return choices
 
     def keep(self, choices: list[Choice]) -> None:
-        """Gather what was chosen, and read the last tokens over it."""
+        """Gather what was chosen, or let tokens choose, and read the last tokens over it."""
         started = time.perf_counter()
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
             self._gather(layer, choice, uniform)
+        if not self._votes:
+            self._let_tokens_choose()
         gathered = time.perf_counter()
         tokens = mx.concatenate(self._again, axis=1)
-        self._logits = self._logits_after(tokens, self._small)
+        # Where tokens choose, the last one does so alone: the answer's first follows from it.
+        for part in [tokens] if self._votes else [tokens[:, :-1], tokens[:, -1:]]:
+            if part.size:
+                self._logits = self._logits_after(part, self._small)
         self.caches[:] = self._small
         for layer, choice in zip(self.layers, choices):
             layer.put(self.caches, self._answering(layer, choice, uniform))
@@ -176,16 +186,27 @@ class OutOfCoreReader(RetainingReader):
             cache.index = everything.index = everything.make_index(self.last_queries(layer))
         return everything
 
-    def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
-        """Over all entries but those of the tokens that were read again, which it gets as they came out of that."""
+    def _let_tokens_choose(self) -> None:
+        quotas = quotas_of(self.layers, self.prompt.decode_policy.quotas, self.plan.n_prompt)
+        for layer, quota in zip(self.layers, quotas):
+            layer.put(self._small, self._choosing(layer, quota))
+
+    def _choosing(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
+        """A cache whose tokens choose among all entries before those of the tokens that are read again."""
         (stored,) = layer.cache_in(self.prompt.prompt_cache).views()
         n = self.plan.n_prompt - self._n_again
         index = self.full_view(layer).index
         everything = FullView([stored], layer, self.prompt.compaction, index, n)
         n_window = max(0, quota.n_window - self._n_again)
         most = max(quota.n_sink + n_window, quota.entries - self._n_again)
-        refreshed = RefreshedKVCache(everything, Quota(most, quota.n_sink, n_window), layer)
-        again = layer.cache_in(self._small).held()
+        return RefreshedKVCache(everything, Quota(most, quota.n_sink, n_window), layer)
+
+    def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
+        """With the entries of the tokens that were read again as they came out of that."""
+        read = layer.cache_in(self._small)
+        if not self._votes:
+            return read
+        refreshed, again = self._choosing(layer, quota), read.held()
         refreshed.append(again.between(len(again) - self._n_again, len(again)))
         return refreshed
 

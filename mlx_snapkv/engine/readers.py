@@ -75,6 +75,18 @@ class Prompt:
             )
 
     @property
+    def refreshes(self) -> bool:
+        """Whether the answer's tokens choose anew.
+
+        They can't from entries that are to be quantised for the answer, or that the model's attention itself reads from
+        its cache.
+        """
+        if self.retention.verify is not None:
+            return True
+        reads_itself = any(layer.family.method != "__call__" for layer in self.layers)
+        return self.retention.reads_on and self.quantization is None and not reads_itself
+
+    @property
     def pulled_to(self) -> int | None:
         """The length that the model was trained on, if the prompt is longer and positions are compacted."""
         found = self.compaction

@@ -28,7 +28,7 @@ def test_six_questions_one_a_turn(demo_model):
     conversation, facts = a_book(*demo_model, 4096, 6)
     assert all(is_answered(conversation, fact) for fact in facts)
     report = conversation.report
-    assert report.entries == 128 and report.book.resident <= 128 + 256
+    assert 120 < report.entries <= 128 and report.book.resident <= 128 + 256
     assert report.book.stored == len(conversation.read) > 4096
     assert report.kv_bytes_before == report.book.file_bytes
     forgetful, facts = a_book(*demo_model, 4096, 6, memory="drop")
@@ -78,15 +78,15 @@ def interrupted(conversation, question, monkeypatch, at):
             list(conversation.send(question, prompt_progress_callback=stop))
         return
 
-    def vote(self, observed):
+    def choose(self, observed):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(FullView, "voted_by", vote)
+        patch.setattr(FullView, "asked_by", choose)
         ask(conversation, question)
 
 
-@pytest.mark.parametrize("at", ["reading", "voting"])
+@pytest.mark.parametrize("at", ["reading", "choosing"])
 def test_ctrl_c_leaves_the_conversation_as_it_was(demo_model, monkeypatch, at):
     conversation, (first, second) = a_book(*demo_model, 1024, 2)
     interrupted(conversation, first.question, monkeypatch, at)
