@@ -29,6 +29,7 @@ SHARES = (8, 16, 32, 64)  # one entry in so many is kept, or resident
 SHARE = 16  # where the shares are not compared
 LEAST = 128  # entries gathered for an answer
 BLOCK = 256
+FEW_RECENT = "n_window=10%"  # facts are looked up anywhere in a document
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def snapkv(entries: int) -> str:
 
 def ways(tokens: int) -> Iterator[Way]:
     kept = tokens // SHARE
-    keydiff = f"keydiff:budget={kept},block={BLOCK}"
+    keydiff = f"keydiff:budget={kept},{FEW_RECENT},block={BLOCK}"
     yield Way("memories", "full cache")
     for memory in MEMORIES:
         yield Way("memories", f"SnapKV, {memory}", snapkv(kept), memory)
@@ -67,7 +68,7 @@ def ways(tokens: int) -> Iterator[Way]:
             yield Way("bits", f"{name}, {bits} bits", policy, options=options)
     for share in SHARES:
         n = tokens // share
-        alone = f"keydiff:budget={n},block={BLOCK}"
+        alone = f"keydiff:budget={n},{FEW_RECENT},block={BLOCK}"
         both = f"{alone} then {snapkv(max(n, LEAST))}"
         yield Way("resident", "read in full, recall", snapkv(max(n, LEAST)), "recall", share)
         yield Way("resident", "KeyDiff alone", alone, share=share)

@@ -34,8 +34,8 @@ ONE_BUDGET = (  # beside those at 1/8
     "snapkv:budget=adaptive:12.5%",
     "snapkv:budget=12.5%,critical=true",
     "snapkv:budget=12.5%,n_window=50%",
+    "keydiff:budget=12.5%,n_window=10%,schedule=once",
     "keydiff:budget=12.5%,schedule=once",
-    "keydiff:budget=12.5%,n_window=50%,schedule=once",
     "expected_attention:budget=12.5%,schedule=once",
     "lagkv:budget=12.5%,schedule=once",
 )
@@ -47,7 +47,7 @@ ASKED = (
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
-EMBEDDED = ("snapkv:budget=12.5%", "snapkv:budget=6.25%", "keydiff:budget=25%,schedule=once")
+EMBEDDED = ("snapkv:budget=12.5%", "snapkv:budget=6.25%", "keydiff:budget=25%,n_window=10%,schedule=once")
 
 
 @dataclass(frozen=True)
