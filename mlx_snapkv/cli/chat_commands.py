@@ -29,11 +29,7 @@ from .sharded import ALONE_ONLY, on_first
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what may follow its name, what it is for, and what it does.
-
-    Attributes:
-        completer: what Tab completes after its name.
-    """
+    """A command: what may follow its name, what it is for, what it does, and what Tab completes after its name."""
 
     arguments: str
     meaning: str
@@ -55,11 +51,12 @@ def _command(
 
 
 def run_command(session: Session, line: str) -> None:
-    """Raises: SnapKVError: there is no such command, or it can't be done."""
+    """Do what a line says; SnapKVError if there is no such command, or it can't be done."""
     name, _, rest = line.partition(" ")
     if name not in COMMANDS:
-        close = suggestion(name, COMMANDS)
-        raise UnknownOptionError(f"unknown command {name}{close}: /help lists them")
+        raise UnknownOptionError(
+            f"unknown command {name}{suggestion(name, COMMANDS)}: /help lists them"
+        )
     command, rest = COMMANDS[name], rest.strip()
     if rest and not command.arguments:
         raise SnapKVError(f"{name} takes nothing, got {rest!r}")
@@ -78,11 +75,10 @@ class CommandCompleter(Completer):
         name, space, rest = document.text_before_cursor.partition(" ")
         if not name.startswith("/"):
             return
-        completer: Completer | None = WordCompleter(list(COMMANDS), WORD=True)
-        if space:
-            completer = COMMANDS[name].completer if name in COMMANDS else None
+        completer = COMMANDS[name].completer if space and name in COMMANDS else None
+        if not space:
+            completer, rest = WordCompleter(list(COMMANDS), WORD=True), name
         if completer is not None:
-            rest = rest if space else name
             yield from completer.get_completions(Document(rest), complete_event)
 
 
@@ -173,8 +169,7 @@ def _set(session: Session, rest: str) -> None:
     name, _, value = rest.partition(" ")
     if name:
         session.sample(session.sampling.changed(name, value.strip()))
-    values = (f"{name} {value:g}" for name, value in vars(session.sampling).items())
-    session.say(", ".join(values))
+    session.say(", ".join(f"{name} {value:g}" for name, value in vars(session.sampling).items()))
 
 
 @_command(

@@ -59,13 +59,6 @@ def test_files_are_written_and_the_same_command_goes_on(call, tmp_path, monkeypa
     assert code == 2 and "r.jsonl is of another run, with seed 123 and not 3" in err
 
 
-def test_json_is_one_object_whatever_the_harness_prints(call):
-    code, out, _ = call("--tasks", "whole_facts", "--limit", "1", "--max-tokens", "3", "--json")
-    result = json.loads(out)
-    assert code == 0 and (result["task"], result["limit"], result["model"]) == ("lm", 1, "demo")
-    assert [row["asked"] for row in result["summary"]] == [1]
-
-
 @pytest.mark.parametrize(
     "args, message",
     (

@@ -47,13 +47,6 @@ def test_a_book_is_saved_and_asked(call, save, story, path, memory):
     assert result["compression"]["book"]["stored"] > 1500
 
 
-def test_it_may_be_asked_from_memory(call, save, story, path):
-    save(path, "--policy", BOOK, "--memory", "recall:file")
-    fact = story[1][1]
-    code, out, err = asked(call, path, fact, "--memory", "recall")
-    assert (code, out) == (0, fact.value + "\n") and "in memory" in err
-
-
 def test_a_chat_goes_on_from_it(call, save, story, path):
     save(path, "--policy", BOOK, "--memory", "recall:file")
     questions = [fact.question for fact in story[1]]
