@@ -179,3 +179,19 @@ def test_without_the_queries_it_asks_for_a_policy_says_so():
     cache.update_and_fetch(*rows_of(0, 8))
     with pytest.raises(SnapKVError, match="were not recorded"):
         cache.update_and_fetch(*rows_of(8, 1))
+
+
+def test_a_committed_mark_is_reopened_and_knows_its_bytes():
+    cache = make_cache(rows=8, block=4)
+    cache.update_and_fetch(*rows_of(0, 12))
+    before = cache.positions.tolist()
+    cache.mark()
+    cache.update_and_fetch(*rows_of(12, 1))  # evicts
+    mark = cache.commit()
+    assert mark.nbytes == 2 * B * H * 12 * D * 4
+    cache.mark()
+    cache.update_and_fetch(*rows_of(13, 1))
+    assert cache.commit().nbytes == 0
+    cache.reopen(mark)
+    cache.rollback(2)
+    assert cache.offset == 12 and cache.positions.tolist() == before
