@@ -47,7 +47,11 @@ ASKED = (
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
-EMBEDDED = ("snapkv:budget=12.5%", "snapkv:budget=6.25%", "keydiff:budget=25%,n_window=10%,schedule=once")
+EMBEDDED = (
+    "snapkv:budget=12.5%",
+    "snapkv:budget=6.25%",
+    "keydiff:budget=25%,n_window=10%,schedule=once",
+)
 
 
 @dataclass(frozen=True)

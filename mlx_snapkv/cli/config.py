@@ -59,6 +59,8 @@ def settings_of(context: Any) -> dict[str, Setting]:
         given = {name: table[name] for name in options if name in table and name not in found}
         if place in (PREFIX, str(config_file())):
             given = {name: value for name, value in given.items() if (*path, name) not in OWN}
+            if "kv_memory" not in options and given.get("policy") == "auto":
+                del given["policy"]  # a command that does not choose, such as inspect
         if ONE_OF & set(found):
             given = {name: value for name, value in given.items() if name not in ONE_OF}
         for name, value in given.items():

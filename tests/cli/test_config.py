@@ -43,7 +43,11 @@ def run(tmp_path):
 
 def test_flags_go_before_variables_and_variables_before_the_file(run):
     code, out, _ = run(FILE, *ASK)
-    assert code == 0 and '"policy": "keydiff:budget=16,' in out and '"generation_tokens": 6' in out
+    assert (
+        code == 0
+        and '"policy": "keydiff:n_window=8,budget=16,' in out
+        and '"generation_tokens": 6' in out
+    )
     code, out, _ = run(FILE, *ASK, MLX_SNAPKV_MAX_TOKENS="3", MLX_SNAPKV_SNAPKV="top_k=4")
     assert code == 0 and '"policy": "snapkv:top_k=4' in out and '"generation_tokens": 3' in out
     typed = ["-m", "2", "--policy", "none"]
@@ -56,6 +60,11 @@ def test_a_variable_alone_names_the_model(run):
     assert run("", *options, MLX_SNAPKV_MODEL="demo") == (0, "482913\n", "")
     code, out, err = run("", *options)
     assert (code, out) == (2, "") and "--model" in err
+
+
+def test_auto_is_for_the_commands_that_choose(run):
+    code, out, _ = run("policy = 'auto'\n", "config")
+    assert code == 0 and out.endswith(": generate, chat, batch, serve, plan\n")
 
 
 def test_a_home_that_is_no_folder_has_no_settings(run):
