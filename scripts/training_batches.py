@@ -1,4 +1,4 @@
-"""The embedded models' tokenizer, byte-level BPE with a token a digit, and their training sequences.
+"""Training sequences: question answering over documents, and copying.
 
 A sequence is a list of token ids with a label for each: text, an answer, or the repeat of a copied segment.
 """
@@ -11,53 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
+from training_tokenizer import BOS, END, ROLES
 
-from mlx_snapkv.demo import documents
-
-VOCAB_SIZE = 1536
-BOS, END = "<|bos|>", "<|end|>"
-ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
-
-
-def _corpus(rng: random.Random, sentences: int = 60_000):
-    for i in range(sentences):
-        if i % 3 == 0:
-            fact = documents.make_facts(rng, 1, made_up=0.1)[0]
-            yield documents.fact_sentence(fact, rng) + "\n\n" + fact.question
-        else:
-            yield " " + documents.filler_sentence(rng)
-
-
-def train_tokenizer(seed: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    # One digit a token, with its leading space: " 482" is [" 4", "8", "2"], so that the token before a
-    # value predicts the value's first digit.
-    pieces = Regex(r" ?\d| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pieces, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[BOS, END, *ROLES],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_corpus(random.Random(seed)), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
-    return tokenizer
-
+from mlx_snapkv.demo import documents, tasks
 
 TEXT, ANSWER, COPY = 0, 1, 2
 
 # Share of documents whose facts differ in their subject alone, so that the subject must be matched.
 SAME_ATTRIBUTE = 0.5
+
+TASK_SHARE = 0.75
 
 Sequence = tuple[list[int], list[int]]  # ids, labels
 
@@ -67,7 +31,8 @@ class Mix:
     """What a batch is made of.
 
     length: tokens a sequence; facts: facts per 1,000 tokens (at least 2); questions: asked at most;
-    copy: share of copying sequences; made_up: chance that a word of a subject is an invented one.
+    copy: share of copying sequences; made_up: chance that a word of a subject is an invented one;
+    tasks: harder ones that three quarters of the other sequences draw from.
     """
 
     length: int
@@ -75,6 +40,7 @@ class Mix:
     questions: int = 12
     copy: float = 0.05
     made_up: float = 0.15
+    tasks: tuple[str, ...] = ()
 
 
 class SequenceMaker:
@@ -111,6 +77,15 @@ class SequenceMaker:
             begun = self.encode(("\n" if i else "\n\n") + lead)
             turns.append((begun, self.encode(f" {fact.value}.")))
         return self._sequence(mix, [self.bos], document, turns)
+
+    def task(self, mix: Mix) -> Sequence:
+        """One of the harder tasks, as a chat."""
+        sentences, questions = tasks.TASKS[self.rng.choice(mix.tasks)](self.rng, self._hidden(mix))
+
+        def document(n_tokens: int) -> str:
+            return documents.hide_in_order(self.rng, sentences, n_tokens, self.count)
+
+        return self._chat(mix, questions[: mix.questions], document)
 
     def _hidden(self, mix: Mix) -> int:
         return max(2, round(mix.facts * mix.length / 1000 * self.rng.uniform(0.5, 1.5)))
@@ -163,6 +138,8 @@ class SequenceMaker:
     def _draw(self, mix: Mix) -> Sequence:
         if self.rng.random() < mix.copy:
             return self.copying(mix)
+        if mix.tasks and self.rng.random() < TASK_SHARE:
+            return self.task(mix)
         return self.question_answering(mix)
 
     def batch(self, mix: Mix, tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,197 @@
+"""Teach the embedded LLaMA harder tasks, as a model of its own, `demo-tasks` (with MLX, on a CPU).
+
+    python scripts/train_tasks_model.py --out build/tasks
+
+It starts from the weights of `demo` with one layer more, which does nothing at first. The run is fixed by `--seed`;
+each stage leaves the model's folder as it is then. It needs 10 GB of memory at the end. With glibc,
+MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000 before the command make it up to three times as
+fast: MLX then gets its large arrays without page faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.llama import Model, ModelArgs
+from tokenizers import Tokenizer
+from training_batches import ANSWER, COPY, TEXT, Mix, SequenceMaker, exact_match
+from training_quick_exp import cross_entropy, quick_llama
+
+from mlx_snapkv.demo import MODELS
+from mlx_snapkv.demo.tasks import TASKS
+
+TEXT_WEIGHT = 0.2
+FIRST_WEIGHT = 4.0
+AVERAGED = 2  # last stages, of whose final weights the model is the mean
+EMBEDDING_RATE = 0.3  # AdamW's rate, as a share of Muon's
+
+
+@dataclass
+class Stage:
+    mix: Mix
+    tokens: int  # a batch
+    steps: int
+    lr: float = 0.01
+    final_lr: float = 0.01  # the rate moves linearly over the steps
+    rope_base: float = 1e8  # raised before documents are lengthened
+    spread: int = 2  # documents are between a share of the length and all of it
+
+
+# Those that are learned last are drawn twice as often.
+_TASKS = (*TASKS, "several", "several", "overwritten")
+
+CURRICULUM = [
+    Stage(Mix(192, facts=35, tasks=_TASKS), 2048, 600),
+    Stage(Mix(384, facts=30, tasks=_TASKS), 3072, 300),
+    Stage(Mix(768, facts=20, tasks=_TASKS), 4096, 150),
+    Stage(Mix(1536, facts=12, tasks=_TASKS), 6144, 100, final_lr=0.006),
+    Stage(Mix(2048, facts=8, tasks=_TASKS), 6144, 120, lr=0.008, final_lr=0.002),
+    Stage(Mix(4096, facts=8, tasks=_TASKS), 8192, 100, 0.006, 0.001, rope_base=1e9, spread=4),
+    Stage(Mix(6144, facts=6, tasks=_TASKS), 8192, 60, 0.005, 0.0005, rope_base=1e9, spread=3),
+    Stage(Mix(4096, facts=8, tasks=_TASKS), 8192, 80, 0.005, 0.0002, rope_base=1e9, spread=4),
+]
+
+
+def start() -> tuple[dict, Model]:
+    """The embedded LLaMA with another layer at the end."""
+    config = json.loads((MODELS["demo"] / "config.json").read_text())
+    config |= {"num_hidden_layers": 4}
+    model = Model(ModelArgs.from_dict(config))
+    last = model.model.layers[-1]
+    for silent in (last.self_attn.o_proj, last.mlp.down_proj):
+        silent.weight = mx.zeros_like(silent.weight)
+    model.load_weights(str(MODELS["demo"] / "model.safetensors"), strict=False)
+    model.set_dtype(mx.float32)
+    return config, model
+
+
+def loss_and_hits(model: Model, ids: mx.array, picked: np.ndarray, weight: mx.array):
+    """Weighted loss at the picked positions, and whether each is predicted."""
+    hidden = model.model(ids[:, :-1])
+    logits = model.model.embed_tokens.as_linear(hidden.reshape(-1, hidden.shape[-1])[picked])
+    target = ids[:, 1:].reshape(-1)[picked]
+    return (weight * cross_entropy(logits, target)).sum(), logits.argmax(-1) == target
+
+
+def picked_positions(kinds: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Flat positions that the loss looks at, and their weights: answers and copies, a quarter of the text.
+
+    A long answer weighs more than a short one, but less than its tokens one by one. The first answer, which people
+    ask for most, is the only one that follows the document at once.
+    """
+    begins = (kinds == ANSWER) & (np.roll(kinds, 1, axis=1) != ANSWER)
+    first = np.where(begins.cumsum(axis=1) == 1, FIRST_WEIGHT, 1.0).reshape(-1)
+    kinds = kinds.reshape(-1)
+    bounds = np.flatnonzero(np.diff(kinds, prepend=-2, append=-2))
+    lengths = np.repeat(np.diff(bounds), np.diff(bounds))
+    hard = np.isin(kinds, (ANSWER, COPY)) * first / np.sqrt(lengths)
+    text = (kinds == TEXT) & (rng.random(kinds.shape) < 0.25)
+    weight = hard / max(hard.sum(), 1e-9) + TEXT_WEIGHT * text / max(text.sum(), 1)
+    picked = np.flatnonzero(weight)
+    return picked, weight[picked].astype(np.float32)
+
+
+class Run:
+    """A training run: the model, everything random about it, and how far it has come."""
+
+    def __init__(self, seed: int, out: Path):
+        mx.random.seed(seed)
+        self.seed, self.out = seed, out
+        self.config, self.model = start()
+        tokenizer = Tokenizer.from_file(str(MODELS["demo"] / "tokenizer.json"))
+        self.maker = SequenceMaker(tokenizer, seed)
+        self.rng = np.random.default_rng(seed)
+        self.optimizer = optim.MultiOptimizer(
+            [optim.Muon(0.0), optim.AdamW(0.0, betas=[0.9, 0.98], weight_decay=0.0)],
+            [lambda name, weight: weight.ndim == 2 and "embed" not in name],
+        )
+        self.optimizer.init(self.model.trainable_parameters())
+        self.gradients = nn.value_and_grad(self.model, loss_and_hits)
+        self.steps = self.tokens = 0
+        self.started = time.time()
+
+    def train(self, stage: Stage) -> None:
+        exact = math.nan
+        self.config["rope_theta"] = stage.rope_base
+        for layer in self.model.layers:
+            layer.self_attn.rope.base = stage.rope_base
+        for step in range(stage.steps):
+            rate = stage.lr + (stage.final_lr - stage.lr) * step / stage.steps
+            rate *= min(1.0, (self.steps + 1) / 50)
+            for optimizer, share in zip(self.optimizer.optimizers, (1.0, EMBEDDING_RATE)):
+                optimizer.learning_rate = rate * share
+            loss, hit = self._step(stage)
+            exact = hit if math.isnan(exact) else exact + 0.05 * (hit - exact)
+            if self.steps % 20 == 0:
+                minutes = (time.time() - self.started) / 60
+                told = f"step {self.steps}, {stage.mix.length} tokens: loss {loss:.4f}"
+                print(f"{told}, exact {exact:.4f}, {minutes:.1f} minutes", flush=True)
+
+    def _step(self, stage: Stage) -> tuple[float, float]:
+        length = self.maker.rng.randint(stage.mix.length // stage.spread, stage.mix.length)
+        ids, labels = self.maker.batch(replace(stage.mix, length=length), stage.tokens)
+        kinds = labels[:, 1:]
+        picked, weight = picked_positions(kinds, self.rng)
+        (loss, hits), gradients = self.gradients(
+            self.model, mx.array(ids), mx.array(picked), mx.array(weight)
+        )
+        gradients, norm = optim.clip_grad_norm(gradients, 1.0)
+        mx.eval(loss, hits, norm, gradients)
+        if math.isfinite(loss.item()) and math.isfinite(norm.item()):
+            self.optimizer.update(self.model, gradients)
+            mx.eval(self.model.parameters(), self.optimizer.state)
+        self.steps += 1
+        self.tokens += int((labels >= 0).sum())
+        correct = np.ones(kinds.size, bool)
+        correct[picked] = np.array(hits)
+        return loss.item(), exact_match(correct.reshape(kinds.shape), kinds)
+
+    def save(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        halves = tree_map(lambda weight: weight.astype(mx.float16), self.model.parameters())
+        path = str(self.out / "model.safetensors")
+        mx.save_safetensors(path, dict(tree_flatten(halves)), {"format": "mlx"})
+        (self.out / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODELS["demo"] / name, self.out / name)
+        about = {
+            "seed": self.seed,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "shortest": CURRICULUM[0].mix.length,
+            "longest": max(stage.mix.length for stage in CURRICULUM),
+        }
+        (self.out / "training.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    run = Run(args.seed, args.out)
+    ends: list[dict] = []
+    with quick_llama():
+        for stage in CURRICULUM:
+            run.train(stage)
+            run.save()
+            ends.append(tree_map(np.array, run.model.parameters()))
+    run.model.update(tree_map(lambda *each: mx.array(sum(each) / len(each)), *ends[-AVERAGED:]))
+    run.save()
+
+
+if __name__ == "__main__":
+    main()
