@@ -63,8 +63,9 @@ class RefreshedAnswer(Answer):
                 n = layer.entries_in(reader.caches).n_entries
                 quota = Quota(n, quota.n_sink, quota.n_window)
             layer.put(reader.caches, cache := reader.refreshed(layer, quota))
-            report.entries_kept[layer.index] = cache.n_entries
-        report.refreshed = report.entries
+            if report.entries_kept[layer.index] is None:  # nothing was chosen before
+                report.entries_kept[layer.index] = cache.n_entries
+        report.refreshed = max(layer.entries_in(reader.caches).n_entries for layer in prompt.layers)
 
 
 class ExactAnswer(RefreshedAnswer):

@@ -57,8 +57,12 @@ class LongPrompts:
         """What will be kept of a prompt and what that saves, or why nothing is evicted and what would change that.
 
         Without a policy, None for short prompts.
+
+        Raises:
+            SnapKVError: the memory can't be combined with the policy, or not on this model.
         """
         n, policy = n_before + n_prompt, self._policy
+        self._retention.require(self._model, policy)
         if self._is_rotating or (policy is None and n < LONG):
             return None
         sizes = EntrySizes(self._model, compresses=policy is not None)

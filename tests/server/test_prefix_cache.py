@@ -1,5 +1,6 @@
 """Many questions of one document take the memory, and the disk, of one."""
 
+import gc
 import inspect
 import os
 
@@ -123,6 +124,7 @@ def test_questions_of_one_document_share_it(document, memory):
 
 def test_prompts_in_files_leave_files_for_connections(monkeypatch):
     """Every prompt kept has open files in every layer; the oldest go before there are too many."""
+    gc.collect()  # what earlier tests have left
     most, before = 100, len(os.listdir("/dev/fd"))
     monkeypatch.setattr(prefix_cache.resource, "getrlimit", lambda kind: (2 * (before + most), -1))
     with serving(policy=POLICY, memory="recall:file") as served:
