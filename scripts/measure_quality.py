@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,11 @@ ASKED = (
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
+ON_FULL = (  # the answer outgrows the recent window
+    "snapkv:budget=12.5%",
+    "snapkv:budget=12.5%,on_full=slide",
+    "snapkv:budget=12.5%,on_full=keydiff",
+)
 EMBEDDED = (
     "snapkv:budget=12.5%",
     "snapkv:budget=6.25%",
@@ -68,15 +74,19 @@ class Part:
 
 def fidelity(model: Path, share: int) -> Part:
     policies = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET]
-    settings = ("text", "known", "later")
-    return Part(
-        (
-            *("eval", "fidelity", "--model", str(model), "--text", str(REAL / "essays")),
-            *("--length", "1400"),
-            *(word for setting in settings for word in ("--setting", setting)),
-            *(word for policy in (*policies, *ONE_BUDGET) for word in ("--policy", policy)),
-        ),
-        share,
+    settings = [word for setting in ("text", "known", "later") for word in ("--setting", setting)]
+    return Part((*_fidelity(model, (*policies, *ONE_BUDGET)), *settings), share)
+
+
+def on_full(model: Path, share: int) -> Part:
+    return Part((*_fidelity(model, ON_FULL), "--continuation", "200"), share)
+
+
+def _fidelity(model: Path, policies: Sequence[str]) -> tuple[str, ...]:
+    return (
+        *("eval", "fidelity", "--model", str(model), "--text", str(REAL / "essays")),
+        *("--length", "1400"),
+        *(word for policy in policies for word in ("--policy", policy)),
     )
 
 
@@ -107,6 +117,7 @@ def suite() -> Part:
 PARTS = {
     "fidelity-smollm2": fidelity(SMOLLM2, 1),
     "fidelity-gemma": fidelity(GEMMA, 1),
+    "on-full-smollm2": on_full(SMOLLM2, 8),
     "ruler-smollm2-2048": ruler(SMOLLM2, 2048, 2),
     "ruler-smollm2-4096": ruler(SMOLLM2, 4096, 2),
     "ruler-gemma-2048": ruler(GEMMA, 2048, 2),

@@ -48,7 +48,8 @@ def _title(part: dict[str, Any]) -> str:
 
 def _length(part: dict[str, Any]) -> str:
     if part["task"] == "fidelity":
-        return f", {part['length']:,} tokens"
+        after = "" if part["continuation"] == 64 else f" and {part['continuation']} after them"
+        return f", {part['length']:,} tokens{after}"
     lengths = {s["length"] for s in part["summary"]}
     return "".join(f", {n:,} tokens" for n in sorted(lengths - {None}))
 

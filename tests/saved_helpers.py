@@ -47,7 +47,7 @@ SPECS += [
     f"{spec('h2o', 'block')} then tova:budget=30,block=8",
     "h2o:budget=pyramid:40,block=16",
     "keydiff:budget=pyramid:40,schedule=once,n_window=8",
-    f"{SNAPKV},on_full=reselect",
+    f"{SNAPKV},on_full=keydiff",
 ]
 
 # A program for another process: what follows a saved prompt.

@@ -11,6 +11,8 @@ from .evicting import EvictingCache
 from .layers import AttentionLayer
 from .window import SnapKVCache
 
+RESERVED = 10  # of so many voted entries, the one with most votes always stays
+
 
 def decode_cache(
     layer: AttentionLayer,
@@ -59,21 +61,21 @@ def decode_cache(
         n_window=quota.n_window,
         uniform=uniform,
         quantization=how,
-        policy=None if slides else KeyDiff() if policy.on_full == "keydiff" else policy,
+        policy=None if slides else KeyDiff(),
         block=1 if slides else policy.answer_block(quota.n_window),
-        reserved=None if slides else _reserved(scores[..., :n_pin], policy, quota.n_sink),
+        reserved=None if slides else _reserved(scores[..., :n_pin], quota.n_sink),
         rotated=None if kept.given_rotations is None else (kept.positions, kept.given_rotations),
     )
     cache.layer = layer
     return cache
 
 
-def _reserved(scores: mx.array, policy: Policy, n_sink: int) -> mx.array:
+def _reserved(scores: mx.array, n_sink: int) -> mx.array:
     """Bool `(B, n_kv_heads, n_pin)`: the sink and the best of the voted entries, which the answer never overwrites."""
     n_sink = min(n_sink, scores.shape[-1])
-    n = policy.reserved(scores.shape[-1] - n_sink)
+    n = (scores.shape[-1] - n_sink) // RESERVED
     reserved = mx.broadcast_to(mx.arange(scores.shape[-1]) < n_sink, scores.shape)
-    if n <= 0:
+    if n == 0:
         return reserved
     best = top_positions(scores[..., n_sink:], n) + n_sink
     return mx.put_along_axis(reserved, best, mx.array(True), axis=-1)

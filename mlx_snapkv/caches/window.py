@@ -44,8 +44,7 @@ class SnapKVCache(EvictingCache):
         n_window: entries the window may hold, at least 1.
         uniform: all layers of the model hold equally many entries. mlx-lm makes one mask for all of them; see `hide`.
         quantization: how the entries given are quantised, and those to come will be.
-        policy: whose scores decide what is overwritten next; None is the oldest. If it votes, the attention class must
-            be patched while tokens are fed.
+        policy: whose scores, by the keys alone, decide what is overwritten next; None is the oldest.
         block: tokens between two rearrangements, at most `n_window`; the `n_window - block` most recent always stay.
         reserved: bool `(B, n_kv_heads, n_pin)`, the pinned entries that always stay; None is none.
         rotated: positions `(B, n_kv_heads, n)` and the others that those entries' keys are turned to, if there are any.
@@ -87,7 +86,7 @@ class SnapKVCache(EvictingCache):
             )
         if offset < n:
             raise SnapKVError(f"offset must be at least the {n} entries kept, got {offset}")
-        super().__init__(newest=min(policy.obs_window, max(1, n_window // 2)) if policy else 0)
+        super().__init__(newest=0)
         self.keys, self.values, self.quantization = keys, values, quantization
         self.policy, self.block, self.uniform = policy, block, uniform
         self.offset, self.n_pin, self.n_window = offset, n_pin, n_window
@@ -235,8 +234,6 @@ class SnapKVCache(EvictingCache):
         held = self._rows()
         order = mx.argsort(held.positions, axis=-1)
         entries = held.taken(order)
-        entries.observed = self._observed(self.newest or 0)
-        entries.budget, entries.n_window = self.n_keep - self.block, self.n_window
         scores, reserved = self.policy.score(entries), self._reserved
         if reserved is not None:
             reserved = mx.pad(reserved, [(0, 0), (0, 0), (0, self._n - self.n_pin)])

@@ -130,10 +130,6 @@ class Policy(ABC):
         """Token ids to read before those of the prompt `(T,)` from `start` on are read again."""
         return tokens[max(0, start - LEAD) : start]
 
-    def reserved(self, n_voted: int) -> int:
-        """How many of the entries kept for their scores an answer never replaces."""
-        return 0
-
     @property
     def keeps_shape(self) -> bool:
         """Whether the answer is decoded with as many entries from its first token to its last."""
@@ -147,7 +143,7 @@ class Policy(ABC):
     @property
     def observes_answer(self) -> bool:
         """Whether the policy asks for the queries of the answer, after the compression."""
-        return (self.schedule == "block" and self.observes) or self.on_full == "reselect"
+        return self.schedule == "block" and self.observes
 
     def answer_block(self, n_window: int) -> int:
         """Tokens of the answer between two evictions, where the recent window has `n_window` entries."""

@@ -15,8 +15,7 @@ from .base import Policy
 from .budgets import Quota, amount, mean_entries
 from .options import choice, count, entry_count, flag
 
-ON_FULL = ("grow", "slide", "reselect", "keydiff")
-CHOOSING = ("reselect", "keydiff")
+ON_FULL = ("grow", "slide", "keydiff")
 LATEST = (32, 64)  # queries, which "forward" compares with those before them
 DEFAULT_LOOKAHEAD = 32  # answer tokens, where the prompt's last token votes
 
@@ -55,11 +54,9 @@ class SnapKV(Policy):
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
         on_full: what happens to the answer's own entries. "grow", as in the paper, keeps all of them beside the
             budget. The others stay within the budget, at a fixed shape, and change the answer more (docs/quality.md):
-            when the recent window is full, "slide" evicts the oldest entry. Every `n_window // 2` tokens, "keydiff"
-            compares all entries held, the prompt's too, and evicts the least distinct keys; "reselect" evicts those
-            that the last `obs_window` queries attend to least.
-        reserve: how many of the voted entries, those with most votes, on_full="keydiff" never evicts: a number or a
-            share. More of them leave less space for the answer.
+            when the recent window is full, "slide" evicts the oldest entry; "keydiff" compares all entries held, the
+            prompt's too, every `n_window // 2` tokens, and evicts the least distinct keys, but for the tenth of the
+            voted ones with most votes.
         schedule, block: see `Policy`; "block" is what the papers compare with.
 
     Differs from the paper in what is always kept (its observation window; here a sink and a recent window), in
@@ -85,7 +82,6 @@ class SnapKV(Policy):
     last_token: bool = flag(True)  # type: ignore[misc]
     lookahead: int | None = count(None, most=256)  # type: ignore[misc]
     on_full: str = choice(*ON_FULL)  # type: ignore[misc]
-    reserve: int | str = entry_count("10%")
     schedule: str = "once"
 
     def __post_init__(self):
@@ -96,8 +92,8 @@ class SnapKV(Policy):
             self._require("heads", self.heads == "per_head", "per_head with critical")
         votes = self.last_token or not self.lookahead
         self._require("lookahead", votes, "0 when last_token is false")
-        if self.on_full in ("slide", "reselect"):
-            self._require("schedule", self.schedule == "once", f"once with on_full={self.on_full}")
+        if self.on_full == "slide":
+            self._require("schedule", self.schedule == "once", "once with on_full=slide")
         self._settle_budget()
         super().__post_init__()
 
@@ -132,11 +128,8 @@ class SnapKV(Policy):
         return self.lookahead
 
     def answer_block(self, n_window: int) -> int:
-        chooses = self.schedule == "once" and self.on_full in CHOOSING
+        chooses = self.schedule == "once" and self.on_full == "keydiff"
         return max(1, n_window // 2) if chooses else self.block
-
-    def reserved(self, n_voted: int) -> int:
-        return min(n_voted, amount(self.reserve, n_voted)) if self.on_full == "keydiff" else 0
 
     @property
     def _implied(self) -> str | None:

@@ -18,7 +18,7 @@ SNAPKV100 = SNAPKV + ",min_ctx=100"
 POLICIES = [
     f"{SNAPKV100},budget=40%",
     f"{PLAIN},budget=56,last_token=false",
-    "snapkv:n_sink=4,budget=84,n_window=64,on_full=reselect,lookahead=4",
+    "snapkv:n_sink=4,budget=84,n_window=64,on_full=keydiff,lookahead=4",
     f"keydiff:budget=90,block=32 then {SNAPKV},budget=pyramid:50",
     "h2o:budget=48,block=16",
     "kvzip:budget=60",

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKV, SnapKVCache
+from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVCache
 from mlx_snapkv.caches.adapter import layer_cache, plain_cache
 from mlx_snapkv.caches.contract import LayerCache
 from mlx_snapkv.caches.evicting import EvictingCache
@@ -37,7 +37,6 @@ HOW = Quantization(8, 32)
 START = 20  # tokens that every cache has been fed
 PINNED = [0, 1, 5, 9, 11]
 N_WINDOW = 8
-RESELECT = SnapKV(top_k=3, n_sink=2, n_window=8, obs_window=1, on_full="reselect", pool_kernel=1)
 
 
 def rows(start, n):
@@ -97,7 +96,6 @@ EVICTING = {
     "window that chooses, of 8 bits": lambda: window(KeyDiff(), HOW),
     "window that chooses, not full": lambda: window(KeyDiff(), n_window=11),
     "window that reserves": reserving,
-    "window that reselects": lambda: window(RESELECT),
     "block of 8 bits": lambda: block(KeyDiff(), quantization=HOW),
     "block that votes": lambda: block(TOVA()),
     "block that counts": lambda: block(H2O()),
@@ -113,7 +111,7 @@ STATES = {
     "mlx-lm's state": lambda: fed(ArraysCache(2)),
     "mlx-lm's sliding window": lambda: fed(RotatingKVCache(8, keep=2)),
 }
-VOTING = {"window that reselects", "block that votes"}
+VOTING = {"block that votes"}
 HOLDING = EVICTING | FULL
 KINDS = HOLDING | STATES
 

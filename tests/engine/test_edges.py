@@ -26,9 +26,7 @@ from mlx_snapkv.policies import resolve_policy
 SMALL = "n_sink=1,n_window=4,obs_window=4,pool_kernel=3"
 FEW = f"snapkv:budget=6,{SMALL}"
 SNAPKV = f"{FEW},lookahead=4"
-RESELECT = "snapkv:budget=6,n_sink=0,n_window=4,obs_window=2,on_full=reselect,lookahead=4"
 SHORT = [
-    RESELECT,
     f"{SNAPKV},on_full=slide,heads=shared",
     "snapkv:budget=3,n_sink=0,lookahead=4",
     "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32,lookahead=4",
@@ -134,9 +132,7 @@ def test_a_string_and_only_the_queries_of_its_window_vote(tiny_model, tokens, po
     assert all(np.array_equal(a, b) for other in kept[1:] for a, b in zip(kept[0], other))
 
 
-@pytest.mark.parametrize(
-    "policy", ["keydiff:budget=20,block=8", f"{SNAPKV},on_full=keydiff", RESELECT]
-)
+@pytest.mark.parametrize("policy", ["keydiff:budget=20,block=8", f"{SNAPKV},on_full=keydiff"])
 def test_embeddings_on_entries_that_give_way_are_refused_at_the_call(tokens, policy):
     model = make_llama()
     cache, _ = prefill(model, tokens, policy)

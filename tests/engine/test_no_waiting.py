@@ -21,7 +21,7 @@ POLICIES = [
     f"expected_attention:{BLOCK}",
     f"scissorhands:{BLOCK}",
     f"{SNAPKV},schedule=block,block=16,critical=true",
-    f"{SNAPKV},on_full=reselect",
+    f"{SNAPKV},on_full=keydiff",
     f"h2o:{BLOCK} then {SNAPKV},on_full=keydiff",
 ]
 

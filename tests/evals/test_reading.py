@@ -25,7 +25,7 @@ SHARING = [
     f"{BASE},lookahead=0",
     f"{BASE},lookahead=20,on_full=grow",
     f"{BASE},last_token=false",
-    f"{MANY},on_full=reselect",
+    f"{MANY},on_full=keydiff",
     f"{PYRAMID},on_full=keydiff,critical=true",
     "streaming_llm:budget=48,schedule=once",
     "expected_attention:budget=48,n_sink=16,schedule=once",
@@ -153,7 +153,7 @@ def test_the_full_cache_and_its_answer_are_mlx_lms_own(tiny_model, tokens, read)
 
 JUDGED = [
     f"{SNAPKV},on_full=grow",
-    f"{SNAPKV},on_full=reselect",
+    f"{SNAPKV},on_full=keydiff",
     f"{PYRAMID},on_full=slide",
     f"{PYRAMID},on_full=keydiff",
     "keydiff:budget=pyramid:48,n_sink=2,block=16",

@@ -18,7 +18,7 @@ from mlx_snapkv.saved.files import fingerprint
 # One of each state that a cache has: queries that wait to be counted or to vote, a ring that has turned, and so on.
 KINDS = [
     spec("snapkv", "once"),
-    f"{SNAPKV},on_full=reselect",
+    f"{SNAPKV},on_full=keydiff",
     spec("h2o", "block"),
     spec("tova", "block"),
     spec("expected_attention", "block"),
