@@ -16,7 +16,7 @@ from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError, prefill, saved
 from mlx_snapkv.chat import saved_chat
-from mlx_snapkv.chat.prompts import common_prefix
+from mlx_snapkv.chat.prompts import common_prefix, mlx_lm_suffix
 from mlx_snapkv.chat.saved_chat import ChatState, first_messages
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
@@ -238,3 +238,9 @@ def test_a_template_that_refuses_is_told(loaded_llama, path):
     chat.tokenizer = Refusing()
     with pytest.raises(SnapKVError, match="the chat template refused the conversation: no"):
         chat.send("What?")
+
+
+def test_without_a_template_no_second_beginning_is_put_in(demo_llama):
+    tokenizer = demo_llama[1]
+    tokens = mlx_lm_suffix(tokenizer, "Why?", ignore_chat_template=True)
+    assert tokens and tokenizer.bos_token_id not in tokens

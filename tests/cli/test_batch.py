@@ -131,6 +131,23 @@ def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
     assert {name: answer(record) for name, record in again.items()} == answers
 
 
+def test_models_bits_and_memories_are_the_runs(batch, tmp_path, demo_qwen):
+    question, kv_bytes = chat("a", 24, max_tokens=8), []
+    for options in ([], ["--kv-bits", "8"]):
+        _, found, _ = batch([question], "--model", "demo-qwen3-next", "--policy", SNAPKV, *options)
+        ours = found["a"]["response"]["body"]["mlx_snapkv"]
+        kv_bytes.append(ours["kv_bytes"])
+        if not options:
+            assert answer(found["a"]) == alone(*demo_qwen, question, SNAPKV)
+        (tmp_path / "a.jsonl").unlink()
+    assert ours["kv_bits"] == 8 and kv_bytes[1] < kv_bytes[0] / 3
+    policy = SNAPKV.replace("lookahead=4", "lookahead=0")
+    _, found, _ = batch([question], "--policy", policy, "--memory", "recall", "--verify", "all")
+    ours = found["a"]["response"]["body"]["mlx_snapkv"]
+    assert (answer(found["a"]), ours["memory"]) == ("482913", "recall")
+    assert ours["verified"]["tokens"] > 0
+
+
 # Of the file's lines, and one of each kind that a body can be wrong in; the rest: tests/completions, tests/server.
 BAD = [
     ("not JSON", "is not JSON"),

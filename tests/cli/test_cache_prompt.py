@@ -17,6 +17,7 @@ from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.cli.prompts import encode, opening_tokens
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.engine.prefill import mlx_generate
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,18 @@ def test_rows_are_quantised_when_saved_or_when_loaded(call, book, cache, model, 
             found.append((answer, kv_memory(err)))
     for (answer, size), (same, less) in zip(plain, quantised, strict=True):
         assert answer == same and less < 0.35 * size < 0.35 * kv_memory(said)
+
+
+def test_a_full_cache_is_quantised_by_mlx_lm_and_only_once(call, book, cache, monkeypatch):
+    monkeypatch.setitem(mlx_generate.generate_step.__kwdefaults__, "quantized_kv_start", 100)
+    _, plain = cache("full.safetensors")
+    file, quantised = cache("eight.safetensors", "--kv-bits", "8")
+    assert kv_memory(quantised) < 0.35 * kv_memory(plain)
+    for policy in ([], ["--policy", "keydiff:budget=50%,block=64"]):
+        code, out, err = ask(call, book, file, *policy)
+        assert (code, out.strip()) == (0, book[2]), err
+    code, _, err = ask(call, book, file, "--kv-bits", "8")
+    assert code == 2 and "is quantised already" in err
 
 
 def kv_memory(told):

@@ -50,6 +50,17 @@ def test_a_script_gets_answers_on_stdout_and_all_else_on_stderr(document):
     assert all(f"\n{command} " in err for command in ("/file", "/reset", "/policy", "/quit"))
 
 
+def test_entries_rest_in_a_file_and_are_decoded_from_quantised_ones(call, document):
+    path, facts = document
+    lines = [f"/file {path}", *(fact.question for fact in facts), "/stats"]
+    ways = [*POLICY[:-1], "recall:file", "--kv-bits", "8", "--kv-group-size", "32"]
+    code, out, err = call("chat", "--model", "demo", *ways, stdin="\n".join(lines).encode())
+    assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
+    assert (
+        "(8 bits)" in err and "KV memory held between turns: 0 B, " in err and " in files; " in err
+    )
+
+
 def test_a_quiet_chat_leaves_stderr_to_commands_and_mistakes(document):
     path, facts = document
     code, out, err = script([f"/file {path}", facts[0].question, "/verify"], *POLICY, "-q")

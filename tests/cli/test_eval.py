@@ -45,6 +45,14 @@ def test_files_are_written_and_the_next_run_reads_them(call, tmp_path):
     assert (base.parent / "r.1.jsonl").read_bytes() == stored
     result = json.loads((base.parent / "r.1.json").read_text())
     assert len(result["records"]) == 4 and len(result["summary"]) == 2
+    own = tmp_path / "own.txt"
+    own.write_text("Nothing much happened that day.")
+    for other, words in (
+        (["--seed", "1"], "seed 0 and not 1"),
+        (["--haystack", str(own)], "haystack"),
+    ):
+        code, out, err = call(*args, *other)
+        assert (code, out) == (2, "") and f"of another run, with {words}" in err
     page = (base.parent / "r.1.md").read_text()
     assert "# Retrieval" in page and "| full cache | 2 | 1.00 |" in page
     assert "](<r.1-full-cache-known.png>)" in page

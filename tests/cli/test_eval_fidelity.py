@@ -47,6 +47,7 @@ def test_files_are_made_in_a_new_folder_and_more_pieces_go_on(call, texts, tmp_p
     base = tmp_path / "new" / "folder" / "r"
     settings = [word for s in ("text", "known", "later") for word in ("--setting", s)]
     args = ["--text", texts, *SMALL, *POLICIES, *settings, "--output", str(base)]
+    args += ["--question", "Who?", "--question", "Where?"]
     code, _, _ = call(*args, "--documents", "1")
     assert code == 0 and {p.name for p in base.parent.iterdir()} == {"r.jsonl", "r.json", "r.md"}
     before = (base.parent / "r.jsonl").read_bytes()
@@ -55,8 +56,9 @@ def test_files_are_made_in_a_new_folder_and_more_pieces_go_on(call, texts, tmp_p
     assert code == 0 and after.startswith(before) and "replaced" in out
     result = json.loads((base.parent / "r.json").read_text())
     assert len(result["records"]) == 2 * 3 * 4 == len(after.splitlines()) - 1
-    assert {r["question"] for r in result["records"] if r["setting"] != "text"} == set(
-        result["questions"][:2]
-    )
+    asked = [r["question"] for r in result["records"] if r["setting"] != "text"]
+    assert list(dict.fromkeys(asked)) == ["Who?", "Where?"]  # of a piece each
     page = (base.parent / "r.md").read_text()
     assert page.startswith("# Fidelity to the full cache") and page.count("\n## ") == 3
+    code, _, err = call(*args, "--documents", "1", "--text", f"{texts}/a.txt")
+    assert code == 2 and "of another run, with text" in err

@@ -63,3 +63,5 @@ def test_flags_that_change_the_answer(call, demo_llama):
     assert answers == {plain}  # of one token there is nothing to choose
     bits = ["--kv-bits", "2", "--kv-group-size", "32", "-m", "30"]
     assert call(*ASKED, *bits, "--quantized-kv-start", "0") != call(*ASKED, *bits)
+    sampled = [*ASKED, "--temp", "3", "--seed"]
+    assert call(*sampled, "7") == call(*sampled, "7") != call(*sampled, "8")

@@ -1,11 +1,16 @@
 """A mistake is one line on stderr and exit code 2, before anything is read or written."""
 
+import json
 import re
 import shlex
 
 import pytest
 from disk_helpers import full_disk
+from model_configs import make_model
 from model_folders import change, demo_with
+
+from mlx_snapkv import SnapKVError
+from mlx_snapkv.cli.cache_options import MLXCacheOptions
 
 # A command line, and what its one line says. {} is a folder with `text`, a text of a few words, and `picture`.
 MISTAKES = r"""
@@ -206,6 +211,29 @@ def test_models_that_cannot_be_loaded(call, tmp_path, name, how, message):
             file.write_bytes(data[:how] if isinstance(how, int) else how.encode())
     code, out, err = call("generate", "--model", str(folder), "--prompt", "x")
     assert (code, out, err.count("\n")) == (2, "", 1) and re.search(message, err)
+
+
+def test_a_draft_model_of_another_tokenizer(call, tmp_path):
+    folder = demo_with(tmp_path / "draft")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokenizer["vocab"]["another word"] = 100_000
+    change(folder / "tokenizer.json", model=tokenizer)
+    code, out, err = call(
+        "generate", "--model", "demo", "--prompt", "x", "--draft-model", str(folder)
+    )
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "a draft model needs the model's own tokenizer" in err
+
+
+@pytest.mark.parametrize(
+    "bits, draft, message",
+    [(8, None, "--kv-bits can't quantise"), (None, "d", "beside --draft-model")],
+)
+def test_what_a_rotating_cache_does_not_go_with(bits, draft, message):
+    with pytest.raises(SnapKVError, match=message):
+        MLXCacheOptions(kv_bits=bits, kv_group_size=32, max_kv_size=9).require(
+            make_model("seed_oss", {"head_dim": 32}), draft
+        )
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "\0"])

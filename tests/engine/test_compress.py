@@ -100,6 +100,25 @@ def test_queries_that_do_not_fit_are_refused(tokens, queries, message):
     assert all(type(c) is KVCache for c in caches)
 
 
+def test_caches_that_no_model_filled_so_are_refused(tokens):
+    model = make_llama()
+    caches = prefilled(model, tokens)
+    caches[1].trim(10)
+    with pytest.raises(SnapKVError, match="all layers must hold the same tokens"):
+        compress_prompt_cache(model, caches, POLICY)
+    with pytest.raises(SnapKVError, match="'llama' has no full-attention layer"):
+        compress_prompt_cache(model, [RotatingKVCache(8), RotatingKVCache(8)], POLICY)
+
+
+def test_the_memory_of_the_full_entries_is_given_back():
+    model = make_llama(head_dim=64, num_key_value_heads=4)
+    caches = prefilled(model, mx.random.randint(0, 64, (3000,)))
+    mx.eval([c.state for c in caches])
+    full = caches[0].nbytes
+    compress_prompt_cache(model, caches, POLICY)
+    assert mx.get_cache_memory() < full / 4
+
+
 def test_unsupported_attention_is_refused_by_name():
     model = make_model("recurrent_gemma", REFUSED_CONFIGS["recurrent_gemma"])
     with pytest.raises(

@@ -1,9 +1,10 @@
 """Answers by mask: with equal budgets they are the shipped policy's own."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_snapkv import stream_generate
+from mlx_snapkv import SnapKVError, stream_generate
 from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.evals.answering import BY_MASK, SETTINGS, Method, run
 from mlx_snapkv.evals.headwise import AdaKV, FastGen, MaskedKVCache, headwise, kinds_of, masked
@@ -66,6 +67,16 @@ def test_what_shows_everything_answers_as_the_full_cache_does(demo_llama, ask):
     assert found == list(wanted)
     blind, *_ = answered(model, tokenizer, prompt, FastGen(recovery=0))
     assert blind != found  # special tokens alone
+
+
+def test_what_can_not_be_masked_is_refused(demo_llama):
+    heads = AdaKV(policy=resolve_policy(policy=GROW))
+    with pytest.raises(SnapKVError, match="would hide nothing of 50 tokens"):
+        shown(*demo_llama, [5] * 50, heads)
+    cache = MaskedKVCache(0, 0, 16)
+    cache.visible = mx.ones((1, 2, 4), mx.bool_)
+    with pytest.raises(SnapKVError, match="repeats their keys"):
+        cache.hide(mx.zeros((1, 4, 1, 8)), mx.zeros((1, 4, 5, 8)), None)
 
 
 def test_tokens_of_a_kind(demo_llama):

@@ -1,6 +1,7 @@
 """Data in kvpress' columns: files and folders of them, what is wrong with a row, and the prompts made of it."""
 
 import json
+import sys
 
 import pyarrow
 import pytest
@@ -189,3 +190,10 @@ def test_every_task_has_a_score():
     assert metric_of("niah_multivalue") is metric_of("a task of one's own") is string_match_all
     assert metric_of("qa_2") is string_match_part
     assert metric_of("qasper_e") is metric_of("hotpotqa-e") is f1
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "d.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SnapKVError, match=r"parquet needs pyarrow, .*: pip install 'mlx-snapkv"):
+        read_columns(str(tmp_path))

@@ -12,7 +12,7 @@ from request_helpers import assert_same, plain, steps
 from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models import attention_classes, patch
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import POLICIES
 
@@ -162,6 +162,12 @@ def test_requests_of_a_batch_vote_as_alone(model):
     run.finish()
     for uid, prompt in zip(uids, prompts):
         assert run.answers[uid] == alone(model, prompt, 12, policy=policy)
+
+
+def test_without_compression_nothing_is_touched(model, monkeypatch):
+    monkeypatch.setattr(patch, "_hold", lambda cls: pytest.fail(f"{cls} was patched"))
+    for options in ({}, {"policy": SNAPKV + ",min_ctx=1000"}):
+        assert_same(steps(model, TOKENS, n=4, **options), plain(model, TOKENS, n=4))
 
 
 def test_a_call_that_fails_leaves_nothing_for_the_next(monkeypatch):
