@@ -144,6 +144,15 @@ def test_embeddings_on_entries_that_give_way_are_refused_at_the_call(tokens, pol
     assert "\n" not in str(raised.value)
 
 
+def test_embeddings_on_a_window_that_slides_are_read(tokens):
+    model, answers = make_llama(), []
+    for given in ({}, {"input_embeddings": model.model.embed_tokens(tokens[:9])}):
+        cache, _ = prefill(model, tokens, f"{SNAPKV},on_full=slide")
+        answer = generate_step(tokens[:9], model, prompt_cache=cache, max_tokens=8, **given)
+        answers.append([token for token, _ in answer])
+    assert answers[0] == answers[1]
+
+
 AHEAD = f"{FEW},lookahead=5"
 
 
