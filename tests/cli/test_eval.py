@@ -47,12 +47,8 @@ def test_files_are_written_and_the_next_run_reads_them(call, tmp_path):
     assert len(result["records"]) == 4 and len(result["summary"]) == 2
     own = tmp_path / "own.txt"
     own.write_text("Nothing much happened that day.")
-    for other, words in (
-        (["--seed", "1"], "seed 0 and not 1"),
-        (["--haystack", str(own)], "haystack"),
-    ):
-        code, out, err = call(*args, *other)
-        assert (code, out) == (2, "") and f"of another run, with {words}" in err
+    code, out, err = call(*args, "--haystack", str(own))
+    assert (code, out) == (2, "") and "of another run, with haystack" in err
     page = (base.parent / "r.1.md").read_text()
     assert "# Retrieval" in page and "| full cache | 2 | 1.00 |" in page
     assert "](<r.1-full-cache-known.png>)" in page
