@@ -159,6 +159,13 @@ class AutoPolicyOptions(PolicyOptions):
     def is_auto(self) -> bool:
         return self.policy == "auto" and self.snapkv is None
 
+    @property
+    def kv_bytes(self) -> int | None:
+        """What `kv_memory` says."""
+        from .options import n_bytes
+
+        return None if self.kv_memory is None else n_bytes("--kv-memory", self.kv_memory)
+
     def resolve(self) -> Policy | Stages | None:
         """The policy; None as long as it is to be taken."""
         return None if self.is_auto else super().resolve()
@@ -173,14 +180,12 @@ class AutoPolicyOptions(PolicyOptions):
         """
         from ..engine.auto import FEW, auto
         from .command import in_flags
-        from .options import n_bytes
         from .sharded import require_alone
 
         if not self.is_auto:
             return {}
         require_alone(policy=self.policy)
-        limit = None if self.kv_memory is None else n_bytes("--kv-memory", self.kv_memory)
-        taken = auto(model, n_prompt, task, kv_memory=limit)
+        taken = auto(model, n_prompt, task, kv_memory=self.kv_bytes)
         say(in_flags(str(taken)))
         found = taken.policy(0 if n_prompt else FEW)
         if found is None:

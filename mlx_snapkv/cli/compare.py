@@ -33,7 +33,7 @@ def compare(
         Option(
             "--policy",
             metavar="POLICY",
-            help="As for generate; repeat it for several. By default three that suit the prompt's length.",
+            help="Such as keydiff:budget=25%; repeat it for several. By default three that suit the prompt's length.",
         ),
     ] = None,
     retention: cache_options.RetentionOptions,
@@ -122,7 +122,7 @@ def _table(answers: list[Answer], n_prompt: int) -> Table:
             format_bytes(answer.kv_bytes),
             first,
             "" if speed is None else f"{speed:.1f}",
-            f"{answer.kl:.3f}",
+            f"{max(0.0, answer.kl):.3f}",  # rounding may leave it below zero
             "all" if answer.differs is None else f"first {same}",
         )
     return table

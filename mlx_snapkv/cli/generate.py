@@ -93,6 +93,10 @@ def generate(
             prompt_cache_file, model.model, loaded, chosen, retention.memory, cache.quantization
         )
         keywords |= start.options
+        if policy.is_auto:
+            reading.say(
+                f"note: --policy auto changes nothing of {prompt_cache_file}: it goes on as it was saved"
+            )
         if start.has(text):
             reading.say(f"note: {prompt_cache_file} has this text already: give the question alone")
         encode = partial(start.encode, adapted, text, prompt.ignore_chat_template)

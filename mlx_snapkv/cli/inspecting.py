@@ -38,7 +38,11 @@ def inspect(
     snapkv: cache_options.Snapkv = None,
     policy: Annotated[
         list[str] | None,
-        Option("--policy", metavar="POLICY", help="As for generate; give two to compare them."),
+        Option(
+            "--policy",
+            metavar="POLICY",
+            help="Such as keydiff:budget=25%; give two to compare them.",
+        ),
     ] = None,
     output: Annotated[
         str | None,

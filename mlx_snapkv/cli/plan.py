@@ -36,12 +36,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plans:
-    """What was planned for a model on a machine; `trained` is how many tokens it was trained to read, if known."""
+    """What was planned for a model on a machine.
+
+    Attributes:
+        trained: how many tokens it was trained to read, if known.
+        kv_memory: bytes that entries are to keep to, if --policy auto is told so.
+    """
 
     model: str
     machine: Machine
     trained: int | None
     choices: list[Choice]
+    kv_memory: int | None = None
 
     @property
     def found(self) -> list[MemoryPlan]:
@@ -88,6 +94,7 @@ def plan(
     asked = None if chosen is None else policy.policy or str(chosen)
     length = None if context is None else n_tokens("--context", context)
     machine = _machine(memory)
+    kv_memory = policy.kv_bytes
     loaded = load_without_weights(model)
     trained = trained_length(loaded)
     planner = Planner(
@@ -97,8 +104,9 @@ def plan(
         prefill_step_size=cache.prefill_step_size,
     )
     contexts = _contexts(trained) if length is None else [length]
-    choices = [_choose(planner, n, asked, cache.kv_bits, machine.usable) for n in contexts]
-    plans = Plans(model, machine, trained, choices)
+    limits = machine.usable, kv_memory
+    choices = [_choose(planner, n, asked, cache.kv_bits, *limits) for n in contexts]
+    plans = Plans(model, machine, trained, choices, kv_memory)
     if as_json:
         print(json.dumps(_as_json(plans)))
     else:
@@ -121,7 +129,12 @@ def _contexts(trained: int | None) -> list[int]:
 
 
 def _choose(
-    planner: Planner, n: int, asked: str | None, kv_bits: int | None, usable: int
+    planner: Planner,
+    n: int,
+    asked: str | None,
+    kv_bits: int | None,
+    usable: int,
+    kv_memory: int | None,
 ) -> Choice:
     """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
     from ..engine.auto import QUESTION, SETTINGS
@@ -136,7 +149,7 @@ def _choose(
     first = made[asked]
     if asked is not None and first.peak <= usable:
         return Choice(n, found, first, "you asked for it, and it fits")
-    best, taken = planner.recommended(n, usable, kv_bits)
+    best, taken = planner.recommended(n, usable, kv_bits, kv_memory)
     if not taken.fits:
         return Choice(n, found, None, "")
     why = taken.why
@@ -196,8 +209,8 @@ def _print(plans: Plans) -> None:
     print_table(_table(plans))
     last = plans.choices[-1]
     if last.best is None:
-        usable = format_bytes(plans.machine.usable)
-        print(f"Nothing fits {tokens_text(last.context)} tokens into {usable}.")
+        room = format_bytes(min(plans.machine.usable, plans.kv_memory or plans.machine.usable))
+        print(f"Nothing fits {tokens_text(last.context)} tokens into {room}.")
     fit = [(choice.best, choice.why) for choice in plans.choices if choice.best is not None]
     for plan, why in fit[-1:]:
         print(f"For {tokens_text(plan.context)} tokens, recommended: {_way(plan)}, because {why}.")

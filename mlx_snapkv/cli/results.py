@@ -137,7 +137,7 @@ Policies = Annotated[
     Option(
         "--policy",
         metavar="POLICY",
-        help="As for generate, such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several.",
+        help="Such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several.",
     ),
 ]
 Setting = Annotated[

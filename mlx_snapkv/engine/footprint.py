@@ -46,6 +46,11 @@ class Need:
         """Of the entries when the prompt has been compressed."""
         return total_bytes(self.row_bytes, self.kept)
 
+    @property
+    def most(self) -> int:
+        """Bytes of all caches, at most."""
+        return self.reading + total_bytes(self.row_bytes, self.entries) + self.rest
+
 
 class EntrySizes:
     """Bytes that a model's caches hold, from the shapes of one token's caches, of which nothing is computed.

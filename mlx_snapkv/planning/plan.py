@@ -105,15 +105,24 @@ class Planner:
         )
 
     def recommended(
-        self, context: int, usable: int, kv_bits: int | None = None
+        self,
+        context: int,
+        usable: int,
+        kv_bits: int | None = None,
+        kv_memory: int | None = None,
     ) -> tuple[MemoryPlan, Taken]:
-        """The plan of what `policy="auto"` takes for one question, and why."""
+        """The plan of what `policy="auto"` takes for one question within `kv_memory`, and why."""
+        how = self._quantization(kv_bits)
 
         def cost(setting: Setting) -> Cost:
             plan = self.plan(context, setting.policy, kv_bits)
-            return Cost(plan.peak, plan.kv, plan.beyond)
+            policy = resolve_policy(policy=setting.policy)
+            is_quantised = policy is None and how is not None  # by mlx-lm, which no need counts
+            need = self._footprint(policy, how).need(context, self._max_tokens)
+            return Cost(plan.peak, plan.kv if is_quantised else need.most, plan.beyond)
 
-        taken = recommended(context, QUESTION, cost, usable, can_compress=self.can_compress)
+        choose = functools.partial(recommended, can_compress=self.can_compress)
+        taken = choose(context, QUESTION, cost, usable, kv_memory=kv_memory)
         return self.plan(context, taken.setting.policy, kv_bits), taken
 
     def _made(self, policy: Policy | Stages | None, how: Quantization | None) -> Footprint:

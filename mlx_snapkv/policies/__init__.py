@@ -140,6 +140,10 @@ def _from_name(text: str) -> Policy:
             "saves nothing when they are stored together; give budget=adaptive, or measure it: mlx-snapkv eval suite "
             "--by-mask"
         )
+    if name == "auto":
+        raise SnapKVError(
+            "policy auto is for what answers: generate, chat, batch and serve; here, name one (mlx-snapkv policies)"
+        )
     if name not in POLICIES:
         raise UnknownOptionError(
             f"unknown policy {name!r}{suggestion(name, POLICIES)}; known: {', '.join(POLICIES)} (mlx-snapkv policies)"

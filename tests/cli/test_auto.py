@@ -48,3 +48,18 @@ def test_a_chat_and_a_batch_take_it(call, batch, story, few):
     )
     assert code == 0 and f"auto: {SMALL}, because small caches" in err
     assert records["a"]["response"]["body"]["mlx_snapkv"]["entries"] == 90
+
+
+def test_where_auto_chooses_nothing(call, story, tmp_path):
+    path, facts = story
+    saved, read = (
+        str(tmp_path / "saved.safetensors"),
+        ("--model", "demo", "--prompt-file", str(path)),
+    )
+    assert call("cache-prompt", *read, "-o", saved)[0] == 0
+    asked = ("-p", facts[0].question, "--prompt-cache-file", saved, "--policy", "auto")
+    code, out, err = call("generate", "--model", "demo", *asked)
+    assert (code, out.strip()) == (0, facts[0].value)
+    assert f"note: --policy auto changes nothing of {saved}" in err
+    code, _, err = call("compare", *read, "--policy", "auto")
+    assert code == 2 and "policy auto is for what answers" in err

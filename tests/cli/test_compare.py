@@ -3,6 +3,8 @@
 import json
 import re
 
+from mlx_snapkv.cli.compare import _table
+from mlx_snapkv.evals.compare import Answer
 from mlx_snapkv.reporting.files import is_ours
 
 SMALL = "streaming_llm:budget=5%"
@@ -23,6 +25,11 @@ def test_answers_a_table_and_a_page(call, story, tmp_path):
     html = page.read_text(encoding="utf-8")
     assert is_ours(page) and "<del>" in html and "What was kept of the prompt" in html
     assert 'class="t4"' in html and 'class="t0"' in html and "script" not in html
+
+
+def test_rounding_leaves_no_negative_divergence():
+    same = Answer("snapkv", "yes", [1], 9, 99, 0.1, None, kl=-1e-9)
+    assert "0.000" in _table([same], 9).rows[0]
 
 
 def test_three_policies_that_suit_the_length(call, story):

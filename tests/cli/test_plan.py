@@ -32,6 +32,17 @@ def test_a_table_of_one_context(call):
     assert command[8:] == ["--policy", "snapkv:top_k=4096"]
 
 
+def test_auto_keeps_to_the_memory_given(call):
+    asked = ("plan", "--model", "demo", "--context", "8k", "--policy", "auto", "--kv-memory")
+    for size, said in (
+        ("1GB", "recommended: full cache"),
+        ("10MB", "would take 26.7 MB, and 10 MB may be used"),
+        ("1kB", "Nothing fits 8k tokens into 1 kB."),
+    ):
+        code, out, _ = call(*asked, size)
+        assert code == 0 and said in out
+
+
 def test_the_policy_asked_for_is_taken_where_it_fits(call):
     # where the full cache would fit as well, and where the policy does not
     for policy, memory, taken in (
