@@ -22,6 +22,8 @@ from .choosing import Choice, Scored, choose_all, score
 from .readers import Prompt, RetainingReader
 from .report import Book
 
+CHOOSING = 32  # tokens that are read again at most where they choose together: one set of entries must suit all
+
 
 class OutOfCoreReader(RetainingReader):
     """Reads over the entries that are resident, on caches that store all of them.
@@ -41,15 +43,16 @@ class OutOfCoreReader(RetainingReader):
         self.observes |= prompt.retention.reads_on
         self.before_last_token = False
         self.hook = self._read
+        # Each token then chooses what it reads, those that are read again among them.
+        self._votes = not prompt.refreshes or prompt.decode_policy.adaptive
         quotas = quotas_of(self.layers, prompt.decode_policy.quotas, self.plan.n_prompt)
         # What is read again is always kept, so that the others are as many as the budget has room for.
-        self._n_again = max(1, min(prompt.n_new, quotas[0].n_window, prompt.prefill_policy.block))
+        most = min(quotas[0].n_window, prompt.prefill_policy.block)
+        self._n_again = max(1, min(prompt.n_new, most if self._votes else min(most, CHOOSING)))
         self._wanted = [_with_window(quota, self._n_again) for quota in quotas]
         self._n_left = prompt.n_new
         self._again: list[mx.array] = []
         self._small: list = []
-        # Each token then chooses what it reads, those that are read again among them.
-        self._votes = not prompt.refreshes or prompt.decode_policy.adaptive
 
     def _prepare(self) -> None:
         """Have the caches evict, and store what they evict."""
