@@ -9,13 +9,13 @@ import mlx.core as mx
 
 from ..entries.attention import KeyBlocks, latest_votes
 from ..entries.entries import Entries
-from ..entries.key_index import CANDIDATES, KeyIndex
+from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
 from ..entries.queries import Queries
 from .compaction import Compaction
 from .stores import EntryView, JoinedView
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
-SAMPLED_PARTS = 4  # of those, whose spread it is made for
+SAMPLED = 16  # places all over the text, whose keys' spread it is made for
 FEW = 8192  # entries whose exact votes cost no more than an index
 
 
@@ -83,13 +83,12 @@ class FullView:
         n = len(self)
         if n <= FEW:
             return None
-        parts = [range(start, min(start + READ_TOKENS, n)) for start in range(0, n, READ_TOKENS)]
-        sampled = parts[:: math.ceil(len(parts) / SAMPLED_PARTS)]
-        index = KeyIndex(
-            mx.concatenate([self.keys(part.start, part.stop) for part in sampled], axis=2), queries
-        )
-        for part in parts:
-            index.append(self.keys(part.start, part.stop))
+        length = SAMPLE // SAMPLED
+        starts = range(0, n, math.ceil(n / SAMPLED))
+        sample = [self.keys(start, min(start + length, n)) for start in starts]
+        index = KeyIndex(mx.concatenate(sample, axis=2), queries)
+        for start in range(0, n, READ_TOKENS):
+            index.append(self.keys(start, min(start + READ_TOKENS, n)))
         index.n_made_of = n
         return index
 
