@@ -108,7 +108,8 @@ def books() -> list[str]:
         *table((*head, "disk/token"), reading),
         "",
         "A question of 32 tokens until its answer's first token, medians of 3: read over the resident entries, and "
-        "again while its tokens choose among all. With votes: voted for, gathered, and read again over what was gathered.",
+        "again while its tokens choose among all. With votes: voted for, gathered, and read "
+        "again over what was gathered.",
         "",
         *table(asked, asking),
     ]
