@@ -8,7 +8,6 @@ by how large queries are in it, so that the components are those of the logits' 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +19,7 @@ from .attention import latest_votes
 from .queries import Queries
 from .selection import top_of_groups
 
-SAMPLE = 4096  # keys that the components are taken from, at most
+SAMPLE = 4096  # keys that the components should be taken from, at most
 REACH = 5 / 127  # standard deviations that a step of a component's 8 bits is wide
 BLOCK = 8192  # tokens whose codes are one array, and whose logits are made at a time
 # Of float32 logits and codes, below which all are made at once, without a wait.
@@ -45,9 +44,8 @@ class KeyIndex:
     """
 
     def __init__(self, keys: mx.array, queries: mx.array | None = None):
-        B, H, n, D = keys.shape
-        self.n_made_of = n
-        sample = keys[:, :, :: math.ceil(n / SAMPLE)].astype(mx.float32)
+        B, H, self.n_made_of, D = keys.shape
+        sample = keys.astype(mx.float32)
         weights = mx.ones((B, H, 1, D))
         if queries is not None:
             squares = mx.square(queries.astype(mx.float32)).mean(axis=2).reshape(B, H, -1, D)
