@@ -47,9 +47,9 @@ class Admission:
         prefixes: PrefixCache,
         metrics: Metrics,
     ):
-        self._limits, self._prefixes, self._metrics = limits, prefixes, metrics
+        self._limits, self._prefixes, self._n_open = limits, prefixes, metrics.open_requests
         self._asks = RetentionConfig.taken_from(generation)[0].reads_on
-        self._lock, self._n_open = threading.Lock(), 0
+        self._places = threading.Semaphore(limits.concurrency + limits.queue)
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
             bits = generation.get("kv_bits")
@@ -59,24 +59,20 @@ class Admission:
 
     def enter(self) -> None:
         """Count a request in, from any thread. Raises: ApiError: too many wait."""
-        with self._lock:
-            n_waiting = self._n_open - self._limits.concurrency
-            if n_waiting >= self._limits.queue:
-                raise ApiError(
-                    429,
-                    f"{n_waiting} requests are waiting already: try again later",
-                    kind="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    headers={"Retry-After": "5"},
-                )
-            self._n_open += 1
-        self._metrics.open_requests.inc()
+        if not self._places.acquire(blocking=False):
+            raise ApiError(
+                429,
+                f"{self._limits.queue} requests are waiting already: try again later",
+                kind="rate_limit_error",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "5"},
+            )
+        self._n_open.inc()
 
     def leave(self) -> None:
         """Count a request out, whether it was answered or failed."""
-        with self._lock:
-            self._n_open -= 1
-        self._metrics.open_requests.dec()
+        self._places.release()
+        self._n_open.dec()
 
     def need(self, body: Body, asked: CompletionRequest) -> Need | None:
         """The memory that a request will take; None without a limit.

@@ -160,7 +160,7 @@ class _Server(uvicorn.Server):
         self._engine.stop()
         await super().shutdown(sockets)
         # SIGTERM ends the process right after this, and other ranks must hear of it before.
-        await asyncio.to_thread(self._engine.await_end, GRACE)
+        await asyncio.to_thread(self._engine.stop, GRACE)
 
 
 def listening(settings: Settings) -> socket.socket:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,8 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.server import ResponseGenerator
+from starlette.requests import ClientDisconnect
 
 from ..batch.generator import CompressedBatchGenerator
+from ..batch.groups import request_errors
 from ..caches.layers import kv_bytes
 from ..completions.answer import Completion
 from ..completions.body import Body, ChatBody
@@ -26,6 +30,8 @@ from .metrics import Metrics
 from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
 from .requests import Accepted, Channel, EngineRequest, Finished, Read, Started, TokenLogprob
+
+LOOK = 0.1  # seconds between two looks for requests, while nothing is to do
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Engine(ResponseGenerator):
         server: uvicorn's, which must exit then.
     """
 
+    _retries = True
     kv_bytes = 0
     failure: Exception | None = None
     server: Any = None
@@ -74,12 +81,12 @@ class Engine(ResponseGenerator):
         open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
         self.limits, self.defaults, self.metrics = limits, defaults, metrics
-        self.prefixes = prefixes
+        self.prefixes, self._options = prefixes, generation
         self._load, self._open_files = load, open_files
         self._ready = Future[Loaded]()
-        self._options = generation
         self._running: dict[int, EngineRequest] = {}
         self._waiting: deque[EngineRequest] = deque()
+        self._numbers = itertools.count()
         metrics.track_kv_bytes("requests", lambda: self.kv_bytes)
         metrics.track_kv_bytes("prefixes", lambda: prefixes.nbytes)
         metrics.track_kv_bytes("prefix_files", lambda: prefixes.file_nbytes)
@@ -96,6 +103,7 @@ class Engine(ResponseGenerator):
         """Queue a request. Raises: ApiError: too many wait, or the server is shutting down."""
         self._require_alive()
         self._admission.enter()
+        channel.on_end = self._admission.leave
         self.requests.put((channel, body))
         if self._stop:  # perhaps after the thread has looked into the queue for the last time
             channel.put(shutting_down())
@@ -109,11 +117,9 @@ class Engine(ResponseGenerator):
         if self._stop or not self.is_healthy:
             raise shutting_down()
 
-    def stop(self) -> None:
-        """End all requests after the step under way."""
+    def stop(self, seconds: float = 0) -> None:
+        """End all requests after the step under way, and wait for that so long."""
         self._stop = True
-
-    def await_end(self, seconds: float) -> None:
         self._generation_thread.join(seconds)
 
     # In its own thread.
@@ -136,72 +142,79 @@ class Engine(ResponseGenerator):
                 self._generate()
             except Exception as error:
                 self._fail_all(error)
-        self._end_all(shutting_down())
+        self._end_all()
         self.generator.close()
 
     def _generate(self) -> None:
         while not self._stop:
-            self._take_requests()
+            if not (self._running or self._waiting):
+                self._wait()
+            if self._stop:
+                return
+            while (request := self._next_to_start()) is not None:
+                try:
+                    self._start(request)
+                except request_errors(self.loaded.model) as error:
+                    self._fail(request.channel, error)
             if self._running:
                 self._step()
 
+    def _wait(self) -> None:
+        with self.requests.not_empty:
+            if not self.requests.queue:
+                self.requests.not_empty.wait(LOOK)
+
+    def _next_to_start(self) -> EngineRequest | None:
+        """The first of the requests that wait, if it may start; new ones are taken before."""
+        self._take_requests()
+        return self._waiting.popleft() if self._may_start() else None
+
     def _take_requests(self) -> None:
-        """Take new requests, and start those that fit; wait a moment if there is nothing to do."""
-        timeout = None if self._running or self._waiting else 0.1
-        while (given := self._next_request(timeout)) is not None:
+        while (given := self._next_request()) is not None:
             channel, body = given
-            timeout = None
             try:
                 self._take(channel, body)
             except Exception as error:
                 self._fail(channel, error)
-        while self._waiting and self._may_start(self._waiting[0]):
-            request = self._waiting.popleft()
-            try:
-                self._start(request)
-            except Exception as error:
-                self._fail(request.channel, error)
 
-    def _may_start(self, request: EngineRequest) -> bool:
-        held = self.generator.prompt_cache_nbytes
+    def _may_start(self) -> bool:
+        if not self._waiting:
+            return False
+        request, held = self._waiting[0], self.generator.prompt_cache_nbytes
         running = list(self._running.values())
         return self._is_cancelled(request) or self._admission.may_start(request, running, held)
 
     def _is_cancelled(self, request: EngineRequest) -> bool:
         return request.channel.cancelled
 
-    def _take(self, channel: Channel, body: Body, seed: int | None = None) -> None:
-        """Check a request and let it wait; `seed` is for a body without one."""
-        if channel.cancelled:
-            self._close()
-            return
-        wanted = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
-        need = self._admission.need(body, wanted)
-        for warning in self._long.warnings(len(wanted.prompt)):
+    def _take(self, channel: Channel, body: Body) -> None:
+        seed = secrets.randbits(64)
+        asked = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
+        need = self._admission.need(body, asked)
+        for warning in self._long.warnings(len(asked.prompt)):
             log.warning(warning)
-        checkpoints = self._checkpoints.places(body, wanted.prompt)
-        n_top = getattr(body, "n_top_logprobs", None)
-        self._waiting.append(EngineRequest(channel, wanted, n_top, need, checkpoints))
+        places = self._checkpoints.places(body, asked.prompt)
+        number = next(self._numbers)
+        self._waiting.append(EngineRequest(channel, body, seed, asked, need, places, number))
         channel.put(Accepted())
 
     def _start(self, request: EngineRequest) -> None:
-        channel, wanted = request.channel, request.asked
+        channel, asked, prompt = request.channel, request.asked, request.asked.prompt
         if self._is_cancelled(request):
-            self._close()
+            self._fail(channel, ClientDisconnect())
             return
-        prompt = wanted.prompt
         caches, n_known = self._known(prompt)
         ends = [n for n in request.checkpoints if n > n_known] + [len(prompt)]
         starts = [n_known, *ends]
         (uid,) = self.generator.insert_segments(
             [[prompt[start:end] for start, end in zip(starts, ends)]],
-            [wanted.max_tokens],
+            [asked.max_tokens],
             caches=None if caches is None else [caches],
             all_tokens=[prompt[:n_known]],
-            samplers=None if wanted.sampler is None else [wanted.sampler],
-            logits_processors=[wanted.processors],
+            samplers=None if asked.sampler is None else [asked.sampler],
+            logits_processors=[asked.processors],
         )
-        request.answer = Completion(wanted, self.loaded.tokenizer)
+        request.answer = Completion(asked, self.loaded.tokenizer)
         self._running[uid] = request
         self.metrics.prompt_tokens.inc(len(prompt))
         self.metrics.cached_tokens.inc(n_known)
@@ -217,8 +230,7 @@ class Engine(ResponseGenerator):
         if cancelled:
             self.generator.remove(cancelled)
         for uid in cancelled:
-            del self._running[uid]
-            self._close()
+            self._fail(self._running.pop(uid).channel, ClientDisconnect())
         read, responses = self.generator.next()
         for progress in read:
             request = self._running[progress.uid]
@@ -242,12 +254,12 @@ class Engine(ResponseGenerator):
         assert answer is not None
         if response.finish_reason == "error":
             del self._running[response.uid]
-            if not (self._drops_damage(response.error) and self._retry(request)):
-                self._fail(channel, response.error)
+            self._failed(request, response.error)
             return
-        if request.top_logprobs is not None:
-            found = response.token, response.logprobs, request.top_logprobs
-            channel.put(TokenLogprob.of(*found, self.loaded.tokenizer))
+        n_top = getattr(request.body, "n_top_logprobs", None)
+        if n_top is not None:
+            logprobs, tokenizer = response.logprobs, self.loaded.tokenizer
+            channel.put(TokenLogprob.of(response.token, logprobs, n_top, tokenizer))
         for piece in answer.add(response.token, response.finish_reason):
             channel.put(piece)
         self.metrics.generated_tokens.inc()
@@ -266,46 +278,40 @@ class Engine(ResponseGenerator):
         self._checkpoints.answered(request, tokens, caches)
         del self._running[response.uid]
         channel.put(Finished(answer, report))
-        self._close()
 
-    def _drops_damage(self, error: Exception) -> bool:
-        """Whether the error is a damaged prefix, which is not used again."""
-        if not isinstance(error, EntryFileError) or error.path is None:
-            return False
-        log.warning("a prefix is not used: %s", error)
-        self.prefixes.drop(error.path)
-        return True
-
-    def _retry(self, request: EngineRequest) -> bool:
-        """Let a request wait again, unless a part of its answer has been sent; whether it does."""
-        if request.answer is None or request.answer.n_tokens:
-            return False
-        request.answer = request.report = request.full = None
-        self._waiting.appendleft(request)
-        return True
+    def _failed(self, request: EngineRequest, error: Exception) -> None:
+        """End a request; let it wait again if a damaged prefix, which is not used again, is all that has failed."""
+        assert request.answer is not None
+        damaged = error.path if isinstance(error, EntryFileError) else None
+        if damaged is not None:
+            log.warning("a prefix is not used: %s", error)
+            self.prefixes.drop(damaged)
+        if damaged is not None and self._retries and not request.answer.n_tokens:
+            request.answer = request.report = request.full = None
+            self._waiting.appendleft(request)
+        else:
+            self._fail(request.channel, error)
 
     def _new_generator(self) -> CompressedBatchGenerator:
-        tokenizer = self.loaded.tokenizer
+        def reported(uid: int, report: CompressionReport) -> None:
+            self._running[uid].report = report
+
+        def recalled(uid: int, caches: list, tokens: list[int]) -> None:
+            self._checkpoints.read(self._running[uid], tokens, caches)
+
         return CompressedBatchGenerator(
             self.loaded.model,
-            stop_tokens=[[token] for token in tokenizer.eos_token_ids],
+            stop_tokens=[[token] for token in self.loaded.tokenizer.eos_token_ids],
             completion_batch_size=self.limits.concurrency,
-            on_report=self._reported,
-            on_recall=self._recalled,
+            on_report=reported,
+            on_recall=recalled,
             turns=True,
             stream=mx.default_stream(mx.default_device()),
             **self._options,
         )
 
-    def _reported(self, uid: int, report: CompressionReport) -> None:
-        self._running[uid].report = report
-
-    def _recalled(self, uid: int, caches: list, tokens: list[int]) -> None:
-        self._checkpoints.read(self._running[uid], tokens, caches)
-
     def _fail(self, channel: Channel, error: Exception) -> None:
         channel.put(as_api_error(error))
-        self._close()
 
     def _fail_all(self, error: Exception) -> None:
         """A step failed: end its requests, and continue with a new batch."""
@@ -316,12 +322,9 @@ class Engine(ResponseGenerator):
         self.generator.close()
         self.generator = self._new_generator()
 
-    def _end_all(self, error: Exception) -> None:
+    def _end_all(self) -> None:
+        """The server stops."""
         for request in [*self._running.values(), *self._waiting]:
-            self._fail(request.channel, error)
+            request.channel.put(shutting_down())
         while (given := self._next_request()) is not None:
-            self._fail(given[0], error)
-
-    def _close(self) -> None:
-        """A request has ended."""
-        self._admission.leave()
+            given[0].put(shutting_down())

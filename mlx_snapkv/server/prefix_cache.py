@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mlx_lm.models.cache import (
-    LRUPromptCache,
-    can_trim_prompt_cache,
-    make_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from ..caches.file_store import FileStore
 from ..caches.layers import file_bytes
@@ -25,17 +21,21 @@ from ..completions.request import chat_tokens
 from ..engine.report import format_bytes
 from ..saved import book
 from .api_error import log
-from .prefix_files import PrefixFiles, covers
+from .prefix_files import Prefix, PrefixFiles, as_ids, longest
 from .requests import EngineRequest
 
 SHORTEST = 128  # tokens that are worth a checkpoint
 # Tokens at the end in which a template may open the model's reasoning, as in mlx-lm's server.
 REASONING = 11
-MODEL = "model"  # mlx-lm's store holds several models' caches; this server has one model
 
 
-class PrefixCache(LRUPromptCache):
-    """mlx-lm's store of prompt caches, for one model.
+@dataclass(eq=False)
+class KeptPrefix(Prefix):
+    caches: list
+
+
+class PrefixCache:
+    """Prompt caches, the oldest first.
 
     Caches with all entries serve any prompt that begins alike; a compressed one serves only an exact continuation.
     When the limit is reached, the newest of many questions about a document is kept.
@@ -46,37 +46,40 @@ class PrefixCache(LRUPromptCache):
 
     Attributes:
         files: where prefixes outlive the server; None is nowhere.
+        nbytes: in memory.
         file_nbytes: in nameless files; what several caches share counts for each.
     """
 
     files: PrefixFiles | None = None
+    nbytes = file_nbytes = 0
 
     def __init__(self, most_bytes: int, agreed: Callable[[bool], bool] = bool):
-        super().__init__(sys.maxsize)
         self._most_bytes, self._agreed = most_bytes, agreed
-        self.file_nbytes = 0
+        self._kept: list[KeptPrefix] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
         """A copy of the caches that have read the most of a prompt without its last tokens, and how many those are."""
-        wanted = tokens[:-n_last]
-        cache, n = self._fetch(wanted)
-        if self.files is None:
-            return cache, n
-        longest, file = self.files.longest(wanted)
-        if file is None or longest <= n or (found := self.files.read(file)) is None:
-            return cache, n
-        if self._insert(file.ids.tolist(), found):
-            return self._fetch(wanted)
-        trim_prompt_cache(found, len(file.ids) - longest)
-        return found, longest
-
-    def _fetch(self, tokens: list[int]) -> tuple[list | None, int]:
-        cache, rest = self.fetch_nearest_cache(MODEL, tokens)
-        return cache, 0 if cache is None else len(tokens) - len(rest)
+        ids = as_ids(tokens[:-n_last])
+        n, prefix = longest(self._kept, ids)
+        if self.files is not None:
+            n_in_file, file = longest(self.files.kept, ids)
+            if file is not None and n_in_file > n and (found := self.files.read(file)) is not None:
+                n, prefix = n_in_file, self._insert(file.ids, found)
+                if prefix is None:
+                    trim_prompt_cache(found, len(file.ids) - n)
+                    return found, n
+        if prefix is None:
+            return None, 0
+        caches = copy.deepcopy(prefix.caches)
+        trim_prompt_cache(caches, len(prefix.ids) - n)
+        return caches, n
 
     def insert(self, tokens: list[int], caches: list) -> None:
         """Keep what a prompt's caches have read; a line in the log if it alone exceeds the limit."""
-        if tokens and not self._insert(tokens, caches):
+        if tokens and self._insert(as_ids(tokens), caches) is None:
             log.warning(
                 "%s tokens are not kept for later prompts: they take %s, and --prefix-bytes is %s",
                 f"{len(tokens):,}",
@@ -84,72 +87,48 @@ class PrefixCache(LRUPromptCache):
                 format_bytes(self._most_bytes),
             )
 
-    def _insert(self, tokens: list[int], caches: list) -> bool:
-        """Keep caches, unless they alone exceed the limit; whether they are kept."""
+    def _insert(self, ids: np.ndarray, caches: list) -> KeptPrefix | None:
+        """Keep caches in the place of those that they can be trimmed to; None if they alone exceed the limit."""
         if not self._agreed(_bytes_of(caches) <= self._most_bytes):
-            return False
-        self.insert_cache(MODEL, list(tokens), caches)
-        self._count_files()
+            return None
+        new = KeptPrefix(ids, can_trim_prompt_cache(caches), caches)
+
+        def serves(p: KeptPrefix) -> bool:
+            return new.in_common(p.ids) == len(p.ids) and (new.whole or len(p.ids) == len(ids))
+
+        self._keep([*(p for p in self._kept if not serves(p)), new])
         while self.nbytes + self.file_nbytes > self._most_bytes or (
             self.file_nbytes and _many_files_are_open()
         ):
             self.trim_to(n_sequences=len(self) - 1)
-        return True
+        return new
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict what is over these limits: first what other caches cover, then the oldest."""
-
-        def is_over() -> bool:
-            many = n_sequences is not None and len(self) > n_sequences
-            return many or (n_bytes is not None and self.nbytes > n_bytes)
-
-        before = len(self)
-        for covered in self._covered() if is_over() else ():
-            self._evict(covered)
-            if not is_over():
-                break
-        super().trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
-        if len(self) < before:
-            self._count_files()
-
-    def _covered(self) -> Iterator[list[int]]:
-        """The oldest tokens that other caches cover, and can be trimmed to."""
-        trimmable = [tokens for tokens in self._known() if can_trim_prompt_cache(self._of(tokens))]
-        others = [np.array(tokens, np.uint32) for tokens in trimmable]
-        for tokens in trimmable:
-            own = others.pop(0)
-            if any(covers(other, own) for other in others):
-                yield tokens
-            else:
-                others.append(own)
+        while self._kept and (
+            (n_sequences is not None and len(self) > n_sequences)
+            or (n_bytes is not None and self.nbytes > n_bytes)
+        ):
+            kept = self._kept
+            covered = (p for p in kept if any(o.covers(p) for o in kept if o is not p))
+            evicted = next(covered, kept[0])
+            self._keep([p for p in kept if p is not evicted])
 
     def drop(self, path: Path) -> None:
         """Stop using caches whose entries are in this damaged file, here and in `files`."""
-        for tokens in list(self._known()):
-            stores = (cache.store for cache in book.out_of_core(self._of(tokens)))
-            if any(isinstance(store, FileStore) and store.reads(path) for store in stores):
-                self._evict(tokens)
-        self._count_files()
+
+        def reads(prefix: KeptPrefix) -> bool:
+            stores = (cache.store for cache in book.out_of_core(prefix.caches))
+            return any(isinstance(store, FileStore) and store.reads(path) for store in stores)
+
+        self._keep([p for p in self._kept if not reads(p)])
         if self.files is not None:
             self.files.drop(path)
 
-    def _count_files(self) -> None:
-        self.file_nbytes = sum(file_bytes(self._of(tokens)) for tokens in self._known())
-
-    # mlx-lm's private fields, which a test of the contract watches.
-
-    def _known(self) -> Iterator[list[int]]:
-        """All tokens that caches have read, the oldest first."""
-        return (key[1] for least_recent in self._lru._lrus.values() for key in least_recent)
-
-    def _of(self, tokens: list[int]) -> list:
-        return self._trie.get(MODEL, tokens).prompt_cache
-
-    def _evict(self, tokens: list[int]) -> None:
-        entry = self._trie.pop(MODEL, tokens)
-        self._lru.remove(MODEL, tokens)
-        self._n_bytes -= entry.nbytes
-        self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
+    def _keep(self, prefixes: list[KeptPrefix]) -> None:
+        self._kept = prefixes
+        self.nbytes = sum(cache.nbytes for p in prefixes for cache in p.caches)
+        self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)
 
 
 def _bytes_of(caches: list) -> int:

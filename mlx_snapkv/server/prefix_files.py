@@ -8,9 +8,10 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
@@ -28,25 +29,50 @@ ABANDONED = 3600  # seconds after the last write, an unfinished file is removed
 TAIL = 16  # one token in so many may have to be read again
 
 
-def covers(other: np.ndarray, ids: np.ndarray) -> bool:
-    """Whether the tokens `other` begin with all of `ids` but the last sixteenth."""
-    n = len(ids) - len(ids) // TAIL
-    return np.array_equal(other[:n], ids[:n])
+@dataclass(eq=False)
+class Prefix:
+    """The tokens `(n,)` that caches have read, and whether these can be trimmed to fewer of them."""
+
+    ids: np.ndarray
+    whole: bool
+
+    def in_common(self, ids: np.ndarray) -> int:
+        """How many of these tokens the prefix begins with."""
+        n = min(len(ids), len(self.ids))
+        return int(np.argmin(np.append(ids[:n] == self.ids[:n], False)))
+
+    def covers(self, other: Prefix) -> bool:
+        """Whether its caches can be trimmed to what `other` has read, but for the last sixteenth."""
+        n = len(other.ids)
+        return self.whole and other.whole and self.in_common(other.ids) >= n - n // TAIL
+
+
+@dataclass(eq=False)
+class PrefixFile(Prefix):
+    path: Path
+
+
+P = TypeVar("P", bound=Prefix)
+
+
+def longest(prefixes: Iterable[P], ids: np.ndarray) -> tuple[int, P | None]:
+    """The most of these tokens that some prefix has read, and that prefix."""
+    best: tuple[int, P | None] = 0, None
+    for prefix in prefixes:
+        n = prefix.in_common(ids)
+        if n > best[0] and (prefix.whole or n == len(prefix.ids)):
+            best = n, prefix
+    return best
+
+
+def as_ids(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.uint32)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
     """Of a tokenizer's vocabulary and chat template."""
     about = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template]
     return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()[:DIGITS]
-
-
-@dataclass
-class PrefixFile:
-    """A file, the tokens `(n,)` that its caches have read, and whether these hold all entries and can be trimmed."""
-
-    path: Path
-    ids: np.ndarray
-    whole: bool
 
 
 class PrefixFiles:
@@ -64,12 +90,11 @@ class PrefixFiles:
     def __init__(self, folder: Path, most_bytes: int, model: Any, setting: dict[str, str]):
         self._folder, self._most_bytes = folder, most_bytes
         self._model, self._setting = model, {**setting, "model": fingerprint(model)}
-        self._files: list[PrefixFile] = []
+        self.kept: list[PrefixFile] = []
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
             paths = [path for path in folder.glob("*.safetensors") if path.name[0] != "."]
-            paths.sort(key=lambda path: path.stat().st_mtime)
         except OSError as error:
             raise SnapKVError(f"--prefix-dir {folder} can't be used: {error.strerror}") from error
         for path in paths:
@@ -79,23 +104,11 @@ class PrefixFiles:
                 log.warning("a prefix is not used: %s", error)
                 continue
             if notes.get("setting") == self._setting:
-                self._files.append(PrefixFile(path, _ids(tokens), notes["whole"]))
+                self.kept.append(PrefixFile(as_ids(tokens), notes["whole"], path))
         book.remove_unfinished(folder, time.time() - ABANDONED)
-
-    def longest(self, tokens: list[int]) -> tuple[int, PrefixFile | None]:
-        """The most tokens that some file's caches have read, and that file."""
-        best: tuple[int, PrefixFile | None] = 0, None
-        ids = _ids(tokens)
-        for file in self._files:
-            both = min(len(ids), len(file.ids))
-            n = int(np.argmin(np.append(ids[:both] == file.ids[:both], False)))
-            if n > best[0] and (file.whole or n == len(file.ids)):
-                best = n, file
-        return best
 
     def read(self, file: PrefixFile) -> list | None:
         """A file's caches; None, and a line in the log, if they can't be used."""
-        self._files.remove(file)
         try:
             found = saved.load(file.path, self._model)
             if found.tokens != file.ids.tolist() or found.notes.get("setting") != self._setting:
@@ -103,27 +116,24 @@ class PrefixFiles:
             os.utime(file.path)
         except (SnapKVError, OSError) as error:
             log.warning("a prefix is not used: %s", error)
+            self.kept.remove(file)
             return None
-        self._files.append(file)
         return found.prompt_cache
 
     def drop(self, path: Path) -> None:
         """Stop using the files of the book whose damaged file is `path`."""
-        self._files = [
-            file for file in self._files if book.named_folder(file.path.resolve()) != path.parent
-        ]
+        self.kept = [f for f in self.kept if book.named_folder(f.path.resolve()) != path.parent]
 
     def write(self, tokens: list[int], caches: list) -> None:
         """Keep caches, unless a file covers them; a line in the log if they can't be written."""
         caches = saved_forms(self._model, caches)
-        whole = can_trim_prompt_cache(caches)
-        n, known = self.longest(tokens)
-        ids = _ids(tokens)
-        if known is not None and (covers(known.ids, ids) if whole else n == len(tokens)):
-            return
         name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[:DIGITS]
         path = self._folder / f"{name}.safetensors"
-        notes = {"setting": self._setting, "whole": whole}
+        file = PrefixFile(as_ids(tokens), can_trim_prompt_cache(caches), path)
+        n, known = longest(self.kept, file.ids)
+        if known is not None and (n == len(tokens) or known.covers(file)):
+            return
+        notes = {"setting": self._setting, "whole": file.whole}
         try:
             saved.save(path, self._model, caches, tokens, notes=notes)
             for part in book.files_of(path):
@@ -131,10 +141,9 @@ class PrefixFiles:
         except (SnapKVError, OSError) as error:
             log.warning("a prefix was not kept: %s", error)
             return
-        if whole:
-            for covered in [f for f in self._files if f.whole and covers(ids, f.ids)]:
-                self._remove(covered.path)
-        self._files.append(PrefixFile(path, ids, whole))
+        for covered in filter(file.covers, list(self.kept)):
+            self._remove(covered.path)
+        self.kept.append(file)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -154,12 +163,8 @@ class PrefixFiles:
 
     def _remove(self, path: Path) -> None:
         """Remove a file; a line in the log if that fails."""
-        self._files = [file for file in self._files if file.path != path]
+        self.kept = [file for file in self.kept if file.path != path]
         try:
             book.remove(path)
         except OSError as error:
             log.warning("a prefix is not removed: %s can't be: %s", path, error.strerror)
-
-
-def _ids(tokens: list[int]) -> np.ndarray:
-    return np.array(tokens, np.uint32)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from ..completions.answer import Completion, Delta
+from ..completions.body import Body
 from ..completions.request import CompletionRequest
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
@@ -75,7 +77,10 @@ class Channel:
     Attributes:
         cancelled: nobody listens any more.
         since: when the request came, by `time.perf_counter`.
+        on_end: called when it has been answered or failed.
     """
+
+    on_end: Callable[[], None] | None = None
 
     def __init__(self, events: EventQueue, index: int):
         self._loop, self._events, self._index = asyncio.get_running_loop(), events, index
@@ -83,6 +88,9 @@ class Channel:
 
     def put(self, event: Event) -> None:
         """From any thread."""
+        if isinstance(event, Finished | Exception) and self.on_end is not None:
+            self.on_end()
+            self.on_end = None
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._events.put_nowait, (self._index, event))
 
@@ -92,20 +100,20 @@ class EngineRequest:
     """A request that waits, or is read and answered.
 
     Attributes:
-        top_logprobs: how many log-probabilities are wanted besides a token's own; None for not even that.
         need: the memory that its caches will take; None without a limit.
         checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
-        number: the request's on all ranks.
+        number: the request's, the same on all ranks.
         answer: None while it waits.
         full: tokens, and caches with all their entries.
     """
 
     channel: Channel
+    body: Body
+    seed: int
     asked: CompletionRequest
-    top_logprobs: int | None
     need: Need | None
     checkpoints: list[int]
-    number: int = 0
+    number: int
     answer: Completion | None = None
     report: CompressionReport | None = field(default=None, init=False)
     full: tuple[list[int], list[Any]] | None = field(default=None, init=False)

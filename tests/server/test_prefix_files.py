@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from server_helpers import POLICY, served_process
 from tiny_models import make_llama
 
-from mlx_snapkv.server.prefix_files import PrefixFiles
+from mlx_snapkv.server.prefix_files import PrefixFiles, as_ids, longest
 
 FLAGS = ("--policy", POLICY, "--memory", "recall")
 BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4,n_window=32"
@@ -115,7 +115,7 @@ def written(files, model, *prompts):
 
 def n_known(files, tokens):
     """Of these tokens, how many the caches of a file have read."""
-    n, file = files.longest(tokens)
+    n, file = longest(files.kept, as_ids(tokens))
     found = file and files.read(file)
     assert not found or found[0].offset == len(file.ids)
     return n if found else 0

@@ -103,12 +103,6 @@ def test_two_serve_as_one_does_until_they_are_told_to_stop(wanted, tmp_path):
         refused = ask(client, [])
         assert refused.status_code == 400
         goes_away(client)
-        failed, well = at_once(
-            lambda: ask(client, talk(5), max_tokens=77), lambda: ask(client, talk(30))
-        )
-        assert failed.status_code == 500 and well.status_code == 200
-        assert "482913" in str(well.json()["choices"])
-        assert "rank 1: MemoryError: no room to hear" in ranks[0].said
         until = time.monotonic() + ENDING
         while n_open(client) and time.monotonic() < until:
             time.sleep(0.1)
