@@ -229,7 +229,6 @@ class Reading(PromptProcessingBatch):
         if job.error is None:
             try:
                 job.begin()
-                job.before_last_token(self.tokens[0])
                 with job.request.recording():
                     return self._generation(tokens)
             except request_errors(job.model) as error:

@@ -98,11 +98,6 @@ class Job:
         if report is not None:
             self._settings.on_report(self.uid, report)
 
-    def before_last_token(self, tokens: list[int]) -> None:
-        """The prompt but its last token has been read: compress, if that is when the policy wants it."""
-        if self.request.before_last_token:
-            self.compress(tokens)
-
     def compress(self, tokens: list[int]) -> None:
         """Compress `caches`, unless they are already; `tokens` have been read."""
         request, retention = self.request, self._settings.retention

@@ -168,7 +168,7 @@ def _request(model, prompt: mx.array, contender: Contender) -> dict[str, Any]:
     mx.clear_cache()
     mx.reset_peak_memory()
     policy = contender.policy
-    lookahead = 0 if policy is None else policy.stages[1].n_lookahead
+    lookahead = 0 if policy is None else policy.stages[1].lookahead
     seconds, report = ask(model, prompt, cache, lookahead + ANSWER, policy=policy)
     later = report.selection_seconds if lookahead else 0.0
     return {

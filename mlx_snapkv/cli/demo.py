@@ -73,7 +73,7 @@ def demo(
     budget = len(prompts[0]) // SHARE
     # The answers are short: with a lookahead the full cache would give them.
     snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
-    window = SnapKV(top_k=0, n_window=budget - SnapKV.n_sink, last_token=False)
+    window = SnapKV(top_k=0, n_window=budget - SnapKV.n_sink, lookahead=0)
     ways = {FULL: None, "sink + window": window, "SnapKV": snapkv}
     console.print(
         f"A document of about {len(prompts[0]):,} tokens hides {len(facts)} facts. Each question below is asked on "

@@ -113,7 +113,7 @@ def compress_prompt_cache(
     if all(n <= q.entries for q in quotas):
         report.reason = fits_reason(n, chosen)
         return report
-    plan = PromptPlan(n, n, n, n)
+    plan = PromptPlan(n, n, n)
     compress(Compression(layers, prompt_cache, chosen, plan, quantization, queries), report)
     return report
 
@@ -128,7 +128,7 @@ class Compression:
     Attributes:
         layers: whose caches are to be replaced, in `caches`.
         policy, quantization, queries: as of `compress_prompt_cache`.
-        plan: the entries before `plan.at` compete, and as many queries vote as it says, if the caches recorded them.
+        plan: the entries of the prompt compete, and as many queries vote as it says, if the caches recorded them.
         on_kept: called for every layer.
     """
 
@@ -172,7 +172,7 @@ class Compression:
         given = None if self.queries is None else self.queries[layer.index]
         if given is not None:
             entries.observed = self._given(layer, given, entries, cache.offset)
-        n = len(entries) - (cache.offset - self.plan.at)
+        n = len(entries) - (cache.offset - self.plan.n_prompt)
         return entries.between(0, n), entries.between(n, len(entries))
 
     def _given(
@@ -201,7 +201,7 @@ class Compression:
             self._replace(layer, choice, uniform)
 
     def _replace(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> None:
-        before, policy, at = layer.cache_in(self.caches), self._last, self.plan.at
+        before, policy, at = layer.cache_in(self.caches), self._last, self.plan.n_prompt
         entries, later = self._competing(layer)
         kept, later = (
             x.packed(self.quantization or x.quantization)

@@ -62,8 +62,7 @@ class DraftedRequest:
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
             )
         n_prompt = len(self.prompt)
-        plan = plan_prompt(self.policy, n_prompt)
-        self._n_alone = plan.n_ahead + 1 if plan.at == n_prompt else 1
+        self._n_alone = plan_prompt(self.policy, n_prompt).n_ahead + 1
         self._one_text = OneText(self.tokenizer)
         self._given = self.options.get("prompt_cache")
         n = len(self.model.layers)

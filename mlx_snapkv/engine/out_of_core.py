@@ -41,7 +41,6 @@ class OutOfCoreReader(RetainingReader):
     def __init__(self, prompt: Prompt):
         super().__init__(prompt)
         self.observes |= prompt.retention.reads_on
-        self.before_last_token = False
         self.hook = self._read
         # Each token then chooses what it reads, those that are read again among them.
         self._votes = not prompt.refreshes or prompt.decode_policy.adaptive

@@ -31,12 +31,10 @@ class PromptPlan:
 
     Attributes:
         n_prompt: its tokens, those of earlier turns included.
-        at: the entries before this position compete; later ones belong to the answer, whenever they come.
-        first, last: the queries of `[first, last)` vote.
+        first, last: the queries of `[first, last)` vote, for the prompt's entries.
     """
 
     n_prompt: int
-    at: int
     first: int
     last: int
 
@@ -47,27 +45,22 @@ class PromptPlan:
     @property
     def n_ahead(self) -> int:
         """Answer tokens that are fed on the full entries before they are compressed."""
-        return max(1, self.last - self.at)
+        return max(1, self.last - self.n_prompt)
 
 
-def plan_prompt(
-    policy: Policy | Stages, n_prompt: int, n_new: int | None = None, out_of_core: bool = False
-) -> PromptPlan:
-    """Who votes on a prompt, and where it is compressed.
+def plan_prompt(policy: Policy | Stages, n_prompt: int, out_of_core: bool = False) -> PromptPlan:
+    """Who votes on a prompt.
 
     Args:
-        n_new: those of its tokens that are still to be read; None is all. A single one votes in any case: else
-            nobody would.
         out_of_core: every entry can still be voted for. Where entries are evicted for good while the prompt is read,
             only the queries of the recent window vote: what came after an older one's own entry may be gone.
     """
     _, decode_policy = policy.stages
-    at = n_prompt if decode_policy.last_token or n_new == 1 else n_prompt - 1
     n_voters = decode_policy.obs_window
     if policy.reads_in_blocks and not out_of_core:
         n_voters = min(n_voters, max(1, policy.prefill_quotas(n_prompt, 1)[0].n_window))
-    first = max(0, at - n_voters)
-    return PromptPlan(n_prompt, at, first, at if out_of_core else at + decode_policy.n_lookahead)
+    n_ahead = 0 if out_of_core else decode_policy.lookahead
+    return PromptPlan(n_prompt, max(0, n_prompt - n_voters), n_prompt + n_ahead)
 
 
 def gate(
@@ -96,9 +89,10 @@ def gate(
         except SnapKVError as error:
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
     _, decode_policy = policy.stages
-    n = plan_prompt(policy, n_prompt).at
-    stays = decode_policy.schedule == "once" or (max_tokens >= 0 and policy.fits(n + max_tokens))
-    return fits_reason(n, policy) if policy.fits(n) and stays else None
+    stays = decode_policy.schedule == "once" or (
+        max_tokens >= 0 and policy.fits(n_prompt + max_tokens)
+    )
+    return fits_reason(n_prompt, policy) if policy.fits(n_prompt) and stays else None
 
 
 def fits_reason(n: int, policy: Policy | Stages) -> str:

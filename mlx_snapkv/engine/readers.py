@@ -60,7 +60,7 @@ class Prompt:
         self.n_held = self.layers[0].entries_in(self.prompt_cache).offset
         n_prompt = self.n_held + self.n_new
         self.out_of_core = self.retention.retains and self.policy.reads_in_blocks
-        self.plan: PromptPlan = plan_prompt(self.policy, n_prompt, self.n_new, self.out_of_core)
+        self.plan: PromptPlan = plan_prompt(self.policy, n_prompt, self.out_of_core)
         self.compaction: Compaction | None = self.retention.compaction(
             self.model, self.policy, n_prompt
         )
@@ -106,7 +106,6 @@ class Reader:
     Attributes:
         caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
         observes: queries are asked for while it reads.
-        before_last_token: it compresses before mlx-lm feeds the prompt's last token; else once that was fed.
         hook: makes the model's calls while it reads, if it is not the model itself.
         on_kept: called with what is kept of each layer.
     """
@@ -118,7 +117,6 @@ class Reader:
     def __init__(self, prompt: Prompt):
         self.prompt, self.layers, self.plan = prompt, prompt.layers, prompt.plan
         self.observes = any(stage.observes for stage in prompt.policy.stages)
-        self.before_last_token = self.plan.at < self.plan.n_prompt
 
     def step_size(self, limit: int | None) -> int:
         """Tokens to read at a time: a block where entries are evicted, else as `chunk_size` has it."""
@@ -172,7 +170,7 @@ class InMemoryReader(Reader):
     def _cache(self, layer: AttentionLayer, quota: Quota, uniform: bool) -> LayerCache:
         """A cache that records; one that evicts if entries are evicted, counted, or held from an earlier turn."""
         prompt, plan = self.prompt, self.plan
-        expected = plan.at + plan.n_ahead + 1 - prompt.n_held
+        expected = plan.n_prompt + plan.n_ahead + 1 - prompt.n_held
         if self.repetition is not None:
             expected += self.repetition.most_at_once
         accumulates = any(stage.accumulates_attention for stage in prompt.policy.stages)
@@ -199,7 +197,7 @@ class InMemoryReader(Reader):
             # What is plain is quantised when it has been chosen, and never twice.
             quantization=None if once and plain else prompt.quantization,
             accumulates=accumulates,
-            steady=range(plan.at, plan.at + plan.n_ahead),
+            steady=range(plan.n_prompt, plan.n_prompt + plan.n_ahead),
         )
         block.statistics_from = prompt.statistics_from
         if prompt.compaction is not None:
@@ -234,7 +232,7 @@ class RetainingReader(Reader):
         self._quotas()  # raises where a budget has no room
         for layer in self.layers:
             cache = layer.cache_in(self.caches)
-            capacity = plan.at + plan.n_ahead + 1
+            capacity = plan.n_prompt + plan.n_ahead + 1
             cache.observe(plan.first, plan.last, capacity, self.prompt.statistics_from)
             cache.layer = layer
 

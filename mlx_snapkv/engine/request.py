@@ -51,7 +51,6 @@ class Request:
         if isinstance(self.reader, OutOfCoreReader):
             self.reader.on_read = self.compress
         self.step_size, self.n_ahead = self.reader.step_size, self.plan.n_ahead
-        self.before_last_token = self.reader.before_last_token
         self.report = CompressionReport(str(prompt.policy), self.plan.n_prompt)
         self.is_compressed = False
         self._started: float | None = None
@@ -116,7 +115,7 @@ class Request:
         return report
 
     def _begin_answer(self) -> None:
-        prompt, report, at = self.prompt, self.report, self.plan.at
+        prompt, report, at = self.prompt, self.report, self.plan.n_prompt
         self.is_compressed = True
         fits = prompt.decode_policy.schedule == "block" and report.entries >= at
         if fits and not prompt.out_of_core:
@@ -133,7 +132,6 @@ class Uncompressed:
     """A request that is left to mlx-lm as it is, for a reason that its report gives."""
 
     n_ahead = 0
-    before_last_token = False
 
     def __init__(self, model: Any, prompt_cache: list, report: CompressionReport):
         self._model, self.caches, self.report = model, prompt_cache, report

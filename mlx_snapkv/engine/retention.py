@@ -103,11 +103,6 @@ class RetentionConfig:
                 f"memory={self.memory} needs a policy that chooses by keys or by the last queries, "
                 f"and {policy} counts the attention of all: take keydiff, for one, or memory=drop"
             )
-        if policy.reads_in_blocks and decode_policy.lookahead:
-            raise SnapKVError(
-                f"lookahead={decode_policy.lookahead} decodes tokens on all entries, and {policy} holds only some of "
-                "them: leave lookahead out"
-            )
 
     def require_rollback(self, prompt_cache: list, n_full: int) -> None:
         """Raises: SnapKVError: answers can't be verified where only `n_full` of a model's caches hold entries."""

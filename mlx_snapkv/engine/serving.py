@@ -149,8 +149,6 @@ def _driven(
         "prompt_progress_callback": request.progress(options.get("prompt_progress_callback")),
     }
     begin = functools.partial(start, request.model)
-    if request.before_last_token:
-        return _compressed_before_last_token(begin, request, on_report, options)
     return _compressed_at_token(begin(**options), request, on_report, keep)
 
 
@@ -230,21 +228,3 @@ def _compressed_at_token(
             for item in timed:
                 report.token_seconds = timed.mean
                 yield _without_compression(item, seconds)
-
-
-def _compressed_before_last_token(
-    start, request: Request, on_report: ReportCallback, options: dict[str, Any]
-) -> Iterator[Any]:
-    """Compress when mlx-lm reports that all of the prompt but its last token is processed."""
-    progress = options["prompt_progress_callback"] or (lambda done, total: None)
-    with contextlib.ExitStack() as patched:
-        patched.enter_context(request.recording())
-
-        def callback(done: int, total: int) -> None:
-            progress(done, total)
-            if done == total - 1:
-                on_report(request.compress())
-                patched.close()
-                patched.enter_context(request.decoding())
-
-        yield from start(**options | {"prompt_progress_callback": callback})

@@ -95,7 +95,7 @@ def without_lookahead(policy: AnyPolicy) -> AnyPolicy:
     if isinstance(policy, Stages):
         chooses: Any = without_lookahead(policy.decode_policy)
         return dataclasses.replace(policy, decode_policy=chooses)
-    return dataclasses.replace(policy, lookahead=0) if policy.n_lookahead else policy  # type: ignore[call-arg]
+    return dataclasses.replace(policy, lookahead=0) if policy.lookahead else policy  # type: ignore[call-arg]
 
 
 @dataclass

@@ -227,7 +227,7 @@ def masked(
     if (reason := gate(policy, n_prompt, None)) is not None:
         raise SnapKVError(f"{heads} would hide nothing of {n_prompt} tokens: {reason}")
     request = reading.request(policy, answering)
-    caches, at = request.caches, request.plan.at
+    caches = request.caches
     layers = attention_layers(reading.model, caches)
     shares = []
     for layer, quota in zip(layers, quotas_of(layers, policy.quotas, n_prompt)):
@@ -238,10 +238,10 @@ def masked(
             )
         cache = MaskedKVCache(0, 0, KVCache.step, layer)
         cache.keys, cache.values, cache.offset = held.keys, held.values, held.offset
-        cache.visible = heads.visible(held.held().between(0, at), quota, kinds)
+        cache.visible = heads.visible(held.held().between(0, n_prompt), quota, kinds)
         shares.append(float(cache.visible.mean()))
         layer.put(caches, cache)
     report = CompressionReport(str(heads), n_prompt)
-    report.entries_kept = [round(at * sum(shares) / len(shares))]
+    report.entries_kept = [round(n_prompt * sum(shares) / len(shares))]
     report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
     return caches, report

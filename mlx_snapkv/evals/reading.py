@@ -148,7 +148,7 @@ class Reading:
         """The same while the full cache's answer is given: what `generate_step` decodes from once it has compressed.
 
         The cache has been fed the answer's first tokens, as many as the policy looks ahead and at least one; those and
-        the next one were chosen by all entries. Without `last_token` the prompt's last token is still to come.
+        the next one were chosen by all entries.
 
         Raises:
             SnapKVError: as `compressed`; or the policy reads for itself, and generates from its own caches.
@@ -178,8 +178,7 @@ class Reading:
         request = _request(self.model, n_prompt, policy)
         plan, n = request.plan, n_prompt
         if answering:
-            before = request.reader.before_last_token
-            n = n_prompt - 1 if before else plan.at + plan.n_ahead
+            n += plan.n_ahead
         self._feed_answer(max(n, plan.last) - n_prompt)
         caches = self._others_at(n)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
@@ -194,16 +193,9 @@ class Reading:
         step_size: int | None = None,
     ) -> None:
         """Feed the prompt's last tokens."""
-
-        def on_progress(done: int, total: int) -> None:
-            if done == total - 1:  # where policies without `last_token` compress
-                self._keep_others(len(self.tokens) - 1)
-            if progress is not None:
-                progress(done, total)
-
         # Not in a policy's own chunks: what is read must not depend on who asks.
         size = step_size or LARGEST_CHUNK[mx.default_device().type]
-        options = {"prefill_step_size": size, "prompt_progress_callback": on_progress}
+        options = {"prefill_step_size": size, "prompt_progress_callback": progress}
         with recording(attention_classes(self.model)):
             logprobs = read(self.model, mx.array(list(tokens)), self._caches, options)
         for i, layer in enumerate(self._layers):

@@ -16,7 +16,7 @@ from ..caches.layers import AttentionLayer, attention_layers
 from ..caches.recording import RecordingKVCache
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
-from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, plan_prompt
+from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
 from ..engine.report import CompressionReport
 from ..engine.retention import DROP
 from ..engine.serving import MAX_TOKENS, served
@@ -198,7 +198,7 @@ def _inspection(
     sentences: tuple[Sentence, ...] = ()
     if policy is not None and recorder.kept:
         quotas = policy.stages[1].quotas(n, len(layers))
-        counts = recorder.counts(quotas, plan_prompt(policy, n).at)
+        counts = recorder.counts(quotas, n)
         special = np.isin(tokens, sorted(special_tokens(tokenizer)))
         sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
     return Inspection(

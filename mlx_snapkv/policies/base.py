@@ -51,8 +51,7 @@ class Policy(ABC):
             `Entries.statistics`; None computes none.
         repeats: tokens in a chunk of a second reading, whose queries vote, for `Entries.repeated`; None is no
             second reading.
-        last_token: the prompt's last token votes.
-        lookahead: answer tokens that vote before the compression; None leaves it to the policy.
+        lookahead: answer tokens decoded on all entries before the compression, which vote, too.
         prefill_chunk: tokens in a prefill chunk under "once"; None follows `prefill_step_size`.
         closes_gaps: entries are seen as if none were missing between them, where they may be moved at all.
         on_full: what happens to the answer's entries under "once" when the recent window is full.
@@ -67,8 +66,7 @@ class Policy(ABC):
     accumulates_attention: ClassVar[bool] = False
     query_statistics: ClassVar[int | None] = None
     repeats: ClassVar[int | None] = None
-    last_token: ClassVar[bool] = True
-    lookahead: ClassVar[int | None] = 0
+    lookahead: ClassVar[int] = 0
     prefill_chunk: ClassVar[int | None] = None
     closes_gaps: ClassVar[bool] = False
     on_full: ClassVar[str] = "slide"
@@ -120,11 +118,6 @@ class Policy(ABC):
         """Whether the policy asks for queries, or for what is computed from them."""
         votes = self.obs_window > 0 or self.accumulates_attention or self.repeats is not None
         return votes or self.query_statistics is not None
-
-    @property
-    def n_lookahead(self) -> int:
-        """Answer tokens that vote before the prompt is compressed, whatever the way in."""
-        return self.lookahead or 0
 
     def lead_in(self, tokens: mx.array, start: int) -> mx.array:
         """Token ids to read before those of the prompt `(T,)` from `start` on are read again."""

@@ -17,7 +17,6 @@ from .options import choice, count, entry_count, flag
 
 ON_FULL = ("grow", "slide", "keydiff")
 LATEST = (32, 64)  # queries, which "forward" compares with those before them
-DEFAULT_LOOKAHEAD = 32  # answer tokens, where the prompt's last token votes
 
 # CriticalKV's second stage.
 EPSILON = 1e-4  # added to the weights
@@ -46,10 +45,8 @@ class SnapKV(Policy):
             keeps one set for all heads, by the highest logit over heads and queries.
         critical: choose the second half of the budget by the votes times the size of what the attention's output
             projection makes of an entry's value (CriticalKV: Feng et al. 2025, arXiv:2502.03805).
-        last_token: the observation window ends with the prompt's last token, whose query predicts the
-            answer's first; False ends it one before.
-        lookahead: answer tokens decoded on all entries before the compression, whose queries vote too. None is 32, or
-            none with last_token=False.
+        lookahead: answer tokens decoded on all entries before the compression, whose queries vote too; none with
+            memory=recall after a policy that reads in blocks.
         min_ctx: prompts with fewer tokens are left alone.
         prefill_chunk: tokens a prefill chunk at most; None follows `prefill_step_size`.
         on_full: what happens to the answer's own entries. "grow", as in the paper, keeps all of them beside the
@@ -79,8 +76,7 @@ class SnapKV(Policy):
     pool: str = choice("forward", "avg", "max")
     heads: str = choice("per_head", "shared")
     critical: bool = flag(False)
-    last_token: bool = flag(True)  # type: ignore[misc]
-    lookahead: int | None = count(None, most=256)  # type: ignore[misc]
+    lookahead: int = count(32, most=256)  # type: ignore[misc]
     on_full: str = choice(*ON_FULL)  # type: ignore[misc]
     schedule: str = "once"
 
@@ -90,8 +86,6 @@ class SnapKV(Policy):
         self._require("pool_kernel", odd, f"odd with pool={self.pool}")
         if self.critical:
             self._require("heads", self.heads == "per_head", "per_head with critical")
-        votes = self.last_token or not self.lookahead
-        self._require("lookahead", votes, "0 when last_token is false")
         if self.on_full == "slide":
             self._require("schedule", self.schedule == "once", "once with on_full=slide")
         self._settle_budget()
@@ -120,12 +114,6 @@ class SnapKV(Policy):
         while budget - self.window(budget) < fixed:
             budget += 1
         return budget
-
-    @property
-    def n_lookahead(self) -> int:
-        if self.lookahead is None:
-            return DEFAULT_LOOKAHEAD if self.last_token else 0
-        return self.lookahead
 
     def answer_block(self, n_window: int) -> int:
         chooses = self.schedule == "once" and self.on_full == "keydiff"

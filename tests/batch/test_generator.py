@@ -17,7 +17,7 @@ SNAPKV = f"{PLAIN},on_full=keydiff,lookahead=4"
 SNAPKV100 = SNAPKV + ",min_ctx=100"
 POLICIES = [
     f"{SNAPKV100},budget=40%",
-    f"{PLAIN},budget=56,last_token=false",
+    f"{PLAIN},budget=56,lookahead=0",
     "snapkv:n_sink=4,budget=84,n_window=64,on_full=keydiff,lookahead=4",
     f"keydiff:budget=90,block=32 then {SNAPKV},budget=pyramid:50",
     "h2o:budget=48,block=16",

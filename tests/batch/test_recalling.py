@@ -18,7 +18,7 @@ BOOK = "keydiff:budget=64,block=32,min_ctx=100 then snapkv:n_sink=4,obs_window=8
 WAYS = [
     (SNAPKV, {"memory": "recall"}),
     (SNAPKV, {"memory": "recall:file:8bit"}),
-    (f"{PLAIN},last_token=false", {"memory": "recall:4bit", "verify": "all"}),
+    (f"{PLAIN},lookahead=0", {"memory": "recall:4bit", "verify": "all"}),
     (BOOK, {"memory": "recall:file"}),
 ]
 LENGTHS = (190, 40, 260, 120)

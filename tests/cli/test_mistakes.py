@@ -29,7 +29,6 @@ generate --prompt x --model demo --policy tova --memory recall --refresh never |
 generate --prompt x --model demo --far pull              | --far pull needs a policy that evicts
 generate --prompt x --model demo --snapkv top_k=64 --far pull | --far pull needs a policy that evicts while a prompt is
 generate --prompt x --model demo --far near              | --far must be keep or pull, got 'near'
-generate --prompt x --model demo --memory recall --policy "keydiff then snapkv:lookahead=2" | lookahead=2 decodes tokens
 generate --prompt x --model demo --memory recall:file --store-dir nowhere | --store-dir nowhere is no folder: make it
 generate --prompt "" --model demo                        | the prompt is empty: give some text
 generate --prompt - --model demo                         | the prompt is empty: give some text

@@ -65,7 +65,7 @@ def test_compression_keeps_the_answers_that_a_window_loses(demo_model):
     full = answers(model, tokenizer, 1024, 5)
     kept = answers(model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 28, "lookahead": 4})
     window = answers(
-        model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 0, "n_window": 60, "last_token": False}
+        model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 0, "n_window": 60, "lookahead": 0}
     )
     assert full == 5
     assert kept >= 4

@@ -78,7 +78,7 @@ def assert_equal_answers(mine, expected):
 
 @pytest.mark.parametrize(
     "policy, k, n",
-    [(RING, 3, 201), (KEYDIFF, 5, 201), (f"{SNAPKV},last_token=false", 5, 50), (f"{SNAPKV},lookahead=0", 2, 50),
+    [(RING, 3, 201), (KEYDIFF, 5, 201), (f"{SNAPKV},lookahead=0", 2, 50),
      (f"{SNAPKV},lookahead=4,on_full=keydiff", 4, 100), (f"{SNAPKV},lookahead=4", 4, 40),
      (f"{KEYDIFF} then {RING_OF_THE_REST}", 3, 50)],
 )  # fmt: skip

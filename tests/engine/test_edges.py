@@ -30,7 +30,6 @@ SHORT = [
     f"{SNAPKV},on_full=slide,heads=shared",
     "snapkv:budget=3,n_sink=0,lookahead=4",
     "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32,lookahead=4",
-    f"{FEW},last_token=false",
     f"{FEW},lookahead=0",
     f"{FEW},lookahead=9",
     f"snapkv:budget=adaptive:8,{SMALL},lookahead=4",

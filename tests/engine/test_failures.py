@@ -11,7 +11,7 @@ from mlx_snapkv import BlockKVCache, SnapKVError, generate_step
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 5])
-@pytest.mark.parametrize("votes", [{"last_token": False, "lookahead": 0}, {"lookahead": 0}, {}])
+@pytest.mark.parametrize("votes", [{"lookahead": 0}, {}])
 def test_an_exception_restores_classes_and_the_callers_cache(
     tiny_model, tokens, votes, call, monkeypatch
 ):

@@ -30,10 +30,8 @@ def counting_patches(monkeypatch):
 @pytest.mark.parametrize(
     "keywords",
     [{}, {"snapkv": None, "policy": None}, {"snapkv": False}, {"snapkv": {}}, {"policy": "snapkv:min_ctx=201"},
-     {"snapkv": "top_k=163,n_sink=5,n_window=32"},
-     {"snapkv": "top_k=162,n_sink=5,n_window=32,last_token=false"}],
-    ids=["nothing", "none", "false", "below min_ctx", "one below min_ctx", "fits the budget",
-         "fits without its last token"],
+     {"snapkv": "top_k=163,n_sink=5,n_window=32"}],
+    ids=["nothing", "none", "false", "below min_ctx", "one below min_ctx", "fits the budget"],
 )  # fmt: skip
 def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, counting_patches):
     assert_same(steps(tiny_model, tokens, **keywords), plain(tiny_model, tokens))
@@ -42,9 +40,9 @@ def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, counting_pa
 
 def test_the_reason_names_the_rows_there_would_be(tokens):
     reports = []
-    policy = "top_k=162,n_sink=5,n_window=32,last_token=false"
+    policy = "top_k=163,n_sink=5,n_window=32"
     steps(make_llama(), tokens, snapkv=policy, on_report=reports.append)
-    assert "the prompt's 199 entries fit the budget of 199" in reports[0].reason
+    assert "the prompt's 200 entries fit the budget of 200" in reports[0].reason
 
 
 def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens, counting_patches):
@@ -69,12 +67,7 @@ def run(model, tokens, n=12, **changes):
     return out, cache, reports
 
 
-EARLY = {"last_token": False, "lookahead": 0}
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, EARLY, {"lookahead": 1}, {"lookahead": 0}, {"heads": "shared"}]
-)
+@pytest.mark.parametrize("changes", [{}, {"lookahead": 1}, {"lookahead": 0}, {"heads": "shared"}])
 def test_the_cache_is_cut_to_the_budget_and_stays_there(tiny_model, tokens, changes):
     out, cache, reports = run(tiny_model, tokens, on_full="slide", **changes)
     assert len(out) == 12 and len(reports) == 1 and reports[0].compressed
@@ -86,17 +79,17 @@ def test_the_cache_is_cut_to_the_budget_and_stays_there(tiny_model, tokens, chan
     assert_unpatched()
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 5, None])
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
 def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, lookahead):
     # One more is computed before the cut, since mlx-lm runs one step ahead.
     out, _, _ = run(tiny_model, tokens, n=40, lookahead=lookahead)
-    n = max(1, 32 if lookahead is None else lookahead) + 1
+    n = max(1, lookahead) + 1
     expected = plain(tiny_model, tokens, n=40)
     assert_same(out[:n], expected[:n])
     assert not mx.array_equal(out[n][1], expected[n][1])
 
 
-@pytest.mark.parametrize("votes", [EARLY, {"lookahead": 0}, {"lookahead": 3}])
+@pytest.mark.parametrize("votes", [{"lookahead": 0}, {"lookahead": 3}])
 def test_keeping_everything_but_one_row_barely_matters_and_all_rows_not_at_all(
     tiny_model, tokens, votes
 ):
@@ -135,7 +128,7 @@ def test_logits_processors_and_callbacks_act_as_in_mlx_lm(tiny_model, tokens):
 
         return processor
 
-    for votes in (EARLY, {"lookahead": 0}, {}):
+    for votes in ({"lookahead": 0}, {}):
         seen, expected, done, expected_done = [], [], [], []
         list(generate_step(tokens, tiny_model, max_tokens=3, snapkv=SMALL | votes, prefill_step_size=64,
                            logits_processors=[watch(seen)],

@@ -200,11 +200,6 @@ def test_a_block_policy_alone_votes_by_its_own_score(wide, tokens, policy):
     assert report.entries == 40 and report.book.resident <= 72
 
 
-def test_an_explicit_lookahead_is_refused(wide, tokens):
-    with pytest.raises(SnapKVError, match="lookahead=4 decodes tokens on all entries"):
-        steps(wide, tokens, policy=f"{BOOK},lookahead=4", memory="recall")
-
-
 def test_interrupted_reading_leaves_the_prompt_cache_as_it_was(wide, tokens):
     cache = make_prompt_cache(wide)
     steps(wide, tokens[:100], 3, policy=BOOK, memory="recall:file", prompt_cache=cache)

@@ -21,7 +21,6 @@ MANY = "snapkv:budget=56,lookahead=4"  # voters, more than the window keeps
 ONCE = [
     SNAPKV,
     MANY,
-    f"{FEW},last_token=false",
     "snapkv:budget=adaptive:56,n_sink=4,n_window=32,obs_window=8,lookahead=4",
     "kvzip:budget=48,n_sink=2",
 ]
@@ -99,7 +98,7 @@ def test_chunks_do_not_matter(kept, stepped, tiny_model, tokens, policy, step):
     assert_same_entries(found, stepped(policy))
 
 
-@pytest.mark.parametrize("policy", [p for p in IN_TURNS if "last_token" not in p])
+@pytest.mark.parametrize("policy", IN_TURNS)
 def test_a_cache_that_was_read_and_recorded_elsewhere(kept, stepped, tiny_model, tokens, policy):
     policy = policy.replace("lookahead=4", "lookahead=0")
     n = tokens.size

@@ -11,8 +11,7 @@ from mlx_snapkv.evals.fidelity import KNOWN, Judges
 from mlx_snapkv.policies import resolve_policy
 
 POLICIES = [
-    "snapkv:budget=60,lookahead=0,n_window=16",
-    "snapkv:budget=60,n_window=16,last_token=false",
+    "snapkv:budget=60,n_window=16,lookahead=0",
     "streaming_llm:budget=60,schedule=once",
     "keydiff:budget=60,block=64",
     "keydiff:budget=256 then snapkv:budget=60,lookahead=4",

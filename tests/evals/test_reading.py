@@ -24,7 +24,6 @@ SHARING = [
     SNAPKV,
     f"{BASE},lookahead=0",
     f"{BASE},lookahead=20,on_full=grow",
-    f"{BASE},last_token=false",
     f"{MANY},on_full=keydiff",
     f"{PYRAMID},on_full=keydiff,critical=true",
     "streaming_llm:budget=48,schedule=once",
@@ -108,7 +107,7 @@ def assert_goes_on_as_generate_step(model, reading, policy, n=26):
     cache, _ = reading.answering(policy)
     fed = attention_layers(model, cache)[0].entries_in(cache).offset
     of_full = fed - len(reading.tokens) + 1
-    assert of_full == (max(1, policy.n_lookahead) + 1 if policy.last_token else 0)
+    assert of_full == max(1, policy.lookahead) + 1
     assert list(answer[:of_full]) == reading.answer(of_full)
     logits = judged(model, cache, [*reading.tokens, *answer][fed:-1])
     found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -127,7 +126,7 @@ def test_an_answer_goes_on_as_that_of_generate_step(tiny_model, tokens, read, po
 def test_every_kind_of_layer(tokens, model_type):
     """Sliding windows, entries that other layers read, capped logits, latents, linear states, sinks, tiled heads."""
     model = make_model(model_type)
-    policies = [policy_of(f"{BASE},{x}") for x in ("lookahead=9", "last_token=false")]
+    policies = [policy_of(f"{BASE},{x}") for x in ("lookahead=9", "lookahead=0")]
     reading = read_once(model, tokens.tolist(), policies, [TAIL]).followed_by(TAIL)
     for policy in policies:
         cache, _ = reading.compressed(policy)

@@ -230,7 +230,6 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
         ),
         ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
         ({"lookahead": -1}, "lookahead must be a whole number of 0 to 256, got -1"),
-        ({"last_token": False, "lookahead": 2}, "lookahead must be 0 when last_token is false, got 2"),
     ],
 )  # fmt: skip
 def test_values_out_of_range(options, message):
@@ -240,8 +239,8 @@ def test_values_out_of_range(options, message):
 
 
 def test_strings_dicts_and_objects_name_the_same_policy():
-    policy = SnapKV(top_k=64, pool_kernel=7, last_token=False, lookahead=0, prefill_chunk=256)
-    text = "top_k=64, pool_kernel=7,last_token=false,lookahead=0,prefill_chunk=256"
+    policy = SnapKV(top_k=64, pool_kernel=7, lookahead=0, prefill_chunk=256)
+    text = "top_k=64, pool_kernel=7,lookahead=0,prefill_chunk=256"
     assert resolve_policy(snapkv=policy) is policy
     assert policy == resolve_policy(snapkv=text) == resolve_policy(policy=f"snapkv:{text}")
     assert policy == resolve_policy(policy=str(policy))
@@ -274,10 +273,9 @@ def test_requests_that_name_no_policy(keywords, message):
     [
         ("snapkv", 32),
         ("snapkv:lookahead=7", 7),
-        ("snapkv:last_token=false", 0),
         ("keydiff", 0),
         ("keydiff then snapkv", 32),
     ],
 )
 def test_one_lookahead_for_every_way_in(text, n):
-    assert resolve_policy(policy=text).stages[1].n_lookahead == n
+    assert resolve_policy(policy=text).stages[1].lookahead == n
