@@ -4,21 +4,20 @@ Only graphs are made here. Where a prompt is long they are made block by block, 
 for the one before it. MLX allocates some operations ahead of the one that it computes, so the blocks are small.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import mlx.core as mx
 
-from .queries import Pages, Queries
+from .queries import Queries
 
 # Of float32 logits made at a time. On a GPU every operation on a block is a launch, and of blocks as small as a CPU's
 # the launches would be most of a vote: with these it takes a fifth of the time, and 200 to 700 MB more.
 BLOCK_BYTES = {mx.cpu: 3 << 19, mx.gpu: 8 << 20}[mx.default_device().type]
 READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
 READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt
-# Of logits and float32 keys, below which one pass over all keys will do.
+# Of logits and float32 keys, below which one block of all keys will do.
 HELD_BYTES = 8 << 20
 # Of logits, below which keys that come in blocks are read once; if they are few by key.
 KEPT_BYTES = 64 << 20
@@ -48,7 +47,10 @@ class KeyBlocks:
     waits: bool
 
 
-def attention_votes(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
+Keys = mx.array | KeyBlocks
+
+
+def attention_votes(keys: Keys, observed: Queries) -> mx.array:
     """SnapKV's votes (section 3, "Voting"): `(B, n_kv_heads, T)` float32.
 
     Softmax over all entries up to the query's own position, summed over the observed queries, averaged over
@@ -57,32 +59,28 @@ def attention_votes(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
     return latest_votes(keys, observed, [len(observed.places)])[0]
 
 
-def latest_votes(keys: mx.array | KeyBlocks, observed: Queries, counts: Sequence[int]) -> mx.array:
+def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.array:
     """`attention_votes` of the last queries, as many as each of the `counts`: `(len(counts), B, n_kv_heads, T)`.
 
     One pass over the keys makes all.
     """
     queries, group = _grouped(keys, observed)
-    B, H, T, D = keys.shape
-    latest = _latest(observed, queries, counts)
-    held = 4 * B * H * T * (queries.shape[2] + (D if keys.dtype != mx.float32 else 0))
-    if isinstance(keys, KeyBlocks) or held > HELD_BYTES:
-        votes = _sums_in_blocks(keys, observed, queries, lambda logs: latest @ mx.power(2, logs))
-    else:
-        weights, share = _weights(keys, observed, queries)
-        votes = (share[..., None, :] * latest) @ weights
+    n = len(observed.places)
+    late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
+    late = mx.tile(late.astype(mx.float32), (1, group))
+    votes = _sums(keys, observed, queries, lambda logs: late @ mx.power(2, logs))
     return mx.moveaxis(votes, 2, 0) / group
 
 
-def above_average(keys: mx.array | KeyBlocks, observed: Queries) -> mx.array:
+def above_average(keys: Keys, observed: Queries) -> mx.array:
     """How many queries give each entry at least 1/t of their attention, `(B, n_kv_heads, T)` float32.
 
-    Of a query that sees t entries; averaged over the query heads of a GQA group, and made in blocks as the votes are.
+    Of a query that sees t entries; averaged over the query heads of a GQA group.
     """
     queries, group = _grouped(keys, observed)
-    seen = mx.minimum(_own_places(observed, queries) + 1, keys.shape[2])
+    seen = mx.minimum(_own_places(observed, group) + 1, keys.shape[2])
     least = -mx.log2(seen.astype(mx.float32))[:, None]
-    counts = _sums_in_blocks(keys, observed, queries, lambda logs: (logs >= least).sum(axis=2))
+    counts = _sums(keys, observed, queries, lambda logs: (logs >= least).sum(axis=2))
     return counts / group
 
 
@@ -91,28 +89,21 @@ def most_attention(
 ) -> mx.array:
     """The most attention that any query gives each of the entries `asked`, `(B, n_kv_heads, len(asked))` float32.
 
-    Logarithms, base 2, of weights, the largest of all queries and of a GQA group's heads. Softmax over the first
-    `n_sink` entries, those asked for, and those from `again` on, up to the query's own. It is made in blocks of
-    queries.
+    Logarithms, base 2, of weights, the largest of all queries and of a GQA group's heads, in blocks of queries. Softmax
+    over the first `n_sink` entries, those asked for, and those from `again` on, up to the query's own.
     """
     B, n_heads, n, _ = observed.heads.shape
     width = n_sink + len(asked) + keys.shape[2] - again
     size = max(1, MOST_BYTES // (4 * B * n_heads * width))
     most: list[mx.array] = []
     for first in range(0, n, size):
-        part = replace(
-            observed,
-            heads=observed.heads[:, :, first : first + size],
-            places=observed.places[first : first + size],
-        )
+        part = observed.between(first, min(n, first + size))
         queries, _ = _grouped(keys, part)
         spans = [(asked.start, asked.stop), (again, part.places.stop), (0, n_sink)]
-        logits = [_logits(keys, part, queries, span, after=most[-1:]) for span in spans]
-        every = mx.concatenate(logits, axis=-1)
-        top = every.max(axis=-1)
-        total = top + mx.log2(mx.power(2, every - top[..., None]).sum(axis=-1))
-        weights = logits[0] - _with_sinks(part, total)[..., None]
-        most.append(mx.maximum(weights.max(axis=2), most[-1]) if most else weights.max(axis=2))
+        logits = [_logits(keys, part, queries, span, most[-1:]) for span in spans]
+        total = _with_sinks(part, _log_sum(mx.concatenate(logits, axis=-1)))
+        weights = (logits[0] - total[..., None]).max(axis=2)
+        most.append(mx.maximum(weights, most[-1]) if most else weights)
     return most[-1]
 
 
@@ -120,8 +111,10 @@ def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
     """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum."""
     queries, group = _grouped(keys, observed)
     B, H, T, _ = keys.shape
-    weights, share = _weights(keys, observed, queries)
-    return (weights * share[..., None]).reshape(B, H * group, -1, T)
+    spans = _spans(observed, T, block=T)
+    logits = mx.concatenate([_logits(keys, observed, queries, span) for span in spans], axis=-1)
+    total = _with_sinks(observed, _log_sum(logits))
+    return mx.power(2, logits - total[..., None]).reshape(B, H * group, -1, T)
 
 
 def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
@@ -130,56 +123,51 @@ def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
     Queries averaged over each GQA group, then the highest logit over KV heads and queries.
     """
     B, H, T, _ = keys.shape
-    observed = _averaged(observed, H)
-    mean, _ = _grouped(keys, observed)
+
+    def mean(heads: mx.array) -> mx.array:
+        return mx.unflatten(heads.astype(mx.float32), 1, (H, -1)).mean(axis=2)
+
+    observed = observed.of(mean)
+    queries, _ = _grouped(keys, observed)
     scores: list[mx.array] = []
-    for span in _spans(keys, observed, _block(mean, BLOCK_BYTES)):
-        logits = _logits(keys, observed, mean, span, after=scores[-1:])
+    for span in _spans(observed, T, _block(queries, BLOCK_BYTES)):
+        logits = _logits(keys, observed, queries, span, scores[-1:])
         scores.append(logits.max(axis=(1, 2)))
     shared = mx.concatenate(scores, axis=-1) / LOG2_E
     return mx.broadcast_to(shared[:, None], (B, H, T))
 
 
-def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.array, mx.array]:
-    """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
-    spans = _spans(keys, observed, keys.shape[2])
-    if observed.pages is None:
-        spans = iter([(0, keys.shape[2])])
-    parts = [_logits(keys, observed, queries, span) for span in spans]
-    logits = mx.concatenate(parts, axis=-1)
-    top = logits.max(axis=-1)
-    weights = mx.power(2, logits - top[..., None])
-    total = _with_sinks(observed, top + mx.log2(weights.sum(axis=-1)))
-    return weights, mx.power(2, top - total)
-
-
-def _sums_in_blocks(
-    keys: mx.array | KeyBlocks,
-    observed: Queries,
-    queries: mx.array,
-    summed: Callable[[mx.array], mx.array],
+def _sums(
+    keys: Keys, observed: Queries, queries: mx.array, summed: Callable[[mx.array], mx.array]
 ) -> mx.array:
     """Sums over queries, `(..., T)`: the softmax's denominators, then the votes.
 
-    The keys are read for each of both, unless the queries are so few that all of their logits can be kept.
+    The keys are read for each of both, unless they or the queries are so few that all logits can be kept.
 
     Args:
         summed: makes sums `(..., block)` of the logarithms, base 2, of weights `(B, n_kv_heads, group * n, block)`.
     """
+    B, H, T, D = keys.shape
+    n = queries.shape[2]
     waits = isinstance(keys, KeyBlocks) and keys.waits
-    block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
-    spans = list(_spans(keys, observed, block))
-    few = queries.shape[2] <= keys.shape[3] // 4
-    keeps = few and 4 * math.prod(queries.shape[:3]) * keys.shape[2] <= KEPT_BYTES
-    # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
-    together = max(1, keys.shape[3] // 2 // queries.shape[2]) if keeps else 1
+    few = n <= D // 4
+    if isinstance(keys, mx.array) and 4 * B * H * T * (n + D) <= HELD_BYTES:
+        keeps, block, together = True, T, T
+    else:
+        keeps = few and 4 * B * H * n * T <= KEPT_BYTES
+        block = (
+            min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
+        )
+        # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
+        together = max(1, D // 2 // n) if keeps else 1
+    spans = list(_spans(observed, T, block))
     groups = [spans[i : i + together] for i in range(0, len(spans), together)]
     kept: list[mx.array] = []
     sums: list[mx.array] = []
     for group in groups:
         parts: list[mx.array] = []
         for span in group:
-            parts.append(_logits(keys, observed, queries, span, after=(parts or sums)[-1:]))
+            parts.append(_logits(keys, observed, queries, span, (parts or sums)[-1:]))
             if waits:
                 mx.eval(parts[-1])
         logits = mx.concatenate(parts, axis=-1)
@@ -191,8 +179,7 @@ def _sums_in_blocks(
     total = _with_sinks(observed, _log_sum(mx.stack(sums, axis=-1)))
     votes: list[mx.array] = []
     for i, (span, *_) in enumerate(groups):
-        after = votes[-1:] or [total]
-        logits = kept[i] if keeps else _logits(keys, observed, queries, span, after=after)
+        logits = kept[i] if keeps else _logits(keys, observed, queries, span, votes[-1:] or [total])
         votes.append(summed(logits - total[..., None]))
         if waits:
             mx.eval(votes[-1])
@@ -209,33 +196,18 @@ def _with_sinks(observed: Queries, total: mx.array) -> mx.array:
     """Logarithms, base 2, of the softmax's denominators `(B, n_kv_heads, group * n)`, the sinks' part added."""
     if observed.sinks is None:
         return total
-    B, H, n = total.shape
-    group = observed.sinks.size // H
-    sinks = observed.sinks.astype(mx.float32).reshape(1, H, group, 1)
-    both = mx.logaddexp(total.reshape(B, H, group, n // group) / LOG2_E, sinks) * LOG2_E
-    return both.reshape(B, H, n)
+    H = total.shape[1]
+    sinks = observed.sinks.astype(mx.float32).reshape(1, H, -1, 1)
+    by_head = mx.unflatten(total, 2, (sinks.shape[2], -1))
+    return (mx.logaddexp(by_head / LOG2_E, sinks) * LOG2_E).flatten(2)
 
 
-def _grouped(keys: mx.array | KeyBlocks, observed: Queries) -> tuple[mx.array, int]:
+def _grouped(keys: Keys, observed: Queries) -> tuple[mx.array, int]:
     """Queries `(B, n_kv_heads, group * n, head_dim)`, float32, scaled for logits to base 2; the size of a GQA group."""
-    B, n_heads, n, D = observed.heads.shape
+    B, n_heads, _, D = observed.heads.shape
     H = keys.shape[1]
     queries = observed.heads.astype(mx.float32) * (observed.scale * LOG2_E)
-    return queries.reshape(B, H, (n_heads // H) * n, D), n_heads // H
-
-
-def _averaged(observed: Queries, n_kv_heads: int) -> Queries:
-    """One query for each KV head: the mean of those of its GQA group."""
-
-    def mean(heads: mx.array) -> mx.array:
-        by_group = mx.unflatten(heads.astype(mx.float32), 1, (n_kv_heads, -1))
-        return by_group.mean(axis=2)
-
-    pages = observed.pages
-    if pages is not None:
-        asked = pages.asked
-        pages = replace(pages, asked=lambda page: mean(asked(page)))
-    return replace(observed, heads=mean(observed.heads), pages=pages)
+    return queries.reshape(B, H, -1, D), n_heads // H
 
 
 def _block(queries: mx.array, n_bytes: int) -> int:
@@ -244,56 +216,40 @@ def _block(queries: mx.array, n_bytes: int) -> int:
     return max(64, n_bytes // (4 * B * H * max(n, D // 2)))
 
 
-def _spans(keys: mx.array | KeyBlocks, observed: Queries, block: int) -> Iterator[tuple[int, int]]:
+def _spans(observed: Queries, T: int, block: int) -> Iterator[tuple[int, int]]:
     """Blocks `[start, stop)` of T; none holds both entries that all queries see and others, nor parts of two pages."""
-    T = keys.shape[2]
     seen_by_all = max(0, min(T, observed.places.start + 1))
-    pages = observed.pages or Pages(1, 0, lambda page: observed.heads)
-    edges = [*range(0, pages.until, pages.size), pages.until, seen_by_all, T]
-    for begin, end in pairwise(edges):
+    pages = observed.pages
+    edges = [0] if pages is None else [*range(0, pages.until, pages.size), pages.until]
+    for begin, end in pairwise([*edges, seen_by_all, T]):
         for start in range(begin, end, block):
             yield start, min(start + block, end)
 
 
 def _logits(
-    keys: mx.array | KeyBlocks,
+    keys: Keys,
     observed: Queries,
     queries: mx.array,
     span: tuple[int, int],
-    after: list[mx.array] | None = None,
+    after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """Causally masked logits `(B, n_kv_heads, n, stop - start)` of `queries`.
-
-    Args:
-        after: what is to be computed before.
-    """
+    """Causally masked logits `(B, n_kv_heads, group * n, stop - start)`, computed after what is given."""
     start, stop = span
     if observed.pages is not None and start < observed.pages.until:
-        heads = observed.pages.asked(start // observed.pages.size)
-        queries, _ = _grouped(keys, replace(observed, heads=heads))
+        queries, _ = _grouped(keys, observed.seen_by(start // observed.pages.size))
     part = keys[:, :, start:stop] if isinstance(keys, mx.array) else keys.read(start, stop)
     if after:
-        part = mx.depends(part, after)
+        part = mx.depends(part, list(after))
     logits = queries @ part.astype(mx.float32).swapaxes(-1, -2)
     if observed.cap is not None:
         cap = observed.cap * LOG2_E
         logits = cap * mx.tanh(logits / cap)
-    places = observed.places
-    if stop <= places.start + 1:
+    if stop <= observed.places.start + 1:
         return logits
-    own = _own_places(observed, queries)
+    own = _own_places(observed, queries.shape[2] // len(observed.places))
     return mx.where(mx.arange(start, stop) <= own[:, None], logits, HIDDEN)
 
 
-def _latest(observed: Queries, queries: mx.array, counts: Sequence[int]) -> mx.array:
-    """Which of the queries `(B, n_kv_heads, group * n, head_dim)` are the last: 0 or 1, `(len(counts), group * n)`."""
-    n = len(observed.places)
-    late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
-    return mx.tile(late.astype(mx.float32), (1, queries.shape[2] // n))
-
-
-def _own_places(observed: Queries, queries: mx.array) -> mx.array:
+def _own_places(observed: Queries, group: int) -> mx.array:
     """The place of each of the queries `(B, n_kv_heads, group * n, head_dim)`: `(group * n,)`."""
-    places = observed.places
-    own = mx.arange(places.start, places.stop, places.step)
-    return mx.tile(own, queries.shape[2] // len(places))
+    return mx.tile(mx.arange(observed.places.start, observed.places.stop), group)

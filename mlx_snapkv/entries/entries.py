@@ -11,19 +11,14 @@ import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
 from ..several.ranks import ALONE, Ranks
-from .attention import (
-    KeyBlocks,
-    above_average,
-    attention_weights,
-    latest_votes,
-)
+from .attention import Keys, above_average, attention_weights, latest_votes
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, rows, unpack
 from .queries import Queries
 
-_NO_LAYER = Missing(
+_NO_LAYER: Any = Missing(
     "what is known of a layer besides its entries is missing: prefill with mlx_snapkv.prefill"
 )
-_NO_STATISTICS = Missing(
+_NO_STATISTICS: Any = Missing(
     "the statistics of a layer's queries are missing: give the policy a query_statistics, "
     "and prefill with mlx_snapkv.prefill"
 )
@@ -46,13 +41,11 @@ class Entries:
         given_repeated: float32 `(B, n_kv_heads, T)`, if the prompt was read again; see `repeated`.
         given_rotations: uint32 `(B, n_kv_heads, T)`, the positions that keys are turned to if not to their own.
         quantization: how the entries are stored.
-        layer: whose entries they are: `.attention`, the mlx-lm attention module, so its output projection and
-            norms; `.rope`, its RoPE module or None; `.number`, its place among the model's full-attention
-            layers, from 0; `.n_layers`, how many those are; `.heads`, see there; `.latent`;
-            `.undo_rope(queries, offset)`, `.mean_rotation(head_dim, start, n)`, `.grouped(heads, n_kv_heads)` and
-            `.output_weights(kv_head, n_heads, values)`. Asking for one of these is a SnapKVError if no layer was given.
-        statistics: `.mean` and `.covariance` of the prompt's pre-RoPE queries, and more (see `Statistics`), if the
-            policy has a `query_statistics`; else asking for one is a SnapKVError.
+        layer: whose entries they are, an `AttentionLayer`: `.attention`, the mlx-lm attention module; `.rope`, its RoPE
+            module or None; `.number`, its place among the model's `.n_layers` full-attention layers; and what
+            computes with these. Asking for one is a SnapKVError if no layer was given.
+        statistics: `Statistics` of the prompt's pre-RoPE queries, if the policy has a `query_statistics`; else asking
+            for one is a SnapKVError.
         budget: how many are to stay per KV head; None if it is not known.
         n_window: how many of the newest stay in any case; None if it is not known.
         shared_votes: votes of the same queries, computed before, by numbers of entries, places and counts; None if
@@ -74,23 +67,26 @@ class Entries:
     shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __post_init__(self):
-        if self.layer is None:
-            self.layer = _NO_LAYER
-        if self.statistics is None:
-            self.statistics = _NO_STATISTICS
+        self.layer = self.layer or _NO_LAYER
+        self.statistics = self.statistics or _NO_STATISTICS
 
     def __len__(self) -> int:
         return n_rows(self.stored_keys)
 
     @property
     def _latent(self) -> bool:
-        return not isinstance(self.layer, Missing) and self.layer.latent
+        return self.layer is not _NO_LAYER and self.layer.latent
+
+    @property
+    def heads(self) -> Ranks:
+        """The ranks that share the layer's KV heads."""
+        return ALONE if self.layer is _NO_LAYER else self.layer.heads
 
     def plain(self) -> tuple[mx.array, mx.array]:
         """What the cache stores, `(B, n_kv_heads, T, ...)` each, not quantised."""
-        return unpack(self.stored_keys, self.quantization), unpack(
-            self.stored_values, self.quantization
-        )
+        stored = self.stored_keys, self.stored_values
+        keys, values = (unpack(x, self.quantization) for x in stored)
+        return keys, values
 
     @cached_property
     def keys(self) -> mx.array:
@@ -117,16 +113,23 @@ class Entries:
         Args:
             after: what is to be computed before, so that the memory of one block is enough.
         """
-        keys = unpack(_after(after, rows(self.stored_keys, start, stop)), self.quantization)
+        keys = self._read(self.stored_keys, start, stop, after)
         if not self._latent:
             return keys
-        rest = unpack(rows(self.stored_values, start, stop), self.quantization)
-        return mx.concatenate([keys, rest], axis=-1)
+        return mx.concatenate([keys, self._read(self.stored_values, start, stop)], axis=-1)
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The same of the values."""
         stored = self.stored_keys if self._latent else self.stored_values
-        return unpack(_after(after, rows(stored, start, stop)), self.quantization)
+        return self._read(stored, start, stop, after)
+
+    def _read(
+        self, stored: Stored, start: int, stop: int, after: Sequence[mx.array] = ()
+    ) -> mx.array:
+        stored = rows(stored, start, stop)
+        if after:
+            stored = each(lambda x: mx.depends(x, list(after)), stored)
+        return unpack(stored, self.quantization)
 
     @property
     def waits(self) -> bool:
@@ -140,11 +143,6 @@ class Entries:
             return self.given_positions
         shape = arrays(self.stored_keys)[0].shape[:3]
         return mx.broadcast_to(mx.arange(shape[2], dtype=mx.uint32), shape)
-
-    @property
-    def heads(self) -> Ranks:
-        """The ranks that share the layer's KV heads."""
-        return ALONE if self.layer is _NO_LAYER else self.layer.heads
 
     @property
     def rotations(self) -> mx.array:
@@ -218,7 +216,7 @@ class Entries:
         return shared[key]
 
     @property
-    def _voted_keys(self) -> mx.array | KeyBlocks:
+    def _voted_keys(self) -> Keys:
         """The keys that queries vote for."""
         return self.keys
 
@@ -256,14 +254,14 @@ class Entries:
         **changes: Any,
     ) -> Entries:
         """Some of the entries: `part` of what is `(B, n_kv_heads, T)`, and `stored` of what has another axis."""
+        for name in ("received", "given_repeated", "given_rotations"):
+            value = getattr(self, name)
+            changes[name] = None if value is None else part(value)
         return replace(
             self,
             stored_keys=each(stored, self.stored_keys),
             stored_values=each(stored, self.stored_values),
             given_positions=part(self.positions),
-            received=None if self.received is None else part(self.received),
-            given_repeated=None if self.given_repeated is None else part(self.given_repeated),
-            given_rotations=None if self.given_rotations is None else part(self.given_rotations),
             **changes,
         )
 
@@ -279,7 +277,3 @@ class Entries:
         self.stored_keys = self.stored_values = None
         for name in ("keys", "values", "raw_queries", "attention", "votes", "above_average"):
             vars(self).pop(name, None)
-
-
-def _after(before: Sequence[mx.array], stored: Stored) -> Stored:
-    return each(lambda x: mx.depends(x, list(before)), stored) if before else stored

@@ -8,7 +8,7 @@ by how large queries are in it, so that the components are those of the logits' 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -28,8 +28,8 @@ SAMPLED = 8  # one key in so many, of which the largest logit of each query is t
 ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
 
-# Codes `(B, n_kv_heads, n, size)`, what to multiply them by, and what to add for logits.
-Part = tuple[mx.array, mx.array, mx.array | float]
+# Codes `(B, n_kv_heads, n, size)`, what to multiply them by, and what that leaves out of logits.
+Part = tuple[mx.array, mx.array, mx.array]
 
 
 class KeyIndex:
@@ -62,10 +62,9 @@ class KeyIndex:
         mx.eval(self._mean, self._of_keys, self._of_queries)
         # int8 `(B, n_kv_heads, BLOCK, size)` each, the last one of fewer tokens.
         self._codes: list[mx.array] = []
-        self._n = 0
 
     def __len__(self) -> int:
-        return self._n
+        return sum(codes.shape[2] for codes in self._codes)
 
     @property
     def nbytes(self) -> int:
@@ -76,17 +75,13 @@ class KeyIndex:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
         codes = (keys.astype(mx.float32) - self._mean) @ self._of_keys
         codes = mx.clip(mx.round(codes), -127, 127).astype(mx.int8)
-        if self._codes and self._n % BLOCK:
+        if len(self) % BLOCK:
             codes = mx.concatenate([self._codes.pop(), codes], axis=2)
-        self._n += keys.shape[2]
         self._codes += mx.split(codes, range(BLOCK, codes.shape[2], BLOCK), axis=2)
         mx.eval(self._codes)
 
     def truncate(self, n: int) -> None:
         """Hold the first `n` tokens only."""
-        if n >= self._n:
-            return
-        self._n = n
         self._codes = [
             codes[:, :, : n - start] for start, codes in zip(range(0, n, BLOCK), self._codes)
         ]
@@ -107,13 +102,13 @@ class KeyIndex:
             fits = (
                 index._mean.shape == (B, H, 1, D)
                 and index._of_keys.shape == index._of_queries.shape == (B, H, D, size)
-                and all(c.shape[:2] == (B, H) and c.shape[3] == size for c in index._codes)
-                and all(c.shape[2] == BLOCK for c in index._codes[:-1])
+                and all((*c.shape[:2], c.shape[3]) == (B, H, size) for c in index._codes)
                 and all(c.dtype == mx.int8 and c.shape[2] <= BLOCK for c in index._codes)
+                and all(c.shape[2] == BLOCK for c in index._codes[:-1])
             )
         except (AttributeError, IndexError, TypeError, ValueError):
             return None
-        index._n = index.n_made_of = sum(c.shape[2] for c in index._codes) if fits else 0
+        index.n_made_of = len(index) if fits else 0
         return index if fits else None
 
     def __deepcopy__(self, memo: dict) -> KeyIndex:
@@ -133,43 +128,40 @@ class KeyIndex:
         B, H, _, size = self._of_queries.shape
         parts = list(self._parts(observed, n))
         m = parts[0][1].shape[-1]
-
-        def logits(part: Part) -> mx.array:
-            codes, queries, base = part
-            found = codes.astype(mx.float32) @ queries
-            return found if isinstance(base, float) else found + base
-
         if 4 * B * H * n * (m + size) <= WHOLE_BYTES:
-            every = mx.concatenate([logits(part) for part in parts], axis=2)
-            return (every - every.max(axis=2, keepdims=True)).max(axis=-1)
+            every = [(_logits(codes, asking), base) for codes, asking, base in parts]
+            most = _most([x.max(axis=2, keepdims=True) + base for x, base in every])
+            below = [(x - (most - base)).max(axis=-1) for x, base in every]
+            return mx.concatenate(below, axis=-1)
         # Few entries are above the largest of a sample, and those are among the best.
-        sampled = [(codes[:, :, ::SAMPLED], asking, base) for codes, asking, base in parts]
-        top = _in_turn(lambda part: logits(part).max(axis=2), sampled)
-        most = mx.stack(top, axis=2).max(axis=2, keepdims=True)
-        below = _in_turn(lambda part: (logits(part) - most).max(axis=-1), parts)
+        most = _most(
+            _in_turn(
+                _logits(codes[:, :, ::SAMPLED], asking).max(axis=2, keepdims=True) + base
+                for codes, asking, base in parts
+            )
+        )
+        below = _in_turn(
+            (_logits(codes, asking) - (most - base)).max(axis=-1) for codes, asking, base in parts
+        )
         return mx.minimum(mx.concatenate(below, axis=-1), 0)
 
     def _parts(self, observed: Queries, n: int) -> Iterator[Part]:
         """The first `n` keys, a block or page at a time, and the queries that see them."""
-        pages, near = observed.pages, self._asking(observed.heads, observed)
-        far = 0 if pages is None else min(pages.until, n)
-        edges = {*range(0, n, BLOCK), n, far, *range(0, far, pages.size if pages else n)}
+        pages, near = observed.pages, self._asking(observed)
+        far = range(0) if pages is None else range(0, min(pages.until, n), pages.size)
+        edges = {*range(0, n, BLOCK), *far, n} | ({min(pages.until, n)} if pages else set())
         for start, stop in pairwise(sorted(edges)):
             asking = near
-            if pages is not None and start < far:
-                asking = self._asking(pages.asked(start // pages.size), observed)
+            if pages is not None and start < pages.until:
+                asking = self._asking(observed.seen_by(start // pages.size))
             codes, first = self._codes[start // BLOCK], start // BLOCK * BLOCK
             yield codes[:, :, start - first : stop - first], *asking
 
-    def _asking(self, heads: mx.array, observed: Queries) -> tuple[mx.array, mx.array | float]:
-        """What codes are multiplied by, `(B, n_kv_heads, size, group * m)`, and what that leaves out of logits.
-
-        That is the same for all keys, and does not matter, unless pages see other queries.
-        """
+    def _asking(self, observed: Queries) -> tuple[mx.array, mx.array]:
+        """What codes are multiplied by, `(B, n_kv_heads, size, group * m)`, and the mean key's logits."""
         B, H, D, _ = self._of_queries.shape
-        heads = (heads.astype(mx.float32) * observed.scale).reshape(B, H, -1, D)
-        base = 0.0 if observed.pages is None else (heads @ self._mean.swapaxes(-1, -2)).mT
-        return (heads @ self._of_queries).mT, base
+        heads = (observed.heads.astype(mx.float32) * observed.scale).reshape(B, H, -1, D)
+        return (heads @ self._of_queries).mT, (heads @ self._mean.mT).mT
 
     def latest_votes(
         self,
@@ -186,7 +178,7 @@ class KeyIndex:
                 queries see them.
         """
         B, H, _, _ = self._of_queries.shape
-        first, T = observed.places.start, self._n
+        first, T = observed.places.start, len(self)
         n = min(first, CANDIDATES * budget)
         relevance = self.relevance(observed.latest(ASKING), first)
         likeliest = mx.sort(top_of_groups(relevance, n), axis=-1)
@@ -200,10 +192,18 @@ class KeyIndex:
         return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
 
 
-def _in_turn(make: Callable[[Part], mx.array], parts: list[Part]) -> list[mx.array]:
-    """What is made of each part, with the memory of one."""
-    made = []
-    for part in parts:
-        made.append(make(part))
-        mx.eval(made[-1])
-    return made
+def _logits(codes: mx.array, asking: mx.array) -> mx.array:
+    return codes.astype(mx.float32) @ asking
+
+
+def _most(tops: list[mx.array]) -> mx.array:
+    return mx.concatenate(tops, axis=2).max(axis=2, keepdims=True)
+
+
+def _in_turn(made: Iterable[mx.array]) -> list[mx.array]:
+    """Computed one after the other, with the memory of one."""
+    done = []
+    for each in made:
+        mx.eval(each)
+        done.append(each)
+    return done

@@ -11,11 +11,10 @@ from ..errors import SnapKVError
 
 BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
+KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # what mlx-lm's functions call it
 
-# Packed values, scales and biases, as `mx.quantize` makes them: `(B, n_kv_heads, T, ...)` each.
-Parts = tuple[mx.array, mx.array, mx.array]
-
-# Entries as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or parts.
+# Entries as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or packed values, scales and biases,
+# `(B, n_kv_heads, T, ...)` each, as `mx.quantize` makes them.
 Stored = Any
 
 
@@ -24,20 +23,20 @@ class Quantization:
     """How entries are quantised.
 
     Attributes:
-        bits: per value, 2, 3, 4, 6 or 8.
+        bits: per value, one of `BITS`.
         group_size: values that share a scale and a bias; it divides the head size.
     """
 
     bits: int
     group_size: int
 
-    def pack(self, entries: mx.array) -> Parts:
+    def pack(self, entries: mx.array) -> Stored:
         """Entries `(B, n_kv_heads, T, head_dim)`, quantised."""
-        return tuple(mx.quantize(entries, group_size=self.group_size, bits=self.bits))  # type: ignore[return-value]
+        return tuple(mx.quantize(entries, group_size=self.group_size, bits=self.bits))
 
-    def unpack(self, parts: Any) -> mx.array:
+    def unpack(self, stored: Stored) -> mx.array:
         """Entries `(B, n_kv_heads, T, head_dim)` of the scales' dtype, as the attention sees them."""
-        packed, scales, biases = parts
+        packed, scales, biases = stored
         if packed.shape[2] == 0:  # mx.dequantize takes no empty array
             return mx.zeros((*packed.shape[:3], packed.shape[3] * 32 // self.bits), scales.dtype)
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
@@ -61,10 +60,6 @@ class Quantised:
         return self.quantization.group_size  # type: ignore[union-attr]
 
 
-# What mlx-lm calls it, in the options of its functions.
-KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")
-
-
 def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, Any]]:
     """The quantisation that mlx-lm's keywords ask for, and the other options."""
     bits = options.get("kv_bits")
@@ -73,12 +68,10 @@ def taken_from(options: dict[str, Any]) -> tuple[Quantization | None, dict[str, 
 
 
 def pack(entries: mx.array, quantization: Quantization | None) -> Stored:
-    """Entries as they are to be stored."""
     return entries if quantization is None else quantization.pack(entries)
 
 
 def unpack(stored: Stored, quantization: Quantization | None) -> mx.array:
-    """Entries `(B, n_kv_heads, T, head_dim)` as the attention sees them."""
     return stored if quantization is None else quantization.unpack(stored)
 
 
@@ -103,7 +96,6 @@ def each(function: Callable[..., mx.array], stored: Stored, *others: Stored) -> 
 
 
 def rows(stored: Stored, start: int, stop: int) -> Stored:
-    """The rows `[start, stop)` of entries."""
     return each(lambda x: x[:, :, start:stop], stored)
 
 
@@ -124,14 +116,7 @@ def grown(stored: Stored, more: int) -> Stored:
 
 
 def fitting_groups(head_sizes: Iterable[int], option: str) -> list[int]:
-    """The group sizes that divide all head sizes.
-
-    Args:
-        option: what the user asked for.
-
-    Raises:
-        SnapKVError: there are none.
-    """
+    """The group sizes that divide all head sizes; SnapKVError, naming the user's `option`, if there are none."""
     sizes = sorted(set(head_sizes))
     fitting = [g for g in GROUP_SIZES if all(size % g == 0 for size in sizes)]
     if not fitting:

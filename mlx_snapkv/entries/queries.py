@@ -55,19 +55,28 @@ class Queries:
     pages: Pages | None = None
     cap: float | None = None
 
-    def latest(self, n: int) -> Queries:
-        """The last `n` of them, or all."""
-        first, pages = max(0, len(self.places) - n), self.pages
+    def of(self, function: Read, **changes: Any) -> Queries:
+        """The same with a function of the heads, also of those that pages see."""
+        pages = self.pages
         if pages is not None:
             asked = pages.asked
-            pages = replace(pages, asked=lambda page: asked(page)[:, :, first:])
-        return replace(
-            self,
-            heads=self.heads[:, :, first:],
-            places=self.places[first:],
-            start=None if self.start is None else self.start + first,
-            pages=pages,
-        )
+            pages = replace(pages, asked=lambda page: function(asked(page)))
+        return replace(self, heads=function(self.heads), pages=pages, **changes)
+
+    def between(self, first: int, stop: int) -> Queries:
+        """Those from `first` on, before `stop`."""
+        start = None if self.start is None else self.start + first
+        return self.of(lambda x: x[:, :, first:stop], places=self.places[first:stop], start=start)
+
+    def latest(self, n: int) -> Queries:
+        """The last `n` of them, or all."""
+        n_all = len(self.places)
+        return self.between(max(0, n_all - n), n_all)
+
+    def seen_by(self, page: int) -> Queries:
+        """As the entries of this page see them."""
+        assert self.pages is not None
+        return replace(self, heads=self.pages.asked(page))
 
 
 @dataclass(frozen=True)
@@ -161,11 +170,6 @@ class Recorder(OnQueries):
         self._counted_to = 0  # the position after the last one counted
 
     @property
-    def n_readers(self) -> int:
-        """Attention modules that read these entries: the layer's own, and those of layers that have none."""
-        return 1 if self.layer is None else len(self.layer.readers)
-
-    @property
     def waits_for_readers(self) -> bool:  # type: ignore[override]
         return bool(self._by_reader)
 
@@ -182,19 +186,20 @@ class Recorder(OnQueries):
         Args:
             read: makes of queries what the entries' keys are multiplied by; None is the same.
             borrowed: they are those of a later layer that reads this one's entries. Nothing is recorded before the
-                queries of all `n_readers` have come, whose heads are then side by side.
+                queries of all the layer's readers have come, whose heads are then side by side.
 
         Raises:
             SnapKVError: it is not known how many layers read the entries.
         """
-        if self.n_readers == 1 and borrowed:
+        n_readers = 1 if self.layer is None else len(self.layer.readers)
+        if n_readers == 1 and borrowed:
             raise SnapKVError(
                 "other layers read these entries, too: make the prompt cache with mlx_snapkv.prefill"
             )
-        self._by_reader = [*self._by_reader, queries] if borrowed else [queries]
-        if len(self._by_reader) == self.n_readers:
-            every, self._by_reader = self._by_reader, []
-            queries = every[0] if len(every) == 1 else mx.concatenate(every, axis=1)
+        every = [*self._by_reader, queries] if borrowed else [queries]
+        self._by_reader = every if len(every) < n_readers else []
+        if not self._by_reader:
+            queries = mx.concatenate(every, axis=1)
             self._take_queries(queries, scale, sinks, read or (lambda queries: queries))
 
     def _take_queries(
@@ -214,7 +219,9 @@ class Recorder(OnQueries):
         if a >= b:
             return
         if start < self._stop:  # tokens were rolled back meanwhile
-            self._forget_from(start)
+            kept = max(0, self.n_queries - (self._stop - start))
+            earlier = mx.concatenate(self._queries, axis=2)[:, :, :kept] if kept else None
+            self._queries = [] if earlier is None else [mx.contiguous(earlier)]
         elif a > self._stop:
             self._queries = []
         # A slice would keep the whole chunk alive.
@@ -295,9 +302,3 @@ class Recorder(OnQueries):
     def inherit_statistics(self, recorder: Recorder) -> None:
         """Let another cache's statistics stand for those of the queries to come."""
         self._sums, self._n_counted = list(recorder._sums), recorder._n_counted
-
-    def _forget_from(self, position: int) -> None:
-        kept = self.n_queries - max(0, self._stop - position)
-        queries = mx.concatenate(self._queries, axis=2)[:, :, : max(0, kept)]
-        self._queries = [mx.contiguous(queries)] if kept > 0 else []
-        self._stop = position
