@@ -15,6 +15,8 @@ from .attention import Keys, above_average, attention_weights, latest_votes
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, rows, unpack
 from .queries import Queries
 
+ByBlock = Callable[[int, int, list[mx.array]], mx.array]
+
 _NO_LAYER: Any = Missing(
     "what is known of a layer besides its entries is missing: prefill with mlx_snapkv.prefill"
 )
@@ -135,6 +137,19 @@ class Entries:
     def waits(self) -> bool:
         """Whether what is read takes memory of its own, so that it should be used before more is read."""
         return False
+
+    def by_block(self, function: ByBlock, blocks: range) -> mx.array:
+        """`function(start, stop, after)` of each block, the results joined along axis 2.
+
+        Blocks begin at the numbers of a range. Each is computed after the one before, with the memory of one.
+        """
+        parts: list[mx.array] = []
+        for start in blocks:
+            stop = min(start + blocks.step, blocks.stop)
+            parts.append(function(start, stop, parts[-1:]))
+            if self.waits:
+                mx.eval(parts[-1])
+        return mx.concatenate(parts, axis=2)
 
     @cached_property
     def positions(self) -> mx.array:

@@ -59,11 +59,11 @@ class Stages:
                 f"{self.decode_policy.name} reads all of a prompt again, so no policy can come before it: give it alone"
             )
 
+    reads_in_blocks = True
+
     @property
     def stages(self) -> tuple[Policy, Policy]:
         return self.prefill_policy, self.decode_policy
-
-    reads_in_blocks = True
 
     @property
     def min_ctx(self) -> int:
@@ -75,11 +75,10 @@ class Stages:
     def prefill_quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
         """What each full-attention layer keeps while the prompt is read."""
         wanted = self.decode_policy.quotas(n_prompt, n_layers)
+        own = self.prefill_policy.quotas(n_prompt, n_layers)
         return [
-            Quota(
-                mine.entries, max(mine.n_sink, then.n_sink), max(mine.n_window, then.n_window)
-            ).shrunk()
-            for mine, then in zip(self.prefill_policy.quotas(n_prompt, n_layers), wanted)
+            Quota(mine.entries, max(mine.n_sink, n.n_sink), max(mine.n_window, n.n_window)).shrunk()
+            for mine, n in zip(own, wanted)
         ]
 
     def __str__(self) -> str:
@@ -100,20 +99,16 @@ def resolve_policy(
     Raises:
         SnapKVError: both are given, or one can't be read.
     """
-    if snapkv is False:
-        snapkv = None
-    if snapkv is not None and policy is not None:
-        raise SnapKVError("snapkv and policy both name a policy: give only one of them")
+    if snapkv is None or snapkv is False:
+        return None if policy is None else _from_policy(policy)
     if policy is not None:
-        return _from_policy(policy)
-    if snapkv is None or isinstance(snapkv, SnapKV):
+        raise SnapKVError("snapkv and policy both name a policy: give only one of them")
+    if isinstance(snapkv, SnapKV):
         return snapkv
-    if snapkv is True:
-        return SnapKV()
-    if isinstance(snapkv, dict):
-        return SnapKV.from_options(snapkv)
     if isinstance(snapkv, str):
         return SnapKV.from_string(snapkv)
+    if snapkv is True or isinstance(snapkv, dict):
+        return SnapKV.from_options({} if snapkv is True else snapkv)
     raise SnapKVError(f"snapkv must be a SnapKV, a dict or a string, got {type(snapkv).__name__}")
 
 
@@ -123,7 +118,7 @@ def _from_policy(policy: Policy | Stages | str) -> Policy | Stages:
     if not isinstance(policy, str):
         kind = type(policy).__name__
         raise SnapKVError(f"policy must be a policy object or a string, got {kind}")
-    stages = [_from_name(part.strip()) for part in policy.split(THEN)]
+    stages = [_from_name(*part.split(":", 1)) for part in policy.split(THEN)]
     if len(stages) > 2:
         raise SnapKVError(
             f"at most two policies can follow each other, got {len(stages)} in {policy!r}"
@@ -131,14 +126,13 @@ def _from_policy(policy: Policy | Stages | str) -> Policy | Stages:
     return stages[0] if len(stages) == 1 else Stages(*stages)
 
 
-def _from_name(text: str) -> Policy:
-    name, _, options = text.partition(":")
+def _from_name(name: str, options: str = "") -> Policy:
     name = name.strip()
-    if name.partition(" ")[0] in BY_MASK:
+    by_mask = name.partition(" ")[0]
+    if by_mask in BY_MASK:
         raise SnapKVError(
-            f"{name.partition(' ')[0]} can't be used to answer: its heads keep different numbers of entries, which "
-            "saves nothing when they are stored together; give budget=adaptive, or measure it: mlx-snapkv eval suite "
-            "--by-mask"
+            f"{by_mask} can't be used to answer: its heads keep different numbers of entries, which saves nothing when "
+            "they are stored together; give budget=adaptive, or measure it: mlx-snapkv eval suite --by-mask"
         )
     if name == "auto":
         raise SnapKVError(

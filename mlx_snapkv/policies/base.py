@@ -12,14 +12,7 @@ import mlx.core as mx
 
 from ..entries.entries import Entries
 from ..errors import SnapKVError, UnknownOptionError, suggestion
-from .budgets import (
-    Quota,
-    amount,
-    is_adaptive,
-    is_budget,
-    layer_entries,
-    mean_entries,
-)
+from .budgets import Quota, amount, is_adaptive, is_budget, layer_entries, mean_entries
 from .options import MOST, count, entry_count, option, parsed
 
 SCHEDULES = ("once", "block")
@@ -157,11 +150,7 @@ class Policy(ABC):
         return amount(self.n_window, budget)
 
     def quotas(self, n_prompt: int, n_layers: int) -> list[Quota]:
-        """What each full-attention layer keeps of a prompt.
-
-        Raises:
-            SnapKVError: a share of this prompt is less than one entry.
-        """
+        """What each full-attention layer keeps of a prompt; SnapKVError if a share of it is less than one entry."""
         mean = mean_entries(self.budget, n_prompt)
         self._require_entries(mean)
         quota = Quota(mean, self.n_sink, self.window(mean)).shrunk()
@@ -183,18 +172,13 @@ class Policy(ABC):
     @classmethod
     def options(cls) -> list[str]:
         """The names of its own options, then those that it shares with the others."""
-        own = list(inspect.get_annotations(cls))
+        own = inspect.get_annotations(cls)
         names = [f.name for f in dataclasses.fields(cls)]
-        return sorted(names, key=lambda name: own.index(name) if name in own else len(own))
+        return [n for n in own if n in names] + [n for n in names if n not in own]
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Policy:
-        """Build from keyword options.
-
-        Raises:
-            UnknownOptionError: a name is not one of the policy's; the message lists those.
-            SnapKVError: a value is out of range.
-        """
+        """Build from keyword options; SnapKVError if a name is unknown or a value out of range."""
         known = cls.options()
         for name in map(str, options):
             if name not in known:
@@ -230,23 +214,24 @@ class Policy(ABC):
         return None
 
     def _check_options(self) -> None:
-        checked: dict[str, dataclasses.Field] = {}
+        checks: dict[
+            str, Any
+        ] = {}  # of the class that declared them: others may have given another default
         for cls in reversed(type(self).__mro__):
             fields = vars(cls).get("__dataclass_fields__", {})
-            checked |= {name: f for name, f in fields.items() if f.metadata}
-        for name, field in checked.items():
+            checks |= {name: field.metadata for name, field in fields.items() if field.metadata}
+        for name, check in checks.items():
             value = getattr(self, name)
             by_default = value is None and getattr(type(self), name) is None
-            ok = by_default or field.metadata["allowed"](value)
-            self._require(name, ok, field.metadata["said"])
+            self._require(name, by_default or check["allowed"](value), check["said"])
             self._require(name, not isinstance(value, int) or value <= MOST, f"at most {MOST}")
 
     def _require_entries(self, budget: int) -> None:
         if budget < 1:
             raise SnapKVError(f"{self.name} option budget={self.budget} is no entry of this prompt")
         if self.schedule == "once" and not self.grows:
-            allowed = "at least 1 entry with schedule=once, where it slides"
             n_window = Quota(budget, self.n_sink, self.window(budget)).shrunk().n_window
+            allowed = "at least 1 entry with schedule=once, where it slides"
             self._require("n_window", n_window >= 1, allowed)
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:

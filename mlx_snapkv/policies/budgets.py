@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -13,8 +15,7 @@ from ..entries.selection import select_positions
 from ..several.heads import largest
 from ..several.shard import TENSOR, WHOLE, Shard
 
-PYRAMID = "pyramid:"
-ADAPTIVE = "adaptive:"
+PYRAMID, ADAPTIVE = "pyramid", "adaptive"
 UNLIMITED = 2**30  # entries of a quota that is never reached
 STEEPNESS = 20  # PyramidKV's beta: the top layer keeps 1/20 of the mean, if that is enough for sink and window
 
@@ -41,34 +42,51 @@ class Quota:
         return select_positions(scores, n_sink=self.n_sink, top_k=top_k, n_window=self.n_window)
 
 
-def is_amount(value: object, least: int = 0) -> bool:
+def is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_amount(value: Any, least: int = 0) -> bool:
     """A whole number from `least`, or a share such as "25%" of more than 0 and at most 100."""
-    if isinstance(value, str):
-        share = _share(value)
-        return share is not None and 0 < share <= 1
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    return 0 < _share(value) <= 1 if isinstance(value, str) else is_whole(value) and value >= least
 
 
 def amount(value: int | str, whole: int) -> int:
     """The entries that a number or share of `whole` stands for; a share is rounded down."""
-    if isinstance(value, str):
-        return int((_share(value) or 0) * whole + 1e-9)
-    return int(value)
+    return int(_share(value) * whole + 1e-9) if isinstance(value, str) else int(value)
+
+
+def _share(text: str) -> float:
+    """0.25 of "25%"; NaN of what is no share."""
+    match = re.fullmatch(r"(\d*\.?\d+)%", text)
+    return float(match[1]) / 100 if match else math.nan
+
+
+def _shape_and_mean(budget: Any) -> tuple[str, Any]:
+    """How a budget is shared out among the layers, and the amount that they have on average."""
+    shape, colon, mean = budget.rpartition(":") if isinstance(budget, str) else ("", "", budget)
+    return shape, int(mean) if colon and mean.isdecimal() else mean
 
 
 def is_budget(value: object) -> bool:
     """An amount of at least one entry, shared out evenly, as a pyramid, or by the scores."""
-    return is_amount(_mean(value), least=1)
+    shape, mean = _shape_and_mean(value)
+    return shape in ("", PYRAMID, ADAPTIVE) and is_amount(mean, least=1)
 
 
 def is_share(budget: int | str) -> bool:
     """Whether it depends on the prompt."""
-    return isinstance(_mean(budget), str)
+    return isinstance(_shape_and_mean(budget)[1], str)
+
+
+def is_adaptive(budget: int | str) -> bool:
+    """Whether it is shared out among the layers by the scores of their entries."""
+    return _shape_and_mean(budget)[0] == ADAPTIVE
 
 
 def mean_entries(budget: int | str, n_prompt: int) -> int:
     """Entries that a budget grants each layer of a prompt, on average."""
-    return amount(_mean(budget), n_prompt)
+    return amount(_shape_and_mean(budget)[1], n_prompt)
 
 
 def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -> list[int]:
@@ -78,16 +96,11 @@ def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -
     mean, and gives no layer fewer than `least`.
     """
     mean = mean_entries(budget, n_prompt)
-    if not (isinstance(budget, str) and budget.startswith(PYRAMID)) or n_layers == 1:
+    if _shape_and_mean(budget)[0] != PYRAMID or n_layers == 1:
         return [mean] * n_layers
     top = min(mean, max(least, mean // STEEPNESS))
     spread = 2 * (mean - top)
     return [top + spread * (n_layers - 1 - i) // (n_layers - 1) for i in range(n_layers)]
-
-
-def is_adaptive(budget: int | str) -> bool:
-    """Whether it is shared out among the layers by the scores of their entries."""
-    return isinstance(budget, str) and budget.startswith(ADAPTIVE)
 
 
 def shared_out(scores: list[mx.array], quotas: list[Quota], shard: Shard = WHOLE) -> list[Quota]:
@@ -106,14 +119,12 @@ def shared_out(scores: list[mx.array], quotas: list[Quota], shard: Shard = WHOLE
         s[..., q.n_sink : max(q.n_sink, s.shape[-1] - q.n_window)] for s, q in zip(scores, quotas)
     ]
     wanted = [max(0, q.entries - n) for q, n in zip(quotas, always)]
-    sizes = shard.all_layers([[m.shape[-1], n] for m, n in zip(middles, wanted)])
-    room = [size for size, _ in sizes]
-    free = min(sum(room), sum(n for _, n in sizes))
+    room, every_wanted = zip(*shard.all_layers([[m.shape[-1], n] for m, n in zip(middles, wanted)]))
+    free = min(sum(room), sum(every_wanted))
     if free <= 0:
         return quotas
-    rows = scores[0].shape[0] * scores[0].shape[1]
-    if shard.kind == TENSOR:
-        rows *= shard.ranks.size
+    B, H, _ = scores[0].shape
+    rows = B * H * (shard.ranks.size if shard.kind == TENSOR else 1)
     every = mx.concatenate([middle.reshape(-1) for middle in middles])
     least = largest(every, free * rows, shard.ranks)
     found = mx.stack([(middle > least).sum() for middle in middles])
@@ -129,23 +140,4 @@ def shared_out(scores: list[mx.array], quotas: list[Quota], shard: Shard = WHOLE
         if shares[i] < room[i]:
             shares[i], left = shares[i] + 1, left - 1
     before, _ = shard.place(len(quotas))
-    own = shares[before:]
-    return [Quota(n + m, q.n_sink, q.n_window) for n, m, q in zip(own, always, quotas)]
-
-
-def _mean(budget: Any) -> Any:
-    """A budget without its shape."""
-    for shape in (PYRAMID, ADAPTIVE):
-        if isinstance(budget, str) and budget.startswith(shape):
-            mean = budget.removeprefix(shape)
-            return int(mean) if mean.isdecimal() else mean
-    return budget
-
-
-def _share(text: str) -> float | None:
-    if not text.endswith("%"):
-        return None
-    try:
-        return float(text[:-1]) / 100
-    except ValueError:
-        return None
+    return [replace(q, entries=n + m) for q, n, m in zip(quotas, shares[before:], always)]

@@ -1,8 +1,4 @@
-"""Expected Attention: the entries that queries to come will attend to, if they are like those so far.
-
-Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution", 2025
-(arXiv:2510.00636).
-"""
+"""Expected Attention: the entries that queries to come will attend to, if they are like those so far."""
 
 import math
 from dataclasses import dataclass
@@ -46,21 +42,21 @@ class ExpectedAttention(Policy):
             return mx.zeros((*one.shape[:2], len(entries)))
         mean, covariance = self._queries_to_come(entries, one)
         B, H, _, width = covariance.shape
+
+        def logits_and_sizes(start: int, stop: int, after: list[mx.array]) -> mx.array:
+            keys = entries.read_keys(start, stop, after).astype(mx.float32)
+            spread = mx.unflatten(keys @ covariance, 3, (-1, keys.shape[3]))
+            logits = keys @ mean + (spread * keys[:, :, :, None]).sum(axis=-1)
+            values = entries.read_values(start, stop, [logits]).astype(mx.float32)
+            sizes = mx.linalg.norm(values, axis=-1, keepdims=True)
+            return mx.concatenate([logits, sizes], axis=-1)
+
         size = max(64, BLOCK_BYTES // (4 * B * H * width))
-        logits: list[mx.array] = []
-        sizes: list[mx.array] = []
-        for start in range(self.n_sink, len(entries), size):
-            stop = min(start + size, len(entries))
-            keys = entries.read_keys(start, stop, after=logits[-1:]).astype(mx.float32)
-            logits.append(_expected_logits(keys, mean, covariance))
-            values = entries.read_values(start, stop, after=logits[-1:]).astype(mx.float32)
-            sizes.append(mx.linalg.norm(values, axis=-1))
-            if entries.waits:
-                mx.eval(logits[-1], sizes[-1])
-        each = mx.concatenate(logits, axis=-1)
-        each = each - mx.logsumexp(each, axis=-1, keepdims=True)
-        weights = mx.logsumexp(each, axis=2) - math.log(each.shape[2])
-        scores = weights + mx.log(mx.concatenate(sizes, axis=-1))
+        found = entries.by_block(logits_and_sizes, range(self.n_sink, len(entries), size))
+        logits, sizes = found[..., :-1], found[..., -1]
+        each = logits - mx.logsumexp(logits, axis=2, keepdims=True)
+        weights = mx.logsumexp(each, axis=-1) - math.log(each.shape[-1])
+        scores = weights + mx.log(sizes)
         top = scores.max(axis=(1, 2), keepdims=True) + 1
         return mx.concatenate([mx.broadcast_to(top, (B, H, self.n_sink)), scores], axis=-1)
 
@@ -79,10 +75,3 @@ class ExpectedAttention(Policy):
         mean = layer.grouped(mean, H).reshape(B, H, -1, D)
         covariance = layer.grouped(covariance, H).reshape(B, H, -1, D, D)
         return mean.swapaxes(2, 3), covariance.transpose(0, 1, 3, 2, 4).flatten(3)
-
-
-def _expected_logits(keys: mx.array, mean: mx.array, covariance: mx.array) -> mx.array:
-    """The logarithm of the expected weight of keys `(B, n_kv_heads, n, head_dim)`: `(B, n_kv_heads, group, n)`."""
-    spread = mx.unflatten(keys @ covariance, 3, (-1, keys.shape[3]))
-    logits = keys @ mean + (spread * keys[:, :, :, None]).sum(axis=-1)
-    return logits.swapaxes(2, 3)

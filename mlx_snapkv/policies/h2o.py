@@ -1,8 +1,4 @@
-"""H2O: heavy hitters, the entries that have received most attention so far.
-
-Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
-2023 (arXiv:2306.14048).
-"""
+"""H2O: heavy hitters, the entries that have received most attention so far."""
 
 from dataclasses import dataclass
 

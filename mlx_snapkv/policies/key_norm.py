@@ -1,7 +1,4 @@
-"""Key norm: entries with small keys stay.
-
-Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", 2024 (arXiv:2406.11430).
-"""
+"""Key norm: entries with small keys stay."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,4 @@
-"""KeyDiff: entries whose keys differ most from the others stay; no attention is needed.
-
-Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
-Resource-Constrained Environments", 2025 (arXiv:2504.15364).
-"""
+"""KeyDiff: entries whose keys differ most from the others stay; no attention is needed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,29 +46,29 @@ class KeyDiff(Policy):
 
     def score(self, entries: Entries) -> mx.array:
         """Minus the similarity, `(B, n_kv_heads, T)` float32; linear in T but for anchor="pairwise"."""
-        keys = entries.keys
         if self.anchor == "pairwise":
-            parts = _by_block(keys, lambda part: self._mean_similarity(part, keys))
+            scores = _by_block(entries, lambda part: self._mean_similarity(part, entries))
         else:
-            anchor = self._median(keys) if self.anchor == "median" else self._mean(keys)
-            parts = _by_block(keys, lambda part: self._similarity(part, anchor)[..., 0])
-        scores = -mx.concatenate(parts, axis=2)
+            anchor = self._median(entries.keys) if self.anchor == "median" else self._mean(entries)
+            scores = _by_block(entries, lambda part: self._similarity(part, anchor)[..., 0])
         if self.pool_kernel == 1:
-            return scores
-        least = scores.min(axis=-1, keepdims=True)  # what lies outside counts as much as the lowest
-        return pool_votes(scores - least, "avg", self.pool_kernel) + least
+            return -scores
+        most = scores.max(axis=-1, keepdims=True)  # what lies outside counts as much as the lowest
+        return pool_votes(most - scores, "avg", self.pool_kernel) - most
 
-    def _mean(self, keys: mx.array) -> mx.array:
+    def _mean(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, 1, head_dim)`."""
-        sums = _by_block(keys, lambda part: self._scaled(part).sum(axis=2, keepdims=True))
-        return sum(sums[1:], sums[0]) / keys.shape[2]
+        sums = _by_block(entries, lambda part: self._scaled(part).sum(axis=2, keepdims=True))
+        return sums.sum(axis=2, keepdims=True) / len(entries)
 
     def _median(self, keys: mx.array) -> mx.array:
         """Of each coordinate, `(B, n_kv_heads, 1, head_dim)`: a head at a time, since a median sorts a copy."""
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
-            of_head = _after(medians[-1:], keys[:, head : head + 1]).astype(mx.float32)
-            medians.append(mx.median(self._scaled(of_head), axis=2, keepdims=True))
+            of_head = keys[:, head : head + 1]
+            of_head = mx.depends(of_head, medians[-1:]) if medians else of_head
+            scaled = self._scaled(of_head.astype(mx.float32))
+            medians.append(mx.median(scaled, axis=2, keepdims=True))
         return mx.concatenate(medians, axis=1)
 
     def _scaled(self, keys: mx.array) -> mx.array:
@@ -89,9 +85,11 @@ class KeyDiff(Policy):
             return product * mx.rsqrt(mine + TINY) * mx.rsqrt(theirs + TINY)
         return -mx.sqrt(mx.maximum(mine + theirs - 2 * product, 0))
 
-    def _mean_similarity(self, keys: mx.array, all_keys: mx.array) -> mx.array:
-        sums = _by_block(all_keys, lambda k: self._similarity(keys, k).sum(axis=-1), keys.shape[2])
-        return sum(sums[1:], sums[0]) / all_keys.shape[2]
+    def _mean_similarity(self, keys: mx.array, entries: Entries) -> mx.array:
+        def total(others: mx.array) -> mx.array:
+            return self._similarity(keys, others).sum(axis=-1)[:, :, None]
+
+        return _by_block(entries, total, keys.shape[2]).sum(axis=2) / len(entries)
 
 
 def _squared(keys: mx.array) -> mx.array:
@@ -99,22 +97,16 @@ def _squared(keys: mx.array) -> mx.array:
 
 
 def _by_block(
-    keys: mx.array, function: Callable[[mx.array], mx.array], width: int = 0
-) -> list[mx.array]:
-    """`function` of the keys in float32, block by block of T, one after the other.
+    entries: Entries, function: Callable[[mx.array], mx.array], width: int = 0
+) -> mx.array:
+    """`function` of the keys in float32, block by block, joined along axis 2.
 
     Args:
         width: numbers computed from each key, if more than `head_dim`; `BLOCK_BYTES` hold those of a block.
     """
-    B, H, T, D = keys.shape
+    B, H, _, D = entries.read_keys(0, 1).shape
     size = max(64, BLOCK_BYTES // (4 * B * H * max(D, width)))
-    parts: list[mx.array] = []
-    for start in range(0, T, size):
-        block = _after(parts[-1:], keys[:, :, start : start + size])
-        parts.append(function(block.astype(mx.float32)))
-    return parts
-
-
-def _after(before: list[mx.array], block: mx.array) -> mx.array:
-    """The block, computed with only after `before`, so that the memory of one block is enough."""
-    return mx.depends(block, before) if before else block
+    return entries.by_block(
+        lambda *block: function(entries.read_keys(*block).astype(mx.float32)),
+        range(0, len(entries), size),
+    )

@@ -1,7 +1,4 @@
-"""KVzip: what the model looks at to repeat a text is what it needs of it.
-
-Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", 2025 (arXiv:2505.23416).
-"""
+"""KVzip: what the model looks at to repeat a text is what it needs of it."""
 
 from dataclasses import dataclass
 

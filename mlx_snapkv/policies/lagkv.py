@@ -1,8 +1,4 @@
-"""LagKV: entries that differ most from what comes next.
-
-Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important", 2025
-(arXiv:2504.04704).
-"""
+"""LagKV: entries that differ most from what comes next."""
 
 from dataclasses import dataclass
 
@@ -50,21 +46,18 @@ class LagKV(Policy):
         if n_blocks < 2:
             return mx.broadcast_to(recency, (B, H, T))
         at_once = max(1, BLOCK_BYTES // (4 * B * H * lag * D))
-        parts = [mx.ones((B, H, self.n_sink))]
-        for first in range(0, n_blocks - 1, at_once):
-            # One block more than is scored.
-            start = self.n_sink + first * lag
-            stop = self.n_sink + (min(first + at_once, n_blocks - 1) + 1) * lag
+        end = self.n_sink + (n_blocks - 1) * lag
+
+        def compared(start: int, stop: int, after: list[mx.array]) -> mx.array:
             keys, values = (
-                self._information(read(start, stop, after=parts[-1:]))
+                self._information(read(start, stop + lag, after))
                 for read in (entries.read_keys, entries.read_values)
             )
-            parts.append(self._among_blocks((keys + values) / 2).flatten(2))
-            if entries.waits:
-                mx.eval(parts[-1])
-        newest = recency[self.n_sink + (n_blocks - 1) * lag :] + 1
-        parts.append(mx.broadcast_to(newest, (B, H, newest.size)))
-        return mx.concatenate(parts, axis=-1)
+            return self._among_blocks((keys + values) / 2).flatten(2)
+
+        scores = entries.by_block(compared, range(self.n_sink, end, at_once * lag))
+        newest = mx.broadcast_to(recency[end:] + 1, (B, H, T - end))
+        return mx.concatenate([mx.ones((B, H, self.n_sink)), scores, newest], axis=-1)
 
     def _information(self, states: mx.array) -> mx.array:
         """Of all blocks of `(B, n_kv_heads, n, head_dim)` but the last, `(B, n_kv_heads, blocks, lag_size)`."""

@@ -3,21 +3,23 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
-from .budgets import is_amount
+from .budgets import is_amount, is_whole
 
 MOST = 2**31 - 1  # of any number, since positions are 32 bits
+
+
+def option(default: Any, allowed: Callable[[Any], bool], said: str) -> Any:
+    """A field with a check of its values, which subclasses that give another default keep."""
+    return dataclasses.field(default=default, metadata={"allowed": allowed, "said": said})
 
 
 def count(default: int | None, least: int = 0, most: int | None = None) -> Any:
     """A field that holds a whole number."""
 
     def allowed(value: Any) -> bool:
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            return False
-        return least <= int(value) and (most is None or int(value) <= most)
+        return is_whole(value) and least <= value and (most is None or value <= most)
 
     said = f"at least {least}" if most is None else f"{least} to {most}"
     return option(default, allowed, f"a whole number of {said}")
@@ -35,13 +37,7 @@ def choice(*values: str) -> Any:
 
 
 def flag(default: bool) -> Any:
-    """A field that is true or false."""
     return option(default, lambda value: isinstance(value, bool), "true or false")
-
-
-def option(default: Any, allowed: Callable[[Any], bool], said: str) -> Any:
-    """A field with a check of its values, which subclasses that give another default keep. None allows None."""
-    return dataclasses.field(default=default, metadata={"allowed": allowed, "said": said})
 
 
 def parsed(text: str) -> Any:

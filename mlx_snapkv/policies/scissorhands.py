@@ -1,8 +1,4 @@
-"""ScissorHands: entries that mattered often to the last queries will matter to the next.
-
-Liu et al., "Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV Cache Compression at Test
-Time", 2023 (arXiv:2305.17118).
-"""
+"""ScissorHands: entries that mattered often to the last queries will matter to the next."""
 
 from dataclasses import dataclass
 

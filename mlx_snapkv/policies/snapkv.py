@@ -1,14 +1,11 @@
-"""SnapKV: the queries at the end of the prompt vote for the entries that the answer needs.
-
-Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024 (arXiv:2404.14469).
-"""
+"""SnapKV: the queries at the end of the prompt vote for the entries that the answer needs."""
 
 from dataclasses import dataclass
 from functools import reduce
 
 import mlx.core as mx
 
-from ..entries.attention import READ_TOKENS, shared_logits
+from ..entries.attention import shared_logits
 from ..entries.entries import Entries
 from ..entries.selection import top_positions
 from .base import Policy
@@ -131,13 +128,12 @@ class SnapKV(Policy):
         With pool="forward" they are means over the queries, else sums.
         """
         forward = self.pool == "forward"
-        if self.heads == "shared":
-            votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
-            to_pool = [votes]
-        elif forward:
+        if forward and self.heads == "per_head":
             votes, to_pool = mean_and_contrasts(entries)
+        elif self.heads == "per_head":
+            votes, to_pool = entries.votes, [entries.votes]
         else:
-            votes = entries.votes
+            votes = entries.heads.max(shared_logits(entries.keys, entries.voters))
             to_pool = [votes]
         budget = entries.budget or mean_entries(self.budget, len(entries))
         n_window = self.window(budget) if entries.n_window is None else entries.n_window
@@ -225,28 +221,18 @@ def projected_norms(entries: Entries, start: int, stop: int, n_heads: int) -> mx
     weights = [
         entries.layer.output_weights(head, n_heads, one).swapaxes(0, 1)
         for head in range(one.shape[1])
-    ]
-    width = weights[0].shape[1] * weights[0].shape[2]
-    size = max(64, WRITTEN_BYTES // (4 * one.shape[0] * width))
-    read_at_once = READ_TOKENS if entries.waits else size
-    norms: list[mx.array] = []
-    for begin in range(start, stop, read_at_once):
-        end = min(stop, begin + read_at_once)
-        values = entries.read_values(begin, end)
-        for first in range(0, end - begin, size):
-            block = values[:, :, first : first + size]
-            norms.append(_block_norms(block, weights, after=norms[-1:]))
-        if entries.waits:
-            mx.eval(norms)
-    return mx.concatenate(norms, axis=-1)
+    ]  # by KV head: `(head_dim, group, hidden_size)`
 
+    def norms(begin: int, end: int, after: list[mx.array]) -> mx.array:
+        values = entries.read_values(begin, end, after)
+        sums: list[mx.array] = []
+        for head, weight in enumerate(weights):
+            part = values[:, head].astype(mx.float32)
+            part = mx.depends(part, sums[-1:]) if sums else part
+            projected = part @ weight.astype(mx.float32).flatten(1)
+            sums.append(mx.abs(projected).sum(axis=-1) / weight.shape[1])
+        return mx.stack(sums, axis=1)
 
-def _block_norms(values: mx.array, weights: list[mx.array], after: list[mx.array]) -> mx.array:
-    """Of values `(B, n_kv_heads, n, head_dim)`; `weights` by KV head: `(head_dim, group, hidden_size)`."""
-    sums: list[mx.array] = []
-    for head, weight in enumerate(weights):
-        part, before = values[:, head], sums[-1:] or after
-        part = mx.depends(part, before) if before else part
-        projected = part.astype(mx.float32) @ weight.astype(mx.float32).flatten(1)
-        sums.append(mx.abs(projected).sum(axis=-1) / weight.shape[1])
-    return mx.stack(sums, axis=1)
+    _, group, hidden_size = weights[0].shape
+    size = max(64, WRITTEN_BYTES // (4 * one.shape[0] * group * hidden_size))
+    return entries.by_block(norms, range(start, stop, size))

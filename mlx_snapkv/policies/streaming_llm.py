@@ -1,7 +1,4 @@
-"""StreamingLLM: the first entries and the most recent ones.
-
-Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023 (arXiv:2309.17453).
-"""
+"""StreamingLLM: the first entries and the most recent ones."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""TOVA: the entries that the last token attends to.
-
-Oren et al., "Transformers are Multi-State RNNs", 2024 (arXiv:2401.06104).
-"""
+"""TOVA: the entries that the last token attends to."""
 
 from dataclasses import dataclass
 
