@@ -22,11 +22,7 @@ class Found:
 
 
 def attention_classes(model) -> list[type]:
-    """The classes of a model's attention modules, each once.
-
-    Raises:
-        UnsupportedModelError: the model type is not one that can be compressed.
-    """
+    """The classes of a model's attention modules, each once; UnsupportedModelError as `attentions`."""
     readers = (x for found in attentions(model) for x in (found.attention, *found.borrowers))
     return list(dict.fromkeys(type(x) for x in readers if x is not None))
 
@@ -38,10 +34,8 @@ def attentions(model) -> list[Found]:
         UnsupportedModelError: the model type is not one that can be compressed.
     """
     name = type_of(model)
-    if name in REFUSED:
-        raise _refused(name, REFUSED[name])
     if name not in SUPPORTED:
-        raise _refused(name, "this version does not know it")
+        raise _refused(name, REFUSED.get(name, "this version does not know it"))
     found: list[Found] = []
     for layer in model.layers:
         for family in SUPPORTED[name]:
@@ -55,11 +49,11 @@ def attentions(model) -> list[Found]:
         inner = {type_of(m) for m in model.layers[0].modules()}
         reason = next((REFUSED[n] for n in inner if n in REFUSED), "its layers are not known")
         raise _refused(name, reason)
-    for family in {each.family for each in found}:
-        of_it = [
-            x for each in found if each.family is family for x in (each.attention, *each.borrowers)
-        ]
-        problem = family.refusal and family.refusal(of_it)
+    by_family: dict[AttentionFamily, list[Any]] = {}
+    for each in found:
+        by_family.setdefault(each.family, []).extend([each.attention, *each.borrowers])
+    for family, readers in by_family.items():
+        problem = family.refusal and family.refusal(readers)
         if problem:
             raise _refused(name, problem)
     return found

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..errors import UnsupportedModelError
 from ..several.heads import of_heads_here
 from . import latents
-from .rope import composes, mean_rotation, turn, undo_rope
+from .rope import composes, mean_rotation
 
 # The attention modules' names for the output projection.
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_resid")
@@ -103,25 +103,8 @@ class AttentionFamily:
             return None
         return getattr(attention, self.rope) if isinstance(self.rope, str) else self.rope(attention)
 
-    # `rope` below is what `rope_of` gave for the same module.
-
-    def undo_rope(self, attention, rope, queries: mx.array, offset: int) -> mx.array:
-        """Recorded queries `(B, n_heads, n, head_dim)`, the first at position `offset`, before `rope`; float32.
-
-        What a family does to its queries after RoPE, in a few a norm or a factor, is not undone.
-        """
-        return self._turned(attention, queries, lambda x: undo_rope(rope, x, offset))
-
-    def rotated(self, attention, rope, raw: mx.array, offset: int) -> mx.array:
-        """The result of `undo_rope`, turned by `rope` from position `offset` on."""
-        return self._turned(attention, raw, lambda x: rope(x, offset))
-
-    def turn(self, attention, rope, keys: mx.array, steps: mx.array) -> mx.array:
-        """Keys `(B, n_kv_heads, n, head_dim)` turned on by `steps` `(B, n_kv_heads, n)` positions."""
-        return self._turned(attention, keys, lambda x: turn(rope, x, steps))
-
     def can_turn(self, attention, rope, head_dim: int, length: int) -> bool:
-        """Whether `turn` does to keys of `head_dim` what the module does, at positions beyond `length`."""
+        """Whether keys can be turned on by `rope`, which is `rope_of` the module, at positions beyond `length`."""
         if self.normed and hasattr(attention, self.normed):
             return False
         return composes(rope, self._n_rotary(attention, head_dim), length)
@@ -129,20 +112,23 @@ class AttentionFamily:
     def mean_rotation(self, attention, rope, head_dim: int, start: int, n: int) -> mx.array:
         """The mean of the matrices that turn queries at `[start, start + n)`, float32 `(head_dim, head_dim)`."""
         n_rotary = self._n_rotary(attention, head_dim)
-        mean = mean_rotation(rope, n_rotary, start, n)
         n_before = head_dim - n_rotary
-        if not n_before:
-            return mean
-        return mx.eye(head_dim) * (mx.arange(head_dim) < n_before) + mx.pad(mean, (n_before, 0))
+        unturned = mx.eye(head_dim) * (mx.arange(head_dim) < n_before)
+        return unturned + mx.pad(mean_rotation(rope, n_rotary, start, n), (n_before, 0))
 
     def _n_rotary(self, attention, head_dim: int) -> int:
         return head_dim if self.rotary_tail is None else getattr(attention, self.rotary_tail)
 
-    def _turned(self, attention, x: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
-        """`x` with `function` of its rotary dimensions, which are the last."""
-        split = x.shape[3] - self._n_rotary(attention, x.shape[3])
-        tail = function(x[..., split:]) if split else function(x)
-        return mx.concatenate([x[..., :split].astype(tail.dtype), tail], axis=-1) if split else tail
+    def turned(self, attention, x: mx.array, function: Callable[[mx.array], mx.array]) -> mx.array:
+        """`x` `(B, n_heads, n, head_dim)` with `function` of its rotary dimensions, which are the last.
+
+        What a family does to its queries after RoPE, in a few a norm or a factor, is left as it is.
+        """
+        n_before = x.shape[3] - self._n_rotary(attention, x.shape[3])
+        if not n_before:
+            return function(x)
+        tail = function(x[..., n_before:])
+        return mx.concatenate([x[..., :n_before].astype(tail.dtype), tail], axis=-1)
 
     def grouped(self, queries: mx.array, n_kv_heads: int) -> mx.array:
         """Queries `(B, n_heads, n, head_dim)` in an order of heads that puts each KV head's readers together."""
@@ -159,11 +145,7 @@ class AttentionFamily:
         return range(kv_head * group, (kv_head + 1) * group)
 
     def output_of(self, attention) -> Any:
-        """An attention module's output projection.
-
-        Raises:
-            UnsupportedModelError: it has none of a known name.
-        """
+        """An attention module's output projection; UnsupportedModelError if it has none of a known name."""
         found = (getattr(attention, name, None) for name in OUTPUTS)
         output = next((module for module in found if module is not None), None)
         if output is None:

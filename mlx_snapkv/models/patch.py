@@ -1,9 +1,8 @@
 """Recording the queries that the attention itself used.
 
-Two parts. A `Recorder` (entries/queries.py) is a KV cache that belongs to one request and says which
-positions' queries it wants. While a family's attention class is patched, a call that is handed a recording
-cache leaves those queries with it; any other call is the original one. The class's `__call__` decides
-whether to record, and the queries are taken where the family's module calls mlx-lm's
+A `Recorder` (entries/queries.py) is a KV cache that belongs to one request and says which positions' queries it wants.
+While a family's attention class is patched, a call that is handed a recording cache leaves those queries with it; any
+other call is the original one. The queries are taken where the family's module calls mlx-lm's
 `scaled_dot_product_attention`, so no forward code is copied and they are bit-equal for every family.
 
 Where that function is not given all of the queries, `capture.py` records the result of the module's RoPE or first
@@ -16,7 +15,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +84,8 @@ class _Replacement:
     holders: int = 0
 
 
-_Key = tuple[Any, str]
-_replacements: dict[_Key, _Replacement] = {}
-_pinned: dict[type, list[_Key]] = {}  # classes held by patch_for_snapkv
+_replacements: dict[tuple[Any, str], _Replacement] = {}
+_pinned: dict[type, contextlib.ExitStack] = {}  # classes held by patch_for_snapkv
 
 
 def _targets(cls: type) -> list[tuple]:
@@ -110,43 +108,45 @@ def _targets(cls: type) -> list[tuple]:
     return targets
 
 
-def _hold(cls: type) -> list[_Key]:
-    """Wrap what a class needs wrapped; the keys to release."""
+@contextlib.contextmanager
+def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Wrap an attribute, as long as anyone holds it."""
+    key = owner, name
     with _lock:
-        keys: list[_Key] = []
-        for owner, name, wrap in _targets(cls):
-            if (owner, name) not in _replacements:
-                original = vars(owner)[name]
-                _replacements[owner, name] = _Replacement(original, wrap(original))
-                setattr(owner, name, _replacements[owner, name].wrapped)
-            _replacements[owner, name].holders += 1
-            keys.append((owner, name))
-        return keys
-
-
-def _release(keys: list[_Key]) -> None:
-    with _lock:
-        for owner, name in keys:
-            held = _replacements[owner, name]
+        if key not in _replacements:
+            original = vars(owner)[name]
+            _replacements[key] = _Replacement(original, wrap(original))
+            setattr(owner, name, _replacements[key].wrapped)
+        held = _replacements[key]
+        held.holders += 1
+    try:
+        yield
+    finally:
+        with _lock:
             held.holders -= 1
             if held.holders == 0:
-                del _replacements[owner, name]
+                del _replacements[key]
                 # If someone else has patched over ours, theirs stays; ours below it does nothing by itself.
                 if vars(owner)[name] is held.wrapped:
                     setattr(owner, name, held.original)
 
 
 @contextlib.contextmanager
+def _hold(cls: type) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for target in _targets(cls):
+            stack.enter_context(_wrapped(*target))
+        yield
+
+
+@contextlib.contextmanager
 def recording(classes: Iterable[type]) -> Iterator[None]:
     """Patch the attention classes for the block; nests, and restores them whatever happens inside."""
-    held: list[_Key] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(capture.forget)
         for cls in classes:
-            held += _hold(cls)
+            stack.enter_context(_hold(cls))
         yield
-    finally:
-        capture.forget()
-        _release(held)
 
 
 def _classes_to_patch(model) -> list[type]:
@@ -167,7 +167,8 @@ def patch_for_snapkv(model=None) -> None:
     with _lock:
         for cls in _classes_to_patch(model):
             if cls not in _pinned:
-                _pinned[cls] = _hold(cls)
+                _pinned[cls] = contextlib.ExitStack()
+                _pinned[cls].enter_context(_hold(cls))
 
 
 def unpatch_snapkv(model=None) -> None:
@@ -175,4 +176,4 @@ def unpatch_snapkv(model=None) -> None:
     with _lock:
         for cls in _classes_to_patch(model):
             if cls in _pinned:
-                _release(_pinned.pop(cls))
+                _pinned.pop(cls).close()
