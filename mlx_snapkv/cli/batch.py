@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
-from typer import Argument, Exit, Option
+from typer import Argument, Exit
 
 from ..errors import SnapKVError
 from ..paths import path_of, refusing
 from . import cache_options, options
-from .options import n_bytes
+from .command import option
+from .reading import Reading
 
 if TYPE_CHECKING:
     from ..batch.files import AnswersFile, RequestsFile
@@ -25,34 +26,25 @@ class FileOptions:
     requests: Annotated[
         str, Argument(help="File of requests, one a line, or - for stdin.", metavar="REQUESTS")
     ]
-    output: Annotated[
-        str,
-        Option(
-            "--output", "-o", help="File of answers, one a line; the same command goes on from it."
-        ),
-    ]
+    output: str = option(
+        ..., "File of answers, one a line; the same command goes on from it.", "-o"
+    )
     concurrency: options.Concurrency = 8
     max_kv_bytes: options.MaxKVBytes = None
-    seed: Annotated[
-        int | None,
-        Option(
-            min=0,
-            max=2**64 - 1,
-            help="Seed of the sampling, for requests that bring none of their own.",
-        ),
-    ] = None
-    allow_errors: Annotated[
-        bool,
-        Option("--allow-errors", help="Exit with 0, not 1, if requests could not be answered."),
-    ] = False
+    seed: int | None = option(
+        None,
+        "Seed of the sampling, for requests that bring none of their own.",
+        min=0,
+        max=2**64 - 1,
+    )
+    allow_errors: bool = option(False, "Exit with 0, not 1, if requests could not be answered.")
     quiet: options.Quiet = False
 
 
 def batch(
     *,
     files: FileOptions,
-    model: options.ModelOptions,
-    tokenizer: options.TokenizerOptions,
+    model: options.TalkingModelOptions,
     sampling: options.SamplingOptions,
     cache: cache_options.CacheOptions,
     policy: cache_options.AutoPolicyOptions,
@@ -74,31 +66,26 @@ def batch(
     from ..batch.run import Run
     from ..completions.request import Defaults
 
-    chosen = policy.resolve()
-    ways = {"policy": chosen, **retention.keywords()}
-    if policy.is_auto:
-        ways |= take_before(policy, model.model, "batch", retention.memory, files.quiet)
-        chosen = ways["policy"]
+    reading = Reading(files.quiet)
+    ways = {"policy": policy.resolve(), **retention.keywords()}
+    ways |= policy.take(model.model, None, "batch", retention.memory, reading.say)
+    chosen = ways["policy"]
     if cache.kv_bits is not None and chosen is None:
         raise SnapKVError(
             "--kv-bits in a batch is for compressed entries: add --policy, or drop it"
         )
-    limit = most_kv_bytes(files.max_kv_bytes)
+    limit = options.most_bytes("--max-kv-bytes", files.max_kv_bytes)
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if retention.memory != "drop":
-        about |= {
-            "memory": retention.memory,
-            "verify": retention.verify,
-            "refresh": retention.refresh,
-        }
+        about |= {name: getattr(retention, name) for name in ("memory", "verify", "refresh")}
     with _opened(files.requests) as stream:
         lines = RequestsFile(stream)
         path = path_of(files.output, "--output")
         answers = AnswersFile(path, {"model": model.model, **about})
-        loaded, adapted = load_for_requests(model, tokenizer, sampling)
-        keywords = ways | cache.keywords()
-        asked = loaded, adapted, answers, keywords, model.model, about, Defaults(**vars(sampling))
-        run = Run(*asked, files.concurrency, seed=files.seed)
+        loaded, tokenizer = model.load()
+        sampling.generation(tokenizer)  # which finds mistakes
+        asked = answers, ways | vars(cache), model.model, about, Defaults(**vars(sampling))
+        run = Run(loaded, tokenizer, *asked, files.concurrency, seed=files.seed)
         if limit is not None:
             run.memory = Memory(loaded, chosen, cache.quantization, cache.prefill_step_size, limit)
         _answer(run, lines, files.quiet)
@@ -106,33 +93,6 @@ def batch(
         print(_closing_line(answers, run.progress), file=sys.stderr)
     if answers.n_errors and not files.allow_errors:
         raise Exit(1)
-
-
-def take_before(
-    policy: cache_options.AutoPolicyOptions, name: str, task: str, memory: str, quiet: bool = False
-) -> dict[str, Any]:
-    """What --policy auto takes for a model before its weights are loaded, as keywords."""
-    from .loading import load_without_weights
-    from .reading import Reading
-
-    return policy.take(load_without_weights(name), None, task, memory, Reading(quiet).say)
-
-
-def most_kv_bytes(text: str | None) -> int | None:
-    """What --max-kv-bytes says; None is no limit."""
-    return None if text is None else n_bytes("--max-kv-bytes", text)
-
-
-def load_for_requests(
-    model: options.ModelOptions,
-    tokenizer: options.TokenizerOptions,
-    sampling: options.SamplingOptions,
-) -> tuple[Any, Any]:
-    """A model and its tokenizer; SnapKVError if the defaults of sampling are wrong for it."""
-    loaded, adapted = model.load()
-    tokenizer.adapt(adapted)
-    sampling.generation(adapted)  # which finds mistakes
-    return loaded, adapted
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:

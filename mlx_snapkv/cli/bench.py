@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from .command import option
 from .loading import load_model
 from .options import whole_numbers
 from .process import listen
@@ -23,29 +24,19 @@ POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 class BenchOptions:
     """Which policies are measured, at which lengths, and how often."""
 
-    policy: Annotated[
-        list[str] | None,
-        Option(help=f"Policy to compare, once or more; default: {' and '.join(POLICIES)}."),
-    ] = None
-    snapkv: Annotated[str | None, Option(help="The same for SnapKV: its options alone.")] = None
-    context: Annotated[str, Option(help="Context lengths to decode at.")] = (
-        "4096,16384,32768,65536,131072"
+    policy: list[str] | None = option(
+        None, f"Policy to compare, once or more; default: {' and '.join(POLICIES)}."
     )
-    prompt_tokens: Annotated[
-        str,
-        Option(
-            "--prompt-tokens",
-            "-p",
-            help="Prompt lengths that the full cache and all policies read.",
-        ),
-    ] = "8192,16384"
-    long_prompts: Annotated[
-        str, Option(help="Prompt lengths that only policies read that evict meanwhile.")
-    ] = "16384,32768,65536"
-    num_trials: Annotated[
-        int, Option("--num-trials", "-n", min=1, help="Prompts read of each length.")
-    ] = 3
-    steps: Annotated[int, Option(min=1, max=200, help="Steps decoded per cache.")] = 50
+    snapkv: str | None = option(None, "The same for SnapKV: its options alone.")
+    context: str = option("4096,16384,32768,65536,131072", "Context lengths to decode at.")
+    prompt_tokens: str = option(
+        "8192,16384", "Prompt lengths that the full cache and all policies read.", "-p"
+    )
+    long_prompts: str = option(
+        "16384,32768,65536", "Prompt lengths that only policies read that evict meanwhile."
+    )
+    num_trials: int = option(3, "Prompts read of each length.", "-n", min=1)
+    steps: int = option(50, "Steps decoded per cache.", min=1, max=200)
 
     def plan(self) -> Plan:
         """What is measured; a mistake in the options shows before anything is."""

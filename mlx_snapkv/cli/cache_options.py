@@ -13,6 +13,8 @@ from typer import Option
 
 from ..errors import SnapKVError, UnsupportedModelError
 from ..paths import path_of
+from .command import in_flags, option
+from .options import most_bytes
 
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
@@ -34,10 +36,8 @@ class CacheOptions:
     """How a prompt is read, and how its entries are stored."""
 
     prefill_step_size: PrefillStepSize = 2048
-    kv_group_size: Annotated[int, Option(help="Values that share a scale: 32, 64 or 128.")] = 64
-    kv_bits: Annotated[
-        int | None, Option(help="Bits of the KV cache's entries: 2, 3, 4, 6 or 8.")
-    ] = None
+    kv_group_size: int = option(64, "Values that share a scale: 32, 64 or 128.")
+    kv_bits: int | None = option(None, "Bits of the KV cache's entries: 2, 3, 4, 6 or 8.")
 
     def __post_init__(self):
         if self.kv_bits not in (None, 2, 3, 4, 6, 8):
@@ -50,10 +50,6 @@ class CacheOptions:
         from ..entries.quantization import Quantization
 
         return None if self.kv_bits is None else Quantization(self.kv_bits, self.kv_group_size)
-
-    def keywords(self) -> dict[str, Any]:
-        """The same as keywords of batches, conversations and mlx-lm's loop."""
-        return dict(vars(self))
 
     def require(self, model: Any) -> None:
         """Raises: SnapKVError: the model's entries can't be quantised so."""
@@ -74,17 +70,14 @@ class CacheOptions:
 class MLXCacheOptions(CacheOptions):
     """The same with mlx-lm's options of a full cache."""
 
-    max_kv_size: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="mlx-lm's rotating cache, in entries, of models that make no caches of their own.",
-        ),
-    ] = None
-    quantized_kv_start: Annotated[
-        int | None,
-        Option(min=0, help="Tokens from which --kv-bits counts, without a policy; mlx-lm's 5000."),
-    ] = None
+    max_kv_size: int | None = option(
+        None,
+        "mlx-lm's rotating cache, in entries, of models that make no caches of their own.",
+        min=1,
+    )
+    quantized_kv_start: int | None = option(
+        None, "Tokens from which --kv-bits counts, without a policy; mlx-lm's 5000.", min=0
+    )
 
     def generation(self, policy: Policy | Stages | None) -> dict[str, Any]:
         """The same as options of mlx-lm's `stream_generate`.
@@ -92,15 +85,13 @@ class MLXCacheOptions(CacheOptions):
         Raises:
             SnapKVError: one is given that has no effect on a policy's entries.
         """
-        options = self.keywords()
-        if self.quantized_kv_start is None:
-            del options["quantized_kv_start"]
-        elif policy is not None:
+        if self.quantized_kv_start is not None and policy is not None:
             raise SnapKVError(
                 "--quantized-kv-start is for the full cache: a policy's entries are quantised when they are "
                 "compressed; drop it or the policy"
             )
-        return options
+        missing = "quantized_kv_start" if self.quantized_kv_start is None else None
+        return {name: value for name, value in vars(self).items() if name != missing}
 
     def require(self, model: Any, draft_model: str | None = None) -> None:
         """Raises: SnapKVError: the model has no such cache, or mlx-lm would ignore an option beside it."""
@@ -127,10 +118,9 @@ class PolicyOptions:
     """The policy that compresses prompts, if any does."""
 
     snapkv: Snapkv = None
-    policy: Annotated[
-        str | None,
-        Option(help='Any policy, such as "keydiff:budget=25%"; see mlx-snapkv policies.'),
-    ] = None
+    policy: str | None = option(
+        None, 'Any policy, such as "keydiff:budget=25%"; see mlx-snapkv policies.'
+    )
 
     def resolve(self) -> Policy | Stages | None:
         """The policy; SnapKVError for a mistake in it, or for two."""
@@ -143,17 +133,14 @@ class PolicyOptions:
 class AutoPolicyOptions(PolicyOptions):
     """The same, or what suits the prompt and the machine."""
 
-    policy: Annotated[
-        str | None,
-        Option(
-            help='Any policy, such as "keydiff:budget=25%" (see mlx-snapkv policies); or auto, which takes what '
-            "suits the prompt, the task and this machine."
-        ),
-    ] = None
-    kv_memory: Annotated[
-        str | None,
-        Option(metavar="SIZE", help="KV memory, such as 2GB, that --policy auto keeps to."),
-    ] = None
+    policy: str | None = option(
+        None,
+        'Any policy, such as "keydiff:budget=25%" (see mlx-snapkv policies); or auto, which takes what '
+        "suits the prompt, the task and this machine.",
+    )
+    kv_memory: str | None = option(
+        None, "KV memory, such as 2GB, that --policy auto keeps to.", metavar="SIZE"
+    )
 
     @property
     def is_auto(self) -> bool:
@@ -162,9 +149,7 @@ class AutoPolicyOptions(PolicyOptions):
     @property
     def kv_bytes(self) -> int | None:
         """What `kv_memory` says."""
-        from .options import n_bytes
-
-        return None if self.kv_memory is None else n_bytes("--kv-memory", self.kv_memory)
+        return most_bytes("--kv-memory", self.kv_memory)
 
     def resolve(self) -> Policy | Stages | None:
         """The policy; None as long as it is to be taken."""
@@ -176,15 +161,17 @@ class AutoPolicyOptions(PolicyOptions):
         """What --policy auto changes of the keywords of `stream_generate`, said in one line; see `auto`.
 
         Args:
+            model: one of mlx-lm's, or its name: its weights are then not loaded.
             memory: what --memory says; auto takes its own where that is drop.
         """
         from ..engine.auto import FEW, auto
-        from .command import in_flags
+        from .loading import load_without_weights
         from .sharded import require_alone
 
         if not self.is_auto:
             return {}
         require_alone(policy=self.policy)
+        model = load_without_weights(model) if isinstance(model, str) else model
         taken = auto(model, n_prompt, task, kv_memory=self.kv_bytes)
         say(in_flags(str(taken)))
         found = taken.policy(0 if n_prompt else FEW)
@@ -197,18 +184,15 @@ class AutoPolicyOptions(PolicyOptions):
 class MemoryOptions:
     """What becomes of the entries that a policy does not keep."""
 
-    memory: Annotated[
-        str,
-        Option(
-            help="Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
-            "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
-            "policy that evicts while it reads, such as keydiff, then reads within its budget."
-        ),
-    ] = "drop"
-    store_dir: Annotated[
-        Path | None,
-        Option(help="Folder for the files of --memory recall:file; by default TMPDIR."),
-    ] = None
+    memory: str = option(
+        "drop",
+        "Entries that are not kept: gone (drop), or all at hand for later turns and --refresh: in memory "
+        "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
+        "policy that evicts while it reads, such as keydiff, then reads within its budget.",
+    )
+    store_dir: Path | None = option(
+        None, "Folder for the files of --memory recall:file; by default TMPDIR."
+    )
 
     def __post_init__(self):
         """Let temporary files be made in `store_dir`."""
@@ -226,19 +210,15 @@ class MemoryOptions:
 class VerifyOptions(MemoryOptions):
     """The same, and what an answer does with these entries."""
 
-    verify: Annotated[
-        str | None,
-        Option(
-            help="all: the answer is drafted, and checked on all entries that --memory keeps: the full cache's own."
-        ),
-    ] = None
-    refresh: Annotated[
-        str,
-        Option(
-            help="With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
-            "the whole answer, which is faster and less exact (turn)."
-        ),
-    ] = "token"
+    verify: str | None = option(
+        None,
+        "all: the answer is drafted, and checked on all entries that --memory keeps: the full cache's own.",
+    )
+    refresh: str = option(
+        "token",
+        "With --memory, when an answer chooses which entries it reads: at every token (token), or once for "
+        "the whole answer, which is faster and less exact (turn).",
+    )
 
     def keywords(self) -> dict[str, Any]:
         """The same as keywords of `stream_generate`, `Conversation` and batches."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
@@ -39,9 +38,12 @@ def cache_prompt(
       mlx-snapkv cache-prompt --model MODEL --prompt-file shelf.txt -o shelf.safetensors --memory recall:file \\
           --policy "keydiff:budget=4096 then snapkv:top_k=1024"
     """
+    from .. import saved
+    from ..caches.memories import saved_forms
+    from ..engine.footprint import book_cost
     from ..engine.prefill import require_book
     from ..engine.retention import RetentionConfig
-    from ..saved import require_writable
+    from .progress import writing_bar
 
     chosen, memory = policy.resolve(), retention.memory
     require_book(chosen, memory)
@@ -50,7 +52,7 @@ def cache_prompt(
             "--kv-bits quantises what answers are decoded from: for all entries, give --memory recall:file:8bit or "
             "recall:file:4bit"
         )
-    path = require_writable(output)
+    path = saved.require_writable(output)
     text = prompt.read()
     loaded, tokenizer = model.load()
     cache.require(loaded)
@@ -58,53 +60,27 @@ def cache_prompt(
     now, reading = datetime.now(), Reading(quiet)
     opening = partial(opening_tokens, tokenizer, text, prompt.system_prompt, now)
     tokens = reading.wait_for(opening)
-    keywords = {"policy": chosen, "memory": memory, "far": far, **cache.keywords()}
+    keywords = {"policy": chosen, "memory": memory, "far": far, **vars(cache)}
     reading.warn(loaded, len(tokens), **keywords)
     notes = {"text": text, "system_prompt": prompt.system_prompt, "time": now.isoformat()}
-    _save(path, loaded, tokens, keywords, notes, reading)
-
-
-def _save(
-    path: Path,
-    model: Any,
-    tokens: list[int],
-    keywords: dict[str, Any],
-    notes: dict[str, Any],
-    reading: Reading,
-) -> None:
-    """Read the text, write its caches, and say what they are."""
-    from .. import saved
-    from ..caches.memories import saved_forms
-    from ..engine.footprint import book_cost
-    from .progress import writing_bar
-
-    policy, memory, replaced = keywords["policy"], keywords["memory"], path.exists()
-    folder = path.resolve().parent
-    with reading.bar(partial(book_cost, model, policy, memory, saved_in=folder)) as bar:
-        cache, report = _read(model, tokens, **keywords, prompt_progress_callback=bar)
+    where = f"saved in {path}{', in place of the one that was there' if path.exists() else ''}"
+    cost = partial(book_cost, loaded, chosen, memory, saved_in=path.resolve().parent)
+    with reading.bar(cost) as bar:
+        read, report = _read(loaded, tokens, **keywords, prompt_progress_callback=bar)
     used = report.policy if report.compressed else NO_POLICY
     if memory != "drop":
-        notes["memory"], used = memory, str(policy)
-    writing, forms = writing_bar(reading.console), saved_forms(model, cache)
+        notes["memory"], used = memory, str(chosen)
+    writing, forms = writing_bar(reading.console), saved_forms(loaded, read)
     with writing as update:
-        saved.save(path, model, forms, tokens, used, notes, update)
-    where = f"saved in {path}{', in place of the one that was there' if replaced else ''}"
+        saved.save(path, loaded, forms, tokens, used, notes, update)
     if writing.done:
         where += f", and all entries in a folder beside it ({format_bytes(writing.done)})"
-    if not reading.console.quiet:
+    if not quiet:
         print(f"{_summary(report, forms, memory)} | {where}", file=sys.stderr)
 
 
 def _read(
-    model: Any,
-    tokens: list[int],
-    *,
-    policy: Any,
-    memory: str,
-    far: str | None,
-    kv_bits: int | None,
-    kv_group_size: int,
-    **keywords: Any,
+    model: Any, tokens: list[int], *, policy: Any, memory: str, far: str | None, **keywords: Any
 ) -> tuple[list, CompressionReport]:
     """The text's caches, as the policy and the memory want them, and what was done."""
     import mlx.core as mx
@@ -112,14 +88,14 @@ def _read(
 
     from ..engine.prefill import prefill, read, read_book
 
-    quantised: dict[str, Any] = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     if policy is None:
         cache = make_prompt_cache(model)
-        read(model, mx.array(tokens), cache, keywords | quantised)
+        read(model, mx.array(tokens), cache, keywords)
         return cache, CompressionReport(NO_POLICY, len(tokens), "no policy was given")
-    if memory != "drop":
-        return read_book(model, tokens, policy, memory, far=far, **keywords)
-    return prefill(model, tokens, policy, far=far, **keywords, **quantised)
+    if memory == "drop":
+        return prefill(model, tokens, policy, far=far, **keywords)
+    del keywords["kv_bits"], keywords["kv_group_size"]
+    return read_book(model, tokens, policy, memory, far=far, **keywords)
 
 
 def _summary(report: CompressionReport, cache: list, memory: str) -> str:
@@ -127,8 +103,6 @@ def _summary(report: CompressionReport, cache: list, memory: str) -> str:
     from ..caches.layers import kv_bytes
 
     kept = report.entries_text if memory == "drop" else f"{report.entries} entries resident"
-    kept += report.recall_text
-    if not report.compressed:
-        kept = f"full cache: {report.reason}"
+    kept = f"{kept}{report.recall_text}" if report.compressed else f"full cache: {report.reason}"
     held = report.kv_bytes_after or kv_bytes(cache)
     return f"{report.prompt_tokens} prompt tokens, {kept}, KV memory {format_bytes(held)}"

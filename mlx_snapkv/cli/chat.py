@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import typer
+
 from ..errors import SnapKVError
 from . import cache_options, options
 
@@ -13,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def chat(
+    context: typer.Context,
     *,
     model: options.ShardedModelOptions,
     sampling: options.SamplingOptions,
     seed: options.Seed = None,
     system_prompt: options.SystemPrompt = None,
-    tokenizer: options.TokenizerOptions,
     cache: cache_options.MLXCacheOptions,
     policy: cache_options.AutoPolicyOptions,
     retention: cache_options.RetentionOptions,
@@ -36,25 +38,17 @@ def chat(
     from .chat_session import Lines, Session
     from .reading import Reading
 
-    chosen = policy.resolve()
-    generation = cache.generation(chosen)
+    ways = {"policy": policy.resolve(), **retention.keywords()}
+    ways |= cache.generation(ways["policy"])
     lines = Lines(sys.stdin, CommandCompleter())
-    loaded, adapted = model.load()
-    tokenizer.adapt(adapted)
+    loaded, tokenizer = model.load()
     cache.require(loaded)
     options.seed_sampling(seed)
     reading = Reading(quiet)
-    ways = {"policy": chosen, **retention.keywords()}
     ways |= policy.take(loaded, None, "conversation", retention.memory, reading.say)
-    conversation = Conversation(
-        loaded,
-        adapted,
-        system=system_prompt,
-        **ways,
-        **sampling.generation(adapted),
-        **generation,
-    )
-    run(Session(model.model, conversation, sampling, lines, quiet))
+    ways |= sampling.generation(tokenizer)
+    conversation = Conversation(loaded, tokenizer, system=system_prompt, **ways)
+    run(Session(model.model, conversation, sampling, lines, reading, context))
 
 
 def run(session: Session) -> None:
@@ -66,9 +60,9 @@ def run(session: Session) -> None:
     from .chat_commands import run_command
 
     interactive = session.lines.interactive
-    if interactive and not session.quiet:
-        session.say(f"{session.model}, {session.ways}")
-        session.say(
+    if interactive:
+        session.reading.say(f"{session.model}, {session.ways}")
+        session.reading.say(
             "Several lines: paste them, or end each with a backslash. /help lists commands."
         )
     for line in map(str.strip, session.lines):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
@@ -95,24 +95,23 @@ def _file(session: Session, path: str) -> None:
 )
 def _files(session: Session, rest: str) -> None:
     attached = session.conversation.attached
-    names = [session.name_of(text) for text in attached]
+    waiting = {str(n): session.name_of(text) for n, text in enumerate(attached, start=1)}
     if rest:
         word, _, which = rest.partition(" ")
-        numbers, which = [str(n) for n in range(1, len(names) + 1)], which.strip()
-        if word != "detach" or which not in (*numbers, *names):
+        which = next((n for n, name in waiting.items() if which.strip() in (n, name)), "")
+        if word != "detach" or not which:
             raise SnapKVError(
                 f"/files takes nothing or: detach and the number or name of a waiting file, got {rest!r}"
             )
-        place = (numbers if which in numbers else names).index(which)
-        del attached[place]
-        session.say(f"{names[place]} is detached")
+        del attached[int(which) - 1]
+        session.say(f"{waiting[which]} is detached")
         return
     read = [text for *documents, _ in session.conversation.said for text in documents]
     for text in read:
         session.say(f"   {session.name_of(text)}, part of the conversation")
-    for n, name in enumerate(names, start=1):
+    for n, name in waiting.items():
         session.say(f"{n}  {name}, to be read with your next message")
-    if not read and not attached:
+    if not read and not waiting:
         session.say("no file is attached: /file FILE attaches one")
 
 
@@ -168,7 +167,7 @@ def _compare(session: Session, _: str) -> None:
 def _set(session: Session, rest: str) -> None:
     name, _, value = rest.partition(" ")
     if name:
-        session.sample(session.sampling.changed(name, value.strip()))
+        session.sample(name, value.strip())
     session.say(", ".join(f"{name} {value:g}" for name, value in vars(session.sampling).items()))
 
 
@@ -194,25 +193,19 @@ def _stats(session: Session, _: str) -> None:
         session.say("nothing has been said yet, or since the conversation was loaded")
         return
     session.say(str(report))
-    if layers := _by_layer(report.entries_kept):
-        session.say(f"entries by layer: {layers}")
-    held = format_bytes(kv_bytes(conversation.prompt_cache))
-    beside = {
-        "in files": file_bytes(conversation.prompt_cache),
-        "for /undo": conversation.undo_nbytes,
-    }
-    held += "".join(f", {format_bytes(n)} {where}" for where, n in beside.items() if n)
-    session.say(f"KV memory held between turns: {held}; {session.speed}")
-
-
-def _by_layer(entries: Sequence[int | None]) -> str:
-    """The entries of each layer that has some, neighbours with as many together."""
-    said = []
-    for n, layers in groupby(enumerate(entries), key=lambda layer: layer[1]):
-        (first, _), *_, (last, _) = [*layers] * 2
+    layers = []  # those that have entries, neighbours with as many together
+    for n, group in groupby(enumerate(report.entries_kept), key=lambda layer: layer[1]):
+        numbers = [layer for layer, _ in group]
+        first, last = numbers[0], numbers[-1]
         if n is not None:
-            said.append(f"{first}: {n}" if first == last else f"{first} to {last}: {n}")
-    return ", ".join(said)
+            layers.append(f"{first}: {n}" if first == last else f"{first} to {last}: {n}")
+    if layers:
+        session.say(f"entries by layer: {', '.join(layers)}")
+    caches = conversation.prompt_cache
+    others = {" in files": file_bytes(caches), " for /undo": conversation.undo_nbytes}
+    held = {"": kv_bytes(caches), **{where: n for where, n in others.items() if n}}
+    sizes = ", ".join(f"{format_bytes(n)}{where}" for where, n in held.items())
+    session.say(f"KV memory held between turns: {sizes}; {session.speed}")
 
 
 @_command("/save", "FILE", "write the conversation to a .safetensors file", _PATHS)
@@ -228,13 +221,14 @@ def _save(session: Session, name: str) -> None:
 def _load(session: Session, path: str) -> None:
     if not session.may_replace():
         return
-    now, policy, memory = session.conversation, session.policy_wanted, session.memory_wanted
-    ways: Any = {"policy": policy, "memory": memory, "refresh": now.refresh, "far": now.far}
+    now = session.conversation
+    ways: Any = {**session.wanted, "refresh": now.refresh, "far": now.far}
     loaded = Conversation.load(path, now.model, now.tokenizer, **ways, **now.generation)
     if loaded.memory != "drop":
         loaded.verify_answers(now.verify)
     session.replace(loaded)
-    whose = "" if (loaded.policy, loaded.memory) == (policy, memory) else ", as it was saved"
+    own = {"policy": loaded.policy, "memory": loaded.memory}
+    whose = "" if own == session.wanted else ", as it was saved"
     session.say(f"{len(loaded.read):,} tokens loaded, {session.ways}{whose}")
 
 
@@ -243,11 +237,10 @@ def _export(session: Session, name: str) -> None:
     if here().size > 1:
         raise SnapKVError(f"/export does not run on several Macs: {ALONE_ONLY}")
     path = path_of(name, "/export")
-    key = str(path.absolute())
     with refusing(f"/export {path}"):
         if path.is_dir():
             raise SnapKVError(f"/export {path} is a folder: give a file name")
-        if path.exists() and key not in session.exported:
+        if path.exists() and path.absolute() not in session.exported:
             if not session.lines.interactive:
                 raise SnapKVError(
                     f"/export {path}: there is such a file already, give another name"
@@ -256,7 +249,7 @@ def _export(session: Session, name: str) -> None:
                 session.say("nothing was written")
                 return
         put(path, session.as_markdown())
-    session.exported.add(key)
+    session.exported.add(path.absolute())
     session.say(f"written to {path}")
 
 

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Iterator
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, TextIO
 
 from prompt_toolkit import PromptSession
@@ -13,6 +14,7 @@ from prompt_toolkit.completion import Completer
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.utils import is_dumb_terminal
+from typer import Context
 
 from ..chat.conversation import Conversation
 from ..engine.footprint import BookCost, book_cost
@@ -111,11 +113,11 @@ class Session:
         model: the model's name, as the user gave it.
         conversation: the one that the next message goes to.
         sampling: how its answers are sampled.
-        policy_wanted, memory_wanted: what a new conversation gets, whatever a loaded one has brought with it.
+        reading: shows progress and warnings, unless the chat is quiet.
+        wanted: the policy and memory of a new conversation, whatever a loaded one has brought with it.
         names: of the documents attached, by their text.
         exported: files that hold this chat already.
         speed: of the last turn, in words.
-        quiet: whether stderr has only what commands and mistakes say.
     """
 
     def __init__(
@@ -124,17 +126,18 @@ class Session:
         conversation: Conversation,
         sampling: SamplingOptions,
         lines: Lines,
-        quiet: bool = False,
+        reading: Reading,
+        context: Context,
     ):
-        self.model, self.conversation = model, conversation
-        self.sampling, self.lines, self.quiet = sampling, lines, quiet
-        self.policy_wanted, self.memory_wanted = conversation.policy, conversation.memory
+        self.model, self.conversation, self.sampling = model, conversation, sampling
+        self.lines, self.reading, self._context = lines, reading, context
+        self.wanted: Any = {"policy": conversation.policy, "memory": conversation.memory}
         self.names: dict[str, str] = {}
-        self.exported: set[str] = set()
+        self.exported: set[Path] = set()
         self.speed = ""
         self._console = stderr_console()
-        self._reading = Reading(quiet)
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file
+        self._warned: Any = None  # of which policy a warning has been said
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -143,17 +146,17 @@ class Session:
         """Attach a document; the number of its tokens."""
         now = self.conversation
         # Not `now.attach`: after Ctrl-C the thread goes on, and would attach it all the same.
-        n_tokens = self._reading.wait_for(partial(now.count, text))
+        n_tokens = self.reading.wait_for(partial(now.count, text))
         now.attached.append(text)
         asked = {name: getattr(now, name) for name in ("policy", "memory", "verify", "far")}
-        self._reading.warn(now.model, n_tokens, len(now.read), **asked, **now.generation)
+        self.reading.warn(now.model, n_tokens, len(now.read), **asked, **now.generation)
         return n_tokens
 
     def answer(self, text: str) -> None:
         """Send a message, and print the answer as it comes."""
         last, now = None, self.conversation
-        with self._reading.bar(partial(_long_turn, now, len(now.read))) as update:
-            responses: Any = self._reading.wait_for(partial(now.send, text, update))
+        with self.reading.bar(partial(_long_turn, now, len(now.read))) as update:
+            responses: Any = self.reading.wait_for(partial(now.send, text, update))
             try:
                 for last in responses:
                     print(last.text, end="", flush=True)
@@ -163,6 +166,9 @@ class Session:
                     print(flush=True)
                     speeds = {"prompt": last.prompt_tps, "generation": last.generation_tps}
                     self.speed = ", ".join(f"{name} {n:.1f} tokens/s" for name, n in speeds.items())
+        if now.report is not None and now.report.warnings and self._warned != now.policy:
+            self.reading.say_warnings(now.report)
+            self._warned = now.policy
 
     @property
     def ways(self) -> str:
@@ -206,17 +212,17 @@ class Session:
     def start_again(self, **changes: Any) -> None:
         """Forget the conversation, and what the file it came from may have brought with it."""
         now = self.conversation
+        self.wanted |= {name: changes[name] for name in self.wanted if name in changes}
         kept = {"system": now.system, "refresh": now.refresh, "far": now.far}
-        options = {**kept, "policy": self.policy_wanted, "memory": self.memory_wanted, **changes}
+        options = {**kept, **self.wanted, **changes}
         if options["policy"] is not None and options["memory"] != "drop":
             options["verify"] = now.verify
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
-        self.policy_wanted = self.conversation.policy
 
-    def sample(self, sampling: SamplingOptions) -> None:
-        """Sample answers this way from now on."""
-        self.sampling = sampling
-        self.conversation.generation.update(sampling.generation(self.conversation.tokenizer))
+    def sample(self, name: str, value: str) -> None:
+        """Sample answers with another value of one setting from now on."""
+        self.sampling = self.sampling.changed(name, value, self._context)
+        self.conversation.generation.update(self.sampling.generation(self.conversation.tokenizer))
 
     def as_markdown(self) -> str:
         """The conversation, with the names of its documents in place of their text."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, field, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
+from typer import Option
 from typer.core import TyperCommand
 
 from ..errors import SnapKVError
@@ -17,11 +18,23 @@ from .config import ONE_OF, settings_of
 Given = dict[str, Any]
 
 
+def option(default: Any, help: str, *flags: str, **more: Any) -> Any:
+    """A field of an option group: its default (`...` is none), its help, and what else typer's `Option` takes.
+
+    Args:
+        *flags: short ones beside the field's name, or a long one in its place.
+    """
+    start: Given = {} if default is ... else {"default": default}
+    if isinstance(default, list):
+        start = {"default_factory": default.copy}
+    return field(**start, metadata={"flags": flags, "help": help, **more})
+
+
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """A command that takes the fields of the function's option groups as options of its own.
 
-    An option group is a dataclass whose fields are annotated as typer's options. The command makes each group from its
-    fields' values and calls the function with it; parameters that are not groups stay as they are.
+    An option group is a dataclass whose fields are `option`s or annotated as typer's. The command makes each group from
+    its fields' values and calls the function with it; parameters that are not groups stay as they are.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -45,23 +58,25 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _options_of(group: Any) -> list[inspect.Parameter]:
+def _options_of(group: Any) -> Iterator[inspect.Parameter]:
     types = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
+    for each in fields(group):
+        default, kind, more = each.default, types[each.name], dict(each.metadata)
+        if each.default_factory is not MISSING:
+            default = each.default_factory()
+        if more:
+            flags = more.pop("flags")
+            named = any(flag.startswith("--") for flag in flags)
+            kind = Annotated[
+                kind, Option(*flags if named else (flag_of(each.name), *flags), **more)
+            ]
+        empty = inspect.Parameter.empty
+        yield inspect.Parameter(
+            each.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=_default(field),
-            annotation=types[field.name],
+            default=empty if default is MISSING else default,
+            annotation=kind,
         )
-        for field in fields(group)
-    ]
-
-
-def _default(field: Field) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
 def _keeps_files(given: Given) -> bool:
@@ -98,8 +113,14 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         settings = ctx.meta["settings"] = settings_of(ctx)
         ctx.default_map = {name: setting.value for name, setting in settings.items()}
-        rest = super().parse_args(ctx, args)
-        typed = {n for n in ctx.params if ctx.get_parameter_source(n).name == "COMMANDLINE"}
+        try:
+            rest = super().parse_args(ctx, args)
+        except Exception as error:
+            name = getattr(getattr(error, "param", None), "name", None)
+            if name not in settings or _source(ctx, name) != "DEFAULT_MAP":
+                raise
+            raise SnapKVError(f"{settings[name].origin}: {error.message}") from error  # type: ignore[attr-defined]
+        typed = {name for name in ctx.params if _source(ctx, name) == "COMMANDLINE"}
         dropped = ONE_OF if ONE_OF & typed else set()
         if ctx.params.get("prompt_cache_file") is not None:
             dropped |= {*SETTLED, *BROUGHT}
@@ -113,31 +134,34 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return self._invoke(ctx)
+            self._require_use(ctx)
+            return super().invoke(ctx)
         except SnapKVError as error:
             text = in_flags(str(error))
             origins = [
                 f"{flag_of(name)} is from {setting.origin}"
                 for name, setting in ctx.meta["settings"].items()
-                if ctx.get_parameter_source(name).name == "DEFAULT_MAP"
-                and _is_about(text, name, setting.value)
+                if _source(ctx, name) == "DEFAULT_MAP" and _is_about(text, name, setting.value)
             ]
             if not origins:
                 raise
             raise SnapKVError(f"{text} ({', '.join(origins)})") from error
 
-    def _invoke(self, ctx: Any) -> Any:
+    def _require_use(self, ctx: Any) -> None:
         if ctx.params.get("prompt_cache_file") is not None:
             for flag in (flag_of(name) for name in SETTLED if ctx.params[name] is not None):
                 raise SnapKVError(f"{flag} can't be combined with --prompt-cache-file: drop it")
         for name, (other, is_met) in NEEDS.items():
             if name not in ctx.params or (name in LATER and self.name == "chat"):
                 continue
-            source = ctx.get_parameter_source(name)
-            if source.name == "COMMANDLINE" and not is_met(ctx.params):
+            if _source(ctx, name) == "COMMANDLINE" and not is_met(ctx.params):
                 flag = flag_of(name)
                 raise SnapKVError(f"{flag} does nothing without {other}: give that, or drop {flag}")
-        return super().invoke(ctx)
+
+
+def _source(ctx: Any, name: str) -> str:
+    """Where an option's value is from, by click's name."""
+    return ctx.get_parameter_source(name).name
 
 
 def _is_about(sentence: str, name: str, value: Any) -> bool:
@@ -151,12 +175,10 @@ FLAGS = (
     "memory", "verify", "refresh", "far", "kv_bits", "kv_group_size", "max_kv_size", "max_tokens",
     "num_draft_tokens", "draft_model", "prefill_step_size",
 )  # fmt: skip
-_VALUE = re.compile(rf"(?<![\w./:=,-])({'|'.join(FLAGS)})=(?=\w)")
-_NAME = re.compile(
-    rf"(?<![\w./:=,-])(?<!/set )({'|'.join(n for n in FLAGS if '_' in n)})(?![\w=./-])"
+_NAMES, _LONG = "|".join(FLAGS), "|".join(name for name in FLAGS if "_" in name)
+_NAMED = re.compile(
+    rf"(?<![\w./:=,-])(?:({_NAMES})=(?=\w)|(?<!/set )({_LONG})(?![\w=./-]))|^({_NAMES})(?= must be )"
 )
-_BOTH = re.compile(r"\bsnapkv and policy\b")
-_FIRST = re.compile(rf"^({'|'.join(FLAGS)})(?= must be )")
 
 
 def flag_of(name: str) -> str:
@@ -166,8 +188,7 @@ def flag_of(name: str) -> str:
 
 def in_flags(text: str) -> str:
     """A sentence of the library for those who typed flags: its `memory=recall` is `--memory recall`."""
-    text = _VALUE.sub(lambda found: f"{flag_of(found[1])} ", text)
-    text = _BOTH.sub("--snapkv and --policy", text)
-    for names in (_NAME, _FIRST):
-        text = names.sub(lambda found: flag_of(found[1]), text)
-    return text
+    text = text.replace("snapkv and policy", "--snapkv and --policy")
+    return _NAMED.sub(
+        lambda found: flag_of(found[found.lastindex or 0]) + " " * bool(found[1]), text
+    )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from . import cache_options, options
+from .command import option
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -21,27 +19,28 @@ REMARK = (
 )
 
 
+@dataclass(frozen=True)
+class CompareOptions:
+    """What is compared, and how it is shown."""
+
+    policy: list[str] | None = option(
+        None,
+        "Such as keydiff:budget=25%; repeat it for several. By default three that suit the prompt's length.",
+        metavar="POLICY",
+    )
+    output: str | None = option(None, "A page of it (.html).", "-o", metavar="FILE")
+    quiet: options.Quiet = False
+    as_json: options.AsJson = False
+
+
 def compare(
     *,
-    model: options.ModelOptions,
+    model: options.TalkingModelOptions,
     prompt: options.PromptOptions,
-    tokenizer: options.TokenizerOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
-    policy: Annotated[
-        list[str] | None,
-        Option(
-            "--policy",
-            metavar="POLICY",
-            help="Such as keydiff:budget=25%; repeat it for several. By default three that suit the prompt's length.",
-        ),
-    ] = None,
     retention: cache_options.RetentionOptions,
-    output: Annotated[
-        str | None, Option("--output", "-o", metavar="FILE", help="A page of it (.html).")
-    ] = None,
-    quiet: options.Quiet = False,
-    as_json: options.AsJson = False,
+    shown: CompareOptions,
 ) -> None:
     """Answer your own prompt with the full cache and with policies, and show what differs.
 
@@ -55,40 +54,33 @@ def compare(
     """
     from ..engine.auto import worth_comparing
     from ..evals.compare import Comparison, Way
+    from ..evals.compare_page import page
+    from ..paths import put_result
     from ..policies import resolve_policy
     from .results import print_table, require_page
 
-    path = None if output is None else require_page(output, (".html",))
-    named = [resolve_policy(policy=text) for text in policy or []]
+    path = None if shown.output is None else require_page(shown.output, (".html",))
+    named = [resolve_policy(policy=text) for text in shown.policy or []]
     extra = {k: v for k, v in retention.keywords().items() if v not in ("drop", None, "token")}
-    text = prompt.read()
-    loaded, adapted = model.load()
-    tokenizer.adapt(adapted)
-    reading = Reading(quiet)
-    tokens = reading.wait_for(partial(prompt.encode, adapted, text))
+    reading = Reading(shown.quiet)
+    loaded, tokenizer, tokens = prompt.load(model, reading)
     named = named or [resolve_policy(policy=text) for text in worth_comparing(len(tokens))]
     ways = [Way(), *(Way(each, extra) for each in dict.fromkeys(named))]
     with reading.bar() as update:
-        comparison = Comparison(
-            loaded, adapted, tokens, ways, max_tokens, update, prefill_step_size
-        )
-        answers = [_answer(comparison, way, as_json) for way in ways]
+        how = max_tokens, update, prefill_step_size
+        comparison = Comparison(loaded, tokenizer, tokens, ways, *how)
+        answers = [_answer(comparison, way, shown.as_json) for way in ways]
     table = _table(answers, len(tokens))
-    if as_json:
+    if shown.as_json:
         told = {"model": model.model, "prompt_tokens": len(tokens)}
         print(json.dumps(told | {"ways": [a.to_dict() for a in answers]}, ensure_ascii=False))
     else:
         print_table(table)
-        for answer in answers:
-            if said := _difference(answer):
-                print(said)
+        for said in filter(None, map(_difference, answers)):
+            print(said)
     if path is not None:
-        from ..evals.compare_page import page
-        from ..paths import put_result
-
-        put_result(path, page(model.model, adapted, tokens, answers, table))
-        if not quiet:
-            print(f"wrote {path}", file=sys.stderr)
+        put_result(path, page(model.model, tokenizer, tokens, answers, table))
+        reading.say(f"wrote {path}")
 
 
 def _answer(comparison: Any, way: Way, silent: bool) -> Answer:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
-from ..errors import SnapKVError
+from ..errors import SnapKVError, suggestion
 from ..paths import reason
 
 if sys.version_info >= (3, 11):
@@ -27,8 +26,7 @@ SECRET = "api_key"
 Table = dict[str, Any]  # of config.toml, all its names with underscores
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """An option's value, and where it is from."""
 
     value: Any
@@ -44,30 +42,33 @@ def config_file() -> Path:
 def settings_of(context: Any) -> dict[str, Setting]:
     """What applies to a command's options unless the command line says otherwise, by parameter.
 
-    Variables go before the file, a command's own table before the keys above it.
-
-    Args:
-        context: the command's.
-
     Raises:
-        SnapKVError: the file can't be read, names what is no option, or gives one a wrong value.
+        SnapKVError: the file can't be read, or names what is no option.
     """
-    path = _path_of(context)
-    options = _options(context.command)
+    path: tuple[str, ...] = ()
+    parent = context
+    while parent.parent is not None:
+        path, parent = (parent.info_name, *path), parent.parent
+    return _settings(context.command, path, _read(parent.command))
+
+
+def _settings(command: Any, path: tuple[str, ...], table: Table) -> dict[str, Setting]:
+    """Variables go before the file, a command's own table before the keys above it."""
+    options = _options(command)
     found: dict[str, Setting] = {}
-    for table, place in _places(path, _read(context.find_root().command)):
-        given = {name: table[name] for name in options if name in table and name not in found}
-        if place in (PREFIX, str(config_file())):
-            given = {name: value for name, value in given.items() if (*path, name) not in OWN}
-            if "kv_memory" not in options and given.get("policy") == "auto":
-                del given["policy"]  # a command that does not choose, such as inspect
-        if ONE_OF & set(found):
-            given = {name: value for name, value in given.items() if name not in ONE_OF}
-        for name, value in given.items():
+    for values, place in _places(path, table):
+        is_shared = place in (PREFIX, str(config_file()))
+        passed_over = ONE_OF if ONE_OF & found.keys() else set()
+        for name in options.keys() & values.keys() - found.keys() - passed_over:
+            value = values[name]
+            chooses = "kv_memory" in options or (name, value) != ("policy", "auto")
+            if is_shared and ((*path, name) in OWN or not chooses):
+                continue
             key = name.replace("_", "-")
             origin = PREFIX + name.upper() if place == PREFIX else f"{place}, {key}"
-            found[name] = Setting(_checked(context, options[name], value, origin), origin)
-    return {options[name].name: setting for name, setting in found.items()}
+            as_list = options[name].multiple and not isinstance(value, list)
+            found[name] = Setting([value] if as_list else value, origin)
+    return {option.name: found[name] for name, option in options.items() if name in found}
 
 
 def _places(path: tuple[str, ...], table: Table) -> Iterator[tuple[Table, str]]:
@@ -98,35 +99,21 @@ def _read(root: Any) -> Table:
 def _known(table: Table, group: Any, place: str) -> Table:
     """The table with underscores in its names; SnapKVError if one is neither an option nor a command there."""
     below = {name.replace("-", "_"): c for name, c in getattr(group, "commands", {}).items()}
-    names = {name for _, command in commands_of(group) for name in _options(command)}
+    options: dict[str, Any] = {}
+    for _, command in commands_of(group):
+        options |= _options(command)
     found = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name in below and isinstance(value, dict):
             value = _known(value, below[name], f"{place}, [{key}]")
-        elif name not in names:
-            from ..errors import suggestion
-
-            raise SnapKVError(f"{place}: no option is {key}{suggestion(name, names | set(below))}")
+        elif name not in options:
+            raise SnapKVError(f"{place}: no option is {key}{suggestion(name, {*options, *below})}")
+        elif isinstance(value, dict) or (isinstance(value, list) and not options[name].multiple):
+            flag = options[name].opts[0]
+            raise SnapKVError(f"{place}, {key} must be what {flag} takes, got {value!r}")
         found[name] = value
     return found
-
-
-def _checked(context: Any, option: Any, value: Any, origin: str) -> Any:
-    """The value as the option takes it from the command line."""
-    given = value if isinstance(value, list) else [value]
-    if (isinstance(value, list) and not option.multiple) or any(
-        not isinstance(each, (str, int, float)) for each in given
-    ):
-        raise SnapKVError(f"{origin} must be what {option.opts[0]} takes, got {value!r}")
-    value = given if option.multiple else value
-    try:
-        option.process_value(context, value)
-    except Exception as error:
-        if not hasattr(error, "format_message"):
-            raise
-        raise SnapKVError(f"{origin}: {error.message}") from error  # type: ignore[attr-defined]
-    return value
 
 
 def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -143,12 +130,6 @@ def _options(command: Any) -> dict[str, Any]:
     return {f[2:].replace("-", "_"): option for f, option in flags.items() if f[:2] == "--"}
 
 
-def _path_of(context: Any) -> tuple[str, ...]:
-    """The names by which a command is called, after the program's."""
-    parent = context.parent
-    return () if parent is None else (*_path_of(parent), context.info_name)
-
-
 def config(context: typer.Context) -> None:
     """Show the settings that apply, where each is from, and to which commands.
 
@@ -160,15 +141,12 @@ def config(context: typer.Context) -> None:
       mlx-snapkv config
       MLX_SNAPKV_MODEL=demo mlx-snapkv generate --prompt "Hello"
     """
-    root = context.find_root()
+    root: Any = context.find_root().command
+    table = _read(root)
     found: dict[tuple[str, str, str], list[str]] = {}
-    for path, command in commands_of(root.command):
-        parent: Any = root
-        for name in path[:-1]:
-            parent = type(context)(parent.command.commands[name], parent=parent, info_name=name)
-        below = type(context)(command, parent=parent, info_name=path[-1])
+    for path, command in commands_of(root):
         flags = {option.name: option.opts[0] for option in command.params}
-        for name, setting in settings_of(below).items():
+        for name, setting in _settings(command, path, table).items():
             value = "(hidden)" if name == SECRET else repr(setting.value)
             found.setdefault((flags[name], value, setting.origin), []).append(" ".join(path))
     for (flag, value, origin), names in found.items():

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from typing import TYPE_CHECKING, Any
 
 from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
 from . import cache_options, options
+from .command import option
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -23,11 +21,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class QuestionOptions(options.PromptOptions):
+    """A text to answer, which may go on from a saved one."""
+
+    prompt_cache_file: str | None = option(None, "A prompt saved by cache-prompt, to be continued.")
+
+
+@dataclass(frozen=True)
 class OutputOptions:
     """What is printed beside the answer, and how."""
 
     quiet: options.Quiet = False
-    verbose: Annotated[str, Option(help="mlx-lm's name for it: False is --quiet.")] = "True"
+    verbose: str = option("True", "mlx-lm's name for it: False is --quiet.")
     as_json: options.AsJson = False
 
     def __post_init__(self):
@@ -42,11 +47,7 @@ class OutputOptions:
 def generate(
     *,
     model: options.ShardedModelOptions,
-    prompt: options.PromptOptions,
-    prompt_cache_file: Annotated[
-        str | None, Option(help="A prompt saved by cache-prompt, to be continued.")
-    ] = None,
-    tokenizer: options.TokenizerOptions,
+    prompt: QuestionOptions,
     sampling: options.SamplingOptions,
     seed: options.Seed = None,
     cache: cache_options.MLXCacheOptions,
@@ -72,40 +73,36 @@ def generate(
     from .saved_start import SavedStart
     from .sharded import on_first, require_alone
 
-    chosen = policy.resolve()
+    chosen, file = policy.resolve(), prompt.prompt_cache_file
     keywords = {"policy": chosen, **retention.keywords(), **cache.generation(chosen)}
     text = on_first(prompt.read)
     require_alone(draft_model=draft.draft_model)
-    loaded, adapted = model.load()
-    tokenizer.adapt(adapted)
-    keywords |= draft.load(adapted, model.trust_remote_code)
+    loaded, tokenizer = model.load()
+    keywords |= draft.load(tokenizer, model.trust_remote_code)
     reading = Reading(output.silent)
     start, was_chosen = None, False
-    if prompt_cache_file is None:
+    if file is None:
         cache.require(loaded, draft.draft_model)
-        tokens = reading.wait_for(partial(prompt.encode, adapted, text))
+        tokens = prompt.encode(tokenizer, text, reading)
         keywords |= policy.take(loaded, len(tokens), "question", retention.memory, reading.say)
         was_chosen = policy.is_auto and keywords["policy"] is None
         asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}
         reading.warn(loaded, len(tokens), **asked)
     else:
-        start = SavedStart(
-            prompt_cache_file, model.model, loaded, chosen, retention.memory, cache.quantization
-        )
+        start = SavedStart(file, model.model, loaded, chosen, retention.memory, cache.quantization)
         keywords |= start.options
         if policy.is_auto:
             reading.say(
-                f"note: --policy auto changes nothing of {prompt_cache_file}: it goes on as it was saved"
+                f"note: --policy auto changes nothing of {file}: it goes on as it was saved"
             )
         if start.has(text):
-            reading.say(f"note: {prompt_cache_file} has this text already: give the question alone")
-        encode = partial(start.encode, adapted, text, prompt.ignore_chat_template)
+            reading.say(f"note: {file} has this text already: give the question alone")
+        encode = partial(start.encode, tokenizer, text, prompt.ignore_chat_template)
         tokens = reading.wait_for(encode)
     options.seed_sampling(seed)
-    keywords |= sampling.generation(adapted)
-    _Answer(model.model, loaded, adapted, keywords, start, output, was_chosen).print(
-        tokens, reading
-    )
+    keywords |= sampling.generation(tokenizer)
+    answer = _Answer(model.model, loaded, tokenizer, keywords, start, output, was_chosen)
+    answer.print(tokens, reading)
 
 
 @dataclass
@@ -127,7 +124,7 @@ class _Answer:
     keywords: dict[str, Any]
     start: SavedStart | None
     output: OutputOptions
-    was_chosen: bool = False
+    was_chosen: bool
     texts: list[str] = field(default_factory=list)
     reports: list[CompressionReport] = field(default_factory=list)
     last: Any = None
@@ -138,43 +135,30 @@ class _Answer:
         from ..engine.footprint import book_cost
         from ..engine.generate import stream_generate
 
+        show = not self.output.as_json
         n_before = 0 if self.start is None else self.start.n_tokens
         ways = self.keywords["policy"], self.keywords["memory"]
         cost = partial(book_cost, self.model, *ways, n_before=n_before)
+        given = self.model, self.tokenizer, tokens
+        more = {"on_report": self.reports.append, **self.keywords}
         try:
-            with reading.bar(None if self.output.as_json else cost) as update:
-                self._take(
-                    stream_generate(
-                        self.model,
-                        self.tokenizer,
-                        tokens,
-                        on_report=self.reports.append,
-                        prompt_progress_callback=update,
-                        **self.keywords,
-                    )
-                )
+            with reading.bar(cost if show else None) as update:
+                for self.last in stream_generate(*given, prompt_progress_callback=update, **more):
+                    self.texts.append(self.last.text)
+                    self.n_drafted += self.last.from_draft
+                    if show:
+                        print(self.last.text, end="", flush=True)
         except KeyboardInterrupt:
-            self._close("stopped: ")
+            self._close(reading, "stopped: ")
             raise
-        if self.output.as_json:
+        if not show:
             print(json.dumps(self._to_dict(), ensure_ascii=False))
-        self._close()
+        self._close(reading)
 
-    def _take(self, responses: Iterator[GenerationResponse]) -> None:
-        """All responses; their text is streamed to stdout unless it is to be part of a JSON object."""
-        show = not self.output.as_json
-        try:
-            for self.last in responses:
-                self.texts.append(self.last.text)
-                self.n_drafted += self.last.from_draft
-                if show:
-                    print(self.last.text, end="", flush=True)
-        finally:
-            if self.texts and show:
-                print(flush=True)
-
-    def _close(self, how: str = "") -> None:
-        """Print the line of figures."""
+    def _close(self, reading: Reading, how: str = "") -> None:
+        """End the text's line, and print the line of figures."""
+        if self.texts and not self.output.as_json:
+            print(flush=True)
         if self.output.silent or self.last is None:
             return
         max_kv_size, memory = self.keywords["max_kv_size"], self.keywords["memory"]
@@ -185,8 +169,8 @@ class _Answer:
         else:
             kept = kept_text(*self.reports, max_kv_size=max_kv_size, memory=memory)
         print(how + closing_line(self.last, kept, self._accepted), file=sys.stderr)
-        for said in (warning for report in self.reports for warning in report.warnings):
-            print(f"warning: {said}", file=sys.stderr)
+        for report in self.reports:
+            reading.say_warnings(report)
 
     @property
     def _continued(self) -> SavedStart | None:
@@ -203,24 +187,20 @@ class _Answer:
     def _to_dict(self) -> dict[str, Any]:
         report = self.reports[0] if self._continued is None else self._continued.report
         names = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps")
-        fields = {name: getattr(self.last, name) for name in (*names, "finish_reason")}
-        accepted = {} if self._accepted is None else {"acceptance_rate": self._accepted}
-        return {
+        found = {
             "model": self.name,
             "text": "".join(self.texts),
-            **fields,
-            **accepted,
+            **{name: getattr(self.last, name) for name in (*names, "finish_reason")},
+            "acceptance_rate": self._accepted,
             "peak_memory_gb": self.last.peak_memory,
             "compression": report.to_dict(),
-            **({} if self.start is None else {"prompt_cache": self.start.to_dict()}),
+            "prompt_cache": self.start and self.start.to_dict(),
         }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def kept_text(
-    report: CompressionReport | None = None,
-    *,
-    max_kv_size: int | None = None,
-    memory: str = "drop",
+    report: CompressionReport | None = None, *, max_kv_size: int | None = None, memory: str = "drop"
 ) -> str:
     """What became of the prompt's entries, for the closing line; without a report, nothing yet."""
     if report is None:
@@ -231,24 +211,17 @@ def kept_text(
         return f"{cache} (no policy; --policy auto takes one where it helps)"
     if not report.compressed:
         return f"full cache: {report.reason}"
-    beside = "" if memory == "drop" or report.book is not None else f", {_beside(report, memory)}"
+    beside = ""
+    if memory != "drop" and report.book is None:  # which tells itself where the others are
+        _, *how = memory.split(":")
+        where = "in files" if "file" in how else "in memory"
+        bits = "".join(f" in {part.removesuffix('bit')} bits" for part in how if part != "file")
+        beside = f", all {report.prompt_tokens} {where}{bits} as well"
     return f"{report.entries_text}, {report.memory_text}{beside}{report.recall_text}"
 
 
-def _beside(report: CompressionReport, memory: str) -> str:
-    """Where a memory has the entries that the answer is not decoded from, which a book's report tells itself."""
-    _, *how = memory.split(":")
-    where = "in files" if "file" in how else "in memory"
-    bits = "".join(f" in {part.removesuffix('bit')} bits" for part in how if part != "file")
-    return f"all {report.prompt_tokens} {where}{bits} as well"
-
-
 def closing_line(response: GenerationResponse, kept: str, accepted: float | None) -> str:
-    """One line of figures: what was read, kept and generated, and how fast.
-
-    Args:
-        accepted: share of the answer's tokens that came from the draft model, if there is one.
-    """
+    """What was read, kept and generated, how fast, and which share of it a draft model proposed, if there is one."""
     drafted = "" if accepted is None else f" ({accepted:.0%} of the tokens drafted)"
     return (
         f"{response.prompt_tokens} prompt tokens, {kept} | prompt {response.prompt_tps:.1f} tokens/s, "

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapKVError
 from ..paths import put_result
 from . import cache_options, options
+from .command import option
 from .reading import Reading
 from .results import require_page
 
@@ -28,33 +25,45 @@ SENTENCES = 10
 WIDEST = 160  # columns of a map
 
 
+@dataclass(frozen=True)
+class InspectOptions:
+    """What is inspected, and how it is shown."""
+
+    snapkv: cache_options.Snapkv = None
+    policy: list[str] | None = option(
+        None, "Such as keydiff:budget=25%; give two to compare them.", metavar="POLICY"
+    )
+    output: str | None = option(
+        None,
+        "A page to look around in (.html), or a picture for a paper (.png).",
+        "-o",
+        metavar="FILE",
+    )
+    quiet: options.Quiet = False
+    as_json: options.AsJson = False
+
+    def policies(self) -> list[Any]:
+        """Raises: SnapKVError: there is none, or there are too many."""
+        from ..policies import resolve_policy
+
+        first = [] if self.snapkv is None else [resolve_policy(self.snapkv)]
+        chosen = [*first, *(resolve_policy(policy=text) for text in self.policy or [])]
+        if not chosen:
+            raise SnapKVError(
+                "nothing to inspect: give a --policy, such as keydiff:budget=25%, or --snapkv"
+            )
+        if len(chosen) > MOST:
+            raise SnapKVError(f"at most {MOST} policies fit side by side, got {len(chosen)}")
+        return chosen
+
+
 def inspect(
     *,
-    model: options.ModelOptions,
+    model: options.TalkingModelOptions,
     prompt: options.PromptOptions,
-    tokenizer: options.TokenizerOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
-    snapkv: cache_options.Snapkv = None,
-    policy: Annotated[
-        list[str] | None,
-        Option(
-            "--policy",
-            metavar="POLICY",
-            help="Such as keydiff:budget=25%; give two to compare them.",
-        ),
-    ] = None,
-    output: Annotated[
-        str | None,
-        Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="A page to look around in (.html), or a picture for a paper (.png).",
-        ),
-    ] = None,
-    quiet: options.Quiet = False,
-    as_json: options.AsJson = False,
+    shown: InspectOptions,
 ) -> None:
     """Show what a policy keeps of a prompt: by layer and position, by sentence, and where the answer looked.
 
@@ -68,63 +77,36 @@ def inspect(
           --policy keydiff:budget=25% --policy streaming_llm:budget=25% -o kept.png
     """
     from ..inspecting.inspection import inspect_prompt
-
-    chosen = _policies(snapkv, policy)
-    path = None if output is None else require_page(output, ENDINGS)
-    text = prompt.read()
-    loaded, adapted = model.load()
-    tokenizer.adapt(adapted)
-    reading = Reading(quiet)
-    tokens = reading.wait_for(partial(prompt.encode, adapted, text))
-    asked = loaded, adapted, tokens, max_tokens
-    found = []
-    for each in chosen:
-        with reading.bar() as update:
-            keywords = {"policy": each, "prompt_progress_callback": update}
-            found.append(inspect_prompt(*asked, prefill_step_size=prefill_step_size, **keywords))
-    if as_json:
-        print(json.dumps(_as_json(model.model, found), ensure_ascii=False))
-    else:
-        for i, each in enumerate(found):
-            print("\n\n" * (i > 0), end="")
-            _print(each)
-    if path is not None:
-        _write(found, model.model, adapted, path)
-        if not quiet:
-            print(f"wrote {path}", file=sys.stderr)
-
-
-def _policies(snapkv: str | None, policies: list[str] | None) -> list[Any]:
-    """Raises: SnapKVError: there is none, or there are too many."""
-    from ..policies import resolve_policy
-
-    chosen = [resolve_policy(policy=text) for text in policies or []]
-    if snapkv is not None:
-        chosen.insert(0, resolve_policy(snapkv))
-    if not chosen:
-        raise SnapKVError(
-            "nothing to inspect: give a --policy, such as keydiff:budget=25%, or --snapkv"
-        )
-    if len(chosen) > MOST:
-        raise SnapKVError(f"at most {MOST} policies fit side by side, got {len(chosen)}")
-    return chosen
-
-
-def _write(found: list[Inspection], model: str, tokenizer: Any, path: Path) -> None:
     from ..inspecting.page import page
     from ..inspecting.picture import write_picture
     from ..inspecting.sentences import special_tokens
 
-    if path.suffix == ".png":
-        write_picture(found, model, path)
+    chosen = shown.policies()
+    path = None if shown.output is None else require_page(shown.output, ENDINGS)
+    reading = Reading(shown.quiet)
+    loaded, tokenizer, tokens = prompt.load(model, reading)
+    found = []
+    for policy in chosen:
+        with reading.bar() as update:
+            how: Any = {"prefill_step_size": prefill_step_size, "prompt_progress_callback": update}
+            found.append(
+                inspect_prompt(loaded, tokenizer, tokens, max_tokens, policy=policy, **how)
+            )
+    if shown.as_json:
+        one, policies = found[0], [each.to_dict() for each in found]
+        asked = {"prompt_tokens": one.n_tokens, "text": one.text, "spans": one.spans}
+        print(json.dumps({"model": model.model, **asked, "policies": policies}, ensure_ascii=False))
     else:
-        put_result(path, page(found, model, special_tokens(tokenizer)))
-
-
-def _as_json(model: str, found: list[Inspection]) -> dict[str, Any]:
-    one = found[0]
-    asked = {"prompt_tokens": one.n_tokens, "text": one.text, "spans": one.spans}
-    return {"model": model, **asked, "policies": [each.to_dict() for each in found]}
+        for i, each in enumerate(found):
+            print("\n\n" * (i > 0), end="")
+            _print(each)
+    if path is None:
+        return
+    if path.suffix == ".png":
+        write_picture(found, model.model, path)
+    else:
+        put_result(path, page(found, model.model, special_tokens(tokenizer)))
+    reading.say(f"wrote {path}")
 
 
 def _print(found: Inspection) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import traceback
 from pathlib import Path
+from typing import Any
 
 from ..demo import MODELS
 from ..errors import SnapKVError, brief
@@ -28,7 +29,6 @@ STEPS = {
     "load_weights": "its weights don't fit its config.json",
     "load_model": "its config.json does not describe such a model",
 }
-SHOWN = 5  # cached repositories
 
 
 def load_model(
@@ -60,18 +60,18 @@ def load_model(
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     listen()
     where = str(folder) if os.path.exists(folder) else name  # which no file may be able to have
+    code = {"trust_remote_code": trust_remote_code}
+    options: Any = {"tokenizer_config": code, **code}
     try:
         if ranks.size > 1:
-            model, tokenizer = load_shared(where, ranks, bool(pipeline), trust_remote_code)
+            model, tokenizer = load_shared(where, ranks, bool(pipeline), **options)
         else:
             from mlx_lm import load
 
+            config = {"quantize_activations": quantize_activations}
+            adapters = None if adapter is None else str(adapter)
             model, tokenizer, *_ = load(
-                where,
-                adapter_path=None if adapter is None else str(adapter),
-                model_config={"quantize_activations": quantize_activations},
-                tokenizer_config={"trust_remote_code": trust_remote_code},
-                trust_remote_code=trust_remote_code,
+                where, adapter_path=adapters, model_config=config, **options
             )
     except SnapKVError as error:
         raise SnapKVError(f"{option} {name}: {error}") from error
@@ -156,10 +156,8 @@ def _why(name: str, folder: Path, error: Exception, done: str) -> str:
         from mlx_lm.utils import hf_repo_to_path
 
         problem = _why_not_fetched(name, error)
-        if problem is not None:
-            return problem
-        if done == "planned":
-            return f"can't be planned: {brief(error)}"
+        if problem is not None or done == "planned":
+            return problem or f"can't be planned: {brief(error)}"
         folder = hf_repo_to_path(name)
     return f"can't be {done}: {_fault(folder, error)}"
 
@@ -169,20 +167,14 @@ def _why_not_fetched(name: str, error: Exception) -> str | None:
     from huggingface_hub import constants, errors, scan_cache_dir
 
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = "the Hugging Face hub can't be reached"
-        if constants.HF_HUB_OFFLINE:
-            why = "the Hugging Face hub is not asked since HF_HUB_OFFLINE is set"
+        offline = constants.HF_HUB_OFFLINE
+        why = "is not asked since HF_HUB_OFFLINE is set" if offline else "can't be reached"
         cached: list[str] = []
         with contextlib.suppress(errors.CacheNotFound):
             cached = sorted(r.repo_id for r in scan_cache_dir().repos if r.repo_type == "model")
-        listed = (
-            f"it has {', '.join(cached[:SHOWN])}"
-            if cached
-            else f"{constants.HF_HUB_CACHE} is empty"
-        )
-        more = f" and {len(cached) - SHOWN} more" if len(cached) > SHOWN else ""
-        held = "only a part of it" if name in cached else f"no such repository ({listed}{more})"
-        return f"no such folder, {why}, and the local cache holds {held}"
+        has = f"it has {', '.join(cached)}" if cached else f"{constants.HF_HUB_CACHE} is empty"
+        held = "only a part of it" if name in cached else f"no such repository ({has})"
+        return f"no such folder, the Hugging Face hub {why}, and the local cache holds {held}"
     if isinstance(error, errors.GatedRepoError):
         return (
             f"access has to be granted: ask at https://huggingface.co/{name}, then `hf auth login`"
@@ -196,9 +188,11 @@ def _why_not_fetched(name: str, error: Exception) -> str | None:
 
 def _fault(folder: Path, error: Exception) -> str:
     """What is wrong with a model folder that mlx-lm could not load, and in which file."""
-    for file in (folder / name for name in JSON_FILES):
+    from safetensors import SafetensorError, safe_open
+
+    for file in filter(Path.exists, map(folder.joinpath, JSON_FILES)):
         try:
-            found = json.loads(file.read_bytes()) if file.exists() else {}
+            found = json.loads(file.read_bytes())
         except OSError as problem:
             return f"{file.name} can't be read: {problem.strerror}"
         except ValueError as problem:
@@ -211,7 +205,10 @@ def _fault(folder: Path, error: Exception) -> str:
     if not weights:
         return "no weights there: model.safetensors, or several model-*.safetensors"
     for file in weights:
-        if not _is_whole(file):
+        try:
+            with safe_open(file, "np"):  # which is as long as its header says
+                pass
+        except (OSError, SafetensorError):
             return f"{file.name} is damaged or cut short"
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     has_tokenizer = any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
@@ -219,14 +216,3 @@ def _fault(folder: Path, error: Exception) -> str:
         return "no tokenizer there: tokenizer.json, for one"
     step = next((about for name, about in STEPS.items() if name in frames), "mlx-lm can't load it")
     return f"{step}: {brief(error)}"
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file is as long as its header says."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "np"):
-            return True
-    except (OSError, SafetensorError):
-        return False

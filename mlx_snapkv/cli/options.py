@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, get_args, get_type_hints
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from ..demo import MODELS
 from ..errors import SnapKVError, UnknownOptionError, suggestion
+from .command import flag_of, option
+
+if TYPE_CHECKING:
+    from .reading import Reading
 
 MOST = 10_000_000  # tokens of a prompt
-UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+TOKENS = {"k": 1 << 10, "m": 1 << 20}
 
 Model = Annotated[
     str, Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
 ]
-SystemPrompt = Annotated[str | None, Option(help="System message of the chat template.")]
 IgnoreChatTemplate = Annotated[
     bool, Option("--ignore-chat-template", help="Give the prompt as raw text.")
 ]
 ChatTemplateConfig = Annotated[
     str | None, Option(help="Options of the chat template, as a JSON object.", metavar="JSON")
 ]
+SystemPrompt = Annotated[str | None, Option(help="System message of the chat template.")]
 MaxTokens = Annotated[
     int, Option("--max-tokens", "-m", min=1, help="Tokens of an answer, at most.")
 ]
@@ -43,49 +49,58 @@ class ModelOptions:
     """Which model, and how it is loaded."""
 
     model: Model
-    adapter_path: Annotated[str | None, Option(help="Folder of LoRA adapters.")] = None
-    quantize_activations: Annotated[
-        bool,
-        Option(
-            "--quantize-activations",
-            "-qa",
-            help="Quantise activations as their layers' weights are.",
-        ),
-    ] = False
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Allow a tokenizer's own code.")
-    ] = False
+    adapter_path: str | None = option(None, "Folder of LoRA adapters.")
+    quantize_activations: bool = option(
+        False, "Quantise activations as their layers' weights are.", "-qa"
+    )
+    trust_remote_code: bool = option(False, "Allow a tokenizer's own code.")
 
-    def load(self) -> tuple[Any, Any]:
+    def load(self, **more: Any) -> tuple[Any, Any]:
         """The model and its tokenizer; see `load_model`."""
         from .loading import load_model
 
-        return load_model(self.model, **{k: v for k, v in vars(self).items() if k != "model"})
+        how = self.adapter_path, self.trust_remote_code
+        return load_model(self.model, *how, quantize_activations=self.quantize_activations, **more)
 
 
 @dataclass(frozen=True)
-class ShardedModelOptions(ModelOptions):
+class TalkingModelOptions(ModelOptions):
+    """The same, and what its tokenizer is to do besides."""
+
+    chat_template_config: ChatTemplateConfig = None
+    extra_eos_token: list[str] | None = option(
+        None, "Token that also ends an answer; repeat it for several."
+    )
+
+    def load(self, **more: Any) -> tuple[Any, Any]:
+        from .prompts import adapt_tokenizer
+
+        model, tokenizer = super().load(**more)
+        adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
+        return model, tokenizer
+
+
+@dataclass(frozen=True)
+class ShardedModelOptions(TalkingModelOptions):
     """The same for a command that several Macs can run."""
 
-    pipeline: Annotated[
-        bool,
-        Option(
-            "--pipeline",
-            help="On several Macs, started by mlx.launch: each has some of the layers, instead of a slice of each.",
-        ),
-    ] = False
+    pipeline: bool = option(
+        False,
+        "On several Macs, started by mlx.launch: each has some of the layers, instead of a slice of each.",
+    )
+
+    def load(self, **more: Any) -> tuple[Any, Any]:
+        return super().load(pipeline=self.pipeline, **more)
 
 
 @dataclass(frozen=True)
 class DraftOptions:
     """A draft model."""
 
-    draft_model: Annotated[
-        str | None, Option(help="Small model of the same tokenizer that proposes tokens.")
-    ] = None
-    num_draft_tokens: Annotated[
-        int, Option(min=1, help="Tokens that the draft model proposes at a time.")
-    ] = 3
+    draft_model: str | None = option(
+        None, "Small model of the same tokenizer that proposes tokens."
+    )
+    num_draft_tokens: int = option(3, "Tokens that the draft model proposes at a time.", min=1)
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
         """What `stream_generate` is to know of a draft model; see `load_draft_model`."""
@@ -101,10 +116,8 @@ class DraftOptions:
 class TextOptions:
     """A text to read."""
 
-    prompt: Annotated[str | None, Option("--prompt", "-p", help="Text, or - for stdin.")] = None
-    prompt_file: Annotated[
-        str | None, Option(help="Text file to read; a --prompt is put after it.")
-    ] = None
+    prompt: str | None = option(None, "Text, or - for stdin.", "-p")
+    prompt_file: str | None = option(None, "Text file to read; a --prompt is put after it.")
     system_prompt: SystemPrompt = None
 
     def read(self) -> str:
@@ -118,70 +131,56 @@ class TextOptions:
 class PromptOptions(TextOptions):
     """A text to answer."""
 
-    prefill_response: Annotated[str | None, Option(help="What the answer is to begin with.")] = None
+    prefill_response: str | None = option(None, "What the answer is to begin with.")
     ignore_chat_template: IgnoreChatTemplate = False
 
-    def encode(self, tokenizer: Any, text: str) -> list[int]:
+    def encode(self, tokenizer: Any, text: str, reading: Reading) -> list[int]:
         """Token ids of a prompt with this text; see `prompts.encode`."""
         from .prompts import encode
 
-        ending: Any = {"prefill_response": self.prefill_response}
-        return encode(tokenizer, text, self.system_prompt, self.ignore_chat_template, **ending)
+        how: Any = {"prefill_response": self.prefill_response}
+        given = tokenizer, text, self.system_prompt, self.ignore_chat_template
+        return reading.wait_for(partial(encode, *given, **how))
 
-
-@dataclass(frozen=True)
-class TokenizerOptions:
-    """What a tokenizer is to do besides."""
-
-    chat_template_config: ChatTemplateConfig = None
-    extra_eos_token: Annotated[
-        list[str] | None,
-        Option(help="Token that also ends an answer; repeat it for several."),
-    ] = None
-
-    def adapt(self, tokenizer: Any) -> None:
-        """Tell the tokenizer; see `adapt_tokenizer`."""
-        from .prompts import adapt_tokenizer
-
-        adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
+    def load(self, model: TalkingModelOptions, reading: Reading) -> tuple[Any, Any, list[int]]:
+        """A model, its tokenizer, and the prompt's token ids."""
+        text = self.read()
+        loaded, tokenizer = model.load()
+        return loaded, tokenizer, self.encode(tokenizer, text, reading)
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How an answer's tokens are chosen, and how many at most."""
 
-    temp: Annotated[float, Option(min=0, max=100, help="Sampling temperature; 0 is greedy.")] = 0.0
-    top_p: Annotated[float, Option(min=0, max=1, help="Sampling top-p; 1 is off.")] = 1.0
-    min_p: Annotated[float, Option(min=0, max=1, help="Sampling min-p; 0 is off.")] = 0.0
-    top_k: Annotated[int, Option(min=0, help="Sampling top-k; 0 is off.")] = 0
-    min_tokens_to_keep: Annotated[int, Option(min=1, help="Tokens that min-p keeps at least.")] = 1
-    xtc_probability: Annotated[float, Option(min=0, max=1, help="XTC probability.")] = 0.0
-    xtc_threshold: Annotated[float, Option(min=0, max=0.5, help="XTC threshold.")] = 0.1
+    temp: float = option(0.0, "Sampling temperature; 0 is greedy.", min=0, max=100)
+    top_p: float = option(1.0, "Sampling top-p; 1 is off.", min=0, max=1)
+    min_p: float = option(0.0, "Sampling min-p; 0 is off.", min=0, max=1)
+    top_k: int = option(0, "Sampling top-k; 0 is off.", min=0)
+    min_tokens_to_keep: int = option(1, "Tokens that min-p keeps at least.", min=1)
+    xtc_probability: float = option(0.0, "XTC probability.", min=0, max=1)
+    xtc_threshold: float = option(0.1, "XTC threshold.", min=0, max=0.5)
     max_tokens: MaxTokens = 256
 
-    def changed(self, name: str, text: str) -> SamplingOptions:
+    def changed(self, name: str, text: str, context: Context) -> SamplingOptions:
         """The same with another value of one setting, as a chat's /set takes it.
 
         Raises:
             SnapKVError: there is no such setting, or its flag would not take that value.
         """
-        settings = get_type_hints(type(self), include_extras=True)
-        name = name.lstrip("-").replace("-", "_")
-        if name not in settings:
-            close = suggestion(name, settings)
-            known = ", ".join(f"/set {setting}" for setting in settings)
-            raise UnknownOptionError(f"unknown setting {name}{close}: one of {known}")
-        kind, option = get_args(settings[name])
-        low, high = option.min, float("inf") if option.max is None else option.max
+        name, known = name.lstrip("-").replace("-", "_"), vars(self)
+        if name not in known:
+            others = ", ".join(f"/set {setting}" for setting in known)
+            raise UnknownOptionError(
+                f"unknown setting {name}{suggestion(name, known)}: one of {others}"
+            )
+        flag: Any = next(param for param in context.command.params if param.name == name)
         try:
-            value = kind(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high or value == float("inf"):
-            bounds = f"from {low}" if option.max is None else f"from {low} to {high}"
-            number = "a whole number" if kind is int else "a number"
-            raise SnapKVError(f"/set {name} must be {number} {bounds}, got {text!r}")
-        return replace(self, **{name: value})
+            return replace(self, **{name: flag.process_value(context, text)})
+        except Exception as error:
+            if not hasattr(error, "format_message"):
+                raise
+            raise SnapKVError(f"/set {name}: {error.message}") from error  # type: ignore[attr-defined]
 
     def generation(self, tokenizer: Any) -> dict[str, Any]:
         """The same as options of mlx-lm's `stream_generate`; SnapKVError if one is beyond the vocabulary."""
@@ -190,16 +189,13 @@ class SamplingOptions:
         options, size = dict(vars(self)), len(tokenizer)
         for name in ("top_k", "min_tokens_to_keep"):
             if options[name] >= size:
-                flag = f"--{name.replace('_', '-')}"
                 raise SnapKVError(
-                    f"{flag} must be below the vocabulary's {size}, got {options[name]}"
+                    f"{flag_of(name)} must be below the vocabulary's {size}, got {options[name]}"
                 )
-        special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         max_tokens = options.pop("max_tokens")
-        return {
-            "max_tokens": max_tokens,
-            "sampler": make_sampler(xtc_special_tokens=special, **options),
-        }
+        special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+        sampler = make_sampler(xtc_special_tokens=special, **options)
+        return {"max_tokens": max_tokens, "sampler": sampler}
 
 
 def seed_sampling(seed: int | None) -> None:
@@ -224,40 +220,38 @@ def whole_numbers(option: str, text: str, least: int) -> list[int]:
 
 def n_bytes(option: str, text: str, least: int = 1) -> int:
     """At least so many bytes, from a number and, if there is one, a decimal unit: "500MB", "4 GB", "1.5e9"."""
-    number, unit = text.strip().lower().removesuffix("b"), 1.0
-    if number[-1:] in UNITS:
-        number, unit = number[:-1], UNITS[number[-1]]
-    try:
-        found = float(number) * unit
-    except ValueError:
-        found = 0.0
-    if not least <= found < 2**63:
-        bounds = f" from {least:,}" if least > 1 else ""
-        raise SnapKVError(
-            f"{option} must be a number of bytes{bounds}, such as 500MB or 4GB, got {text!r}"
-        )
-    return int(found)
+    bounds = f" from {least:,}" if least > 1 else ""
+    what = f"a number of bytes{bounds}, such as 500MB or 4GB"
+    return _number(option, text, text.strip().lower().removesuffix("b"), BYTES, least, 2**62, what)
+
+
+def most_bytes(option: str, text: str | None) -> int | None:
+    """The same of an option that may be left out."""
+    return None if text is None else n_bytes(option, text)
 
 
 def n_tokens(option: str, text: str) -> int:
     """Tokens from a number and, if there is one, a unit of 1,024s: "4096", "128k", "1M"."""
-    number, unit = text.strip().lower(), 1
-    if number[-1:] in ("k", "m"):
-        number, unit = number[:-1], 1 << (10 if number[-1] == "k" else 20)
+    what = f"a number of tokens from 1 to {MOST}, such as 4096, 128k or 1M"
+    return _number(option, text, text.strip().lower(), TOKENS, 1, MOST, what)
+
+
+def _number(
+    option: str, text: str, number: str, units: dict[str, Any], least: int, most: int, what: str
+) -> int:
+    unit = units.get(number[-1:])
     try:
-        found = int(float(number) * unit)
+        found = int(float(number[:-1] if unit else number) * (unit or 1))
     except (ValueError, OverflowError):
         found = 0
-    if not 1 <= found <= MOST:
-        raise SnapKVError(
-            f"{option} must be a number of tokens from 1 to {MOST}, such as 4096, 128k or 1M, got {text!r}"
-        )
+    if not least <= found <= most:
+        raise SnapKVError(f"{option} must be {what}, got {text!r}")
     return found
 
 
 def tokens_text(n: int) -> str:
     """A number of tokens as it may be typed: 131,072 is "128k"."""
-    for unit, size in (("M", 1 << 20), ("k", 1 << 10)):
+    for unit, size in reversed(TOKENS.items()):
         if n >= size and n % size == 0:
-            return f"{n // size}{unit}"
+            return f"{n // size}{unit.replace('m', 'M')}"
     return str(n)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache_options import AutoPolicyOptions, CacheOptions
+from .command import option
 from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
 
 if TYPE_CHECKING:
@@ -19,62 +18,37 @@ if TYPE_CHECKING:
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 UNTOLD = 1 << 17  # tokens to plan at most for a model whose trained length is not known
-FULL = "full cache"
 SAME = "-"
 SMALLEST_MAC = 10**6  # bytes: a number without its unit is a mistake
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Plans for a context: those to show, the one to recommend if any fits, and why."""
+class PlanOptions:
+    """What is planned, and for which machine."""
 
-    context: int
-    found: list[MemoryPlan]
-    best: MemoryPlan | None
-    why: str
+    context: str | None = option(
+        None,
+        "Tokens of a prompt, such as 128k; by default from 4k to the model's trained length.",
+        metavar="TOKENS",
+    )
+    memory: str | None = option(
+        None,
+        "Memory of another Mac, such as 16GB, in the place of this machine's.",
+        metavar="SIZE",
+    )
+    max_tokens: MaxTokens = 256
+    as_json: AsJson = False
 
+    def machine(self) -> Machine:
+        from ..engine.machine import mac, this_machine
 
-@dataclass(frozen=True)
-class Plans:
-    """What was planned for a model on a machine.
-
-    Attributes:
-        trained: how many tokens it was trained to read, if known.
-        kv_memory: bytes that entries are to keep to, if --policy auto is told so.
-    """
-
-    model: str
-    machine: Machine
-    trained: int | None
-    choices: list[Choice]
-    kv_memory: int | None = None
-
-    @property
-    def found(self) -> list[MemoryPlan]:
-        return [plan for choice in self.choices for plan in choice.found]
+        if self.memory is None:
+            return this_machine()
+        return mac(n_bytes("--memory", self.memory, least=SMALLEST_MAC))
 
 
 def plan(
-    *,
-    model: Model,
-    context: Annotated[
-        str | None,
-        Option(
-            metavar="TOKENS",
-            help="Tokens of a prompt, such as 128k; by default from 4k to the model's trained length.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        Option(
-            metavar="SIZE",
-            help="Memory of another Mac, such as 16GB, in the place of this machine's.",
-        ),
-    ] = None,
-    policy: AutoPolicyOptions,
-    cache: CacheOptions,
-    max_tokens: MaxTokens = 256,
-    as_json: AsJson = False,
+    *, model: Model, asked: PlanOptions, policy: AutoPolicyOptions, cache: CacheOptions
 ) -> None:
     """Show how much memory prompts will take, what fits, and which policy to use, before a single weight is loaded.
 
@@ -91,96 +65,163 @@ def plan(
     from .loading import load_without_weights
 
     chosen = policy.resolve()
-    asked = None if chosen is None else policy.policy or str(chosen)
-    length = None if context is None else n_tokens("--context", context)
-    machine = _machine(memory)
-    kv_memory = policy.kv_bytes
+    named = None if chosen is None else policy.policy or str(chosen)
+    length = None if asked.context is None else n_tokens("--context", asked.context)
+    machine, kv_memory = asked.machine(), policy.kv_bytes
     loaded = load_without_weights(model)
     trained = trained_length(loaded)
-    planner = Planner(
-        loaded,
-        kv_group_size=cache.kv_group_size,
-        max_tokens=max_tokens,
-        prefill_step_size=cache.prefill_step_size,
-    )
-    contexts = _contexts(trained) if length is None else [length]
-    limits = machine.usable, kv_memory
-    choices = [_choose(planner, n, asked, cache.kv_bits, *limits) for n in contexts]
-    plans = Plans(model, machine, trained, choices, kv_memory)
-    if as_json:
-        print(json.dumps(_as_json(plans)))
+    how = {name: value for name, value in vars(cache).items() if name != "kv_bits"}
+    planner = Planner(loaded, max_tokens=asked.max_tokens, **how)
+    plans = Plans(model, machine, planner, trained, named, cache.kv_bits, kv_memory)
+    choices = [plans.choose(n) for n in ([length] if length else plans.contexts())]
+    if asked.as_json:
+        print(json.dumps(plans.to_dict(choices)))
     else:
-        _print(plans)
+        plans.print(choices)
 
 
-def _machine(memory: str | None) -> Machine:
-    from ..engine.machine import mac, this_machine
+class Choice(NamedTuple):
+    """Plans for a context: those to show, the one to recommend if any fits, and why."""
 
-    if memory is None:
-        return this_machine()
-    return mac(n_bytes("--memory", memory, least=SMALLEST_MAC))
-
-
-def _contexts(trained: int | None) -> list[int]:
-    """Contexts to plan: none beyond the trained length."""
-    if trained is None:
-        return [n for n in CONTEXTS if n <= UNTOLD]
-    return [*(n for n in CONTEXTS if n < trained), trained]
+    context: int
+    found: list[MemoryPlan]
+    best: MemoryPlan | None = None
+    why: str = ""
 
 
-def _choose(
-    planner: Planner,
-    n: int,
-    asked: str | None,
-    kv_bits: int | None,
-    usable: int,
-    kv_memory: int | None,
-) -> Choice:
-    """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
-    from ..engine.auto import QUESTION, SETTINGS
-    from ..engine.report import format_bytes
+@dataclass(frozen=True)
+class Plans:
+    """What is planned for a model on a machine.
 
-    shown = [setting.policy for setting in SETTINGS[QUESTION][:2]]
-    others = [asked] if asked is not None else shown if planner.can_compress else ()
-    made = {policy: planner.plan(n, policy, kv_bits) for policy in (None, *others)}
-    found = [planner.plan(n)] if kv_bits is not None else []
-    # A policy that would change nothing is shown only if it was asked for.
-    found += [plan for policy, plan in made.items() if not plan.reason or policy == asked]
-    first = made[asked]
-    if asked is not None and first.peak <= usable:
-        return Choice(n, found, first, "you asked for it, and it fits")
-    best, taken = planner.recommended(n, usable, kv_bits, kv_memory)
-    if not taken.fits:
-        return Choice(n, found, None, "")
-    why = taken.why
-    if asked is not None:
-        size = format_bytes(first.peak)
-        why = f"{_way(first)} would take {size}, and {format_bytes(usable)} may be used"
-    return Choice(n, [*found, *([] if best in found else [best])], best, why)
+    Attributes:
+        trained: how many tokens the model was trained to read, if known.
+        asked: the policy asked for.
+        kv_memory: bytes that entries are to keep to, if --policy auto is told so.
+    """
 
+    model: str
+    machine: Machine
+    planner: Planner
+    trained: int | None
+    asked: str | None
+    kv_bits: int | None
+    kv_memory: int | None
 
-def _as_json(plans: Plans) -> dict[str, Any]:
-    return {
-        "model": plans.model,
-        "trained_length": plans.trained,
-        "weights": plans.found[0].weights,
-        "memory": plans.machine.memory,
-        "usable": plans.machine.usable,
-        "backend": _backend(),
-        "plans": [
-            plan.to_dict() | {"fits": plan.peak <= plans.machine.usable} for plan in plans.found
-        ],
-        "taken": [
-            {
-                "context": choice.context,
-                "policy": choice.best and choice.best.policy,
-                "fits": choice.best is not None,
-                "why": choice.why,
-                "command": choice.best and _command(plans.model, choice.best),
-            }
-            for choice in plans.choices
-        ],
-    }
+    def contexts(self) -> list[int]:
+        """Contexts to plan: none beyond the trained length."""
+        if self.trained is None:
+            return [n for n in CONTEXTS if n <= UNTOLD]
+        return [*(n for n in CONTEXTS if n < self.trained), self.trained]
+
+    def choose(self, n: int) -> Choice:
+        """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
+        from ..engine.auto import QUESTION, SETTINGS
+        from ..engine.report import format_bytes
+
+        planner, asked, usable = self.planner, self.asked, self.machine.usable
+        shown = [setting.policy for setting in SETTINGS[QUESTION][: 2 * planner.can_compress]]
+        others = shown if asked is None else [asked]
+        made = {policy: planner.plan(n, policy, self.kv_bits) for policy in (None, *others)}
+        found = [planner.plan(n)] if self.kv_bits is not None else []
+        # A policy that would change nothing is shown only if it was asked for.
+        found += [plan for policy, plan in made.items() if not plan.reason or policy == asked]
+        first = made[asked]
+        if asked is not None and first.peak <= usable:
+            return Choice(n, found, first, "you asked for it, and it fits")
+        best, taken = planner.recommended(n, usable, self.kv_bits, self.kv_memory)
+        if not taken.fits:
+            return Choice(n, found)
+        would = f"{_way(first)} would take {format_bytes(first.peak)}"
+        over = f"{would}, and {format_bytes(usable)} may be used"
+        found += [] if best in found else [best]
+        return Choice(n, found, best, taken.why if asked is None else over)
+
+    def to_dict(self, choices: list[Choice]) -> dict[str, Any]:
+        found = [plan for choice in choices for plan in choice.found]
+        return {
+            "model": self.model,
+            "trained_length": self.trained,
+            "weights": found[0].weights,
+            "memory": self.machine.memory,
+            "usable": self.machine.usable,
+            "backend": _backend(),
+            "plans": [
+                plan.to_dict() | {"fits": plan.peak <= self.machine.usable} for plan in found
+            ],
+            "taken": [
+                {
+                    "context": context,
+                    "policy": best and best.policy,
+                    "fits": best is not None,
+                    "why": why,
+                    "command": best and self._command(best),
+                }
+                for context, _, best, why in choices
+            ],
+        }
+
+    def print(self, choices: list[Choice]) -> None:
+        from ..engine.report import format_bytes
+        from .results import print_table
+
+        length = "an unknown number of" if self.trained is None else f"{self.trained:,}"
+        print(f"{self.model} was trained to read {length} tokens.")
+        print_table(self._table(choices))
+        last = choices[-1]
+        if last.best is None:
+            room = format_bytes(min(self.machine.usable, self.kv_memory or self.machine.usable))
+            print(f"Nothing fits {tokens_text(last.context)} tokens into {room}.")
+        fit = [(choice.best, choice.why) for choice in choices if choice.best is not None]
+        for best, why in fit[-1:]:
+            n = tokens_text(best.context)
+            print(f"For {n} tokens, recommended: {_way(best)}, because {why}.")
+            print(f"  {self._command(best)}")
+            if best.reason is not None:
+                print(f"Nothing is compressed: {best.reason}.")
+            if best.beyond is not None:
+                print(best.beyond)
+
+    def _command(self, plan: MemoryPlan) -> str:
+        """A command that reads such a prompt so."""
+        words = ["mlx-snapkv", "generate", "--model", self.model, "--prompt-file", "FILE"]
+        words += ["--prompt", "QUESTION"]
+        if plan.policy is not None and plan.reason is None:
+            words += ["--policy", plan.policy]
+        if plan.kv_bits is not None:
+            words += ["--kv-bits", str(plan.kv_bits)]
+        return shlex.join(words)
+
+    def _table(self, choices: list[Choice]) -> Table:
+        from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+
+        from ..engine.report import format_bytes
+        from ..reporting.table import Table
+
+        found = [plan for choice in choices for plan in choice.found]
+        bits = [] if self.kv_bits is not None else [*found[0].kv_in_bits]
+        bits = [n for n in bits if any(plan.kv_in_bits.get(n) != plan.kv for plan in found)]
+        device = "Metal" if _backend() == "metal" else "MLX's CPU backend"
+        usable, memory = self.machine.usable, self.machine.memory
+        remark = (
+            f"The most in use while reading and answering, weights included, on {device}. "
+            f"{format_bytes(usable)} of {format_bytes(memory)} may be used."
+        )
+        if any(plan.kv_in_bits.get(n) == plan.kv for plan in found for n in bits):
+            remark += f" {SAME}: full caches of up to {DEFAULT_QUANTIZED_KV_START:,} tokens are not quantised."
+        sizes = ["KV cache", *(f"{n} bits" for n in bits), "reading", "answering"]
+        columns = ["context", "policy", *sizes, "fits"]
+        table = Table(f"Weights {format_bytes(found[0].weights)}", remark, columns)
+        for choice in choices:
+            for i, plan in enumerate(choice.found):
+                in_bits = [plan.kv_in_bits.get(n, plan.kv) for n in bits]
+                small = [SAME if size == plan.kv else format_bytes(size) for size in in_bits]
+                peaks = format_bytes(plan.reading), format_bytes(plan.answering)
+                fits = (
+                    "recommended" if plan == choice.best else "no" if plan.peak > usable else "yes"
+                )
+                context = "" if i else tokens_text(plan.context)
+                table.add(context, _way(plan), format_bytes(plan.kv), *small, *peaks, fits)
+        return table
 
 
 def _backend() -> str:
@@ -189,71 +230,6 @@ def _backend() -> str:
     return "metal" if mx.metal.is_available() else "cpu"
 
 
-def _command(model: str, plan: MemoryPlan) -> str:
-    """A command that reads such a prompt so."""
-    words = ["mlx-snapkv", "generate", "--model", model, "--prompt-file", "FILE"]
-    words += ["--prompt", "QUESTION"]
-    if plan.policy is not None and plan.reason is None:
-        words += ["--policy", plan.policy]
-    if plan.kv_bits is not None:
-        words += ["--kv-bits", str(plan.kv_bits)]
-    return shlex.join(words)
-
-
-def _print(plans: Plans) -> None:
-    from ..engine.report import format_bytes
-    from .results import print_table
-
-    length = "an unknown number of" if plans.trained is None else f"{plans.trained:,}"
-    print(f"{plans.model} was trained to read {length} tokens.")
-    print_table(_table(plans))
-    last = plans.choices[-1]
-    if last.best is None:
-        room = format_bytes(min(plans.machine.usable, plans.kv_memory or plans.machine.usable))
-        print(f"Nothing fits {tokens_text(last.context)} tokens into {room}.")
-    fit = [(choice.best, choice.why) for choice in plans.choices if choice.best is not None]
-    for plan, why in fit[-1:]:
-        print(f"For {tokens_text(plan.context)} tokens, recommended: {_way(plan)}, because {why}.")
-        print(f"  {_command(plans.model, plan)}")
-        if plan.reason is not None:
-            print(f"Nothing is compressed: {plan.reason}.")
-        if plan.beyond is not None:
-            print(plan.beyond)
-
-
-def _table(plans: Plans) -> Table:
-    from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
-
-    from ..engine.report import format_bytes
-    from ..reporting.table import Table
-
-    found = plans.found
-    asked = any(plan.kv_bits is not None for plan in found)
-    bits = [] if asked else [*found[0].kv_in_bits]
-    bits = [n for n in bits if any(plan.kv_in_bits.get(n) != plan.kv for plan in found)]
-    same = any(plan.kv_in_bits.get(n) == plan.kv for plan in found for n in bits)
-    device = "Metal" if _backend() == "metal" else "MLX's CPU backend"
-    remark = (
-        f"The most in use while reading and answering, weights included, on {device}. "
-        f"{format_bytes(plans.machine.usable)} of {format_bytes(plans.machine.memory)} may be used."
-    )
-    if same:
-        remark += f" {SAME}: full caches of up to {DEFAULT_QUANTIZED_KV_START:,} tokens are not quantised."
-    sizes = ["KV cache", *(f"{n} bits" for n in bits), "reading", "answering"]
-    columns = ["context", "policy", *sizes, "fits"]
-    table = Table(f"Weights {format_bytes(found[0].weights)}", remark, columns)
-    for choice in plans.choices:
-        for i, plan in enumerate(choice.found):
-            in_bits = [plan.kv_in_bits.get(n, plan.kv) for n in bits]
-            small = [SAME if size == plan.kv else format_bytes(size) for size in in_bits]
-            peaks = format_bytes(plan.reading), format_bytes(plan.answering)
-            fits = "yes" if plan.peak <= plans.machine.usable else "no"
-            fits = "recommended" if plan == choice.best else fits
-            context = "" if i else tokens_text(plan.context)
-            table.add(context, _way(plan), format_bytes(plan.kv), *small, *peaks, fits)
-    return table
-
-
 def _way(plan: MemoryPlan) -> str:
-    policy = plan.policy or FULL
+    policy = plan.policy or "full cache"
     return policy if plan.kv_bits is None else f"{policy}, {plan.kv_bits} bits"

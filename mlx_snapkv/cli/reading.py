@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ..engine.footprint import BookCost
     from ..engine.prompt_plan import ProgressCallback
+    from ..engine.report import CompressionReport
 
 Result = TypeVar("Result")
 
@@ -39,6 +40,11 @@ class Reading:
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, emoji=False, soft_wrap=True)
+
+    def say_warnings(self, report: CompressionReport) -> None:
+        """What was no gain, once an answer has ended."""
+        for said in report.warnings:
+            self.say(f"warning: {said}")
 
     def wait_for(self, work: Callable[[], Result]) -> Result:
         """What `work`, which tokenises, returns or raises. It runs in a thread, so that Ctrl-C is noticed."""

@@ -32,14 +32,12 @@ def join(pipeline: bool | None, **options: Any) -> Ranks:
     ranks = here()
     if ranks.rank:
         be_silent()
-    if ranks.size == 1:
-        if pipeline:
-            raise SnapKVError(
-                "--pipeline splits a model over several Macs: start the command by mlx.launch, or drop it"
-            )
-        return ranks
+    if ranks.size == 1 and pipeline:
+        raise SnapKVError(
+            "--pipeline splits a model over several Macs: start the command by mlx.launch, or drop it"
+        )
     ranks.require_same(options=" ".join(sys.argv[1:]))
-    if pipeline is None:
+    if ranks.size > 1 and pipeline is None:
         raise SnapKVError(f"mlx-snapkv {sys.argv[1]} does not run on several Macs: {ALONE_ONLY}")
     require_alone(**options)
     return ranks
@@ -59,10 +57,8 @@ def on_first(work: Callable[[], T]) -> T:
     return here().from_first(work)
 
 
-def load_shared(
-    folder: str, ranks: Ranks, pipeline: bool, trust_remote_code: bool
-) -> tuple[Any, Any]:
-    """This rank's shard of a model, by mlx-lm's `sharded_load`, and the tokenizer.
+def load_shared(folder: str, ranks: Ranks, pipeline: bool, **options: Any) -> tuple[Any, Any]:
+    """This rank's shard of a model, by mlx-lm's `sharded_load` with these options, and the tokenizer.
 
     Raises:
         SnapKVError: mlx-lm can't split it so.
@@ -72,12 +68,7 @@ def load_shared(
 
     group: Any = {"pipeline_group" if pipeline else "tensor_group": mx.distributed.init()}
     try:
-        model, tokenizer = sharded_load(
-            folder,
-            **group,
-            tokenizer_config={"trust_remote_code": trust_remote_code},
-            trust_remote_code=trust_remote_code,
-        )
+        model, tokenizer = sharded_load(folder, **group, **options)
     except FileNotFoundError as error:
         if not str(error.filename).endswith(INDEX):
             raise
