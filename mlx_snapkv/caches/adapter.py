@@ -3,26 +3,25 @@
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, n_bytes, n_rows
+from ..entries.quantization import Quantization, n_bytes
 from ..errors import TrimError
-from .contract import LayerCache
+from .contract import LayerCache, Mark
 from .evicting import snapshot
-from .state import difference, entries_problem, is_count, unless
 
 
 def layer_cache(cache: Any) -> LayerCache:
     """A layer's cache as the contract has it: itself if it is one of ours."""
     if isinstance(cache, LayerCache):
         return cache
-    return FullCache(cache) if _is_full(cache) else StateCache(cache)
+    return FullCache(cache) if has_all_entries(cache) else StateCache(cache)
 
 
 def has_all_entries(cache: Any) -> bool:
     """Whether a policy can choose from a cache; a rotating one has dropped some by itself."""
-    return isinstance(cache, LayerCache) or _is_full(cache)
+    return isinstance(cache, (LayerCache, KVCache, QuantizedKVCache))
 
 
 def plain_cache(keys: mx.array, values: mx.array) -> KVCache:
@@ -30,10 +29,6 @@ def plain_cache(keys: mx.array, values: mx.array) -> KVCache:
     cache = KVCache()
     cache.keys, cache.values, cache.offset = keys, values, keys.shape[2]
     return cache
-
-
-def _is_full(cache: Any) -> bool:
-    return isinstance(cache, (KVCache, QuantizedKVCache))
 
 
 class FullCache(LayerCache):
@@ -49,7 +44,7 @@ class FullCache(LayerCache):
         return self.cache.offset
 
     @property
-    def n_entries(self) -> int:
+    def n_entries(self) -> int:  # type: ignore[override]
         return self.cache.offset
 
     def held(self, n_queries: int = 0) -> Entries:
@@ -59,57 +54,39 @@ class FullCache(LayerCache):
         return Entries(keys, values, quantization=self.quantization)
 
     @property
-    def kv_nbytes(self) -> int:
+    def kv_nbytes(self) -> int:  # type: ignore[override]
         return 0 if self.cache.empty() else n_bytes(self.cache.keys_and_values())
 
     def rollback(self, n: int) -> None:
-        if n > self.cache.offset:
-            raise TrimError(
-                f"this cache holds {self.cache.offset} tokens, {n} can't be rolled back"
-            )
+        if n > self.offset:
+            raise TrimError(f"this cache holds {self.offset} tokens, {n} can't be rolled back")
         self.cache.trim(n)
-
-    def validate(self, like: KVCache) -> str | None:
-        cache = self.cache
-        if cache.empty():
-            return None
-        return entries_problem(cache.keys, cache.values, like, self.quantization) or unless(
-            is_count(cache.offset, 1) and cache.offset <= n_rows(cache.keys)
-        )
 
 
 class StateCache(LayerCache):
     """Any other cache of mlx-lm's, which no policy touches: linear states, sliding windows."""
 
+    kv_nbytes = 0
+
     def __init__(self, cache: Any):
         self.cache = cache
-        self._before: dict[str, Any] = {}
 
     @property
     def offset(self) -> int:  # type: ignore[override]
         return getattr(self.cache, "offset", 0)
 
     @property
-    def n_entries(self) -> int:
+    def n_entries(self) -> int:  # type: ignore[override]
         return self.cache.size()
 
     def held(self, n_queries: int = 0) -> Entries:
         raise TypeError(f"a {type(self.cache).__name__} has no entries to choose from")
 
-    @property
-    def kv_nbytes(self) -> int:
-        return 0
-
     def mark(self) -> None:
-        self._before = snapshot(vars(self.cache))
+        self._mark = Mark(snapshot(vars(self.cache)))
 
     def rollback(self, n: int) -> None:
         """Back to the mark, whatever `n` is."""
-        if not self._before:
+        if self._mark is None:
             raise TrimError("a linear state or sliding window goes back to a mark only")
-        vars(self.cache).update(snapshot(self._before))
-
-    def validate(self, like: Any) -> str | None:
-        if isinstance(self.cache, RotatingKVCache):
-            return entries_problem(self.cache.keys, self.cache.values, like, None)
-        return difference(self.cache.state, like.state, exact=hasattr(self.cache, "cache"))
+        vars(self.cache).update(snapshot(self._mark.state))

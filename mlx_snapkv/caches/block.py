@@ -1,8 +1,7 @@
 """The KV cache of a fixed budget, which evicts whenever it is full."""
 
-import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -14,7 +13,6 @@ from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import UNLIMITED, Quota
 from .evicting import EvictingCache
-from .state import are_queries, is_count
 
 # Rows that a cache without a budget grows by: an eighth of what it has, within these.
 LEAST, MOST = 16, 256
@@ -46,12 +44,6 @@ class BlockKVCache(EvictingCache):
         quantization: how entries are stored.
         accumulates: count the attention that every entry receives; by default if the policy asks for it.
     """
-
-    ARRAYS = (*EvictingCache.ARRAYS, "_kept_positions", "_rotations", "_received")
-    LISTS = (*EvictingCache.LISTS, "_uncounted")
-    COUNTS: ClassVar = {**EvictingCache.COUNTS, "_n": 0, "_expected": 0}
-    NUMBERS = (*EvictingCache.NUMBERS, "first", "last")
-    OTHERS = (*EvictingCache.OTHERS, "quota", "accumulates", "_steady")
 
     def __init__(
         self,
@@ -96,7 +88,7 @@ class BlockKVCache(EvictingCache):
         return 0 if self._kept_positions is None else self._kept_positions.shape[2]
 
     @property
-    def room(self) -> float:
+    def room(self) -> float:  # type: ignore[override]
         return math.inf if self.quota.entries >= UNLIMITED else self.capacity - self._n
 
     def append(self, keys: Stored, values: Stored) -> None:
@@ -155,7 +147,7 @@ class BlockKVCache(EvictingCache):
         if not self.accumulates or n <= 0:
             return
         counted = mx.contiguous(read(queries[:, :, : int(n)]))
-        if self._marked:  # one by one, as they may be rolled back
+        if self._mark is not None:  # one by one, as they may be rolled back
             self._uncounted += mx.split(counted, int(n), axis=2)
         else:
             self._uncounted.append(counted)
@@ -243,9 +235,3 @@ class BlockKVCache(EvictingCache):
         self._n -= n
         self.offset -= n
         del self._uncounted[len(self._uncounted) - max(0, n - beyond) :]
-
-    def _is_sound(self, like: Any) -> bool:
-        sound = all(map(is_count, dataclasses.astuple(self.quota)))
-        return (
-            sound and all(are_queries(q, like) for q in self._uncounted) and super()._is_sound(like)
-        )

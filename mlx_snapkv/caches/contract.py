@@ -2,21 +2,31 @@
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..entries.entries import Entries
+from ..entries.key_index import KeyIndex
 from ..entries.quantization import Quantization, n_bytes, rows
-from .stores import EntryView
+from .stores import EntryView, Store
 
 
-class Mark(dict[str, Any]):
-    """A cache's attributes that bring back a mark which was committed; see `LayerCache.reopen`."""
+@dataclass
+class Mark:
+    """Where a cache can be rolled back to.
+
+    Attributes:
+        state: what it needs to know of that.
+        before: its attributes before the first eviction since; None if there was none.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that this alone holds."""
-        before = self.get("_before")
-        return n_bytes((before["keys"], before["values"])) if isinstance(before, dict) else 0
+        return n_bytes((self.before["keys"], self.before["values"])) if self.before else 0
 
 
 class LayerCache(ABC):
@@ -28,6 +38,10 @@ class LayerCache(ABC):
         is_compressed: entries were chosen from, or are going to be.
         observes: it records the queries of the tokens to come, so the attention class must be patched.
         block: tokens that fit in after an eviction.
+        room: tokens that fit in before the next eviction.
+        n_entries: entries held per KV head.
+        kv_nbytes: bytes of keys and values in memory, with the room that is kept for more.
+        file_nbytes: bytes of keys and values in files.
     """
 
     offset: int
@@ -35,6 +49,11 @@ class LayerCache(ABC):
     is_compressed: bool = False
     observes: bool = False
     block: int = 1
+    room: float = math.inf
+    n_entries: int
+    kv_nbytes: int
+    file_nbytes: int = 0
+    _mark: Mark | None = None
 
     @abstractmethod
     def held(self, n_queries: int = 0) -> Entries:
@@ -45,33 +64,13 @@ class LayerCache(ABC):
         """
 
     @property
-    @abstractmethod
-    def n_entries(self) -> int:
-        """Entries held per KV head."""
-
-    @property
-    @abstractmethod
-    def kv_nbytes(self) -> int:
-        """Bytes of keys and values in memory, with the room that is kept for more."""
-
-    @property
-    def file_nbytes(self) -> int:
-        """Bytes of keys and values in files."""
-        return 0
-
-    @property
     def full_nbytes(self) -> int:
         """Bytes of all the tokens' entries, had none been dropped or quantised."""
-        entries = self.held()
-        return self.offset * n_bytes(rows(entries.plain(), 0, 1))
+        return self.offset * n_bytes(rows(self.held().plain(), 0, 1)) if self.offset else 0
 
-    @property
-    def room(self) -> float:
-        """Tokens that fit in before the next eviction; infinite if there will be none."""
-        return math.inf
-
-    def mark(self) -> None:  # noqa: B027
+    def mark(self) -> None:
         """From now on tokens can be rolled back exactly, to here; what came before stays."""
+        self._mark = Mark()
 
     @abstractmethod
     def rollback(self, n: int) -> None:
@@ -83,39 +82,28 @@ class LayerCache(ABC):
 
     def commit(self) -> Mark:
         """Keep the tokens since `mark`; what `reopen` needs to roll them back all the same."""
-        return Mark()
+        mark, self._mark = self._mark or Mark(), None
+        return mark
 
     def reopen(self, mark: Mark) -> None:
         """Let the next `rollback` go to a mark that was committed, whatever was marked since."""
-        vars(self).update(mark)
-
-    def validate(self, like: Any) -> str | None:
-        """What is wrong with a cache that came from a file, in a few words; None if it is sound.
-
-        Args:
-            like: mlx-lm's plain cache of the same layer, after one token.
-        """
-        return None
+        self._mark = mark
 
 
-class LosslessCache(ABC):
-    """A layer's cache that can give back every entry it was ever fed, wherever they are."""
+class LosslessCache(LayerCache):
+    """A layer's cache that can give back every entry it was ever fed, wherever they are.
+
+    Attributes:
+        store: where they are kept between turns.
+        index: of their keys; None if there is none.
+    """
+
+    store: Store
+    index: KeyIndex | None = None
 
     @abstractmethod
     def offload(self) -> None:
-        """Move the entries to where they are kept between turns.
-
-        Raises:
-            SnapKVError: there is no space for them; they stay in memory then.
-        """
-
-    @abstractmethod
-    def growing_cache(self) -> Any:
-        """A cache of mlx-lm's kind with all entries, to read on with; what it is fed is held here, too."""
-
-    @abstractmethod
-    def saved_form(self) -> Any:
-        """A cache of mlx-lm's with the same entries, quantised ones as they are; itself if there is no such."""
+        """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
 
     @abstractmethod
     def views(self) -> list[EntryView]:
@@ -124,3 +112,16 @@ class LosslessCache(ABC):
     @abstractmethod
     def fill(self, entries: Entries) -> None:
         """Hold these entries, the first there are."""
+
+    @abstractmethod
+    def saved_form(self) -> Any:
+        """A cache of mlx-lm's with the same entries, quantised ones as they are; itself if there is no such."""
+
+    def growing_cache(self) -> Any:
+        """A cache of mlx-lm's kind with all entries, to read on with; what it is fed is held here, too."""
+        self.offload()
+        return self.store.cache if self.store.n_entries else None
+
+    @property
+    def file_nbytes(self) -> int:  # type: ignore[override]
+        return self.store.file_nbytes

@@ -1,10 +1,9 @@
 """What the caches that evict entries have in common, and how an eviction is rolled back."""
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from ..entries.entries import Entries
@@ -14,7 +13,7 @@ from ..errors import SnapKVError, TrimError
 from ..policies import Policy
 from .compaction import Compaction
 from .contract import LayerCache, Mark
-from .state import SavedState, are_queries, entries_problem, unless
+from .state import SavedState
 
 
 class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
@@ -30,10 +29,6 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         uniform: all layers of the model hold equally many entries.
     """
 
-    ARRAYS = ("keys", "values", *SavedState.ARRAYS)
-    COUNTS: ClassVar = {"offset": 1, "block": 1, **SavedState.COUNTS}
-    OTHERS = ("policy", "quantization", "compaction", "uniform", *SavedState.OTHERS)
-
     keys: Any
     values: Any
     policy: Policy | None
@@ -41,8 +36,6 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
     uniform: bool
     is_compressed = True
     _n = 0  # entries held: the first rows of the buffers
-    _marked = False
-    _before: dict[str, Any] | None = None  # the state before an eviction since the mark
 
     @property
     @abstractmethod
@@ -99,20 +92,9 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
 
     def evict(self) -> None:
         """Evict entries now; since a mark, so that it can be rolled back."""
-        before = None
-        if self._marked and self._before is None:
-            before = snapshot(vars(self))
+        if self._mark is not None and self._mark.before is None:
+            self._mark.before = snapshot(vars(self))
         self._evict()
-        if before is not None:
-            self._before = before
-
-    def mark(self) -> None:
-        self._marked, self._before = True, None
-
-    def commit(self) -> Mark:
-        mark = Mark(_before=self._before)
-        self._marked, self._before = False, None
-        return mark
 
     def rollback(self, n: int) -> None:
         """Drop the newest `n` tokens, exactly: those since `mark`, or since it was last fed or evicted.
@@ -121,26 +103,26 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
             TrimError: some of them are older, or the oldest came between two evictions since `mark`; the cache is then
                 as it was.
         """
-        free = self._n_free()
-        before = self._before
-        if before is not None and 0 < self.offset - before["offset"] <= n:
+        mark = self._mark
+        before = (mark.before if mark else None) or {"offset": self.offset}
+        since = self.offset - before["offset"]
+        if mark and 0 < since <= n:
             now = dict(vars(self))
-            n -= self.offset - before["offset"]
-            vars(self).update(before)
+            vars(self).update(before, _mark=Mark(mark.state))
             try:
-                self.rollback(n)
+                return self.rollback(n - since)
             except TrimError:
                 vars(self).update(now)
                 raise
-        elif 0 <= n <= free:
-            if n:
-                self._roll_back(n)
-        else:
+        free = self._n_free()
+        if not 0 <= n <= free:
             raise TrimError(f"this cache can roll back 0 to {free} tokens, not {n}")
+        if n:
+            self._roll_back(n)
 
     def is_trimmable(self) -> bool:
         """Only since a mark: mlx-lm takes true for "any number of tokens"."""
-        return self._marked
+        return self._mark is not None
 
     def trim(self, n: int) -> int:
         """`rollback`, for mlx-lm's loops; how many tokens it dropped."""
@@ -156,7 +138,7 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         return self._n
 
     @property
-    def n_entries(self) -> int:
+    def n_entries(self) -> int:  # type: ignore[override]
         return self._n
 
     @property
@@ -165,7 +147,7 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         return 0 if self.keys is None else n_bytes((self.keys, self.values))
 
     @property
-    def kv_nbytes(self) -> int:
+    def kv_nbytes(self) -> int:  # type: ignore[override]
         return self.nbytes
 
     def empty(self) -> bool:
@@ -212,18 +194,6 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
                 "generate_step, or call patch_for_snapkv(model) before mlx-lm's"
             )
         return self.voters(self.queries[:, :, -n:], asked, (*self._heads, self._n))
-
-    def validate(self, like: Any) -> str | None:
-        found = entries_problem(self.keys, self.values, like, self.quantization)
-        return found or unless(self.has_numbers and self._is_sound(like))
-
-    def _is_sound(self, like: Any) -> bool:
-        """Whether what a loaded state holds goes together, and with a plain cache of the same layer."""
-        if self._n > n_rows(self.keys) or not all(are_queries(q, like) for q in self._queries):
-            return False
-        positions = np.sort(np.array(self.positions), axis=-1).astype(int)
-        alike = positions.shape == (*self._heads, self._n)
-        return bool(alike and (np.diff(positions) > 0).all() and positions.max() < self.offset)
 
 
 def snapshot(attributes: dict[str, Any]) -> dict[str, Any]:

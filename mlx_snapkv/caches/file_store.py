@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ class Layout:
 
     @classmethod
     def of(cls, stored: Stored) -> Layout:
-        """Of rows that are stored so."""
         parts = arrays(stored)
         return cls(parts[0].shape[:2], tuple((x.dtype, x.shape[-1]) for x in parts))
 
@@ -62,11 +61,9 @@ class Layout:
         """Rows of `(B, n_kv_heads, n)` items of a file."""
         whole = mx.array(np.ascontiguousarray(found).view(np.uint8).reshape(*found.shape, self.row))
         edges = np.cumsum([dtype.size * width for dtype, width in self.parts])[:-1].tolist()
-        parts = [
-            mx.contiguous(x).view(dtype)
-            for x, (dtype, _) in zip(mx.split(whole, edges, axis=-1), self.parts)
-        ]
-        return parts[0] if len(parts) == 1 else tuple(parts)
+        split = zip(mx.split(whole, edges, axis=-1), self.parts)
+        parts = tuple(mx.contiguous(x).view(dtype) for x, (dtype, _) in split)
+        return parts[0] if len(parts) == 1 else parts
 
 
 class EntryFile:
@@ -78,18 +75,19 @@ class EntryFile:
 
     def read(self, start: int, stop: int) -> Stored:
         """The rows of entries `[start, stop)`."""
-        return self.layout.from_bytes(self._map(stop)[start:].transpose(1, 2, 0))
+        by_token = self._map(np.arange(start, stop))
+        return self.layout.from_bytes(by_token[start:].transpose(1, 2, 0))
 
     def gather(self, places: np.ndarray) -> Stored:
         """The rows at `places` `(B, n_kv_heads, n)`."""
         B, H = self.layout.heads
         batch, head = np.ogrid[:B, :H]
-        by_token = self._map(int(places.max(initial=0)) + 1)
+        by_token = self._map(places)
         return self.layout.from_bytes(by_token[places, batch[..., None], head[..., None]])
 
-    def _map(self, n: int) -> np.ndarray:
-        """The rows of the first `n` entries, `(n, B, n_kv_heads)`, each one item."""
-        row = np.dtype((np.void, self.layout.row))
+    def _map(self, places: np.ndarray) -> np.ndarray:
+        """The rows of the first entries, `(n, B, n_kv_heads)`, each one item, of which those at `places` are read."""
+        row, n = np.dtype((np.void, self.layout.row)), int(places.max(initial=0)) + 1
         try:
             return np.memmap(self._file, row, "r", shape=(n, *self.layout.heads))
         except (OSError, ValueError) as error:
@@ -142,23 +140,17 @@ class SavedFile(EntryFile):
         self._is_new = np.ones(len(checksums), np.bool_)  # not compared yet
         self._require_size()
 
-    def read(self, start: int, stop: int) -> Stored:
-        first, last = start * self.layout.token, stop * self.layout.token - 1
-        self._require(np.arange(first // self._piece, last // self._piece + 1))
-        return super().read(start, stop)
-
-    def gather(self, places: np.ndarray) -> Stored:
+    def _map(self, places: np.ndarray) -> np.ndarray:
+        self._require_size()  # a map of what is no longer there would end the process
         first = np.unique(places).astype(np.int64) * self.layout.token
-        last = (first + self.layout.token - 1) // self._piece
-        first //= self._piece
-        longest = int((last - first).max(initial=0))
-        self._require(np.unique([np.minimum(first + i, last) for i in range(longest + 1)]))
-        return super().gather(places)
+        edges = np.zeros(len(self._checksums) + 1, np.int64)
+        np.add.at(edges, first // self._piece, 1)
+        np.add.at(edges, (first + self.layout.token - 1) // self._piece + 1, -1)
+        self._require(np.flatnonzero((edges.cumsum()[:-1] > 0) & self._is_new))
+        return super()._map(places)
 
     def _require(self, pieces: np.ndarray) -> None:
         """Raises: EntryFileError: one of these pieces is not what was saved."""
-        self._require_size()  # a map of what is no longer there would end the process
-        pieces = pieces[self._is_new[pieces]]
         if not pieces.size:
             return
         whole = np.memmap(self._file, np.uint8, "r", shape=(self._size,))
@@ -167,7 +159,8 @@ class SavedFile(EntryFile):
             start = piece * self._piece
             return zlib.crc32(whole[start : start + self._piece].data)
 
-        sound = self._checksums[pieces] == list(_checkers().map(checksum, pieces.tolist()))
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            sound = self._checksums[pieces] == list(threads.map(checksum, pieces.tolist()))
         self._is_new[pieces[sound]] = False
         if not sound.all():
             start = pieces[~sound][0] * self._piece
@@ -189,12 +182,6 @@ class SavedFile(EntryFile):
         return str(self.path)
 
 
-@functools.cache
-def _checkers() -> ThreadPoolExecutor:
-    """The threads that compute checksums."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="mlx-snapkv-checksums")
-
-
 @dataclass(frozen=True)
 class _Part(EntryView):
     """The first `n_entries` of a file of keys and one of values."""
@@ -204,11 +191,8 @@ class _Part(EntryView):
     n_entries: int = 0
     waits = True
 
-    def read_keys(self, start: int, stop: int) -> mx.array:
-        return unpack(self.files[0].read(start, stop), self.quantization)
-
-    def read_values(self, start: int, stop: int) -> mx.array:
-        return unpack(self.files[1].read(start, stop), self.quantization)
+    def read(self, which: int, start: int, stop: int) -> mx.array:
+        return unpack(self.files[which].read(start, stop), self.quantization)
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         chosen = np.array(places)
@@ -256,14 +240,14 @@ class FileStore(JoinedView, Store):
                 f"entries can't be kept in a file in {tempfile.gettempdir()}: {error.strerror or error}; "
                 "set TMPDIR or --store-dir to a folder with room, or use another memory"
             ) from error
-        self._parts[-1] = _Part(part.files, self.quantization, part.n_entries + len(new))
+        self._parts[-1] = replace(part, n_entries=part.n_entries + len(new))
 
     def truncate(self, n: int) -> None:
         while self.n_entries > n:
             part = self._parts.pop()
             left = n - self.n_entries
             if left > 0:
-                self._parts.append(_Part(part.files, self.quantization, left))
+                self._parts.append(replace(part, n_entries=left))
                 if self._grows:
                     self._cut(left)
             else:

@@ -12,7 +12,7 @@ from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
 from ..entries.queries import Queries
 from .compaction import Compaction
-from .stores import EntryView, JoinedView
+from .stores import KEYS, VALUES, EntryView, JoinedView
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED = 16  # places all over the text, whose keys' spread it is made for
@@ -31,6 +31,7 @@ class FullView:
 
     Attributes:
         index: that; None where there is none, or so few entries that their exact votes cost no more.
+        waits: what is read takes memory of its own, so that it should be used before more is read.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class FullView:
         self._compaction = compaction
         self._entries = JoinedView(views)
         self._n = n_entries
+        self.waits = self._entries.waits
         self.index = index if len(self) > FEW else None
 
     def __len__(self) -> int:
@@ -54,6 +56,12 @@ class FullView:
     def voted_by(self, observed: Queries | None) -> Entries:
         """All entries, as a policy scores them; its votes, if it asks for them, are made in blocks."""
         return _ViewedEntries(self, None if observed is None else self.asked_by(observed))
+
+    def asked_by(self, observed: Queries) -> Queries:
+        """Queries as they vote over all entries, which come as they were read."""
+        if self._compaction is None:
+            return observed
+        return self._compaction.asking(observed, self.layer)
 
     def gather(self, positions: mx.array, end: int | None = None) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain.
@@ -66,12 +74,6 @@ class FullView:
         if self._compaction is None or end is None:
             return entries
         return self._compaction.nearer(entries, end)[0]
-
-    def asked_by(self, observed: Queries) -> Queries:
-        """Queries as they vote over all entries, which come as they were read."""
-        return (
-            observed if self._compaction is None else self._compaction.asking(observed, self.layer)
-        )
 
     def seen_from(self, positions: mx.array, start: int) -> Entries:
         """The entries at uint32 `positions` `(B, n_kv_heads, n)`, plain, as queries from `start` on vote for them."""
@@ -94,20 +96,14 @@ class FullView:
 
     def keys(self, start: int, stop: int) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
-        keys = self._entries.read_keys(start, stop)
+        keys = self._entries.read(KEYS, start, stop)
         if not self._latent:
             return keys
-        return mx.concatenate([keys, self._entries.read_values(start, stop)], axis=-1)
+        return mx.concatenate([keys, self._entries.read(VALUES, start, stop)], axis=-1)
 
     def values(self, start: int, stop: int) -> mx.array:
         """The values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
-        read = self._entries.read_keys if self._latent else self._entries.read_values
-        return read(start, stop)
-
-    @property
-    def waits(self) -> bool:
-        """Whether what is read takes memory of its own, so that it should be used before more is read."""
-        return self._entries.waits
+        return self._entries.read(KEYS if self._latent else VALUES, start, stop)
 
     def blocks(self) -> KeyBlocks:
         """All keys, to be read a block at a time."""
@@ -140,12 +136,10 @@ class _ViewedEntries(Entries):
         return self._view.values(0, len(self))
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        keys = self._view.keys(start, stop)
-        return mx.depends(keys, list(after)) if after else keys
+        return mx.depends(self._view.keys(start, stop), list(after))
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        values = self._view.values(start, stop)
-        return mx.depends(values, list(after)) if after else values
+        return mx.depends(self._view.values(start, stop), list(after))
 
     @property
     def waits(self) -> bool:
@@ -156,14 +150,11 @@ class _ViewedEntries(Entries):
         return self._view.blocks()
 
     def _votes_of_last(self, *counts: int) -> mx.array:
-        index, asked = self._view.index, self.voters
-        budget = self.budget or len(self)
-        few = len(self) <= CANDIDATES * budget
-        if index is None or few:
+        index, asked, budget = self._view.index, self.voters, self.budget or len(self)
+        if index is None or len(self) <= CANDIDATES * budget:
             return latest_votes(self._voted_keys, asked, counts)
-        start = asked.places.start
 
         def keys_at(positions: mx.array) -> mx.array:
-            return self._view.seen_from(positions, start).keys
+            return self._view.seen_from(positions, asked.places.start).keys
 
         return index.latest_votes(asked, counts, budget, keys_at)

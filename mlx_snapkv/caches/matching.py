@@ -1,21 +1,18 @@
 """Whether a loaded prompt cache fits a model."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from ..errors import SnapKVError
 from .adapter import layer_cache
 from .contract import LayerCache
 from .evicting import EvictingCache
-from .layers import attention_layers, layer_caches, members
+from .layers import attention_layers, layer_caches, members, token_caches
 
 # What may stand where the model has a plain cache of keys and values.
 _INSTEAD = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
@@ -23,13 +20,11 @@ _INSTEAD = (KVCache, RotatingKVCache, QuantizedKVCache, LayerCache)
 
 def require_match(prompt_cache: list, model) -> None:
     """Raises: SnapKVError: the caches don't have the model's layers, kinds, heads, head size and dtype."""
-    fresh = make_prompt_cache(model)
-    model(mx.array([[0]]), cache=fresh)
+    fresh = token_caches(model)
     _require_kinds(prompt_cache, fresh)
-    pairs = zip(members(prompt_cache), members(fresh))
-    for n, (cache, like) in enumerate(pairs):
+    for n, (cache, like) in enumerate(zip(members(prompt_cache), members(fresh))):
         try:
-            problem = _problem(cache, like)
+            problem = problem_of(cache, like)
         except Exception:  # a state of another kind than the class keeps
             problem = "holds something else than its class says"
         if problem is not None:
@@ -55,9 +50,9 @@ def n_tokens(prompt_cache: list) -> int:
 
 def adopt(prompt_cache: list, model) -> None:
     """Tell caches that came from a file which layers they serve."""
-    if any(isinstance(cache, EvictingCache) for cache in layer_caches(prompt_cache)):
+    if any(isinstance(cache, EvictingCache) for cache in members(prompt_cache)):
         for layer in attention_layers(model, prompt_cache):
-            cache = layer.entries_in(prompt_cache)
+            cache = layer.cache_in(prompt_cache)
             if isinstance(cache, EvictingCache):
                 cache.layer = layer
 
@@ -75,8 +70,52 @@ def _require_kinds(found: Sequence, wanted: Sequence) -> None:
             _require_kinds(cache.caches, like.caches)
 
 
-def _problem(cache, like) -> str | None:
-    """What is wrong with a cache that should hold what `like` holds, with more tokens."""
+def problem_of(cache: Any, like: Any) -> str | None:
+    """What is wrong with a cache from a file, in a few words; None if it is sound.
+
+    Args:
+        like: mlx-lm's cache of the same layer, after one token.
+    """
     if cache.empty() != like.empty():
         return "is empty" if cache.empty() else "should be empty"
-    return None if cache.empty() else layer_cache(cache).validate(like)
+    if cache.empty():
+        return None
+    if not isinstance(cache, _INSTEAD):
+        return _difference(cache.state, like.state, exact=hasattr(cache, "cache"))
+    how, n = layer_cache(cache).quantization, layer_cache(cache).n_entries
+    if how is not None:
+        like = like.to_quantized(how.group_size, how.bits)
+    stored = cache.keys, cache.values  # type: ignore[union-attr]
+    problem = _difference(stored, (like.keys, like.values))
+    numbers = {array.shape[2] for array in _arrays(stored).values()}
+    if problem is None and len(numbers) > 1:
+        problem = f"has {sorted(numbers)} rows of keys and values"
+    if problem is None and not (type(cache.offset) is int and 0 < n <= min(numbers)):
+        problem = "has numbers that contradict each other"
+    if problem is None and isinstance(cache, EvictingCache):
+        positions = np.sort(np.array(cache.positions).astype(int), axis=-1)
+        sound = positions.shape[2] == n and (np.diff(positions) > 0).all()
+        if not sound or positions.max() >= cache.offset:
+            problem = "has positions that can't be"
+    return problem
+
+
+def _difference(found: Any, wanted: Any, exact: bool = False) -> str | None:
+    """Arrays that differ in place, dtype or shape; unless `exact`, the number of rows may."""
+    have, want = _arrays(found), _arrays(wanted)
+    if have.keys() != want.keys():
+        return "holds other arrays than the model's"
+    for name, array in have.items():
+        other = want[name]
+        if array.dtype != other.dtype:
+            return f"holds {array.dtype}, the model {other.dtype}".replace("mlx.core.", "")
+        rows = None if exact else array.ndim - 2
+        sizes = enumerate(zip(array.shape, other.shape))
+        if array.ndim != other.ndim or any(n != m and axis != rows for axis, (n, m) in sizes):
+            return f"holds an array of shape {array.shape}, the model {other.shape}"
+    return None
+
+
+def _arrays(tree: Any) -> dict[str, mx.array]:
+    """The arrays of a state by their place in it."""
+    return {name: x for name, x in dict(tree_flatten(tree)).items() if isinstance(x, mx.array)}

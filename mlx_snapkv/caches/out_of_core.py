@@ -25,9 +25,6 @@ _CLOSED: Any = Missing(
     "Conversation.load"
 )
 
-# All else goes back to what it was at a mark once the tokens since then are gone.
-_NOT_MARKED = {"keys", "values", "store", "_index", "_at_mark", "_marked", "_before"}
-
 
 class OutOfCoreKVCache(LosslessCache, BlockKVCache):
     """A `BlockKVCache` of resident entries, and a store of all entries.
@@ -39,14 +36,13 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
         store: the entries of the first `store.n_entries` tokens; whoever loads a cache from a file gives it one.
     """
 
-    policy: Policy | None
+    TRANSIENT = BlockKVCache.TRANSIENT | {"store", "_index"}
 
     def __init__(self, store: Store, layer: Any = None):
         unlimited = Quota(UNLIMITED, 0, 0)
         super().__init__(None, unlimited, KVCache.step, layer=layer, newest=1)
         self.store = store
         self._index: KeyIndex | None = None
-        self._at_mark: dict[str, Any] = {}
 
     def limit(
         self,
@@ -76,11 +72,10 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
 
     def _evict(self) -> None:
         if self._n > self.quota.entries:
-            self._store_new()
+            self.offload()
         super()._evict()
 
-    def _store_new(self) -> None:
-        """Append to the store what it lacks."""
+    def offload(self) -> None:
         n_before = self.store.n_entries
         n_new = self.offset - n_before
         if n_new > 0:
@@ -102,7 +97,7 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
             self._index.append(keys)
 
     @property
-    def index(self) -> KeyIndex | None:
+    def index(self) -> KeyIndex | None:  # type: ignore[override]
         """Of the keys in the store; None if it has not been made, as after loading."""
         if self._index is None or len(self._index) < self.store.n_entries:
             return None
@@ -110,19 +105,12 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
         return self._index
 
     @index.setter
-    def index(self, index: KeyIndex) -> None:
+    def index(self, index: KeyIndex | None) -> None:
         self._index = index
-
-    def offload(self) -> None:
-        self._store_new()
 
     def views(self) -> list[EntryView]:
         self.offload()
         return [self.store]
-
-    def growing_cache(self) -> Any:
-        self.offload()
-        return self.store.cache if self.store.n_entries else None
 
     def saved_form(self) -> Any:
         """Itself, whose store is to be saved with it; a plain cache if everything is resident."""
@@ -141,26 +129,24 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
         return self._n < self.offset
 
     def mark(self) -> None:
-        super().mark()
-        own = {name: value for name, value in vars(self).items() if name not in _NOT_MARKED}
-        self._at_mark = snapshot(own)
-
-    def commit(self) -> Mark:
-        return Mark(super().commit(), _at_mark=self._at_mark)
+        # Evictions are undone by themselves; all else goes back to what it was.
+        kept = {"keys", "values", "store", "_index", "_mark"}
+        own = {name: value for name, value in vars(self).items() if name not in kept}
+        self._mark = Mark(snapshot(own))
 
     def rollback(self, n: int) -> None:
         super().rollback(n)
         self.store.truncate(self.offset)
-        if self.offset == self._at_mark.get("offset"):
-            vars(self).update(snapshot(self._at_mark))
+        if self._mark and self.offset == self._mark.state.get("offset"):
+            vars(self).update(snapshot(self._mark.state))
 
     @property
-    def kv_nbytes(self) -> int:
+    def kv_nbytes(self) -> int:  # type: ignore[override]
         return self.nbytes + self.store.nbytes
 
     @property
-    def file_nbytes(self) -> int:
-        return self.store.file_nbytes
+    def full_nbytes(self) -> int:
+        return 0 if self.empty() else self.offset * n_bytes(rows((self.keys, self.values), 0, 1))
 
     @property
     def state(self) -> tuple:
@@ -174,8 +160,3 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
         keys = Entries(self.keys, self.values, quantization=self.quantization).plain()[0]
         self._index = None if index is None else KeyIndex.restored(index, keys)
         self.store = _CLOSED
-        self._at_mark = {}
-
-    @property
-    def full_nbytes(self) -> int:
-        return 0 if self.empty() else self.offset * n_bytes(rows((self.keys, self.values), 0, 1))

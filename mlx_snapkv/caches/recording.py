@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,22 +11,23 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache, create_attention_mask
 
 from ..entries.entries import Entries
-from ..entries.quantization import join, n_bytes, rows
+from ..entries.quantization import join, n_bytes
 from ..entries.queries import Read, Recorder
 from .adapter import FullCache, plain_cache
-from .contract import LayerCache, LosslessCache, Mark
+from .contract import LosslessCache, Mark
 from .stores import EntryView, MemoryStore, Store, quantized_cache
 
 
-class FullRecorder(LosslessCache, Recorder, LayerCache):
+class FullRecorder(LosslessCache, Recorder):
     """What the caches have in common that hold all entries, and record queries for a policy to come.
 
     Attributes:
+        growing: mlx-lm's cache that new entries are put into.
         repeated: what reading the prompt again has measured; see `Entries`.
     """
 
+    growing: KVCache
     repeated: Any = None
-    index: Any = None  # is made for a request
     _shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def observe(
@@ -35,21 +35,11 @@ class FullRecorder(LosslessCache, Recorder, LayerCache):
     ) -> None:
         """Record the queries of `[first, last)`, of `capacity` tokens in all, and forget those recorded before."""
         self.start_recording(first, last, statistics_from=statistics_from)
-        self._expect(capacity)
+        self.growing.step = max(KVCache.step, capacity - self.offset)
 
     @property
-    def n_entries(self) -> int:
+    def n_entries(self) -> int:  # type: ignore[override]
         return self.offset
-
-    @abstractmethod
-    def _expect(self, capacity: int) -> None:
-        """Make room for `capacity` tokens at the next allocation."""
-
-    def offload(self) -> None:
-        """They are where they are."""
-
-    def saved_form(self) -> Any:
-        return plain_cache(*self.keys_and_values())  # type: ignore[attr-defined]  # every cache of ours has it
 
     def _with_queries(self, entries: Entries) -> Entries:
         """The entries, with the queries recorded to vote for them."""
@@ -63,6 +53,11 @@ class FullRecorder(LosslessCache, Recorder, LayerCache):
         if self.n_queries:
             entries.observed = self.voters(self.queries, self.query_positions, entries.keys.shape)
         return entries
+
+    @property  # type: ignore[misc]  # nothing sets the state of a request under way
+    def state(self) -> tuple:
+        # mlx-lm's prefill loop evaluates the state, and with it the queries.
+        return self.growing.keys, self.growing.values, self._queries, self._sums
 
 
 class RecordingKVCache(FullRecorder, KVCache):
@@ -80,8 +75,13 @@ class RecordingKVCache(FullRecorder, KVCache):
         self.step = capacity
         self.layer = layer
 
-    def _expect(self, capacity: int) -> None:
-        self.step = max(KVCache.step, capacity - self.offset)
+    @property
+    def growing(self) -> KVCache:  # type: ignore[override]
+        return self
+
+    @property
+    def store(self) -> Store:  # type: ignore[override]
+        return MemoryStore(cache=self)
 
     def filled(self, cache: KVCache, n: int) -> RecordingKVCache:
         """The first `n` entries of another cache, with the queries recorded here; arrays and votes are shared."""
@@ -91,12 +91,18 @@ class RecordingKVCache(FullRecorder, KVCache):
         filled.keys, filled.values, filled.offset = cache.keys, cache.values, n
         return filled
 
+    def offload(self) -> None:
+        """They are where they are."""
+
     def views(self) -> list[EntryView]:
-        return [MemoryStore(cache=self)]
+        return [self.store]
 
     def growing_cache(self) -> KVCache:
         self.step = KVCache.step
         return self
+
+    def saved_form(self) -> Any:
+        return plain_cache(*self.keys_and_values())
 
     def fill(self, entries: Entries) -> None:
         (self.keys, self.values), self.offset = entries.plain(), len(entries)
@@ -105,16 +111,11 @@ class RecordingKVCache(FullRecorder, KVCache):
         return self._with_queries(FullCache(self).held())
 
     @property
-    def kv_nbytes(self) -> int:
-        return FullCache(self).kv_nbytes
+    def kv_nbytes(self) -> int:  # type: ignore[override]
+        return self.store.nbytes
 
     def rollback(self, n: int) -> None:
         FullCache(self).rollback(n)
-
-    @property  # type: ignore[misc]  # nothing sets the state of a request under way
-    def state(self):
-        # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        return self.keys, self.values, self.offset, self._queries, self._sums
 
 
 class SharedKVCache(RecordingKVCache):
@@ -132,7 +133,7 @@ class SharedKVCache(RecordingKVCache):
     def go_on_from(self, cache: KVCache, capacity: int) -> None:
         """Hold the entries of another cache, whose arrays are shared until they are written."""
         self.keys, self.values, self.offset = cache.keys, cache.values, cache.offset
-        self._expect(capacity)
+        self.step = max(KVCache.step, capacity - self.offset)
 
     def _take_queries(
         self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read
@@ -142,9 +143,8 @@ class SharedKVCache(RecordingKVCache):
             recorder._take_queries(queries, scale, sinks, read)
 
     @property  # type: ignore[misc]  # nothing sets the state of a request under way
-    def state(self):
-        recorded = [(recorder._queries, recorder._sums) for recorder in self.recorders]
-        return self.keys, self.values, self.offset, recorded
+    def state(self) -> tuple:
+        return self.keys, self.values, [(x._queries, x._sums) for x in self.recorders]
 
 
 class OffloadedKVCache(FullRecorder, _BaseCache):
@@ -153,39 +153,34 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
     Every attention reads the store's entries anew, so that only one layer's are in memory at a time.
 
     Attributes:
-        store: where entries are kept.
-        fresh: the entries since the last `offload`.
+        growing: the entries since the last `offload`.
     """
 
     def __init__(self, store: Store, layer: Any = None):
         super().__init__(0, 0)
         self.store = store
-        self.fresh = KVCache()
+        self.growing = KVCache()
         self.layer = layer
-        self._before = (0, self.fresh)
 
     @property
     def offset(self) -> int:  # type: ignore[override]
         """Tokens held."""
-        return self.store.n_entries + self.fresh.offset
+        return self.store.n_entries + self.growing.offset
 
     @property
     def keys(self) -> mx.array | None:
         """The newest entries' buffer, which mlx-lm makes wait for what a pipeline sends."""
-        return self.fresh.keys
+        return self.growing.keys
 
     @keys.setter
     def keys(self, keys: mx.array) -> None:
-        self.fresh.keys = keys
-
-    def _expect(self, capacity: int) -> None:
-        self.fresh.step = max(KVCache.step, capacity - self.offset)
+        self.growing.keys = keys
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; all there are."""
         if self.store.n_entries:
             mx.eval(keys, values)  # and with them the layer before, whose entries can then go
-        self.fresh.update_and_fetch(keys, values)
+        self.growing.update_and_fetch(keys, values)
         return self._computed()
 
     def _computed(self) -> tuple[mx.array, mx.array]:
@@ -199,51 +194,41 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All keys and values, `(B, n_kv_heads, offset, head_dim)` each."""
         if self.store.n_entries == 0:
-            return self.fresh.keys_and_values()
+            return self.growing.keys_and_values()
         stored = self.store.entries()
-        return join(stored, self.fresh.keys_and_values()) if self.fresh.offset else stored
+        return join(stored, self.growing.keys_and_values()) if self.growing.offset else stored
 
     def held(self, n_queries: int = 0) -> Entries:
         return self._with_queries(Entries(*self._computed()))
 
     def offload(self) -> None:
-        if self.fresh.offset:
-            self.store.append(Entries(*self.fresh.keys_and_values()))
-            self.fresh = KVCache()
-
-    def growing_cache(self) -> Any:
-        self.offload()
-        return self.store.cache if self.store.n_entries else None
+        if self.growing.offset:
+            self.store.append(Entries(*self.growing.keys_and_values()))
+            self.growing = KVCache()
 
     def saved_form(self) -> Any:
-        if not self.store.n_entries:
-            return super().saved_form()
         self.offload()
         how = self.store.quantization
         if self.store.cache is None and how is not None:
             return quantized_cache(how, self.store.stored(0, self.offset))
-        return self.store.cache or super().saved_form()
+        return self.store.cache or plain_cache(*self.store.entries())
 
     def views(self) -> list[EntryView]:
-        parts: list[EntryView] = [self.store, MemoryStore(cache=self.fresh)]
+        parts: list[EntryView] = [self.store, MemoryStore(cache=self.growing)]
         return [part for part in parts if part.n_entries]
 
     def fill(self, entries: Entries) -> None:
         self.store.append(entries)
 
     def mark(self) -> None:
-        fresh = copy.copy(self.fresh) if self.fresh.offset else KVCache()
-        self._before = self.store.n_entries, fresh
-
-    def commit(self) -> Mark:
-        return Mark(_before=self._before)
+        self._mark = Mark({"stored": self.store.n_entries, "growing": copy.copy(self.growing)})
 
     def rollback(self, n: int) -> None:
         """Drop the newest `n` tokens, whether they are in the store or not."""
-        n_stored, fresh = self._before
-        if self.offset - n == n_stored + fresh.offset:
-            self.store.truncate(n_stored)
-            self.fresh = copy.copy(fresh)
+        before = self._mark.state if self._mark else {}
+        if before and self.offset - n == before["stored"] + before["growing"].offset:
+            self.store.truncate(before["stored"])
+            self.growing = copy.copy(before["growing"])
         else:
             self.trim(n)
 
@@ -263,38 +248,18 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
     def trim(self, n: int) -> int:
         """Drop the newest `n` tokens; how many those were."""
         n = min(self.offset, n)
-        self.store.truncate(self.store.n_entries - (n - self.fresh.trim(n)))
+        self.store.truncate(self.store.n_entries - (n - self.growing.trim(n)))
         return n
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory between turns."""
-        return self.store.nbytes + self.fresh.offset * self._fresh_entry_bytes
+        return self.store.nbytes + MemoryStore(cache=self.growing).nbytes
 
     @property
-    def kv_nbytes(self) -> int:
+    def kv_nbytes(self) -> int:  # type: ignore[override]
         return self.nbytes
 
     @property
-    def file_nbytes(self) -> int:
-        return self.store.file_nbytes
-
-    @property
     def full_nbytes(self) -> int:
-        return self.offset * self.entry_bytes
-
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of one token's keys and values as the attention reads them."""
-        return self.store.entry_bytes or self._fresh_entry_bytes
-
-    @property
-    def _fresh_entry_bytes(self) -> int:
-        if self.fresh.empty():
-            return 0
-        return n_bytes(rows(self.fresh.keys_and_values(), 0, 1))
-
-    @property  # type: ignore[misc]  # nothing sets the state of a conversation under way
-    def state(self):
-        # mlx-lm's prefill loop evaluates the state, and with it the queries.
-        return self.fresh.keys, self.fresh.values, self._queries, self._sums
+        return self.offset * n_bytes(self.views()[0].entries(0, 1)) if self.offset else 0

@@ -153,13 +153,13 @@ class RefreshedKVCache(OnQueries, LayerCache):
         return Entries(*self._always.keys_and_values())
 
     @property
-    def n_entries(self) -> int:
+    def n_entries(self) -> int:  # type: ignore[override]
         """Entries that a token reads."""
         chosen = n_of_groups(self._stop - self._first, self._n_chosen) if self._n_chosen else 0
         return chosen + self._always.offset
 
     @property
-    def kv_nbytes(self) -> int:
+    def kv_nbytes(self) -> int:  # type: ignore[override]
         """Bytes of what a token reads, the index among it."""
         if self._always.empty():
             return 0

@@ -1,4 +1,4 @@
-"""Where a layer's entries are: one small interface, and the stores that hold them in memory."""
+"""Where a layer's entries are: one small interface, and the store that holds them in memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ..entries.entries import Entries
 from ..entries.quantization import Quantization, each, grown, n_bytes, n_rows, rows, unpack, write
 from ..entries.selection import take_entries
 
+KEYS, VALUES = 0, 1
+
 
 class EntryView(ABC):
     """A layer's entries in order of position, to be read; keys and values are `(B, n_kv_heads, n, head_dim)`.
@@ -26,20 +28,17 @@ class EntryView(ABC):
     waits: bool = False
 
     @abstractmethod
-    def read_keys(self, start: int, stop: int) -> mx.array:
-        """The keys of entries `[start, stop)`."""
-
-    @abstractmethod
-    def read_values(self, start: int, stop: int) -> mx.array:
-        """The values of entries `[start, stop)`."""
+    def read(self, which: int, start: int, stop: int) -> mx.array:
+        """The KEYS or VALUES of entries `[start, stop)`."""
 
     @abstractmethod
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values at uint32 `places` `(B, n_kv_heads, n)`."""
 
-    def entries(self) -> tuple[mx.array, mx.array]:
-        """All keys and all values."""
-        return self.read_keys(0, self.n_entries), self.read_values(0, self.n_entries)
+    def entries(self, start: int = 0, stop: int | None = None) -> tuple[mx.array, mx.array]:
+        """Keys and values of entries `[start, stop)`; by default of all."""
+        stop = self.n_entries if stop is None else stop
+        return self.read(KEYS, start, stop), self.read(VALUES, start, stop)
 
 
 class Store(EntryView):
@@ -71,13 +70,6 @@ class Store(EntryView):
     @abstractmethod
     def stored(self, start: int, stop: int) -> Entries:
         """Entries `[start, stop)` as they are stored."""
-
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of one token's keys and values when they are read; 0 before the first."""
-        if not self.n_entries:
-            return 0
-        return n_bytes((self.read_keys(0, 1), self.read_values(0, 1)))
 
 
 class MemoryStore(Store):
@@ -120,11 +112,9 @@ class MemoryStore(Store):
         keys, values = rows((self.cache.keys, self.cache.values), start, stop)
         return Entries(keys, values, quantization=self.quantization)
 
-    def read_keys(self, start: int, stop: int) -> mx.array:
-        return unpack(rows(self.cache.keys, start, stop), self.quantization)
-
-    def read_values(self, start: int, stop: int) -> mx.array:
-        return unpack(rows(self.cache.values, start, stop), self.quantization)
+    def read(self, which: int, start: int, stop: int) -> mx.array:
+        stored = (self.cache.keys, self.cache.values)[which]
+        return unpack(rows(stored, start, stop), self.quantization)
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         held = self.cache.keys, self.cache.values
@@ -168,11 +158,9 @@ class JoinedView(EntryView):
                 yield part, a, b
             first += part.n_entries
 
-    def read_keys(self, start: int, stop: int) -> mx.array:
-        return _joined([part.read_keys(a, b) for part, a, b in self._within(start, stop)])
-
-    def read_values(self, start: int, stop: int) -> mx.array:
-        return _joined([part.read_values(a, b) for part, a, b in self._within(start, stop)])
+    def read(self, which: int, start: int, stop: int) -> mx.array:
+        found = [part.read(which, a, b) for part, a, b in self._within(start, stop)]
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         found: Any = ()
@@ -183,7 +171,3 @@ class JoinedView(EntryView):
             found = tuple(mx.where(here, *pair) for pair in zip(there, found)) if found else there
             first += n
         return found
-
-
-def _joined(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

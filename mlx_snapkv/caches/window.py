@@ -1,7 +1,7 @@
 """The decoding cache of a compressed prompt: a fixed shape."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 
@@ -53,13 +53,9 @@ class SnapKVCache(EvictingCache):
         SnapKVError: the shapes disagree, or `n_window < 1`.
     """
 
-    _tail: tuple[Stored, Stored] | None = None  # what was written last behind the window
+    TRANSIENT = EvictingCache.TRANSIENT | {"_tail"}
 
-    ARRAYS = (*EvictingCache.ARRAYS, "_pinned_positions", "_reserved", "_left", "_rotated")
-    COUNTS: ClassVar = {
-        **EvictingCache.COUNTS,
-        **{"_n": 1, "n_pin": 0, "n_window": 1, "_since": 0, "_oldest": 0, "_newest": 0},
-    }
+    _tail: tuple[Stored, Stored] | None = None  # what was written last behind the window
 
     def __init__(
         self,
@@ -107,7 +103,7 @@ class SnapKVCache(EvictingCache):
         elif self._flushes(L):
             self._flush()
             self._shrink(L)
-        if L == 1 and self._n == self.n_keep and not self._marked:
+        if L == 1 and self._n == self.n_keep and self._mark is None:
             row = self.place()
         else:
             row = self._n
@@ -130,7 +126,7 @@ class SnapKVCache(EvictingCache):
     def _count(self, L: int) -> None:
         self.offset += L
         self._since += L
-        self._newest = self._newest + L if self._marked else L
+        self._newest = self._newest + L if self._mark is not None else L
 
     @property
     def n_keep(self) -> int:
@@ -160,7 +156,7 @@ class SnapKVCache(EvictingCache):
     def _flushes(self, L: int) -> bool:
         """Whether the pending tokens move into the window before an update of `L`."""
         full = L == 1 or self._n + L > self.n_keep + SLACK
-        return not self._marked and (full or not self.uniform)
+        return self._mark is None and (full or not self.uniform)
 
     def _flush(self) -> None:
         """Write the pending tokens over the window's oldest entries."""
@@ -195,7 +191,7 @@ class SnapKVCache(EvictingCache):
             m, oldest = min(m, w), 0
         elif self._flushes(N):
             m, oldest = min(m, w), (oldest + max(0, m - w)) % w
-        all_seen = m + N <= w or (N == 1 and m == w and not self._marked)
+        all_seen = m + N <= w or (N == 1 and m == w and self._mark is None)
         if all_seen or not (self.uniform or return_array):
             if N == 1:
                 return None
@@ -218,7 +214,7 @@ class SnapKVCache(EvictingCache):
         return mx.array(ring.visible(self.n_pin, m, self.n_window, L, self._oldest))
 
     @property
-    def room(self) -> float:
+    def room(self) -> float:  # type: ignore[override]
         if self.policy is None:
             return math.inf
         return max(self.block - self._since, self.n_keep - self._n)
@@ -291,7 +287,3 @@ class SnapKVCache(EvictingCache):
         entries = held.taken(mx.argsort(held.positions, axis=-1))
         entries.observed = self._observed(n_queries)
         return entries
-
-    def _is_sound(self, like: Any) -> bool:
-        sound = self.block <= self.n_window and self._oldest < self.n_window
-        return sound and self.n_pin <= self._n and super()._is_sound(like)

@@ -23,6 +23,7 @@ from mlx_snapkv.caches.adapter import layer_cache, plain_cache
 from mlx_snapkv.caches.contract import LayerCache
 from mlx_snapkv.caches.evicting import EvictingCache
 from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.matching import problem_of
 from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.engine.loop_model import SplitCalls
@@ -279,7 +280,7 @@ def test_a_sound_cache_has_no_problem_and_a_broken_one_a_phrase(kind):
     cache = HOLDING[kind]()
     for n in (1, 2, 4, 1):
         feed_split(cache, n) if kind in EVICTING else feed(cache, n)
-        assert layer_cache(cache).validate(like()) is None
+        assert problem_of(cache, like()) is None
     for name, value in (("offset", -3), ("offset", 2.5), ("keys", cache.values)):
         broken = copy.deepcopy(cache)
         if name == "keys":
@@ -287,7 +288,7 @@ def test_a_sound_cache_has_no_problem_and_a_broken_one_a_phrase(kind):
             broken.keys = shorter[0] if len(shorter) == 1 else tuple(shorter)
         else:
             setattr(broken, name, value)
-        problem = layer_cache(broken).validate(like())
+        problem = problem_of(broken, like())
         assert problem and "\n" not in problem and not problem.endswith(".")
 
 
@@ -297,18 +298,18 @@ def test_positions_that_can_not_be_are_a_problem():
     for wrong in (mx.zeros_like(cache._kept_positions), cache._kept_positions + 1000):
         broken = copy.deepcopy(cache)
         broken._kept_positions = wrong
-        assert "contradict" in broken.validate(like())
+        assert "positions that can't be" in problem_of(broken, like())
 
 
 def test_a_rotating_cache_and_a_state_have_problems_too():
     rotating, state = STATES["mlx-lm's sliding window"](), STATES["mlx-lm's state"]()
-    assert layer_cache(rotating).validate(like()) is None
+    assert problem_of(rotating, like()) is None
     rotating.keys = rotating.keys[:, :, 1:]
-    assert layer_cache(rotating).validate(like())
+    assert problem_of(rotating, like())
     other = fed(ArraysCache(2))
-    assert layer_cache(state).validate(other) is None
+    assert problem_of(state, other) is None
     state[0] = mx.zeros((3,))
-    assert layer_cache(state).validate(other)
+    assert problem_of(state, other)
 
 
 @pytest.mark.parametrize("kind", EVICTING)
@@ -320,7 +321,7 @@ def test_saved_and_loaded_it_goes_on(kind, updates, tmp_path):
     path = str(tmp_path / "cache.safetensors")
     save_prompt_cache(path, [cache])
     (loaded,) = load_prompt_cache(path)
-    assert type(loaded) is type(cache) and loaded.validate(like()) is None
+    assert type(loaded) is type(cache) and problem_of(loaded, like()) is None
     assert str(loaded.policy) == str(cache.policy) and loaded.quantization == cache.quantization
     assert loaded.observes == cache.observes and not loaded.is_trimmable()
     assert_same(loaded, cache)

@@ -32,13 +32,13 @@ def same(found, wanted):
 
 def test_turn_after_turn_a_file_gives_what_memory_gives():
     mine, plain = OffloadedKVCache(FileStore()), KVCache()
-    assert mine.empty() and mine.nbytes == mine.entry_bytes == 0
+    assert mine.empty() and mine.nbytes == mine.full_nbytes == 0
     for turn in range(4):
         for n in (7, 1, 300):
             rows = rows_of(n, 10 * turn + n)
             assert same(mine.update_and_fetch(*rows), plain.update_and_fetch(*rows))
             assert mine.offset == mine.size() == plain.offset
-        assert mine.nbytes == 308 * mine.entry_bytes == 308 * 2 * 2 * 64 * 4
+        assert mine.nbytes == 308 * 2 * 2 * 64 * 4
         mine.offload()
         assert mine.nbytes == 0 and same(mine.keys_and_values(), plain.keys_and_values())
         assert mine.make_mask(3) == "causal" and mine.make_mask(1) is None
@@ -113,11 +113,11 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         for n in (40, 1, 1):
             mx.eval(model(mx.zeros((1, n), mx.int32), cache=turn.caches))
     report = turn.compress()
-    layer = N_ENTRIES * caches[0].entry_bytes
+    layer = N_ENTRIES * 2 * 2 * 64 * 4
     assert mx.get_peak_memory() - before < 3 * layer
     assert report.entries_kept == [64] * N_LAYERS
-    assert report.kv_bytes_before == N_LAYERS * caches[0].entry_bytes * (N_ENTRIES + 42)
-    assert all(c.fresh.empty() and c.offset == N_ENTRIES + 42 for c in caches)
+    assert report.kv_bytes_before == N_LAYERS * 2 * 2 * 64 * 4 * (N_ENTRIES + 42)
+    assert all(c.growing.empty() and c.offset == N_ENTRIES + 42 for c in caches)
 
 
 def test_recorded_queries_do_not_keep_their_chunk_alive():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.file_store import FileStore, Layout, SavedFile
-from mlx_snapkv.caches.stores import JoinedView, MemoryStore
+from mlx_snapkv.caches.stores import KEYS, JoinedView, MemoryStore
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.quantization import Quantization, arrays
 
@@ -51,7 +51,7 @@ def assert_holds(store, rows):
     assert_bits_equal(store.entries(), rows)
     for a, b in ((0, 1), (n - 1, n), (n // 3, n - n // 3)):
         if a < b:
-            read = store.read_keys(a, b), store.read_values(a, b)
+            read = store.entries(a, b)
             assert_bits_equal(read, [x[:, :, a:b] for x in rows])
     places = mx.random.randint(0, n, (*HEADS, 40)).astype(mx.uint32)
     wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in rows]
@@ -60,7 +60,6 @@ def assert_holds(store, rows):
     assert stored.quantization == how
     assert_bits_equal(stored.plain(), [x[:, :, n // 2 :] for x in rows])
     of_one = sum(x[:, :, :1].nbytes for x in rows)
-    assert store.entry_bytes == of_one
     share = 1 if how is None else (how.bits + 2 * 16 / 64) / 16  # a scale and a bias for 64 values
     in_file = isinstance(store, FileStore)
     assert (store.nbytes, store.file_nbytes) == ((0, share * n * of_one), (share * n * of_one, 0))[
@@ -115,7 +114,7 @@ def test_stores_grow_shrink_and_are_copied(tmp_path_factory, kind, how, data):
 def test_what_is_taken_from_an_empty_store_on(kind):
     store = holding(kind(), rows_of(9))
     store.truncate(0)
-    assert store.n_entries == store.nbytes == store.file_nbytes == store.entry_bytes == 0
+    assert store.n_entries == store.nbytes == store.file_nbytes == 0
     assert_holds(holding(store, rows_of(5, seed=1)), rows_of(5, seed=1))
 
 
@@ -146,7 +145,7 @@ def test_several_stores_are_read_as_one():
     )
     assert chain.n_entries == 50 and chain.waits
     assert_bits_equal(chain.entries(), rows)
-    assert_bits_equal([chain.read_keys(18, 46)], [rows[0][:, :, 18:46]])
+    assert_bits_equal([chain.read(KEYS, 18, 46)], [rows[0][:, :, 18:46]])
     places = mx.random.randint(0, 50, (*HEADS, 40)).astype(mx.uint32)
     wanted = [mx.take_along_axis(x, places[..., None], axis=2) for x in rows]
     assert_bits_equal(chain.gather(places), wanted)
@@ -230,7 +229,7 @@ def test_a_piece_is_checked_when_it_is_first_read_and_only_then(tmp_path, kind):
     place = 40 * Layout.of(rows_of(1)[kind]).token
     flip(paths[kind], place)
     early = mx.broadcast_to(mx.arange(10, dtype=mx.uint32), (*HEADS, 10))
-    store.read_keys(0, 10)
+    store.read(KEYS, 0, 10)
     store.gather(early)
     words = rf"{paths[kind]} is damaged: a checksum does not fit from byte \d[\d,]*000 on; put back"
     for _ in range(2):  # it does not become right by being asked again
@@ -259,7 +258,7 @@ def test_a_file_of_another_size_is_reported_before_it_is_mapped(tmp_path, change
         file.truncate(size + change)
     words = f"keys is damaged: it should have {size:,} bytes and has {size + change:,}"
     with pytest.raises(SnapKVError, match=words):
-        store.read_keys(0, 1)
+        store.read(KEYS, 0, 1)
     with pytest.raises(SnapKVError, match=words):
         SavedFile(paths[0], Layout.of(rows_of(1)[0]), 50, np.zeros(99, np.uint32), PIECE)
 
