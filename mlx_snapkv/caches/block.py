@@ -67,9 +67,8 @@ class BlockKVCache(EvictingCache):
         self.offset = self._n = 0
         self.policy, self.quota, self.block = policy, quota, block
         self.layer, self.quantization, self.uniform = layer, quantization, uniform
-        if accumulates is None:
-            accumulates = policy is not None and policy.accumulates_attention
-        self.accumulates = accumulates
+        by_default = policy is not None and policy.accumulates_attention
+        self.accumulates = by_default if accumulates is None else accumulates
         self._expected, self._steady = expected, steady
         # Of the entries that the last eviction left: where they came from, and where keys were turned to.
         self._kept_positions: mx.array | None = None
@@ -108,7 +107,7 @@ class BlockKVCache(EvictingCache):
         return self._n - 1
 
     @property
-    def n_after_next(self) -> int:
+    def n_after_next(self) -> int:  # type: ignore[override]
         return (self.quota.entries if self.is_due() else self._n) + 1
 
     def _evict(self) -> None:
@@ -174,9 +173,7 @@ class BlockKVCache(EvictingCache):
         return received
 
     def is_due(self, L: int = 1) -> bool:
-        if self.policy is None:
-            return False
-        if self.offset in self._steady[1:]:
+        if self.policy is None or self.offset in self._steady[1:]:
             return False
         L = max(L, len(self._steady)) if self.offset in self._steady else L
         votes = bool(self.policy.obs_window and not self._queries)
@@ -210,11 +207,11 @@ class BlockKVCache(EvictingCache):
         return create_causal_mask(N, n)
 
     @property
-    def positions(self) -> mx.array:
+    def positions(self) -> mx.array:  # type: ignore[override]
         return self._with_newest(self._kept_positions)
 
     @property
-    def rotations(self) -> mx.array | None:
+    def rotations(self) -> mx.array | None:  # type: ignore[override]
         return None if self._rotations is None else self._with_newest(self._rotations)
 
     def _with_newest(self, kept: mx.array | None) -> mx.array:

@@ -28,32 +28,25 @@ def decode_cache(
 
     Args:
         kept: the entries to hold; if they are quantised, those to come will be too.
-        scores: `(B, n_kv_heads, n)`, what the policy scored them.
+        scores: `(B, n_kv_heads, n)`, what the policy that compressed the prompt scored them.
         offset: position of the next token.
-        policy: what the prompt was compressed by.
-        quota: what it left the layer.
+        quota: what the policy left the layer.
         uniform: all layers hold equally many entries.
         reads_again: the prompt's last tokens are read again on it, so nothing is evicted.
     """
-    how = kept.quantization
+    how, block = kept.quantization, policy.answer_block(quota.n_window)
     if reads_again or not policy.keeps_shape:
         most = Quota(UNLIMITED, 0, 0) if reads_again or policy.grows else quota
-        block = BlockKVCache(
-            policy,
-            most,
-            policy.answer_block(quota.n_window),
-            layer=layer,
-            newest=1 if reads_again else None,
-            uniform=uniform,
-            quantization=how,
+        newest = 1 if reads_again else None
+        cache = BlockKVCache(
+            policy, most, block, layer=layer, newest=newest, uniform=uniform, quantization=how
         )
-        block.offset = offset
-        block.hold(kept)
-        return block
-    n_window = min(quota.n_window, len(kept))
-    n_pin = len(kept) - n_window
+        cache.offset = offset
+        cache.hold(kept)
+        return cache
+    n_pin = max(0, len(kept) - quota.n_window)
     slides = policy.on_full == "slide"
-    cache = SnapKVCache(
+    window = SnapKVCache(
         kept.stored_keys,
         kept.stored_values,
         mx.contiguous(kept.positions[..., :n_pin]),
@@ -62,12 +55,12 @@ def decode_cache(
         uniform=uniform,
         quantization=how,
         policy=None if slides else KeyDiff(),
-        block=1 if slides else policy.answer_block(quota.n_window),
+        block=1 if slides else block,
         reserved=None if slides else _reserved(scores[..., :n_pin], quota.n_sink),
         rotated=None if kept.given_rotations is None else (kept.positions, kept.given_rotations),
     )
-    cache.layer = layer
-    return cache
+    window.layer = layer
+    return window
 
 
 def _reserved(scores: mx.array, n_sink: int) -> mx.array:

@@ -27,6 +27,9 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         layer: the layer of the model, for what the policy asks; None if it asks for keys and values only.
         compaction: how far apart queries and keys may be, if evictions move entries; None leaves them.
         uniform: all layers of the model hold equally many entries.
+        positions: uint32 `(B, n_kv_heads, size())`, the original position of every entry, as they lie in the buffers.
+        rotations: positions that the keys are turned to, as `positions` are; None if to those.
+        n_after_next: entries held after one more token.
     """
 
     keys: Any
@@ -35,17 +38,10 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
     compaction: Compaction | None = None
     uniform: bool
     is_compressed = True
+    positions: mx.array
+    rotations: mx.array | None
+    n_after_next: int
     _n = 0  # entries held: the first rows of the buffers
-
-    @property
-    @abstractmethod
-    def positions(self) -> mx.array:
-        """uint32 `(B, n_kv_heads, size())`: the original position of every entry, as they lie in the buffers."""
-
-    @property
-    def rotations(self) -> mx.array | None:
-        """Positions that the keys are turned to, as `positions` are; None if to those."""
-        return None
 
     @abstractmethod
     def append(self, keys: Stored, values: Stored) -> None:
@@ -58,11 +54,6 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
     @abstractmethod
     def place(self) -> int:
         """Count a single token in, of a flushed cache; the row for its entry, which the caller writes."""
-
-    @property
-    @abstractmethod
-    def n_after_next(self) -> int:
-        """Entries held after one more token."""
 
     @abstractmethod
     def is_due(self, L: int = 1) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +52,10 @@ class AttentionLayer:
         return entry if self.member is None else entry[self.member]
 
     def entries_in(self, prompt_cache: list) -> LayerCache:
-        """The layer's cache as the contract has it."""
         return layer_cache(self.cache_in(prompt_cache))
 
     def put(self, prompt_cache: list, cache: Any) -> None:
-        """Let `cache` take the place of the layer's cache; a `CacheList` around it is made anew."""
+        """Replace the layer's cache; a `CacheList` around it is made anew."""
         if self.member is not None:
             caches = list(prompt_cache[self.index].caches)
             caches[self.member] = cache
@@ -69,7 +69,7 @@ class AttentionLayer:
 
     @property
     def cap(self) -> float | None:
-        """What the logits are bent to stay within; None leaves them."""
+        """What the logits are capped at, if anything."""
         return self.family.cap_of(self.attention)
 
     @property
@@ -106,16 +106,10 @@ class AttentionLayer:
         return self.family.mean_rotation(self.attention, self.rope, head_dim, start, n)
 
     def grouped(self, heads: mx.array, n_kv_heads: int) -> mx.array:
-        """What is `(B, n_heads, ...)`, in an order of heads that puts each KV head's readers together.
-
-        Of layers whose entries others read, heads are those of all `readers`, one after the other.
-        """
-        if not self.borrowers:
-            return self.family.grouped(heads, n_kv_heads)
+        """What is `(B, n_heads, ...)`, the heads of all `readers`, with each KV head's together."""
         parts = mx.split(heads, len(self.readers), axis=1)
-        groups = [
-            mx.unflatten(self.family.grouped(x, n_kv_heads), 1, (n_kv_heads, -1)) for x in parts
-        ]
+        grouped = (self.family.grouped(x, n_kv_heads) for x in parts)
+        groups = [mx.unflatten(x, 1, (n_kv_heads, -1)) for x in grouped]
         return mx.concatenate(groups, axis=2).flatten(1, 2)
 
     def output_weights(self, kv_head: int, n_heads: int, values: mx.array) -> mx.array:
@@ -145,17 +139,16 @@ def attention_layers(model, prompt_cache: list) -> list[AttentionLayer]:
     """
     shard = shard_of(model)
     found = attentions(model)
-    slots = list(_slots(prompt_cache))
+    slots = [slot for slot in _slots(prompt_cache) if not isinstance(slot[2], ArraysCache)]
     # More caches than layers: a loop over the layers, each pass with caches of its own.
     if len(slots) % len(found):
         raise UnsupportedModelError(
             f"{len(slots)} caches with entries for {len(found)} attention layers: "
             "give a prompt cache that mlx-lm's make_prompt_cache made for this model"
         )
-    owners = ((*slot, found[n % len(found)]) for n, slot in enumerate(slots))
     full = [
         (index, member, owner.attention, owner.family, tuple(owner.borrowers))
-        for index, member, cache, owner in owners
+        for (index, member, cache), owner in zip(slots, itertools.cycle(found))
         if owner.attention is not None and has_all_entries(cache)
     ]
     counts = shard.counts(len(full))
@@ -194,11 +187,9 @@ def require_quantised_attention(layers: list[AttentionLayer], remedy: str) -> No
 
 
 def require_quantizable(model, layers: list[AttentionLayer], quantization: Quantization) -> None:
-    """Find out before the prompt is read.
-
-    Raises:
-        SnapKVError: the number of bits or the group size is not possible.
-        UnsupportedModelError: mlx-lm's quantised attention does not serve the model.
+    """Raises, before the prompt is read:
+    SnapKVError: the number of bits or the group size is not possible.
+    UnsupportedModelError: mlx-lm's quantised attention does not serve the model.
     """
     if quantization.bits not in BITS:
         raise SnapKVError(f"kv_bits must be {', '.join(map(str, BITS))}, got {quantization.bits}")
@@ -224,34 +215,38 @@ def quotas_of(
     return [by_number[layer.number] for layer in layers]
 
 
-def members(prompt_cache) -> Iterator[Any]:
-    """Every cache of a prompt cache, those inside a `CacheList` one by one."""
-    for cache in prompt_cache:
-        if isinstance(cache, CacheList):
-            yield from members(cache.caches)
+def _slots(prompt_cache: list) -> Iterator[tuple[int, int | None, Any]]:
+    """Every cache, with its place in the prompt cache and in a `CacheList` there."""
+    for index, entry in enumerate(prompt_cache):
+        if isinstance(entry, CacheList):
+            yield from ((index, member, cache) for member, cache in enumerate(entry.caches))
         else:
-            yield cache
+            yield index, None, entry
+
+
+def members(prompt_cache: list) -> list:
+    """Every cache of a prompt cache, those inside a `CacheList` one by one."""
+    return [cache for _, _, cache in _slots(prompt_cache)]
 
 
 def layer_caches(prompt_cache: list) -> list[LayerCache]:
-    """Every cache of a prompt cache as the contract has it."""
     return [layer_cache(cache) for cache in members(prompt_cache)]
 
 
 def kv_dtype(cache: LayerCache) -> str:
-    """What the numbers of a layer's entries are, which their bytes depend on: "float16", say, or "8 bits"."""
+    """The dtype of a layer's entries: "float16", say, or "8 bits"."""
     if cache.quantization is not None:
         return f"{cache.quantization.bits} bits"
     return str(cache.held().plain()[0].dtype).removeprefix("mlx.core.")
 
 
 def kv_bytes(prompt_cache: list) -> int:
-    """Bytes of the keys and values in the caches that grow with the prompt: full, compressed or of a fixed budget."""
+    """Bytes of keys and values in memory."""
     return sum(cache.kv_nbytes for cache in layer_caches(prompt_cache))
 
 
 def file_bytes(prompt_cache: list) -> int:
-    """Bytes of the entries that are kept in files."""
+    """Bytes of keys and values in files."""
     return sum(cache.file_nbytes for cache in layer_caches(prompt_cache))
 
 
@@ -269,12 +264,3 @@ def is_compressed(prompt_cache: list) -> bool:
 def is_fresh(prompt_cache: list) -> bool:
     # Every layer is asked: in a hybrid the first one is not a KV cache and has no offset.
     return all(cache.empty() for cache in members(prompt_cache))
-
-
-def _slots(prompt_cache: list) -> Iterator[tuple[int, int | None, Any]]:
-    """Entry, place in its `CacheList` if it is one, and cache, for all that hold keys and values."""
-    for index, entry in enumerate(prompt_cache):
-        inner = enumerate(entry.caches) if isinstance(entry, CacheList) else [(None, entry)]
-        for member, cache in inner:
-            if not isinstance(cache, ArraysCache):
-                yield index, member, cache

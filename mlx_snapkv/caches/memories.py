@@ -22,7 +22,7 @@ from .layers import (
 )
 from .out_of_core import OutOfCoreKVCache
 from .recording import OffloadedKVCache, RecordingKVCache
-from .stores import MemoryStore, Store
+from .stores import MemoryStore
 
 MEMORIES = (
     "drop", "recall", "recall:8bit", "recall:4bit", "recall:file", "recall:file:8bit", "recall:file:4bit",
@@ -31,14 +31,13 @@ _BITS = {"8bit": 8, "4bit": 4}
 
 
 def require_memory(memory: str) -> None:
-    """Raises: SnapKVError: it is none of `MEMORIES`."""
+    """Raises: SnapKVError: there is no such memory."""
     if memory not in MEMORIES:
         *most, last = MEMORIES
         raise SnapKVError(f"memory must be {', '.join(most)} or {last}, got {memory!r}")
 
 
 def in_files(memory: str) -> bool:
-    """Whether entries are kept in files."""
     return "file" in memory.split(":")
 
 
@@ -57,21 +56,20 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
         return caches
     layers = attention_layers(model, caches)
     quantization = memory_quantization(model, layers, memory)
+    in_blocks = policy is not None and policy.reads_in_blocks
     for layer in layers:
-        if policy is not None and policy.reads_in_blocks:
-            layer.put(caches, OutOfCoreKVCache(_store(memory, quantization), layer))
+        store = FileStore(quantization) if in_files(memory) else MemoryStore(quantization)
+        if in_blocks:
+            layer.put(caches, OutOfCoreKVCache(store, layer))
         elif memory == "recall":
             layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer))
         else:
-            layer.put(caches, OffloadedKVCache(_store(memory, quantization), layer))
+            layer.put(caches, OffloadedKVCache(store, layer))
     return caches
 
 
 def memory_quantization(model, layers: list[AttentionLayer], memory: str) -> Quantization | None:
-    """How a memory stores entries, in groups of a size that divides the heads; None is as they are.
-
-    Raises as `make_caches` does.
-    """
+    """How a memory stores entries, in groups of a size that divides the heads. Raises as `make_caches` does."""
     bits = _BITS.get(memory.rpartition(":")[2])
     if bits is None:
         return None
@@ -140,19 +138,19 @@ def filled(empty: Any, found: Any) -> Any:
     """
     if _is_out_of_core(found) and not found.empty():
         return _reopened(empty, found)
-    if layer_cache(found).is_compressed:
+    loaded = layer_cache(found)
+    if loaded.is_compressed:
         return found
     if not has_all_entries(found):
         raise SnapKVError(
             f"its {type(found).__name__} has no entries that a policy can choose among: load it without a policy"
         )
-    if layer_cache(found).offset == 0:
+    if loaded.offset == 0:
         return empty
-    entries = layer_cache(found).held()
     if isinstance(empty, LosslessCache):
-        empty.fill(entries)
+        empty.fill(loaded.held())
         return empty
-    return plain_cache(*entries.plain())
+    return plain_cache(*loaded.held().plain())
 
 
 def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
@@ -163,9 +161,9 @@ def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
             "with a memory that recalls"
         )
     if empty.store.quantization != found.store.quantization:
-        fitting = " or ".join(book_memories(found.store.quantization))
+        fitting = " or ".join(_book_memories(found.store.quantization))
         raise SnapKVError(f"this book's entries are stored otherwise: give memory={fitting}")
-    if isinstance(empty.store, FileStore) or type(empty.store) is type(found.store):
+    if isinstance(empty.store, FileStore) or isinstance(found.store, MemoryStore):
         return found
     found.offload()
     other = copy.deepcopy(found)
@@ -176,18 +174,11 @@ def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
 
 def book_memory(caches: list) -> str | None:
     """The memory in files that fits the caches of a book; None if they are no book's."""
-    for cache in members(caches):
-        if _is_out_of_core(cache):
-            return book_memories(cache.store.quantization)[0]
-    return None
+    books = filter(_is_out_of_core, members(caches))
+    return next((_book_memories(book.store.quantization)[0] for book in books), None)
 
 
-def book_memories(quantization: Quantization | None) -> list[str]:
+def _book_memories(quantization: Quantization | None) -> list[str]:
     """The memories that hold entries stored so, that in files first."""
-    names = {bits: f":{name}" for name, bits in _BITS.items()}
-    ending = "" if quantization is None else names.get(quantization.bits, "")
+    ending = f":{quantization.bits}bit" if quantization else ""
     return [f"recall:file{ending}", f"recall{ending}"]
-
-
-def _store(memory: str, quantization: Quantization | None) -> Store:
-    return (FileStore if in_files(memory) else MemoryStore)(quantization)

@@ -22,18 +22,14 @@ class RefreshedKVCache(OnQueries, LayerCache):
     """Reads, at each token, the entries of the prompt that its own queries rank highest, and all of the answer's.
 
     The attention module is given zeros. Its queries choose, and the attention function sees what they chose; where a
-    module computes with the entries before it calls that function, it is called a second time.
-
-    Tokens that come together choose together.
+    module computes with the entries before it calls that function, it is called a second time. Tokens that come
+    together choose together.
 
     Args:
         everything: all entries of the prompt, `(B, n_kv_heads, n, head_dim)`; they stay as they are. Its index ranks
             them, or if it has none, their exact votes.
         quota: how many of them a token reads: sink and window always, the rest by its queries.
         layer: the layer of the model.
-
-    Attributes:
-        offset: position of the next token.
     """
 
     is_compressed = True
@@ -50,18 +46,14 @@ class RefreshedKVCache(OnQueries, LayerCache):
         self._always = KVCache()  # sink, window, and the answer
         self._seen: Any = ()  # what the attention module was given last
         if n:
-            sink, window = mx.arange(self._first), mx.arange(self._stop, n)
-            self.append(self._at(mx.concatenate([sink, window])))
+            always = mx.concatenate([mx.arange(self._first), mx.arange(self._stop, n)])
+            shape = (*everything.blocks().shape[:2], always.size)
+            always = mx.broadcast_to(always.astype(mx.uint32), shape)
+            self.append(everything.seen_from(always, n))
             self.offset = n
         self._n_new = 0
-        self._zeros: tuple[Any, Any] | None = None  # what the attention module was given
+        self._zeros: Any = None  # what the attention module was given
         self._chosen: tuple[mx.array, mx.array] | None = None  # what it is to be given
-
-    def _at(self, positions: mx.array) -> Entries:
-        """The entries of all heads at positions `(n,)`, as the answer's first token sees them."""
-        shape = (*self._everything.blocks().shape[:2], positions.size)
-        positions = mx.broadcast_to(positions.astype(mx.uint32), shape)
-        return self._everything.seen_from(positions, self._n_prompt)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add keys and values; zeros, never computed, in an attention module's first call, then what was chosen."""
@@ -71,12 +63,9 @@ class RefreshedKVCache(OnQueries, LayerCache):
             return self._seen
         self._always.update_and_fetch(keys, values)
         self._n_new = keys.shape[2]
-        self._zeros = (self._no_entries(keys), self._no_entries(values))
+        shape = (*keys.shape[:2], self.n_entries)
+        self._zeros = tuple(mx.zeros((*shape, x.shape[3]), x.dtype) for x in (keys, values))
         return self._zeros
-
-    def _no_entries(self, like: mx.array) -> mx.array:
-        B, H, _, D = like.shape
-        return mx.zeros((B, H, self.n_entries, D), like.dtype)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the newest tokens read, for layers that have no entries of their own and borrow these."""
@@ -109,8 +98,7 @@ class RefreshedKVCache(OnQueries, LayerCache):
         always = self._always.keys_and_values()
         if self._n_chosen == 0 or self._first == self._stop:
             return always[0], always[1]
-        start = self.offset - heads.shape[2]
-        tokens = range(start, self.offset)
+        tokens = range(self.offset - heads.shape[2], self.offset)
         asked = self._everything.asked_by(Queries(heads, tokens, scale, sinks, cap=self.layer.cap))
         if self._index is not None:
             scores = self._index.relevance(asked, self._stop)
@@ -118,7 +106,7 @@ class RefreshedKVCache(OnQueries, LayerCache):
             scores = attention_votes(self._everything.blocks(), asked)
         middle = scores[..., self._first : self._stop]
         places = top_of_groups(middle, self._n_chosen) + self._first
-        chosen = self._everything.seen_from(places, start).plain()
+        chosen = self._everything.seen_from(places, tokens.start).plain()
         keys, values = (mx.concatenate(list(pair), axis=2) for pair in zip(chosen, always))
         return keys, values
 

@@ -28,13 +28,10 @@ class SnapKVCache(EvictingCache):
     Pending tokens move into the window before the next single token, or when the slack is full, so that rolling them
     back moves a counter.
 
-    With a `policy`, the rows are rearranged every `block` tokens, between two updates, by its scores,
-
-        [0 : n_pin)            the best, reserved ones among them
-        [n_pin : n_keep)       the others, to be overwritten next, then the most recent ones
-
-    and no entry goes before a token is written over it. An update of more than `room` tokens is preceded by a
-    rearrangement; of more than `block`, its later tokens slide on over the oldest.
+    With a `policy`, the rows are rearranged every `block` tokens by its scores: the best are pinned, reserved ones
+    among them; the others come first in the ring, before the most recent ones. No entry goes before a token is written
+    over it. An update of more than `room` tokens is preceded by a rearrangement; of more than `block`, its later tokens
+    slide on over the oldest.
 
     Args:
         keys, values: `(B, n_kv_heads, n_pin + n, head_dim)` entries in order of position, with `n <= n_window`,
@@ -86,12 +83,12 @@ class SnapKVCache(EvictingCache):
         self.keys, self.values, self.quantization = keys, values, quantization
         self.policy, self.block, self.uniform = policy, block, uniform
         self.offset, self.n_pin, self.n_window = offset, n_pin, n_window
-        self._pinned_positions = positions.astype(mx.uint32)
         self._reserved, self._rotated = reserved, rotated
-        self._left: mx.array | None = (
-            None  # positions of the window's entries at the last rearrangement
-        )
-        self._since = 0  # tokens since then
+        # Positions of the entries when they were last rearranged, and tokens since then.
+        window = mx.arange(offset - (n - n_pin), offset)
+        window = mx.broadcast_to(window, (*positions.shape[:2], n - n_pin))
+        self._arranged = mx.concatenate([positions, window], axis=-1).astype(mx.uint32)
+        self._since = 0
         self._n = n
         self._oldest = 0  # ring pointer: row n_pin + _oldest holds the window's oldest entry
         self._newest = 0  # tokens that can be rolled back: of the last update, or since the mark
@@ -134,7 +131,7 @@ class SnapKVCache(EvictingCache):
         return self.n_pin + self.n_window
 
     @property
-    def n_after_next(self) -> int:
+    def n_after_next(self) -> int:  # type: ignore[override]
         return min(self._n + 1, self.n_keep)
 
     def _grow(self, n: int) -> None:
@@ -240,8 +237,7 @@ class SnapKVCache(EvictingCache):
         if reserved is not None:
             self._reserved = mx.take_along_axis(reserved, layout[..., : self.n_pin], axis=-1)
         self.keys, self.values = moved.stored_keys, moved.stored_values
-        self._pinned_positions = mx.contiguous(moved.positions[..., : self.n_pin])
-        self._left = mx.contiguous(moved.positions[..., self.n_pin :])
+        self._arranged = moved.positions
         self._n, self._oldest, self._since, self._newest = layout.shape[-1], 0, 0, 0
         self._tail = None
 
@@ -266,20 +262,19 @@ class SnapKVCache(EvictingCache):
         self._newest -= n
 
     @property
-    def positions(self) -> mx.array:
+    def positions(self) -> mx.array:  # type: ignore[override]
         n = self._n - self.n_pin
-        new = n if self._left is None else min(n, self._since)
+        new = min(n, self._since)
         newest = mx.arange(self.offset - new, self.offset, dtype=mx.uint32)
-        window = mx.broadcast_to(newest, (*self._pinned_positions.shape[:2], new))
-        if self._left is not None:
-            left = self._left[..., self._left.shape[-1] - (n - new) :]
-            window = mx.concatenate([left, window], axis=-1)
+        older = self._arranged[..., self._arranged.shape[-1] - (n - new) :]
+        newest = mx.broadcast_to(newest, (*older.shape[:2], new))
         m = min(n, self.n_window)
         age = mx.concatenate([(mx.arange(m) - self._oldest) % max(m, 1), mx.arange(m, n)])
-        return mx.concatenate([self._pinned_positions, mx.take(window, age, axis=-1)], axis=-1)
+        window = mx.take(mx.concatenate([older, newest], axis=-1), age, axis=-1)
+        return mx.concatenate([self._arranged[..., : self.n_pin], window], axis=-1)
 
     @property
-    def rotations(self) -> mx.array | None:
+    def rotations(self) -> mx.array | None:  # type: ignore[override]
         return None if self._rotated is None else looked_up(self.positions, *self._rotated)
 
     def held(self, n_queries: int = 0) -> Entries:

@@ -61,7 +61,7 @@ def foreign_caches(model, tokens):
     ):
         yield [KVCache.from_state(state), good[1]]
     compressed = read(model, tokens, f"{SNAPKV},on_full=keydiff")
-    wrong = {"_oldest": 999, "n_window": 0, "_newest": -1, "_since": -1, "_left": mx.zeros(3)}
+    wrong = {"_n": 0, "n_window": 0, "n_pin": 3, "_arranged": mx.zeros(3)}
     for name, value in wrong.items():
         broken = SnapKVCache.from_state(compressed[0].state)
         setattr(broken, name, value)
