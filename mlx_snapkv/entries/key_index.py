@@ -1,8 +1,9 @@
 """An index of keys: which entries queries attend to most, found without reading the keys.
 
 Loki (Singhania et al., 2024, arXiv:2406.02542) ranks keys by their first principal components. Here a channel counts
-by how large queries are in it, so that the components are those of the logits' variance: a quarter of `head_dim`, in
-8 bits each, which is an eighth of the keys' bytes in bfloat16.
+by how large queries are in it, so that the components are those of the logits' variance: half of `head_dim`, in
+4 bits each, which is an eighth of the keys' bytes in bfloat16. A quarter of the components in 8 bits each costs as
+much, and loses models that look entries up by keys that vary in all directions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .queries import Queries
 from .selection import top_of_groups
 
 SAMPLE = 4096  # keys that the components should be taken from, at most
-REACH = 5 / 127  # standard deviations that a step of a component's 8 bits is wide
+STEPS = 9  # from a component's mean to its largest value; 8 are held, and few keys lie beyond them
 BLOCK = 8192  # tokens whose codes are one array, and whose logits are made at a time
 # Of float32 logits and codes, below which all are made at once, without a wait.
 WHOLE_BYTES = {mx.cpu: 16 << 20, mx.gpu: 256 << 20}[mx.default_device().type]
@@ -28,7 +29,7 @@ SAMPLED = 8  # one key in so many, of which the largest logit of each query is t
 ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
 
-# Codes `(B, n_kv_heads, n, size)`, what to multiply them by, and what that leaves out of logits.
+# Codes `(B, n_kv_heads, size, n)`, what to multiply them by, and what that leaves out of logits.
 Part = tuple[mx.array, mx.array, mx.array]
 
 
@@ -53,18 +54,18 @@ class KeyIndex:
         self._mean = sample.mean(axis=2, keepdims=True)
         centred = (sample - self._mean) * weights
         covariance = centred.swapaxes(-1, -2) @ centred / sample.shape[2]
-        variances, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # ascending
-        size = max(1, D // 4)
-        vectors = vectors[..., : -size - 1 : -1]
-        step = REACH * mx.sqrt(mx.maximum(variances[..., : -size - 1 : -1], 1e-12))[:, :, None]
+        _, vectors = mx.linalg.eigh(covariance, stream=mx.cpu)  # by ascending variance
+        vectors = vectors[..., : -2 * _size(D) - 1 : -1]
+        largest = mx.abs(centred @ vectors).max(axis=2, keepdims=True)
+        step = mx.maximum(largest, 1e-6) / STEPS
         self._of_keys = weights.swapaxes(-1, -2) * vectors / step
         self._of_queries = vectors * step / weights.swapaxes(-1, -2)
         mx.eval(self._mean, self._of_keys, self._of_queries)
-        # int8 `(B, n_kv_heads, BLOCK, size)` each, the last one of fewer tokens.
+        # uint8 `(B, n_kv_heads, size, BLOCK)` each, the last one of fewer tokens: two components a byte.
         self._codes: list[mx.array] = []
 
     def __len__(self) -> int:
-        return sum(codes.shape[2] for codes in self._codes)
+        return sum(codes.shape[3] for codes in self._codes)
 
     @property
     def nbytes(self) -> int:
@@ -73,17 +74,18 @@ class KeyIndex:
 
     def append(self, keys: mx.array) -> None:
         """Add the keys `(B, n_kv_heads, L, head_dim)` of the next tokens."""
-        codes = (keys.astype(mx.float32) - self._mean) @ self._of_keys
-        codes = mx.clip(mx.round(codes), -127, 127).astype(mx.int8)
+        levels = ((keys.astype(mx.float32) - self._mean) @ self._of_keys).mT
+        high, low = mx.split(mx.clip(mx.floor(levels) + 8, 0, 15).astype(mx.uint8), 2, axis=2)
+        codes = 16 * high + low
         if len(self) % BLOCK:
-            codes = mx.concatenate([self._codes.pop(), codes], axis=2)
-        self._codes += mx.split(codes, range(BLOCK, codes.shape[2], BLOCK), axis=2)
+            codes = mx.concatenate([self._codes.pop(), codes], axis=3)
+        self._codes += mx.split(codes, range(BLOCK, codes.shape[3], BLOCK), axis=3)
         mx.eval(self._codes)
 
     def truncate(self, n: int) -> None:
         """Hold the first `n` tokens only."""
         self._codes = [
-            codes[:, :, : n - start] for start, codes in zip(range(0, n, BLOCK), self._codes)
+            codes[..., : n - start] for start, codes in zip(range(0, n, BLOCK), self._codes)
         ]
 
     @property
@@ -96,15 +98,15 @@ class KeyIndex:
         """The index of a file, for keys of this shape; None if it does not fit them."""
         index = cls.__new__(cls)
         B, H, _, D = keys.shape
-        size = max(1, D // 4)
+        size = _size(D)
         try:
             index._mean, index._of_keys, index._of_queries, index._codes = state
             fits = (
                 index._mean.shape == (B, H, 1, D)
-                and index._of_keys.shape == index._of_queries.shape == (B, H, D, size)
-                and all((*c.shape[:2], c.shape[3]) == (B, H, size) for c in index._codes)
-                and all(c.dtype == mx.int8 and c.shape[2] <= BLOCK for c in index._codes)
-                and all(c.shape[2] == BLOCK for c in index._codes[:-1])
+                and index._of_keys.shape == index._of_queries.shape == (B, H, D, 2 * size)
+                and all(c.shape[:3] == (B, H, size) for c in index._codes)
+                and all(c.dtype == mx.uint8 and c.shape[3] <= BLOCK for c in index._codes)
+                and all(c.shape[3] == BLOCK for c in index._codes[:-1])
             )
         except (AttributeError, IndexError, TypeError, ValueError):
             return None
@@ -125,23 +127,23 @@ class KeyIndex:
         Returns:
             `(B, n_kv_heads, n)` float32.
         """
-        B, H, _, size = self._of_queries.shape
+        B, H, _, n_components = self._of_queries.shape
         parts = list(self._parts(observed, n))
-        m = parts[0][1].shape[-1]
-        if 4 * B * H * n * (m + size) <= WHOLE_BYTES:
+        m = parts[0][1].shape[2]
+        if 4 * B * H * n * (m + n_components) <= WHOLE_BYTES:
             every = [(_logits(codes, asking), base) for codes, asking, base in parts]
-            most = _most([x.max(axis=2, keepdims=True) + base for x, base in every])
-            below = [(x - (most - base)).max(axis=-1) for x, base in every]
+            most = _most([x.max(axis=3, keepdims=True) + base for x, base in every])
+            below = [(x - (most - base)).max(axis=2) for x, base in every]
             return mx.concatenate(below, axis=-1)
         # Few entries are above the largest of a sample, and those are among the best.
         most = _most(
             _in_turn(
-                _logits(codes[:, :, ::SAMPLED], asking).max(axis=2, keepdims=True) + base
+                _logits(codes[..., ::SAMPLED], asking).max(axis=3, keepdims=True) + base
                 for codes, asking, base in parts
             )
         )
         below = _in_turn(
-            (_logits(codes, asking) - (most - base)).max(axis=-1) for codes, asking, base in parts
+            (_logits(codes, asking) - (most - base)).max(axis=2) for codes, asking, base in parts
         )
         return mx.minimum(mx.concatenate(below, axis=-1), 0)
 
@@ -155,13 +157,16 @@ class KeyIndex:
             if pages is not None and start < pages.until:
                 asking = self._asking(observed.seen_by(start // pages.size))
             codes, first = self._codes[start // BLOCK], start // BLOCK * BLOCK
-            yield codes[:, :, start - first : stop - first], *asking
+            yield codes[..., start - first : stop - first], *asking
 
     def _asking(self, observed: Queries) -> tuple[mx.array, mx.array]:
-        """What codes are multiplied by, `(B, n_kv_heads, size, group * m)`, and the mean key's logits."""
+        """Factors `(B, n_kv_heads, group * m, 2 * size)` of bytes and of their low halves; the other logits."""
         B, H, D, _ = self._of_queries.shape
         heads = (observed.heads.astype(mx.float32) * observed.scale).reshape(B, H, -1, D)
-        return (heads @ self._of_queries).mT, (heads @ self._mean.mT).mT
+        of_codes = heads @ self._of_queries
+        high, low = mx.split(of_codes, 2, axis=-1)
+        middle = 7.5 * of_codes.sum(axis=-1, keepdims=True)  # of the levels 0 to 15
+        return mx.concatenate([high / 16, low - high / 16], axis=-1), heads @ self._mean.mT - middle
 
     def latest_votes(
         self,
@@ -192,12 +197,20 @@ class KeyIndex:
         return mx.put_along_axis(votes, mx.broadcast_to(places, found.shape), found, axis=-1)
 
 
+def _size(head_dim: int) -> int:
+    """Bytes of a key's codes."""
+    return max(1, head_dim // 4)
+
+
 def _logits(codes: mx.array, asking: mx.array) -> mx.array:
-    return codes.astype(mx.float32) @ asking
+    """`(B, n_kv_heads, group * m, n)` float32, but for what is the same for all keys."""
+    of_bytes, of_low = mx.split(asking, 2, axis=-1)
+    found = of_bytes @ codes.astype(mx.float32)
+    return mx.addmm(found, of_low, (codes & 15).astype(mx.float32))
 
 
 def _most(tops: list[mx.array]) -> mx.array:
-    return mx.concatenate(tops, axis=2).max(axis=2, keepdims=True)
+    return mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
 
 
 def _in_turn(made: Iterable[mx.array]) -> list[mx.array]:

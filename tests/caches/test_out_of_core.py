@@ -105,10 +105,11 @@ def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
     """Late keys lie elsewhere than early ones; an index made of those alone would see no difference among them."""
     monkeypatch.setattr(full_view, "FEW", 50)
     few, values = rows_of(800)
-    keys = few[..., :3] @ mx.random.normal(
-        (3, 16), key=mx.random.key(1)
-    )  # as many as an index holds
-    keys = keys + 40 * mx.arange(800)[:, None] / 800
+    # In fewer directions than an index holds, and along others.
+    keys = (
+        few[..., :3] @ mx.random.normal((3, 16), key=mx.random.key(1))
+        + 6 * mx.arange(800)[:, None] / 800
+    )
     cache = limited(MemoryStore())
     feed(cache, (keys, values), [8] * 6)
     cache.offload()
@@ -116,7 +117,7 @@ def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
     feed(cache, (keys[:, :, 48:], values[:, :, 48:]), [8] * 94)
     cache.offload()
     assert len(cache.index) == 800 and 2 * cache.index.n_made_of > 800
-    queries = mx.random.normal((1, 2, 1, 16))
+    queries = mx.random.normal((1, 2, 1, 16), key=mx.random.key(2))
     found = cache.index.relevance(Queries(queries, range(800, 801), 1.0), 800)[..., 700:]
     wanted = (queries @ keys[:, :, 700:].swapaxes(-1, -2))[:, :, 0]
     for head in range(2):

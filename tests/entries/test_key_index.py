@@ -21,8 +21,8 @@ def normal(seed: int, *shape: int) -> mx.array:
 
 @pytest.fixture
 def low_rank():
-    """Keys that vary in 8 directions only, as many as are held, and queries."""
-    keys = normal(0, B, H, T, D // 4) @ normal(1, B, H, D // 4, D) + normal(2, B, H, 1, D)
+    """Keys that vary in half of their directions only, as many as are held, and queries."""
+    keys = normal(0, B, H, T, D // 2) @ normal(1, B, H, D // 2, D) + normal(2, B, H, 1, D)
     return keys, normal(3, B, H * GROUPS, 5, D)
 
 
@@ -52,7 +52,8 @@ def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
     keys, queries = low_rank
     found = np.array(indexed(keys, queries).relevance(asking(queries), n))
     assert found.shape == (B, H, n)
-    assert np.abs(found - exact(keys, queries, n)).max() < 1  # 8 bits of logits that reach to 60
+    wanted = exact(keys, queries, n)
+    assert (found - wanted).std() <= 0.32 * wanted.std() + 1e-3  # 4 bits a component
 
 
 def test_many_queries_and_keys_are_asked_in_turn(monkeypatch):
@@ -80,6 +81,24 @@ def test_channels_count_by_how_large_queries_are_in_them():
         )[0, 1]
 
     assert agreement(indexed(keys, queries)) > 2 * agreement(indexed(keys))
+
+
+def test_keys_that_vary_in_all_directions_are_told_apart():
+    """Their likeliest entries are found by half of the directions, and not by a quarter in twice the bits."""
+    keys, queries = normal(0, B, H, T, D), normal(1, B, H * GROUPS, 1, D)
+    found = np.array(indexed(keys, queries).relevance(asking(queries), T))
+    wanted = exact(keys, queries, T)
+    for head in range(H):
+        best, likeliest = np.argsort(-wanted[0, head])[:10], np.argsort(-found[0, head])[:150]
+        assert len(set(best) & set(likeliest)) >= 8
+
+
+def test_a_component_s_largest_values_are_held():
+    """A few keys lie far out, as those of a text's first tokens do."""
+    keys = mx.where(mx.arange(T)[:, None] % 100 == 7, 12.0, 1.0) * normal(0, B, H, T, D)
+    queries = normal(1, B, H * GROUPS, 1, D)
+    found = np.array(indexed(keys, queries).relevance(asking(queries), T))
+    assert np.corrcoef(found.ravel(), exact(keys, queries, T).ravel())[0, 1] > 0.8
 
 
 def test_it_takes_an_eighth_of_the_keys_in_bfloat16(low_rank):
@@ -140,5 +159,4 @@ def test_pages_see_their_own_queries(low_rank):
         parts.append(q @ k[:, :, start : start + size if start < n_far else T].swapaxes(-1, -2))
     logits = np.concatenate(parts, axis=-1)
     wanted = (logits - logits.max(axis=-1, keepdims=True)).max(axis=2)
-    assert np.abs(found - wanted).max() < 6  # 8 bits of logits that reach to 300
-    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.999
+    assert (found - wanted).std() < 0.32 * wanted.std()  # 4 bits a component
