@@ -1,7 +1,6 @@
 """What a policy may ask a layer for, and Expected Attention, against float64 NumPy made of a model's weights."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -56,38 +55,27 @@ def asking():
     del POLICIES["asking"]
 
 
-class Watched:
-    """A projection that remembers what it was given."""
-
-    def __init__(self, projection):
-        self.projection, self.inputs, self.weight = projection, [], projection.weight
-
-    def __call__(self, x):
-        self.inputs.append(x)
-        return self.projection(x)
-
-
 def read(model, statistics_from=None, chunks=(17, 1, 42)):
-    """A model's layers, their entries when `T` tokens have been read, and every layer's inputs `(T, hidden)`."""
+    """A model's entries by layer when `T` tokens have been read, every layer's inputs `(T, hidden)`, and the caches."""
     caches = [RecordingKVCache(T - N, T, T) for _ in model.layers]
-    found = attention_layers(model, caches)
-    for layer, cache in zip(found, caches):
+    inputs = [[] for _ in caches]
+    for layer, cache, given in zip(attention_layers(model, caches), caches, inputs):
         cache.layer, cache.statistics_from = layer, statistics_from
-        layer.attention.q_proj = Watched(layer.attention.q_proj)
+        norm = model.layers[layer.number].input_layernorm
+        model.layers[layer.number].input_layernorm = watched(norm, given)
     tokens = mx.random.randint(0, 64, (1, T), key=mx.random.key(3))
     with recording([type(model.layers[0].self_attn)]):
         for start, length in zip(np.cumsum([0, *chunks]), chunks):
             model(tokens[:, int(start) : int(start) + length], cache=caches)
-    watched = [layer.attention.q_proj.inputs for layer in found]
-    inputs = [np.concatenate([np.asarray(x[0], np.float64) for x in each]) for each in watched]
-    entries = [entries_of(layer, cache) for layer, cache in zip(found, caches)]
-    return entries, inputs, caches
+    return [cache.held() for cache in caches], [np.concatenate(given) for given in inputs], caches
 
 
-def entries_of(layer, cache):
-    observed = Queries(cache.queries, cache.query_positions, cache.scale)
-    made = {"observed": observed, "layer": layer, "statistics": cache.statistics}
-    return Entries(*cache.keys_and_values(), **made)
+def watched(norm, given):
+    def call(x):
+        given.append(np.asarray(norm(x)[0], np.float64))
+        return norm(x)
+
+    return call
 
 
 def heads(x, weight):
@@ -124,7 +112,7 @@ def expected_of(attention, x, number):
     return raw, weights, mean, covariance, scores.reshape(H, -1, T).mean(axis=1)
 
 
-@pytest.mark.parametrize("chunks", [(T,), (17, 1, 42), (2, 1, 1, 56)])
+@pytest.mark.parametrize("chunks", [(T,), (2, 1, 1, 56)])
 def test_everything_a_policy_asks_for(asking, chunks):
     for number, (entries, x, _) in enumerate(zip(*read(make_llama(), FIRST, chunks))):
         assert (entries.layer.number, entries.layer.n_layers) == (number, 2)
@@ -163,30 +151,24 @@ def test_what_nobody_asks_for_is_not_computed(monkeypatch):
     assert entries.raw_queries is entries.queries and len(calls) == 1
 
 
+GAPS = Queries(mx.zeros((1, N_HEADS, 2, D)), range(4, 6))
+
+
 @pytest.mark.parametrize(
     "ask, message",
     [
         (lambda e: e.queries, "queries are missing: pass queries="),
         (lambda e: e.raw_queries, "queries are missing: pass queries="),
-        (lambda e: e.attention, "queries are missing: pass queries="),
         (lambda e: e.layer.attention, "prefill with mlx_snapkv.prefill"),
         (lambda e: e.statistics.mean, "give the policy a query_statistics"),
         (lambda e: ExpectedAttention().score(e), "prefill with mlx_snapkv"),
+        (lambda e: replace(e, observed=GAPS, given_positions=e.positions + 3).raw_queries, "their start"),
     ],
-)
+)  # fmt: skip
 def test_what_is_missing_is_one_sentence(ask, message):
     keys = mx.zeros((1, H, 6, D))
     with pytest.raises(SnapKVError, match=message):
         ask(Entries(keys, keys))
-
-
-def test_queries_of_entries_with_gaps_need_their_start():
-    keys, queries = mx.zeros((1, H, 6, D)), mx.zeros((1, N_HEADS, 2, D))
-    positions = mx.broadcast_to(mx.arange(3, 9, dtype=mx.uint32), (1, H, 6))
-    with pytest.raises(SnapKVError, match="give Queries their start"):
-        _ = Entries(
-            keys, keys, Queries(queries, range(4, 6)), given_positions=positions
-        ).raw_queries
 
 
 def test_a_name_is_given_once(asking):
@@ -199,18 +181,19 @@ def test_a_name_is_given_once(asking):
 def test_a_whole_request_is_served_by_such_a_policy(asking, schedule):
     """Read in chunks, with evictions while it is read and while it answers: all it asks for is there."""
     model, reports = make_llama(), []
-    policy = dataclasses.replace(asking, schedule=schedule, block=8, n_window=6)
+    policy = replace(asking, schedule=schedule, block=8, n_window=6)
     tokens, cache = mx.array(np.random.default_rng(0).integers(0, 64, T)), make_prompt_cache(model)
     options = {"prompt_cache": cache, "on_report": reports.append, "prefill_step_size": 16}
     answer = [t for t, _ in generate_step(tokens, model, max_tokens=20, policy=policy, **options)]
     assert len(answer) == 20 and reports[0].compressed and reports[0].entries == 20
     assert all(c.size() <= 28 for c in cache)
-    read_by = prefill(model, tokens, dataclasses.replace(policy, schedule="once"))[0]
+    read_by = prefill(model, tokens, replace(policy, schedule="once"))[0]
     assert all(c.positions.shape[2] == 20 for c in read_by)
 
 
-@pytest.mark.parametrize("n_sink", [0, 4, 9])
-@pytest.mark.parametrize("n_bytes", [expected_attention.BLOCK_BYTES, 1])  # 1: blocks of 64 keys
+@pytest.mark.parametrize(
+    "n_sink, n_bytes", [(0, 8 << 20), (9, 8 << 20), (4, 1)]
+)  # 1: blocks of 64 keys
 def test_expected_attention(n_sink, n_bytes, monkeypatch):
     monkeypatch.setattr(expected_attention, "BLOCK_BYTES", n_bytes)
     model = make_llama()

@@ -25,22 +25,11 @@ def test_pyramid_by_hand():
 
 
 @pytest.mark.parametrize(
-    "budget, n", [(300, 300), ("25%", 250), ("12.5%", 125), ("pyramid:25%", 250), ("100%", 1000)]
+    "budget", [0, 1.5, True, "", "0%", "101%", "x%", "nan%", "pyramid:", "5", "cone:5"]
 )
-def test_mean_entries_of_a_prompt(budget, n):
-    assert KeyDiff(budget=budget).quotas(1000, 5)[2] == Quota(n, 0, n // 2)
-
-
-@pytest.mark.parametrize("budget", [0, 1.5, True, "", "0%", "101%", "x%", "nan%", "pyramid:", "5"])
 def test_a_bad_budget_is_one_sentence(budget):
-    with pytest.raises(
-        SnapKVError, match="keydiff option budget must be a whole number of entries"
-    ):
+    with pytest.raises(SnapKVError, match="keydiff option budget must be a whole number of entr"):
         KeyDiff(budget=budget)
-
-
-def test_a_share_of_no_entry_is_refused_when_the_prompt_is_known():
-    assert SnapKV(budget="25%").quotas(4000, 4)[0] == Quota(1000, 4, 250)
     with pytest.raises(SnapKVError, match="budget=25% is no entry of this prompt"):
         KeyDiff(budget="25%").quotas(3, 4)
 
@@ -101,10 +90,10 @@ def test_a_window_that_is_all_of_the_budget_leaves_no_votes():
 
 
 @pytest.mark.parametrize("n_window, n", [("25%", 250), (64, 64)])
-def test_a_window_is_a_share_of_the_mean_budget(n_window, n):
-    for shape in ("", "pyramid:", "adaptive:"):
-        quotas = SnapKV(budget=f"{shape}25%", n_window=n_window).quotas(4000, 5)
-        assert {quota.n_window for quota in quotas} == {n}
+@pytest.mark.parametrize("shape", ["", "pyramid:", "adaptive:"])
+def test_a_window_is_a_share_of_the_mean_budget(shape, n_window, n):
+    quotas = SnapKV(budget=f"{shape}25%", n_window=n_window).quotas(4000, 5)
+    assert {quota.n_window for quota in quotas} == {n} and quotas[2].entries == 1000
 
 
 def test_a_growing_answer_needs_no_window():
@@ -113,12 +102,7 @@ def test_a_growing_answer_needs_no_window():
         SnapKV(budget=3, n_sink=0, on_full="slide")
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=5),
-    st.integers(1, 3),
-    st.integers(0, 50),
-    st.booleans(),
-)
+@given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 3), st.integers(0), st.booleans())
 def test_an_adaptive_budget_is_shared_out_by_one_ranking(lengths, heads, seed, ties):
     """Each layer gets the mean over its heads of how many of the best of all are theirs, to the rounding."""
     rng = np.random.default_rng(seed)

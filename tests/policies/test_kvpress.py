@@ -77,22 +77,20 @@ def full_caches(demo_llama):
 
 def compared(policy, ours, theirs, is_critical):
     """Both scores on one scale; what a press gives to the entries that it keeps anyway is left out."""
-    if (
-        policy.name == "snapkv"
-    ):  # kvpress averages the votes over the window, we sum them as the paper does
+    if policy.name == "snapkv":  # kvpress averages the votes over the window, the paper sums them
         ours, theirs = (x[:, : T - policy.obs_window] for x in (ours, theirs))
         if not is_critical:
             return ours / policy.obs_window, theirs
         certain = [x > 1e20 for x in (ours, theirs)]  # what the first stage chose
         assert certain[0].sum() == certain[1].sum()
         return tuple(np.where(np.any(certain, 0), 0, x) for x in (ours, theirs))
-    if policy.name == "tova":
-        return ours[:, :-1], theirs[:, :-1]
-    if policy.name == "key_norm":
-        return -np.sqrt(-ours), theirs
-    if policy.name == "lagkv":  # we prefer the newest of those that are not compared
-        return np.minimum(ours, 1), theirs
-    return ours, theirs
+    return {
+        "expected_attention": lambda: (np.exp(ours[:, 4:]), theirs[:, 4:]),
+        "tova": lambda: (ours[:, :-1], theirs[:, :-1]),
+        "key_norm": lambda: (-np.sqrt(-ours), theirs),
+        "lagkv": lambda: (np.minimum(ours, 1), theirs),  # the newest of those not compared
+        "keydiff": lambda: (ours, theirs),
+    }[policy.name]()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "streaming_llm" not in case])
@@ -105,8 +103,8 @@ def test_scores_agree_up_to_their_scale(full_caches, case):
             last = cache.queries[:, :, -policy.obs_window :]
             entries.observed = Queries(last, range(T - policy.obs_window, T), cache.scale)
         scores = np.asarray(policy.score(entries))[0]
-        if policy.name == "expected_attention":  # exponentials of large numbers
-            assert np.allclose(np.exp(scores[:, 4:]), expected[:, 4:], rtol=2e-3, atol=1e-37)
-            continue
         ours, theirs = compared(policy, scores, expected, case.startswith("critical"))
-        assert np.allclose(ours[:, : theirs.shape[1]], theirs, rtol=1e-4, atol=3e-6)
+        exact = {"rtol": 1e-4, "atol": 3e-6}
+        if policy.name == "expected_attention":  # exponentials of large numbers
+            exact = {"rtol": 2e-3, "atol": 1e-37}
+        assert np.allclose(ours[:, : theirs.shape[1]], theirs, **exact)

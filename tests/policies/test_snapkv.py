@@ -3,7 +3,6 @@
 import dataclasses
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 import reference
@@ -54,25 +53,6 @@ def test_votes_of_entries_kept_anyway_do_not_leak_into_the_middle(pool):
     for head in range(2):
         expected[0, head, 4:-8] = reference.pool(expected[0, head, 4:-8], pool, 5)
     assert np.allclose(scores, expected, atol=1e-5)
-
-
-def test_an_entry_has_the_highest_of_its_own_votes_and_the_contrasts_pooled_forward():
-    """By hand: of 128 queries the first 64 ask for entry 2, the next 32 for entry 4, the last 32 for entry 7.
-
-    Every fourth query asks for entry 9 instead: it has votes of its own, and no contrast.
-    """
-    keys = mx.zeros((1, 1, 140, 4))
-    for i, entry in enumerate((2, 4, 7, 9)):
-        keys[:, :, entry, i] = 50
-    asked = np.repeat([0, 1, 2], [64, 32, 32])
-    asked[::4] = 3
-    queries = mx.array(np.eye(4, dtype=np.float32)[asked])[None, None]
-    entries = Entries(keys, keys, Queries(queries, range(12, 140), 1.0))
-    scores = SnapKV(n_sink=1, n_window=1, pool_kernel=3).score(entries)[0, 0, 1:11]
-    # Own votes: the mean of all queries and of the last 32. Contrasts: 3/4 of the last 32 (entry 7), 3/8 and 3/8 of the
-    # last 64 (entries 4 and 7), a third of them for the entry and the two after it.
-    two, seven = 48 / 256, 24 / 256 + 0.375
-    assert np.allclose(scores, [0, two, 0, 0.125, 0.125, 0.125, seven, 0.25, 0.25, 0])
 
 
 @settings(max_examples=30)
@@ -153,26 +133,19 @@ def test_plain_snapkv_does_not_need_the_layer():
         CRITICAL.score(make_entries(90))
 
 
-def with_bias(model):
-    for layer in model.layers:
-        layer.self_attn.o_proj.bias = 10 * mx.random.normal((64,))
-
-
-def quantised(model):
-    nn.quantize(model, group_size=32, bits=8)
-
-
-@pytest.mark.parametrize("change, within", [(with_bias, 1e-5), (quantised, 2e-2)])
-def test_the_projection_is_what_the_module_does(change, within):
+@pytest.mark.parametrize("bits, within", [(None, 1e-5), (8, 2e-2)])
+def test_the_projection_is_what_the_module_does(bits, within):
     """A bias is left out, and quantised weights are asked by calling them."""
-    model = make_llama(hidden_size=64)
-    found = layer_of(model)
-    weight = np.array(found.attention.o_proj.weight)
-    change(model)
+    found = layer_of(make_llama(hidden_size=64))
+    output = found.attention.o_proj
+    weight = np.array(output.weight).reshape(64, 4, 16).transpose(1, 2, 0)
+    output.bias = 10 * mx.random.normal((64,))
+    if bits:
+        found.attention.o_proj = output.to_quantized(group_size=32, bits=bits)
     for head in range(2):
         made = found.output_weights(head, 4, mx.zeros((1, 2, 5, 16)))
-        expected = weight.reshape(64, 4, 16).transpose(1, 2, 0)[2 * head : 2 * head + 2]
-        assert made.shape == (2, 16, 64) and np.allclose(made, expected, atol=within)
+        assert made.shape == (2, 16, 64)
+        assert np.allclose(made, weight[2 * head : 2 * head + 2], atol=within)
 
 
 def test_a_projection_of_another_name_is_refused_by_name():
@@ -196,14 +169,6 @@ def test_the_last_stage_chooses_by_its_own_budget(tokens):
 # Options
 
 
-def test_the_defaults():
-    policy = SnapKV()
-    assert (policy.top_k, policy.n_sink, policy.n_window) == (4096, 4, "25%")
-    assert (policy.obs_window, policy.pool, policy.pool_kernel) == (256, "forward", 16)
-    assert (policy.min_ctx, policy.prefill_chunk, policy.on_full) == (0, None, "grow")
-    assert policy.budget == 4096 + 4 + 1366
-
-
 WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a share such as "25%"'
 
 
@@ -211,15 +176,11 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
     "options, message",
     [
         ({"top_k": -1}, "top_k must be a whole number of at least 0, got -1"),
-        ({"top_k": "abc"}, "top_k must be a whole number of at least 0, got 'abc'"),
         ({"top_k": 1.5}, "top_k must be a whole number of at least 0, got 1.5"),
         ({"top_k": True}, "top_k must be a whole number of at least 0, got True"),
         ({"top_k": 10**12}, "top_k must be at most 2147483647, got 1000000000000"),
-        ({"n_sink": None}, "n_sink must be a whole number of at least 0, got None"),
         ({"n_window": 0}, f"{WINDOW_RANGE}, got 0"),
-        ({"obs_window": 0}, "obs_window must be a whole number of at least 1, got 0"),
         ({"pool": "avg", "pool_kernel": 4}, "pool_kernel must be odd with pool=avg, got 4"),
-        ({"pool": "max"}, "pool_kernel must be odd with pool=max, got 16"),
         ({"pool_kernel": 257}, "pool_kernel must be a whole number of 1 to 255, got 257"),
         ({"pool": "mean"}, "pool must be forward, avg or max, got 'mean'"),
         ({"heads": "all"}, "heads must be per_head or shared, got 'all'"),
@@ -228,7 +189,6 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
             {"critical": True, "heads": "shared"},
             "heads must be per_head with critical, got 'shared'",
         ),
-        ({"prefill_chunk": 0}, "prefill_chunk must be a whole number of at least 1, got 0"),
         ({"lookahead": -1}, "lookahead must be a whole number of 0 to 256, got -1"),
     ],
 )  # fmt: skip
@@ -268,14 +228,6 @@ def test_requests_that_name_no_policy(keywords, message):
         resolve_policy(**keywords)
 
 
-@pytest.mark.parametrize(
-    "text, n",
-    [
-        ("snapkv", 32),
-        ("snapkv:lookahead=7", 7),
-        ("keydiff", 0),
-        ("keydiff then snapkv", 32),
-    ],
-)
+@pytest.mark.parametrize("text, n", [("snapkv", 32), ("keydiff then snapkv:lookahead=7", 7)])
 def test_one_lookahead_for_every_way_in(text, n):
     assert resolve_policy(policy=text).stages[1].lookahead == n
