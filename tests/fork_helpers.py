@@ -1,143 +1,142 @@
 """`subprocess.run` and `subprocess.Popen` for Python command lines that need the package, without importing it again.
 
-Each is a process of its own, forked from one that has imported the package and done nothing else. Only Linux can: on a
-Mac the frameworks under MLX don't survive a fork, so there these are subprocess' own.
+Each is a process of its own, forked by multiprocessing's fork server, which has imported the package and done nothing
+else: MLX starts its threads with the first computation, and a fork must not copy a process with threads. Only Linux
+can: on a Mac the frameworks under MLX don't survive a fork, so there these are subprocess' own.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import os
 import pickle
+import runpy
 import select
-import socket
+import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
-from subprocess import PIPE, CalledProcessError, CompletedProcess, TimeoutExpired
-
-from fork_server import LENGTH
+from subprocess import PIPE, CompletedProcess, TimeoutExpired
+from unittest import mock
 
 CAN_FORK = sys.platform == "linux"
 AT_MOST = 900  # seconds: a command that takes that long hangs, on any machine
+IMPORTED = """fork_helpers mlx_lm prompt_toolkit transformers mlx_snapkv.api mlx_snapkv.bench.speed mlx_snapkv.cli.app
+mlx_snapkv.evals.answering""".split()
+
+
+@dataclass
+class Program:
+    """What a forked process runs, as multiprocessing's server unpickles and calls it.
+
+    Attributes:
+        arguments: `-m` or `-c`, a module or a program, and arguments.
+        leads_session: if standard input is a terminal, it is the session's.
+    """
+
+    arguments: list[str]
+    cwd: str
+    env: dict[bytes, bytes]
+    leads_session: bool
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Run it, and end as the interpreter would end it; the exit code."""
+        code: object = None
+        try:
+            self._set_up()
+            option, what, *arguments = self.arguments
+            sys.argv = [option, *arguments]
+            if option == "-m":
+                runpy.run_module(what, run_name="__main__", alter_sys=True)
+            else:
+                exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        except SystemExit as done:
+            code = done.code
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        if code == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return code if isinstance(code, int) else int(code is not None)
+
+    def _set_up(self) -> None:
+        import fcntl
+        import termios
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for standard, fd in enumerate(forkserver.get_inherited_fds()):
+            os.dup2(fd, standard)
+            os.close(fd)
+        if self.leads_session:
+            os.setsid()
+            if os.isatty(0):
+                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        os.chdir(self.cwd)
+        os.environb.clear()
+        os.environb.update(self.env)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # the server has closed its own
+        sys.stdout.reconfigure(line_buffering=os.isatty(1))
 
 
 @functools.cache
-def _started() -> tuple[socket.socket, subprocess.Popen]:
-    """The connection to this test run's server, and the server: it ends with the connection."""
-    ours, its = socket.socketpair()
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(its.fileno())],
-        pass_fds=[its.fileno()],
-        stdin=PIPE,  # pipes, as the children's streams will be
-        stdout=PIPE,
-        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # which starts threads on import
-    )
-    its.close()
-    return ours, server
+def _server() -> forkserver.ForkServer:
+    """This test run's server, which ends with the test run."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(IMPORTED)
+    tests = Path(__file__).parent
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests)))}
+    # OpenBLAS starts threads on import.
+    with mock.patch.dict(os.environ, paths | {"OPENBLAS_NUM_THREADS": "1"}):
+        server.ensure_running()
+    return server
 
 
-class ForkedProcess:
-    """What is used of a `Popen`.
+class ForkedPopen(subprocess.Popen):
+    """A process that the server forks; the server tells its end, which no wait of ours could."""
 
-    Args:
-        command: the interpreter, `-m` or `-c`, a module or a program, and arguments.
-        start_new_session: if standard input is a terminal, it is the session's.
-
-    Attributes:
-        threads: how many the server had when it forked.
-    """
-
-    def __init__(
-        self, command, *, stdin=None, stdout=None, stderr=None, text=False, env=None, cwd=None,
-        start_new_session=False,
+    def _execute_child(
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+        start_new_session, *more,
     ):  # fmt: skip
-        assert command[0] == sys.executable and command[1] in ("-m", "-c"), command
-        self.args, self.text, self.returncode = command, text, None
-        ends = [_ends(stream, number) for number, stream in enumerate((stdin, stdout, stderr))]
-        self._status, its_status = socket.socketpair()
-        request = {
-            "arguments": command[1:],
-            "cwd": os.path.abspath(cwd or os.curdir),
-            "env": {os.fsencode(k): os.fsencode(v) for k, v in (env or os.environ).items()},
-            "start_new_session": start_new_session,
-        }
-        data = pickle.dumps(request)
-        fds = [its for its, _ in ends]
-        server, _ = _started()
-        socket.send_fds(server, [LENGTH.pack(len(data))], [*fds, its_status.fileno()])
-        server.sendall(data)
-        its_status.close()
-        for its, ours in ends:
-            if ours is not None:
-                os.close(its)
-        self.stdin, self.stdout, self.stderr = (
-            None if ours is None else os.fdopen(ours, mode + ("" if text else "b"))
-            for (_, ours), mode in zip(ends, "wrr")
-        )
-        self.pid, self.threads = self._number(), self._number()
+        assert args[0] == sys.executable and args[1] in ("-m", "-c"), args
+        streams = (p2cread, c2pwrite, errwrite)
+        fds = [standard if fd == -1 else fd for standard, fd in enumerate(streams)]
+        env = {os.fsencode(k): os.fsencode(v) for k, v in (env or os.environ).items()}
+        program = Program(args[1:], os.path.abspath(cwd or os.curdir), env, start_new_session)
+        self._status, child = _server().connect_to_new_process(fds)
+        with open(child, "wb") as file:
+            file.write(pickle.dumps({}) + pickle.dumps(program))
+        self.pid = forkserver.read_signed(self._status)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
-    def _number(self):
-        data = self._status.recv(LENGTH.size, socket.MSG_WAITALL)
-        assert len(data) == LENGTH.size, "the fork server has ended"
-        return LENGTH.unpack(data)[0]
-
-    def poll(self):
+    def _internal_poll(self, *more, **_):
         return self.returncode if self._ended_within(0) else None
 
-    def wait(self, timeout=AT_MOST):
-        if not self._ended_within(timeout):
+    def _wait(self, timeout):
+        if not self._ended_within(AT_MOST if timeout is None else timeout):
             raise TimeoutExpired(self.args, timeout)
         return self.returncode
 
     def _ended_within(self, timeout):
         if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
-            self.returncode = os.waitstatus_to_exitcode(self._number())
-            self._status.close()
+            self.returncode = forkserver.read_signed(self._status)
+            os.close(self._status)
         return self.returncode is not None
-
-    def send_signal(self, signal):
-        if self.poll() is None:
-            os.kill(self.pid, signal)
-
-    def kill(self):
-        self.send_signal(9)
-
-    def communicate(self, input=None):
-        with ThreadPoolExecutor(3) as pool:
-            if self.stdin is not None:
-                pool.submit(_feed, self.stdin, input)
-            read = [stream and pool.submit(_drain, stream) for stream in (self.stdout, self.stderr)]
-            try:
-                self.wait()
-            except TimeoutExpired:
-                self.kill()  # which ends the readers too
-                raise
-        return tuple(future and future.result() for future in read)
-
-
-def _ends(stream, number):
-    """A child's end of a stream, and this process' end of it where that is a new one."""
-    if stream == PIPE:
-        read, write = os.pipe()
-        return (read, write) if number == 0 else (write, read)
-    fd = number if stream is None else stream if isinstance(stream, int) else stream.fileno()
-    return fd, None
-
-
-def _feed(stream, data):
-    try:
-        with stream:
-            if data:
-                stream.write(data)
-    except BrokenPipeError:  # it has gone without reading all
-        pass
-
-
-def _drain(stream):
-    with stream:
-        return stream.read()
 
 
 def forked_run(command, *, input=None, capture_output=False, check=False, **options):
@@ -146,11 +145,16 @@ def forked_run(command, *, input=None, capture_output=False, check=False, **opti
         options["stdin"] = PIPE
     if capture_output:
         options["stdout"] = options["stderr"] = PIPE
-    process = ForkedProcess(command, **options)
-    out, err = process.communicate(input)
-    if check and process.returncode:
-        raise CalledProcessError(process.returncode, command, out, err)
-    return CompletedProcess(command, process.returncode, out, err)
+    with ForkedPopen(command, **options) as process:
+        try:
+            out, err = process.communicate(input, timeout=AT_MOST)
+        except TimeoutExpired:
+            process.kill()
+            raise
+    done = CompletedProcess(command, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
 
 
-run, Popen = (forked_run, ForkedProcess) if CAN_FORK else (subprocess.run, subprocess.Popen)
+run, Popen = (forked_run, ForkedPopen) if CAN_FORK else (subprocess.run, subprocess.Popen)

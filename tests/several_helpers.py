@@ -40,7 +40,7 @@ def started(
 class Rank:
     """A process, and the file of all that it prints."""
 
-    process: fork_helpers.ForkedProcess
+    process: fork_helpers.Popen
     file: Path
 
     @property

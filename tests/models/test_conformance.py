@@ -14,7 +14,6 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from model_configs import LAYERS, LLAMA4_ROPE, REFUSED_CONFIGS, config, make_model
 from request_helpers import plain
@@ -80,35 +79,6 @@ def model(request):
     return model
 
 
-def last_projections(model, monkeypatch):
-    """By attention module, as it is called once: the projection called last, with its input's and output's width."""
-    called, last = [], {}
-    for cls in (nn.Linear, nn.QuantizedLinear, LoRALinear):
-
-        def noted(self, x, call=cls.__call__):
-            out = call(self, x)
-            called.append((self, x.shape[-1], out.shape[-1]))
-            return out
-
-        monkeypatch.setattr(cls, "__call__", noted)
-    for cls in filter(callable_class, attention_classes(model)):
-
-        def watched(self, *args, call=cls.__call__, **kwargs):
-            out = call(self, *args, **kwargs)
-            last[id(self)] = called[-1]
-            return out
-
-        monkeypatch.setattr(cls, "__call__", watched)
-    model(TOKENS[None])
-    monkeypatch.undo()
-    return last
-
-
-def callable_class(cls):
-    """Whether it is called, and not one of its methods."""
-    return family_of(cls).method == "__call__"
-
-
 def entry_of(cls):
     return getattr(cls, family_of(cls).method)
 
@@ -135,10 +105,7 @@ def softmax_votes(call, n, kv_head_of):
 def scores_of(call, head, i):
     """The logits `(T,)` of one query, in float64; positional scores came as the mask, and capped ones as they are."""
     if "scores" in call:
-        return np.array(
-            call["scores"][0].reshape(call["q"].shape[1], -1, call["k"].shape[2])[head, i],
-            np.float64,
-        )
+        return np.array(call["scores"][0].flatten(0, 1)[head, i], np.float64)
     queries, keys = (np.array(call[name].astype(mx.float32), np.float64) for name in ("q", "k"))
     group = queries.shape[1] // keys.shape[1]
     logits = keys[0, head // group] @ queries[0, head, i] * call["scale"]
@@ -148,17 +115,11 @@ def scores_of(call, head, i):
 
 def heads_read(layer, call, rows):
     """The cache's KV head that each query head reads, by looking for the key head's rows in the cache."""
-    n_heads, n_keys = call["q"].shape[1], call["k"].shape[1]
+    n_heads, n_keys, heads = call["q"].shape[1], call["k"].shape[1], range(rows.shape[1])
     if layer.latent:
         return [0] * n_heads
-    return [
-        next(
-            h
-            for h in range(rows.shape[1])
-            if mx.array_equal(rows[:, h], call["k"][:, j * n_keys // n_heads])
-        )
-        for j in range(n_heads)
-    ]
+    read = [call["k"][:, j * n_keys // n_heads] for j in range(n_heads)]
+    return [next(h for h in heads if mx.array_equal(rows[:, h], keys)) for keys in read]
 
 
 def read_and_spy(model, tokens, monkeypatch):
@@ -244,29 +205,21 @@ def test_queries_and_votes_are_the_attentions_own(model, monkeypatch):
             assert (layer.family.sinks_of(layer.attention) is None) == (call["sinks"] is None)
 
 
-def test_the_output_projection_is_what_the_attention_ends_with(model, monkeypatch):
-    """CriticalKV's: every query head has a part of its input, and it reads the KV head that `readers` says."""
+def test_the_output_projection_takes_a_part_for_each_query_head(model, monkeypatch):
+    """CriticalKV's: each head's part is for the values of the KV head that `readers` says it reads."""
     request, calls = read_and_spy(model, TOKENS, monkeypatch)
-    last = last_projections(model, monkeypatch)
     for layer in attention_layers(model, request.caches):
         cache = layer.cache_in(request.caches)
-        call, *others = calls_of(layer, cache, calls)
-        rows, n_heads = cache.held(), call["q"].shape[1]
-        if callable_class(type(layer.attention)):
-            module, n_in, n_out = last[id(layer.attention)]
-            assert layer.family.output_of(layer.attention) is module
-            assert n_in == n_heads * (
-                layer.attention.v_head_dim if layer.latent else rows.values.shape[3]
-            )
-        else:
-            n_out = model.args.hidden_size
-        read, H = heads_read(layer, call, rows.keys), rows.keys.shape[1]
+        own, rows = calls_of(layer, cache, calls), cache.held()
+        n_heads, H = own[0]["q"].shape[1], rows.keys.shape[1]
+        read, output = heads_read(layer, own[0], rows.keys), layer.family.output_of(layer.attention)
+        values_of_a_head = layer.attention.v_head_dim if layer.latent else rows.values.shape[3]
+        n_out = output(mx.zeros((1, n_heads * values_of_a_head))).shape[1]
         for head in range(H):
             readers = layer.family.readers(head, H, n_heads)
             assert all(read[j] == head for j in readers) and len(readers) == n_heads // H
-            n = 1 + len(others)
-            made = layer.output_weights(head, n_heads * n, rows.values)
-            assert made.shape == (n * len(readers), rows.values.shape[3], n_out)
+            made = layer.output_weights(head, n_heads * len(own), rows.values)
+            assert made.shape == (len(own) * len(readers), rows.values.shape[3], n_out)
 
 
 def test_decoding_with_everything_kept_equals_mlx_lm(model):
@@ -297,35 +250,29 @@ def test_a_long_turn_equals_its_tokens_one_by_one(model):
 
 def test_a_request_is_compressed_and_left_clean(model):
     originals = {cls: entry_of(cls) for cls in attention_classes(model)}
-    reports, cache = [], make_prompt_cache(model)
+    reports, cache, layers = [], make_prompt_cache(model), layers_of(model)
     options = {"policy": POLICY, "prompt_cache": cache, "on_report": reports.append}
     ours = list(generate_step(TOKENS, model, max_tokens=6, **options))
     assert len(ours) == 6 and all(mx.all(mx.isfinite(logprobs)) for _, logprobs in ours)
-    layers = attention_layers(model, make_prompt_cache(model))
-    for layer in layers:
-        assert layer.cache_in(cache).size() == POLICY.budget
+    assert {layer.cache_in(cache).size() for layer in layers} == {POLICY.budget}
     untouched = set(range(len(cache))) - {layer.index for layer in layers}
     assert all(reports[0].entries_kept[i] is None for i in untouched)
     # The first token is mlx-lm's own: it was decoded on the full rows.
     assert ours[0][0] == plain(model, TOKENS, n=1)[0][0]
-    assert all(entry_of(cls) is call for cls, call in originals.items())
-    for cls in originals:
+    for cls, call in originals.items():
         module = importlib.import_module(cls.__module__)
         attend = vars(module).get("scaled_dot_product_attention", base.scaled_dot_product_attention)
-        assert attend is base.scaled_dot_product_attention and module.mx is mx
+        assert entry_of(cls) is call and module.mx is mx
+        assert attend is base.scaled_dot_product_attention
 
 
 def test_a_request_that_evicts_while_it_reads_stays_within_its_budget(model):
-    originals = {cls: entry_of(cls) for cls in attention_classes(model)}
     cache = make_prompt_cache(model)
     policy = TOVA(budget=12, n_window=2, block=10)
     answer = generate_step(TOKENS, model, policy=policy, max_tokens=15, prompt_cache=cache)
-    n = 0
     for _, logprobs in answer:
-        n += 1
         assert mx.all(mx.isfinite(logprobs)) and all(c.size() <= 22 for c in bounded(cache))
-    assert n == 15 and len(bounded(cache)) == len(layers_of(model))
-    assert all(entry_of(cls) is call for cls, call in originals.items())
+    assert len(bounded(cache)) == len(layers_of(model))
 
 
 def test_a_prompt_that_is_read_again_is_put_back(model):
@@ -366,9 +313,7 @@ def bounded(cache):
 def test_the_docs_page_and_the_other_names_that_mlx_lm_loads():
     page = Path(__file__).parents[2] / "docs" / "models.md"
     assert page.read_text(encoding="utf-8") == models_page.page()
-    listed = [row[:2] for row in supported()]
-    assert ("llama", "iquestcoder, mistral, xverse") in listed
-    assert ("deepseek_v3", "joyai_llm_flash, kimi_k2") in listed
+    assert ("llama", "iquestcoder, mistral, xverse") in [row[:2] for row in supported()]
 
 
 def test_every_model_type_of_mlx_lm_is_listed_once():
@@ -383,9 +328,7 @@ def test_every_model_type_of_mlx_lm_is_listed_once():
 def test_the_others_are_refused_by_name(name):
     model = make_model(name, REFUSED_CONFIGS[name])
     cache = make_prompt_cache(model)
-    with pytest.raises(
-        UnsupportedModelError, match=f"model type '{name}' can't be compressed: \\w"
-    ):
+    with pytest.raises(UnsupportedModelError, match=f"type '{name}' can't be compressed: \\w"):
         generate_step(TOKENS, model, policy=POLICY, prompt_cache=cache)
     assert all(c.empty() for c in cache)
 
@@ -402,9 +345,7 @@ def test_sliding_layers_with_plain_caches_are_left_alone():
 def test_a_wrapper_of_a_refused_type_gives_its_reason():
     model = make_model("pixtral")
     model.language_model = make_model("recurrent_gemma", REFUSED_CONFIGS["recurrent_gemma"])
-    with pytest.raises(
-        UnsupportedModelError, match="'pixtral' can't be compressed: all of its attention layers"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"'pixtral' can't .*: all of its attention l"):
         layers_of(model)
 
 
