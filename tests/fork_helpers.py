@@ -58,6 +58,7 @@ class Program:
         except SystemExit as done:
             code = done.code
         except BaseException as error:
+            sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
             code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         if isinstance(code, str):
