@@ -16,7 +16,7 @@ _DATA = yaml.safe_load((Path(__file__).parent / "fixtures" / "model_configs.yaml
 LAYERS, LLAMA4_ROPE = _DATA["named"]["layers"], _DATA["named"]["llama4_rope"]
 BASE = {name: value for value, names in _DATA["base"] for name in names.split()}
 # What differs from BASE, and of types, or variants of a supported type, that can't be compressed.
-CONFIGS: dict[str, dict] = dict.fromkeys(_DATA["plain"].split(), {}) | _DATA["configs"]
+CONFIGS: dict[str, dict] = {name: {} for name in _DATA["plain"].split()} | _DATA["configs"]
 REFUSED_CONFIGS: dict[str, dict] = _DATA["refused"]
 
 
