@@ -11,7 +11,8 @@ from .command import option
 from .reading import Reading
 
 if TYPE_CHECKING:
-    from ..evals.compare import Answer, Way
+    from ..evals.compare import Compared
+    from ..evals.methods import Method
     from ..reporting.table import Table
 
 REMARK = (
@@ -53,8 +54,9 @@ def compare(
           --policy snapkv:top_k=1024 --policy keydiff:budget=25% -o compared.html
     """
     from ..engine.auto import worth_comparing
-    from ..evals.compare import Comparison, Way
+    from ..evals.compare import Comparison
     from ..evals.compare_page import page
+    from ..evals.methods import Method
     from ..paths import put_result
     from ..policies import resolve_policy
     from .results import print_table, require_page
@@ -65,11 +67,11 @@ def compare(
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
     named = named or [resolve_policy(policy=text) for text in worth_comparing(len(tokens))]
-    ways = [Way(), *(Way(each, extra) for each in dict.fromkeys(named))]
+    methods = [Method(), *(Method(each, extra) for each in dict.fromkeys(named))]
     with reading.bar() as update:
         how = max_tokens, update, prefill_step_size
-        comparison = Comparison(loaded, tokenizer, tokens, ways, *how)
-        answers = [_answer(comparison, way, shown.as_json) for way in ways]
+        comparison = Comparison(loaded, tokenizer, tokens, methods, *how)
+        answers = [_answer(comparison, method, shown.as_json) for method in methods]
     table = _table(answers, len(tokens))
     if shown.as_json:
         told = {"model": model.model, "prompt_tokens": len(tokens)}
@@ -83,23 +85,23 @@ def compare(
         reading.say(f"wrote {path}")
 
 
-def _answer(comparison: Any, way: Way, silent: bool) -> Answer:
-    """A way's answer, printed under its name as it comes."""
+def _answer(comparison: Any, method: Method, silent: bool) -> Compared:
+    """A method's answer, printed under its name as it comes."""
     begun: list[bool] = []
 
     def show(text: str) -> None:
         if not begun:  # not before: the bar of a reading is in between
             begun.append(True)
-            print(f"── {way.name}")
+            print(f"── {method.name}")
         print(text, end="", flush=True)
 
-    found = comparison.answer(way, (lambda text: None) if silent else show)
+    found = comparison.answer(method, (lambda text: None) if silent else show)
     if not silent:
         print("\n", flush=True)
     return found
 
 
-def _table(answers: list[Answer], n_prompt: int) -> Table:
+def _table(answers: list[Compared], n_prompt: int) -> Table:
     from ..engine.report import format_bytes
     from ..reporting.table import Table
 
@@ -120,7 +122,7 @@ def _table(answers: list[Answer], n_prompt: int) -> Table:
     return table
 
 
-def _difference(answer: Answer) -> str:
+def _difference(answer: Compared) -> str:
     """The first token that is not the full cache's, in context, or why there was nothing to compare."""
     if answer.reason is not None:
         return f"{answer.name}: the full cache, since {answer.reason}"

@@ -30,9 +30,9 @@ from .results import (
 )
 
 if TYPE_CHECKING:
-    from ..evals.answering import Method
+    from ..evals.methods import Dataset, Method
     from ..evals.tables import Page
-    from ..evals.tasks import Haystack
+    from ..evals.tasks import Grid
     from .results import ResultFiles
 
 LEAST = 256  # tokens of a prompt
@@ -72,12 +72,13 @@ def needle(
 
     mlx-snapkv eval needle --policy keydiff:budget=12.5% --policy snapkv:budget=12.5%,lookahead=0
     """
-    from ..evals.tasks import Needle
+    from ..evals import tasks
 
     text = "\n\n".join(read_file("--haystack", file) for file in haystack or [])
     if haystack and not text.strip():
         raise SnapKVError(f"--haystack {' '.join(haystack)}: there is no text in it")
-    _evaluate(partial(Needle, needles=needles, text=text or None), grid, grid.policy or [], result)
+    make = partial(tasks.needle, needles=needles, text=text or None)
+    _evaluate(make, grid, grid.policy or [], result)
 
 
 def lines(*, grid: GridOptions, result: ResultOptions) -> None:
@@ -87,34 +88,32 @@ def lines(*, grid: GridOptions, result: ResultOptions) -> None:
     default. These use lookahead=0: with its default the full cache would answer the whole number. The embedded
     models, which don't know LongEval's words, get lines of their own.
     """
-    from ..evals.tasks import FACTS, LONGEVAL, Lines
+    from ..evals import tasks
 
-    wording = FACTS if grid.model in MODELS else LONGEVAL
-    _evaluate(partial(Lines, wording=wording), grid, grid.policy or POOLING, result)
+    wording = tasks.FACTS if grid.model in MODELS else tasks.LONGEVAL
+    make = partial(tasks.lines, wording=wording)
+    _evaluate(make, grid, grid.policy or POOLING, result)
 
 
 def _evaluate(
-    make: Callable[..., Haystack], grid: GridOptions, policies: Sequence[str], result: ResultOptions
+    make: Callable[[Any, Grid], Dataset],
+    options: GridOptions,
+    policies: Sequence[str],
+    result: ResultOptions,
 ) -> None:
     """Ask, and draw a heat map of every method."""
-    from ..evals.tasks import RETRIEVAL
+    from ..evals.tasks import RETRIEVAL, Grid
     from ..reporting import heatmap
 
-    lengths = list(dict.fromkeys(whole_numbers("--length", grid.length, LEAST)))
+    lengths = list(dict.fromkeys(whole_numbers("--length", options.length, LEAST)))
     if not lengths:
         raise SnapKVError("--length is empty: give at least one number of tokens")
-    methods, settings = methods_of(policies), settings_of(grid.setting)
+    methods, settings = methods_of(policies, lengths), settings_of(options.setting)
     maps = [heatmap.ending(method.name, each) for method in methods for each in settings]
     files = result.files(*maps)
-    model, tokenizer = _load(grid.model)
-    dataset = make(
-        tokenizer,
-        lengths=lengths,
-        n_depths=grid.depths,
-        n_documents=grid.questions,
-        seed=grid.seed,
-    )
-    asked = grid.model, model, dataset, RETRIEVAL
+    model, tokenizer = _load(options.model)
+    grid = Grid(lengths, options.depths, options.questions, options.seed)
+    asked = options.model, model, make(tokenizer, grid), RETRIEVAL
     _measure(*asked, methods, settings, result, files, heatmap.write_heatmaps)
 
 
@@ -147,15 +146,16 @@ def suite(
 
     mlx-snapkv eval suite --policy keydiff:budget=6% --policy snapkv:budget=6%,lookahead=0
     """
-    from ..evals.tasks import SUITE, Suite
+    from ..evals.tasks import SUITE
+    from ..evals.tasks import suite as make
 
     tasks = known("--task", task or list(TASKS), list(TASKS))
     settings = settings_of(setting)
     lengths = whole_numbers("--length", length, LEAST_OF_SUITE)
-    methods = methods_of(policy, **retention.keywords(), by_mask=by_mask)
+    methods = methods_of(policy, lengths, **retention.keywords(), by_mask=by_mask)
     files = result.files()
     loaded, tokenizer = _load(model)
-    dataset = Suite(tokenizer, tasks, lengths, documents, questions, seed)
+    dataset = make(tokenizer, tasks, lengths, documents, questions, seed)
     _measure(model, loaded, dataset, SUITE, methods, settings, result, files)
 
 
@@ -189,15 +189,15 @@ def data(
 
     mlx-snapkv eval data --data ruler/4096 --model MODEL --task niah_multivalue --policy keydiff:budget=12.5%
     """
-    from ..evals.columns import PAGE, Columns, read_columns
+    from ..evals.columns import PAGE, columns, read_columns, require_room
 
     settings = settings_of(setting)
     methods = methods_of(policy, **retention.keywords())
-    found, copy = read_columns(path, task, documents)
+    found, digest = read_columns(path, task, documents)
     files = result.files()
     loaded, tokenizer = load_model(model)
-    dataset = Columns(tokenizer, found, copy, not ignore_chat_template)
-    dataset.require_room(loaded)
+    dataset = columns(tokenizer, found, digest, not ignore_chat_template)
+    require_room(loaded, dataset, found)
     _measure(model, loaded, dataset, PAGE, methods, settings, result, files)
 
 
@@ -212,7 +212,7 @@ def _load(name: str) -> tuple[Any, Any]:
 def _measure(
     name: str,
     model: Any,
-    dataset: Any,
+    dataset: Dataset,
     page: Page,
     methods: Sequence[Method],
     settings: Sequence[str],
@@ -220,20 +220,10 @@ def _measure(
     files: ResultFiles | None,
     plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
 ) -> None:
-    """Ask everything, print the tables, and write the files.
+    """Ask everything, print the tables, and write the files."""
+    from ..evals.answering import run
 
-    Args:
-        plots: writes pictures of a result beside a path, without its ending.
-    """
-    from ..evals.answering import require_compression, run
-    from ..evals.tables import markdown, summarise, tables
-
-    def show(result: dict[str, Any]) -> Any:
-        pictures = [] if files is None or plots is None else plots(result, files.base)
-        text = markdown(result, page, [path.name for path in pictures])
-        return tables(result["summary"], page), text, pictures
-
-    require_compression(methods, dataset.lengths)
-    fixed = {**dataset.setting(), "model": name, "mlx-snapkv": __version__}
+    fixed = {**dataset.setting, "model": name, "mlx-snapkv": __version__}
     ask = partial(run, model, dataset, methods, settings)
-    options.measure(files, fixed, results_in(files, fixed), len(dataset), ask, summarise, show)
+    results = results_in(files, fixed)
+    options.measure(files, fixed, results, len(dataset.places), ask, page, plots)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
@@ -67,25 +67,22 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     mlx-snapkv eval fidelity --model MODEL --text essays --policy snapkv:budget=25% --policy streaming_llm:budget=25%
     """
     from ..evals import fidelity as measuring
-    from ..evals import fidelity_tables
-    from ..evals.answering import require_compression
+    from ..evals.fidelity_tables import PAGE
     from ..evals.texts import Texts
     from .progress import stderr_console
 
     settings = known("--setting", options.setting or [measuring.TEXT], measuring.SETTINGS)
-    methods = methods_of(options.policy)
-    require_compression(methods, [options.length])
+    methods = methods_of(options.policy, [options.length])
     texts = Texts(options.text)
-    # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.
-    n_following = options.continuation + 1
-    texts.require_length(options.length + n_following)
+    if texts.n_unread:
+        left_out = f"Files left out: {texts.n_unread} not UTF-8 text."
+        stderr_console().print(left_out, soft_wrap=True)
     files = result.files()
     model, tokenizer = load_model(options.model)
+    # The full cache is asked for the first token after a piece; it is fed, and those after it are judged.
+    n_following = options.continuation + 1
     pieces = texts.pieces(tokenizer, options.length, n_following, options.documents)
-    if texts.left_out is not None:
-        stderr_console().print(texts.left_out, soft_wrap=True)
     questions = options.question or list(QUESTIONS)
-    comparison = measuring.Comparison(pieces, methods, settings, questions, options.continuation)
     fixed = {
         "task": "fidelity",
         "text": options.text,
@@ -96,11 +93,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
         "model": options.model,
         "mlx-snapkv": __version__,
     }
-    ask = partial(measuring.run, model, tokenizer, comparison)
-
-    def show(found: dict[str, Any]) -> Any:
-        return fidelity_tables.tables(found["summary"]), fidelity_tables.markdown(found), []
-
-    summarise = fidelity_tables.summarise
+    asked = pieces, methods, settings, questions, options.continuation
+    ask = partial(measuring.run, model, tokenizer, *asked)
     results = results_in(files, fixed, measuring.KEYS)
-    result.measure(files, fixed, results, len(pieces), ask, summarise, show)
+    result.measure(files, fixed, results, len(pieces), ask, PAGE)

@@ -101,8 +101,6 @@ def lm(
     mlx-snapkv eval lm --model MODEL --tasks niah_single_1,ruler_vt --length 4096 --policy snapkv:budget=12.5%
     """
     harness = _harness()
-    from ..evals.tables import markdown, tables
-
     methods = methods_of(policy)
     if options.include_path is not None and not options.include_path.is_dir():
         raise SnapKVError(f"--include-path {options.include_path} is no folder")
@@ -135,13 +133,8 @@ def lm(
     )
     n = sum(harness.n_documents(task, options.limit) for task in tasks.values()) * len(methods)
 
-    def run(results: Any, done: Any) -> Any:
-        return harness.run(lm_of, tasks, methods, results, done, **asked)
-
-    def show(found: dict[str, Any]) -> Any:
-        return tables(found["summary"], harness.PAGE), markdown(found, harness.PAGE, []), []
-
-    result.measure(files, fixed, results, n, run, harness.summarise, show)
+    run = partial(harness.run, lm_of, tasks, methods, **asked)
+    result.measure(files, fixed, results, n, run, harness.PAGE)
 
 
 def _harness() -> Any:

@@ -19,12 +19,12 @@ from ..reporting import files as reported
 from .options import AsJson
 
 if TYPE_CHECKING:
-    from ..evals.answering import Method
     from ..evals.loop import Record, Results
+    from ..evals.methods import Method
+    from ..evals.tables import Page
     from ..reporting.table import Table
 
     Run = Callable[[Results, Callable[..., None]], list[Record]]
-    Shown = tuple[list[Table], str, list[Path]]  # tables, page and pictures
 
 NAMES = ("cache", "server", "policy", "method", "task")  # columns of names; all others hold figures
 LONG = 24  # characters of a heading, which are then folded
@@ -173,30 +173,31 @@ class ResultOptions:
         results: Results,
         n_documents: int,
         run: Run,
-        summarise: Callable[[list[Record]], list[dict[str, Any]]],
-        show: Callable[[dict[str, Any]], Shown],
+        page: Page,
+        plots: Callable[[dict[str, Any], Path], list[Path]] | None = None,
     ) -> None:
         """Measure what the files do not hold yet, with a bar; print the result, and write it.
 
         Args:
             fixed: what results that go on from each other have in common.
             run: the records, from those there are and a callback for every document.
-            show: what is shown of a result.
+            plots: writes pictures of a result beside a path, without its ending.
         """
         from .progress import StepBars
 
         with StepBars(None if files is None else files.path(".jsonl")) as bars:
             bars.start("documents", n_documents)
             records = run(results, bars.done)
-        result = {**about(), **fixed, "summary": summarise(records), "records": records}
-        tables, page, pictures = show(result)
+        result = {**about(), **fixed, "summary": page.summarise(records), "records": records}
         if self.as_json:
             print(json.dumps(result))
         else:
-            for table in tables:
+            for table in page.tables(result["summary"]):
                 print_table(table)
         if files is not None:
-            written = [*write_result(files.base, result, page), *pictures]
+            pictures = [] if plots is None else plots(result, files.base)
+            text = page.markdown(result, [path.name for path in pictures])
+            written = [*write_result(files.base, result, text), *pictures]
             print(files.summary(written), file=sys.stderr if self.as_json else sys.stdout)
 
 
@@ -211,32 +212,36 @@ def results_in(
 
 def methods_of(
     policies: Sequence[str] | None,
+    lengths: Sequence[int] = (),
     memory: str = "drop",
     verify: str | None = None,
     refresh: str = "token",
     by_mask: Sequence[str] | None = None,
 ) -> list[Method]:
-    """The full cache, each policy with the memory and the verification, and what is measured by mask."""
+    """The full cache, each policy with the memory and the verification, and what is measured by mask.
+
+    Raises:
+        SnapKVError: one can't be read, or would leave prompts of all these lengths as they are.
+    """
     from ..engine.retention import RetentionConfig
-    from ..evals.answering import BY_MASK, FULL, Method
     from ..evals.headwise import headwise
+    from ..evals.methods import Method, require_compression
     from ..policies import resolve_policy
 
     retention = RetentionConfig(memory, verify, refresh)
     options = {} if memory == "drop" else asdict(retention)
-    given = {name: x for name, x in options.items() if x not in ("drop", None, "token")}
-    added = "".join(f", {name} {x}" for name, x in given.items())
-    methods = [Method(FULL)]
+    methods = [Method()]
     for text in dict.fromkeys(policies or []):
         chosen = resolve_policy(policy=text)
         retention.require_policy(chosen)
-        methods.append(Method(f"{chosen}{added}", chosen, options))
-    masked = (headwise(text) for text in dict.fromkeys(by_mask or []))
-    return [*methods, *(Method(f"{method}{BY_MASK}", method) for method in masked)]
+        methods.append(Method(chosen, options))
+    methods += [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
+    require_compression(methods, lengths)
+    return methods
 
 
 def settings_of(setting: str) -> list[str]:
-    from ..evals.answering import SETTINGS
+    from ..evals.methods import SETTINGS
 
     known("--setting", [setting], [*SETTINGS, "both"])
     return list(SETTINGS) if setting == "both" else [setting]

@@ -11,69 +11,25 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import file_bytes, kv_bytes
 from ..engine.generate import stream_generate
 from ..engine.prefill import prefill, read_book
-from ..engine.prompt_plan import gate
 from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import NO_POLICY_REASON, held_tokens
-from ..errors import SnapKVError
-from ..policies import Policy, Stages
 from . import loop
-from .document import Dataset, Document, Place, Question
+from .divergence import Reference
 from .headwise import HeadWise, kinds_of, masked
 from .loop import Record, Results
-from .reading import Reading, judged, read_once, shares_reading
-
-KNOWN, LATER = "known", "later"
-SETTINGS = (KNOWN, LATER)
-FULL = "full cache"
-BY_MASK = ", by mask"  # ends the names of methods that hide entries instead of dropping them
-
-
-@dataclass(frozen=True)
-class Method:
-    """How answers come about.
-
-    Attributes:
-        name: what tables call it.
-        policy: None is the full cache; head-wise methods answer by mask.
-        options: of `stream_generate`, such as `memory` and `verify`.
-    """
-
-    name: str
-    policy: Policy | Stages | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def scores(self) -> Policy | Stages | None:
-        """The policy that scores entries."""
-        return self.policy.scores if isinstance(self.policy, HeadWise) else self.policy
-
-    @property
-    def shares_reading(self) -> bool:
-        return not self.options and (self.scores is None or shares_reading(self.scores))
-
-    @property
-    def memory(self) -> str:
-        return self.options.get("memory", "drop")
-
-
-def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
-    """Raises: SnapKVError: a policy would leave prompts of all these lengths as they are, or has no room for them."""
-    for method in methods:
-        policy = method.scores
-        reasons = [None if policy is None else gate(policy, length, None) for length in lengths]
-        if lengths and all(reasons):
-            raise SnapKVError(f"{method.name} would compress nothing here: {reasons[-1]}")
+from .methods import KNOWN, LATER, Dataset, Document, Method, Place, Question
+from .reading import Reading, read_once
 
 
 def run(
@@ -87,11 +43,12 @@ def run(
     """Every method's answer to every question in every setting; see `loop.run`."""
     named = {method.name: method for method in methods}
 
-    def cells(place: Place, document: Document):
-        n = len(document.questions)
+    def cells(place: Place):
+        document = dataset.make(place)
+        numbers = range(len(document.questions))
         wanted = [
             {"method": name, "setting": setting, **place, "question": i}
-            for name, setting, i in itertools.product(named, settings, range(n))
+            for name, setting, i in itertools.product(named, settings, numbers)
         ]
 
         def measure(missing: list[Record]) -> Iterable[Record]:
@@ -101,22 +58,86 @@ def run(
             asked = [(named[x["method"]], x["setting"], x["question"]) for x in missing]
             answers = Answers(model, dataset.tokenizer, document, asked)
             for cell, (method, setting, i) in zip(missing, asked):
-                question = document.questions[i]
-                answer = answers.get(method, setting, question)
-                yield cell | _record(question, method, answer)
+                answer = answers.get(method, setting, i)
+                yield cell | _record(document.questions[i], method, answer)
 
         return wanted, measure
 
-    return loop.run((cells(*each) for each in dataset), results, on_document)
+    return loop.run(map(cells, dataset.places), results, on_document)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer's text, the prompt cache it was given (with a `memory`, of all entries), and what was compressed."""
+    """A greedy answer.
+
+    Attributes:
+        tokens: with the one that ends it, if that came.
+        cache: the prompt cache that it was given; with a `memory`, of all entries.
+        report: of what was compressed.
+        times: when decoding began, and when each token came that was decoded.
+        n_before: so many of these are before the compression.
+    """
 
     text: str
+    tokens: list[int]
     cache: list
     report: CompressionReport
+    times: list[float]
+    n_before: int
+
+
+def decode(
+    model: Any,
+    tokenizer: Any,
+    prompt: Sequence[int],
+    begun: Sequence[int],
+    cache: list,
+    max_tokens: int,
+    report: CompressionReport | None = None,
+    on_text: Callable[[str], None] = lambda text: None,
+    on_report: Callable[[CompressionReport], None] = lambda report: None,
+    **options: Any,
+) -> Answer:
+    """The greedy answer that goes on from a cache which has been fed the first tokens of prompt and answer.
+
+    Args:
+        begun: the answer's first tokens.
+        report: of what the cache holds; None if what it has not been fed is compressed with it.
+        on_text: called with the text as it comes, without the token that ends it.
+        on_report: called when that has been compressed.
+        **options: of `stream_generate`.
+    """
+    detokenizer, stops = tokenizer.detokenizer, tokenizer.eos_token_ids
+    tokens: list[int] = []
+    reports = [] if report is None else [report]
+    n_before = 0
+
+    def add(token: int) -> None:
+        tokens.append(token)
+        if token not in stops:
+            detokenizer.add_token(token)
+            on_text(detokenizer.last_segment)
+
+    def compressed(found: CompressionReport) -> None:
+        nonlocal n_before
+        if not reports:
+            n_before = len(times)
+            on_report(found)
+        reports.append(found)
+
+    for token in begun:
+        add(token)
+    rest = [*prompt, *begun][held_tokens(model, cache) :]
+    n_left = 0 if begun and begun[-1] in stops else max_tokens - len(begun)
+    times = [time.perf_counter()]
+    if n_left > 0:
+        options |= {"prompt_cache": cache, "on_report": compressed}
+        for response in stream_generate(model, tokenizer, rest, n_left, **options):
+            times.append(time.perf_counter())
+            add(response.token)
+    detokenizer.finalize()
+    on_text(detokenizer.last_segment)
+    return Answer(detokenizer.text, tokens, cache, reports[0], times, n_before)
 
 
 def _record(question: Question, method: Method, answer: Answer) -> Record:
@@ -146,70 +167,42 @@ class Answers:
 
     def __init__(self, model, tokenizer, document: Document, wanted: Sequence[tuple]):
         self._model, self._tokenizer = model, tokenizer
-        self._n_shared = document.n_shared
+        self._questions, self._n_shared = document.questions, document.n_shared
         self._document = document.questions[0].prompt[: document.n_shared]
-        self._policies = [method.scores for method, *_ in wanted if method.shares_reading]
-        known = {i for method, setting, i in wanted if setting == KNOWN and method.shares_reading}
-        self._suffixes = [self._suffix(document.questions[i]) for i in sorted(known)]
+        sharing = [each for each in wanted if each[0].shares_reading]
+        self._policies = [method.scores for method, *_ in sharing]
+        self._known = sorted({i for _, setting, i in sharing if setting == KNOWN})
         self._prompt: Reading | None = None  # document and question that were read last
-        self._kept: tuple[str, list, CompressionReport | None] = ("", [], None)
+        self._kept: tuple[Method | None, list, CompressionReport | None] = (None, [], None)
         self._full: dict[int, Answer] = {}  # by question: the same in both settings
 
-    def get(self, method: Method, setting: str, question: Question) -> Answer:
-        if not method.shares_reading and setting == KNOWN:
-            options = {"policy": method.policy, **method.options}
-            cache = make_prompt_cache(self._model)
-            return self._decoded(question.prompt, cache, question.max_tokens, options)
+    def get(self, method: Method, setting: str, i: int) -> Answer:
+        """The answer to the `i`th question."""
+        question = self._questions[i]
         if method.policy is None:
-            if id(question) not in self._full:
-                self._full[id(question)] = self._later(method, question)
-            return self._full[id(question)]
-        return self._known(method, question) if setting == KNOWN else self._later(method, question)
+            if i not in self._full:
+                self._full[i] = self._later(method, question)
+            return self._full[i]
+        if setting == LATER:
+            return self._later(method, question)
+        if method.shares_reading:
+            return self._known_to(method, question)
+        return self._decode(question, [], make_prompt_cache(self._model), None, method)
 
     def _later(self, method: Method, question: Question) -> Answer:
-        if self._kept[0] != method.name:
-            self._kept = method.name, *self._document_kept(method)
+        if self._kept[0] != method:
+            self._kept = method, *self._document_kept(method)
         _, cache, report = self._kept
-        options = {"policy": method.policy, **method.options} if report is None else {}
-        rest = self._suffix(question)
-        return self._decoded(rest, copy.deepcopy(cache), question.max_tokens, options, report)
+        return self._decode(question, [], copy.deepcopy(cache), report, method)
 
-    def _known(self, method: Method, question: Question) -> Answer:
+    def _known_to(self, method: Method, question: Question) -> Answer:
+        """What the full cache's answer and a small cache's have in common is found in one pass over it."""
         if self._prompt is None or self._prompt.tokens != question.prompt:
-            self._prompt = self._reading.followed_by(self._suffix(question))
-        reading, stops = self._prompt, self._tokenizer.eos_token_ids
-        full = reading.answer(question.max_tokens, stops)
-        cache, report = self._chosen(reading, method, answering=True)
-        # As many tokens as the policy looks ahead, and the next one, are chosen by all entries.
-        n_chosen = held_tokens(self._model, cache) - len(reading.tokens) + 1
-        answer = self._agreed(full, n_chosen, cache)
-        if answer == full or (answer and answer[-1] in stops):
-            return Answer(self._text(answer), cache, report)
-        rest = [*reading.tokens, *answer][held_tokens(self._model, cache) :]
-        n_left = question.max_tokens - len(answer)
-        return self._decoded(rest, cache, n_left, {}, report, before=answer)
-
-    def _agreed(self, full: list[int], n_chosen: int, cache: list) -> list[int]:
-        """The full cache's answer up to the first token that a small cache chooses otherwise, and that token.
-
-        One pass over the answer finds it. The cache has then been fed all tokens but the last, or fewer.
-
-        Args:
-            n_chosen: tokens that are the full cache's in any case; the cache has been fed all of them but the last.
-        """
-        known = full[max(0, n_chosen - 1) : -1]
-        if n_chosen < 1 or not known:
-            return full[: max(0, n_chosen)]
-        before = copy.deepcopy(cache)
-        chosen: Any = mx.argmax(judged(self._model, cache, known), axis=-1).tolist()
-        pairs = zip(chosen, full[n_chosen:])
-        n_right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        if n_right == len(known):
-            return full
-        cache[:] = before
-        if n_right:
-            judged(self._model, cache, known[:n_right])
-        return [*full[: n_chosen + n_right], chosen[n_right]]
+            self._prompt = self._reading.followed_by(question.prompt[self._n_shared :])
+        full = self._prompt.answer(question.max_tokens, self._tokenizer.eos_token_ids)
+        cache, report = self._compressed(self._prompt, method, answering=True)
+        n = Reference(self._prompt, full).n_agreed(copy.deepcopy(cache))
+        return self._decode(question, full[:n], cache, report, method)
 
     def _document_kept(self, method: Method) -> tuple[list, CompressionReport | None]:
         """The document's cache, and the report of its compression; None if that comes with the question."""
@@ -218,14 +211,14 @@ class Answers:
             report = CompressionReport(NO_POLICY, len(self._document), NO_POLICY_REASON)
             return self._reading.full(), report
         if method.shares_reading:
-            return self._chosen(self._reading, method, answering=False)
+            return self._compressed(self._reading, method, answering=False)
         if method.memory == "drop":
             return prefill(self._model, self._document, policy)
         if policy.reads_in_blocks:
             return read_book(self._model, self._document, policy, method.memory)[0], None
         return self._reading.full(), None
 
-    def _chosen(
+    def _compressed(
         self, reading: Reading, method: Method, answering: bool
     ) -> tuple[list, CompressionReport]:
         policy: Any = method.policy
@@ -235,38 +228,17 @@ class Answers:
 
     @cached_property
     def _reading(self) -> Reading:
-        return read_once(self._model, self._document, self._policies, self._suffixes)
+        suffixes = [self._questions[i].prompt[self._n_shared :] for i in self._known]
+        return read_once(self._model, self._document, self._policies, suffixes)
 
-    def _suffix(self, question: Question) -> list[int]:
-        return question.prompt[self._n_shared :]
-
-    def _decoded(
+    def _decode(
         self,
-        tokens: list[int],
+        question: Question,
+        begun: list[int],
         cache: list,
-        max_tokens: int,
-        options: dict[str, Any],
-        report: CompressionReport | None = None,
-        before: Sequence[int] = (),
+        report: CompressionReport | None,
+        method: Method,
     ) -> Answer:
-        """The greedy answer that goes on from a cache once it has been fed `tokens`.
-
-        Args:
-            options: of `stream_generate`.
-            report: of what the cache holds; None if these tokens are compressed.
-            before: the answer's first tokens.
-        """
-        reports: list[CompressionReport] = []
-        options |= {"prompt_cache": cache, "on_report": reports.append}
-        responses = stream_generate(self._model, self._tokenizer, tokens, max_tokens, **options)
-        answer = [*before, *(response.token for response in responses)]
-        return Answer(self._text(answer), cache, report or reports[0])
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        """An answer as mlx-lm's loop decodes it, without the token that ends it."""
-        detokenizer = self._tokenizer.detokenizer
-        for token in tokens:
-            if token not in self._tokenizer.eos_token_ids:
-                detokenizer.add_token(token)
-        detokenizer.finalize()
-        return detokenizer.text
+        options = {"policy": method.policy, **method.options} if report is None else {}
+        asked = self._model, self._tokenizer, question.prompt, begun, cache
+        return decode(*asked, question.max_tokens, report, **options)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import itertools
 import json
 import re
 import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,18 +23,17 @@ from ..engine.generate import encode_prompt
 from ..errors import SnapKVError
 from ..models.rope import trained_length
 from ..paths import path_of
-from .document import Document, Place, Question
-from .tables import Page
+from .methods import Dataset, Document, Place, Question
+from .tables import page_of_scores
 from .texts import around
 
 MOST_LENGTHS = 8  # more of them are sizes of texts, which tables don't separate
 SPLIT = re.compile(r"(train|test|validation|data)\b")
-PAGE = Page(
+PAGE = page_of_scores(
     "Questions of a data set",
-    "Scores are 0 to 100: for RULER's tasks its own, the share of the references that stand in the output, for qa "
-    "whether one does; F1 of words for LongBench's, InfiniteBench's and LooGLE's English questions, the letter chosen "
-    "where there are choices. All other tasks are scored as RULER's, which is not their own score.",
-    points=100,
+    "Scores are those of the tasks: for RULER's the share of the references that stand in the output, for qa whether "
+    "one does; F1 of words for LongBench's, InfiniteBench's and LooGLE's English questions, the letter chosen where "
+    "there are choices. All other tasks are scored as RULER's, which is not their own score.",
 )
 
 Text = Annotated[str, Field(min_length=1)]
@@ -148,68 +145,56 @@ def _parquet(path: Path) -> Iterator[dict]:
         raise SnapKVError(f"{path} is damaged: it is no parquet file, so get it again") from error
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Such data as documents with questions, put as kvpress puts them.
+def columns(
+    tokenizer: Any, documents: Sequence[list[Row]], digest: str, template: bool = True
+) -> Dataset:
+    """Such data, put as kvpress puts it.
 
     Document and question are tokenized apart, in the user's turn of the chat template; what the answer begins with
     stands behind where it starts. Without a template a line break ends the question.
 
-    Attributes:
-        data: its digest.
+    Args:
         template: whether to use the tokenizer's chat template, if it has one.
     """
+    before, after = "", "\n"
+    if templated := template and tokenizer.has_chat_template:
+        before, after = around(tokenizer)
+    rows_of: dict[tuple, list[list[Row]]] = defaultdict(list)
+    places = []
+    for rows in documents:
+        task, length = rows[0].task, rows[0].length
+        places.append({"task": task, "length": length, "document": len(rows_of[task, length])})
+        rows_of[task, length].append(rows)
 
-    tokenizer: Any
-    documents: Sequence[list[Row]]
-    data: str
-    template: bool = True
-    lengths: tuple[int, ...] = ()
-
-    def setting(self) -> dict[str, Any]:
-        return {"task": "data", "data": self.data, "chat_template": self.template}
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __iter__(self) -> Iterator[tuple[Place, Document]]:
-        numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
-        for rows in self.documents:
-            task, length = rows[0].task, rows[0].length
-            place = {"task": task, "length": length, "document": next(numbers[task, length])}
-            yield place, self._document(rows)
-
-    def _document(self, rows: list[Row]) -> Document:
-        before, between = self._before_and_between(rows[0].context)
+    def make(place: Place) -> Document:
+        rows = rows_of[place["task"], place["length"]][place["document"]]
+        if templated:
+            head = tokenizer.encode(before + rows[0].context, add_special_tokens=False)
+        else:
+            head = encode_prompt(tokenizer, rows[0].context).tolist()
         questions = []
         for row in rows:
-            text = row.question + between + row.answer_prefix
-            prompt = before + self.tokenizer.encode(text, add_special_tokens=False)
+            text = row.question + after + row.answer_prefix
+            prompt = head + tokenizer.encode(text, add_special_tokens=False)
             score = partial(metric_of(row.task), row.answer)
             questions.append(Question(prompt, row.answer, score, row.max_new_tokens))
-        return Document(questions, len(before))
+        return Document(questions, len(head))
 
-    def _before_and_between(self, context: str) -> tuple[list[int], str]:
-        """The tokens up to the context's end, and the text between question and answer."""
-        if not (self.template and self.tokenizer.has_chat_template):
-            return encode_prompt(self.tokenizer, context).tolist(), "\n"  # type: ignore[return-value]
-        before, after = self._template
-        return self.tokenizer.encode(before + context, add_special_tokens=False), after
+    setting = {"task": "data", "data": digest, "chat_template": template}
+    return Dataset(tokenizer, setting, places, make)
 
-    @cached_property
-    def _template(self) -> tuple[str, str]:
-        return around(self.tokenizer)
 
-    def require_room(self, model: Any) -> None:
-        """Raises: SnapKVError: the longest document is longer than the model was trained to."""
-        most = trained_length(model)
-        longest = self._document(max(self.documents, key=lambda rows: len(rows[0].context)))
-        taken = max(len(q.prompt) + q.max_tokens for q in longest.questions)
-        if most is not None and taken > most:
-            raise SnapKVError(
-                f"--data has a prompt of {taken} tokens with its answer, and the model was trained to {most}: give "
-                "shorter documents, or another model"
-            )
+def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -> None:
+    """Raises: SnapKVError: the longest document is longer than the model was trained to."""
+    most = trained_length(model)
+    i = max(range(len(documents)), key=lambda i: len(documents[i][0].context))
+    longest = dataset.make(dataset.places[i])
+    taken = max(len(q.prompt) + q.max_tokens for q in longest.questions)
+    if most is not None and taken > most:
+        raise SnapKVError(
+            f"--data has a prompt of {taken} tokens with its answer, and the model was trained to {most}: give "
+            "shorter documents, or another model"
+        )
 
 
 # Scores, 0 to 1, of an output given its references. RULER's two are those of its own evaluation, as kvpress computes

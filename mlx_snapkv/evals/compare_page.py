@@ -14,7 +14,7 @@ import numpy as np
 from ..content_policy import content_policy
 from ..inspecting.sentences import token_spans
 from ..reporting.table import Table
-from .compare import Answer
+from .compare import Compared
 
 LEVELS = 4  # tints, from kept nowhere (0) to kept by all heads
 STYLE = """
@@ -30,7 +30,7 @@ details { margin: .5rem 0; } pre { white-space: pre-wrap; overflow-wrap: anywher
 
 
 def page(
-    model: str, tokenizer: Any, tokens: Sequence[int], answers: Sequence[Answer], table: Table
+    model: str, tokenizer: Any, tokens: Sequence[int], answers: Sequence[Compared], table: Table
 ) -> str:
     """The page; the first answer is the full cache's."""
     text, spans = token_spans(tokenizer, list(tokens))
@@ -56,7 +56,7 @@ def _table(table: Table) -> str:
     return f"<p>{escape(table.remark)}</p><table><tr>{head}</tr>{body}</table>"
 
 
-def _beside(full: Answer, answer: Answer, kept: str) -> str:
+def _beside(full: Compared, answer: Compared, kept: str) -> str:
     theirs, ours = _marked(full.text, answer.text)
     said = escape(answer.reason or "")
     return (

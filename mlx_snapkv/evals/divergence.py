@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
 from ..engine.generate import generate_step
 from ..engine.request import held_tokens
-from .reading import judged
+from .reading import Reading, judged
 
 LEAST = -1e4  # of a log-probability: a token that can't come counts for nothing
 
@@ -18,43 +20,41 @@ class Reference:
     """Tokens after a prompt, and the full cache's predictions of them.
 
     Args:
-        cache: a full one that has been fed the prompt's first tokens, all of them at most.
-        following: log-probabilities `(vocab_size,)` after the prompt, if it has been fed all.
+        n_fed: so many of the tokens are fed with the prompt; those after them are judged.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        prompt: Sequence[int],
-        tokens: Sequence[int],
-        cache: list,
-        following: mx.array | None = None,
-    ):
-        self._model, self._prompt, self._tokens = model, list(prompt), list(tokens)
-        found = self.predictions(cache)
-        if following is not None and len(found) < len(tokens):
-            first = log_softmax(following[None])
-            found = mx.concatenate([first, found]) if len(tokens) > 1 else first
-        self.logprobs = found
-        self._best = mx.argmax(found, axis=-1)
-        mx.eval(found, self._best)
+    def __init__(self, reading: Reading, tokens: Sequence[int], n_fed: int = 0):
+        self._reading, self._n_fed = reading, n_fed
+        self._prompt = [*reading.tokens, *tokens[:n_fed]]
+        self._tokens = list(tokens[n_fed:])
 
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @cached_property
+    def logprobs(self) -> mx.array:
+        """The full cache's, `(len(self), vocab_size)`."""
+        found = self.predictions(self._reading.full())
+        if not self._n_fed:
+            first = log_softmax(self._reading.following[None])
+            found = mx.concatenate([first, found]) if len(found) else first
+        mx.eval(found)
+        return found
+
     def predictions(self, cache: list) -> mx.array:
         """Log-probabilities `(m, vocab_size)` for the last `m` tokens: all but those that a cache was fed before."""
-        known = [*self._prompt, *self._tokens][held_tokens(self._model, cache) : -1]
+        model = self._reading.model
+        known = [*self._prompt, *self._tokens][held_tokens(model, cache) : -1]
         if not known:
             return mx.zeros((0, 1))
-        return log_softmax(judged(self._model, cache, known)[-len(self) :])
+        return log_softmax(judged(model, cache, known)[-len(self) :])
 
     def generated(self, policy: Any, **options: Any) -> mx.array:
         """Log-probabilities for all tokens by a policy that reads the prompt itself; `options` of `generate_step`."""
         tokens = iter(self._tokens)
         steps = generate_step(
             mx.array(self._prompt),
-            self._model,
+            self._reading.model,
             policy=policy,
             max_tokens=len(self),
             sampler=lambda logprobs: mx.array([next(tokens, 0)]),
@@ -62,21 +62,33 @@ class Reference:
         )
         return log_softmax(mx.stack([logprobs for _, logprobs in steps]))
 
+    def n_agreed(self, cache: list) -> int:
+        """The first so many tokens are what a cache predicts, or was fed; one pass feeds it all of them."""
+        logprobs = self.predictions(cache)
+        if not len(logprobs):
+            return len(self)
+        tokens = self._tokens[-len(logprobs) :]
+        right = (mx.argmax(logprobs, axis=-1) == mx.array(tokens)).tolist()
+        n_right = len(list(itertools.takewhile(bool, right)))  # type: ignore[arg-type]
+        return len(self) - len(tokens) + n_right
+
+    # Means over all tokens, of others' predictions of the last ones; those before are the full cache's.
+
     def divergence(self, logprobs: mx.array) -> Any:
-        """The mean KL of the full cache from others' predictions of the last tokens, in nats a token; else it is 0."""
+        """KL of the full cache from others, in nats a token."""
         if not len(logprobs):
             return 0.0
         return divergence(self.logprobs[-len(logprobs) :], logprobs).sum() / len(self)
 
     def same(self, logprobs: mx.array) -> Any:
-        """The share of the tokens for which the same one is likeliest; all that others don't predict are."""
+        """The share of the tokens for which the same one is likeliest."""
         if not len(logprobs):
             return 1.0
-        others = mx.argmax(logprobs, axis=-1) != self._best[-len(logprobs) :]
-        return 1 - others.sum() / len(self)
+        best = mx.argmax(self.logprobs[-len(logprobs) :], axis=-1)
+        return 1 - (mx.argmax(logprobs, axis=-1) != best).sum() / len(self)
 
     def loss(self, logprobs: mx.array) -> mx.array:
-        """Mean negative log-probability of the tokens, in nats."""
+        """Negative log-probability of the tokens, all of which others predict, in nats."""
         return -mx.take_along_axis(logprobs, mx.array(self._tokens)[:, None], axis=-1).mean()
 
 

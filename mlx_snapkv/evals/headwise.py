@@ -222,7 +222,7 @@ class MaskedKVCache(RecordingKVCache):
 def masked(
     reading: Reading, heads: HeadWise, kinds: Kinds, answering: bool
 ) -> tuple[list, CompressionReport]:
-    """As `Reading.answering` or `compressed`: a cache of all entries that shows what `heads` keeps, and its report."""
+    """As `Reading.compressed`: a cache of all entries that shows what `heads` keeps, and its report."""
     policy, n_prompt = heads.scores, len(reading.tokens)
     if (reason := gate(policy, n_prompt, None)) is not None:
         raise SnapKVError(f"{heads} would hide nothing of {n_prompt} tokens: {reason}")

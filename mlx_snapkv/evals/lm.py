@@ -11,6 +11,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
@@ -31,14 +32,10 @@ from ..engine.report import CompressionReport
 from ..errors import SnapKVError, brief
 from ..policies import Policy, Stages
 from . import loop, tables
-from .answering import FULL, KNOWN, Method
 from .loop import Record, Results
+from .methods import FULL, KNOWN, Method
 
 KEYS = ("method", "task")
-PAGE = tables.Page(
-    "lm-evaluation-harness",
-    "Scores are lm-evaluation-harness' metrics, of those that are means over documents; n counts a document for each.",
-)
 
 
 class PolicyLM(mlx_evaluate.MLXLM):
@@ -91,7 +88,9 @@ class PolicyLM(mlx_evaluate.MLXLM):
     ) -> SimpleNamespace:
         """`texts` of the prompts, so many read and answered together as a batch has."""
         texts: list[str] = []
-        given = options | {"policy": self._policy, "on_report": self._report, "verbose": False}
+        given = options | {"policy": self._policy, "verbose": False}
+        if self._policy is not None:
+            given["on_report"] = self.reports.append
         for i in range(0, len(prompts), self._batch_size):
             some = slice(i, i + self._batch_size)
             made = batch_generate(
@@ -107,17 +106,13 @@ class PolicyLM(mlx_evaluate.MLXLM):
         self, prompt: Sequence[int], step_size: int = 2048
     ) -> tuple[mx.array, list]:
         """Log-probabilities `(1, vocabulary)` of what follows a context, and the cache that has read it."""
+        self._on_answers(1)
         if self._policy is None or len(prompt) < 2:
             return super()._process_prompt(prompt, step_size)
         cache, report = prefill(self._model, prompt[:-1], self._policy, prefill_step_size=step_size)
-        self._report(report)
-        self._on_answers(1)
+        self.reports.append(report)
         logits = self._model(mx.array([prompt[-1:]]), cache=cache)
         return nn.log_softmax(logits[:, -1].astype(mx.float32)), cache
-
-    def _report(self, report: CompressionReport) -> None:
-        if self._policy is not None:
-            self.reports.append(report)
 
 
 def load_tasks(
@@ -185,34 +180,28 @@ def run(
     Args:
         lm_of: makes the `PolicyLM` of a policy, with its `on_answers`.
         methods: the full cache first.
-        on_documents: called after each batch of documents, with whether they were asked about and how many they are.
+        on_documents: called after each batch of prompts, with whether they were asked about and how many they are.
         **options: of lm-evaluation-harness' `simple_evaluate`.
     """
-    manager = TaskManager(include_defaults=False)  # tasks are here, so no index of others is needed
-    left = 0  # documents of a task; some have several prompts
+    # Tasks are here, so no index of others is needed.
+    given = {"task_manager": TaskManager(include_defaults=False), "bootstrap_iters": 0, **options}
 
-    def done(asked: bool, n: int) -> None:
-        nonlocal left
-        if n := min(n, left):
-            left -= n
-            on_documents(asked, n)
+    def cells(name: str, task: Any, method: Method):
+        place = {"method": method.name, "task": name}
 
-    def cells() -> Iterable[tuple[list[Record], Callable]]:
-        nonlocal left
-        for name, task in tasks.items():
-            for method in methods:
-                left = n_documents(task, options.get("limit"))
+        def measure(missing: list[Record]) -> Iterable[Record]:
+            lm = lm_of(method.policy, on_answers=partial(on_documents, True))
+            with contextlib.redirect_stdout(sys.stderr):
+                found = simple_evaluate(model=lm, tasks=[task], **given)
+            yield place | _record(found, name, lm.reports)
 
-                def measure(missing: list[Record], name=name, task=task, method=method):
-                    lm = lm_of(method.policy, on_answers=lambda n: done(True, n))
-                    given = options | {"task_manager": manager, "bootstrap_iters": 0}
-                    with contextlib.redirect_stdout(sys.stderr):
-                        found = simple_evaluate(model=lm, tasks=[task], **given)
-                    yield missing[0] | _record(found, name, lm.reports)
+        if results.get(place) is not None:
+            on_documents(False, n_documents(task, options.get("limit")))
+        return [place], measure
 
-                yield [{"method": method.name, "task": name}], measure
-
-    return loop.run(cells(), results, lambda asked: done(asked, left))
+    return loop.run(
+        (cells(name, task, method) for name, task in tasks.items() for method in methods), results
+    )
 
 
 def _record(found: dict[str, Any], name: str, reports: Sequence[CompressionReport]) -> Record:
@@ -278,3 +267,10 @@ def _by_document(record: Record, metric: str) -> dict[int, float]:
     return {
         d["document"]: d[name] for d in record["documents"] if d["filter"] == kind and name in d
     }
+
+
+PAGE = tables.page_of_scores(
+    "lm-evaluation-harness",
+    "Scores are lm-evaluation-harness' metrics, of those that are means over documents; n counts a document for each.",
+    summarise,
+)

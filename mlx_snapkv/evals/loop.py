@@ -17,6 +17,7 @@ from ..errors import SnapKVError
 from ..paths import naming, put_result
 
 Record = dict[str, Any]
+Measure = Callable[[list[Record]], Iterable[Record]]
 
 KEYS = ("method", "setting", "task", "length", "document", "question")
 WAITING = 32  # records that a CPU computes at a time, each of which holds a compressed cache
@@ -42,10 +43,12 @@ class Results:
         return self._records.get(self._key(wanted))
 
     def add(self, record: Record) -> None:
-        self._records[self._key(record)] = record
+        """Arrays become numbers."""
+        made = {k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()}
+        self._records[self._key(made)] = made
         if self._path is not None:
             with naming(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(made) + "\n")
 
     def _key(self, record: Record) -> tuple:
         return tuple(record[name] for name in self._keys)
@@ -88,7 +91,7 @@ def _require_same(setting: Record, first: bytes, path: Path) -> None:
 
 
 def run(
-    documents: Iterable[tuple[list[Record], Callable[[list[Record]], Iterable[Record]]]],
+    documents: Iterable[tuple[list[Record], Measure]],
     results: Results,
     on_document: Callable[[bool], None] = lambda measured: None,
 ) -> list[Record]:
@@ -101,40 +104,37 @@ def run(
     """
     wanted: list[Record] = []
     pending: deque[Callable[[], None]] = deque()
-    most = WAITING if mx.default_device().type == mx.cpu else 0
-    deferred, is_first = False, True
+    is_first = True  # of those that are measured: its time is the estimate for the others
 
     def settle(n: int = 0) -> None:
         while len(pending) > n:
             pending.popleft()()
 
     for places, measure in documents:
+        wanted += places
         missing = [place for place in places if results.get(place) is None]
         for i, record in enumerate(measure(missing) if missing else ()):
             if i == 0:
                 settle()  # what was computed while this document was read
             arrays = [x for x in record.values() if isinstance(x, mx.array)]
             mx.async_eval(arrays)
-            deferred = deferred or bool(arrays)
-            pending.append(functools.partial(_add, results, record))
-            settle(most if deferred else 0)
+            pending.append(functools.partial(results.add, record))
+            settle(WAITING if arrays and _on_cpu() else 0)
         pending.append(functools.partial(on_document, bool(missing)))
-        if is_first or not deferred:  # the time of the first is the estimate for the others
+        if is_first or len(pending) == 1:
             settle()
         is_first = is_first and not missing
-        wanted += places
     settle()
     return [results.get(place) for place in wanted]  # type: ignore[misc]  # all were added
 
 
-def _add(results: Results, record: Record) -> None:
-    results.add({k: x.item() if isinstance(x, mx.array) else x for k, x in record.items()})
-
-
 def next_stream() -> Any:
     """Where a record's arrays are computed: on a CPU, one of two cores beside the one that reads."""
-    cpu = mx.default_device().type == mx.cpu
-    return next(_cpu_streams()) if cpu else mx.default_stream(mx.default_device())
+    return next(_cpu_streams()) if _on_cpu() else mx.default_stream(mx.default_device())
+
+
+def _on_cpu() -> bool:
+    return mx.default_device().type == mx.cpu
 
 
 @functools.cache

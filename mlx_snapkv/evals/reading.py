@@ -1,25 +1,24 @@
 """A prompt that is read once, for any number of policies.
 
 reading = read_once(model, document, policies, suffixes=[question])
-cache, report = reading.compressed(policy)          # the document, as prefill compresses it
-logits = judged(model, cache, question)             # what the small cache says to known tokens, in one pass
+cache, report = reading.compressed(policy)                 # the document, as prefill compresses it
+logits = judged(model, cache, question)                    # what the small cache says to known tokens
 
-prompt = reading.followed_by(question)              # document and question; only the question is read
-answer = prompt.answer(64, stops)                   # the full cache's own
-cache, report = prompt.answering(policy)            # as generate_step has it once it has compressed
+prompt = reading.followed_by(question)                     # document and question; only the question is read
+answer = prompt.answer(64, stops)                          # the full cache's own
+cache, report = prompt.compressed(policy, answering=True)  # as generate_step has it once it has compressed
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.adapter import plain_cache
-from ..caches.layers import AttentionLayer, attention_layers, copies_but_entries
+from ..caches.layers import attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache, SharedKVCache
 from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
@@ -59,7 +58,6 @@ def read_once(
     """Read a prompt on full caches, and record the queries that each policy needs.
 
     Args:
-        tokens: token ids of the prompt.
         policies: all that will be asked for; None and policies that read for themselves may be among them.
         suffixes: token ids that may follow it, which `Reading.followed_by` reads.
         progress: as mlx-lm's `prompt_progress_callback`.
@@ -69,19 +67,14 @@ def read_once(
         SnapKVError: the model is not supported, or a budget has no room for what is always kept.
     """
     sharing = [p for p in dict.fromkeys(policies) if p is not None and shares_reading(p)]
-    own = _recorders(model, len(tokens), sharing)
-    after = {
-        tuple(suffix): _recorders(model, len(tokens) + len(suffix), sharing) for suffix in suffixes
-    }
-    caches = make_prompt_cache(model)
-    layers = attention_layers(model, caches)
-    _share(caches, layers, [own, *after.values()], len(tokens))
-    reading = Reading(model, list(tokens), layers, caches, own, after)
-    reading._read(tokens, progress, step_size)
+    n = len(tokens)
+    after = {tuple(more): _recorders(model, n + len(more), sharing) for more in suffixes}
+    own = _recorders(model, n, sharing)
+    reading = Reading(model, tokens, make_prompt_cache(model), own, after)
+    reading.feed(tokens, progress, step_size)
     return reading
 
 
-@dataclass
 class Reading:
     """A prompt on full caches, with the queries recorded that each policy needs; made by `read_once`.
 
@@ -89,32 +82,66 @@ class Reading:
     `memory="recall"` here: entries that are evicted are gone.
 
     Attributes:
-        following: log-probabilities `(vocab_size,)` of the token after the prompt.
+        tokens: token ids of the prompt.
+        following: log-probabilities `(vocab_size,)` of the token after it.
     """
 
-    model: Any
-    tokens: list[int]
-    _layers: list[AttentionLayer]
-    _caches: list
-    _recorders: Recorders
-    _suffixes: dict[tuple[int, ...], Recorders] = field(default_factory=dict)
-    following: mx.array = field(init=False)
-
-    def __post_init__(self):
+    def __init__(
+        self,
+        model: Any,
+        tokens: Sequence[int],
+        caches: list,
+        recorders: Recorders,
+        suffixes: Mapping[tuple[int, ...], Recorders] | None = None,
+    ):
+        self.model, self.tokens = model, list(tokens)
+        self.following: mx.array
+        self._caches, self._recorders, self._suffixes = caches, recorders, suffixes or {}
+        self._layers = attention_layers(model, caches)
         self._answer: list[int] = []  # greedy: all tokens that were fed, and the next one
         # By the number of tokens fed: copies of all caches then, but of those of the full-attention layers.
         self._others: dict[int, list] = {}
         # After so many tokens of the answer policies compress.
-        self._n_ahead = {
-            plan_prompt(policy, len(self.tokens)).n_ahead for policy in self._recorders
-        }
+        self._n_ahead = {plan_prompt(policy, len(tokens)).n_ahead for policy in recorders}
+        for i, layer in enumerate(self._layers):
+            wanted = [r for some in (recorders, *self._suffixes.values()) for r in _at(some, i)]
+            shared = SharedKVCache(wanted, len(tokens) + MORE, layer)
+            before = layer.cache_in(caches)
+            if not before.empty():
+                shared.go_on_from(before, len(tokens) + MORE)
+            layer.put(caches, shared)
+
+    def feed(
+        self,
+        tokens: Sequence[int],
+        progress: ProgressCallback | None = None,
+        step_size: int | None = None,
+    ) -> None:
+        """Read the prompt's last tokens, those that the caches lack."""
+        # Not in a policy's own chunks: what is read must not depend on who asks.
+        size = step_size or LARGEST_CHUNK[mx.default_device().type]
+        options = {"prefill_step_size": size, "prompt_progress_callback": progress}
+        with recording(attention_classes(self.model)):
+            self.following = read(self.model, mx.array(list(tokens)), self._caches, options)[0]
+        for i, layer in enumerate(self._layers):
+            shared = layer.cache_in(self._caches).growing_cache()
+            shared.recorders = _at(self._recorders, i)  # the suffixes' need nothing of the answer
+        self._keep_others(len(self.tokens))
+        self._answer.append(_best(self.following))
+
+    def followed_by(self, suffix: Sequence[int]) -> Reading:
+        """The prompt with one of its `suffixes` behind it, read on a copy."""
+        recorders = self._suffixes[tuple(suffix)]
+        reading = Reading(self.model, [*self.tokens, *suffix], self.full(), recorders)
+        reading.feed(suffix)
+        return reading
 
     def full(self) -> list:
         """A prompt cache with all entries; its arrays are shared until they are written."""
-        caches = self._others_at(len(self.tokens))
+        n = len(self.tokens)
+        caches = self._others_at(n)
         for layer in self._layers:
             keys, values = layer.cache_in(self._caches).keys_and_values()
-            n = len(self.tokens)
             layer.put(caches, plain_cache(keys[:, :, :n], values[:, :, :n]))
         return caches
 
@@ -131,79 +158,37 @@ class Reading:
     ) -> tuple[list, CompressionReport]:
         """What `prefill` keeps of the prompt, and its report; the answer's first tokens vote if the policy looks ahead.
 
+        Args:
+            answering: what `generate_step` decodes from once it has compressed. The cache has been fed the full cache's
+                answer's first tokens, as many as the policy looks ahead and at least one; those and the next one were
+                chosen by all entries.
+
         Raises:
             SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
         n_prompt = len(self.tokens)
-        reason = gate(policy, n_prompt, None)
-        if reason is not None:
+        if (reason := gate(policy, n_prompt, None)) is not None:
             return self.full(), CompressionReport(str(policy), n_prompt, reason)
-        if not shares_reading(policy):
+        if not shares_reading(policy) and not answering:
             return prefill(self.model, self.tokens, policy)
         request = self.request(policy, answering)
         report = request.compress()
         return request.prompt.prompt_cache, report
 
-    def answering(self, policy: AnyPolicy) -> tuple[list, CompressionReport]:
-        """The same while the full cache's answer is given: what `generate_step` decodes from once it has compressed.
-
-        The cache has been fed the answer's first tokens, as many as the policy looks ahead and at least one; those and
-        the next one were chosen by all entries.
-
-        Raises:
-            SnapKVError: as `compressed`; or the policy reads for itself, and generates from its own caches.
-        """
-        if not shares_reading(policy):
-            raise SnapKVError(f"{policy} reads a prompt for itself: answer with generate_step")
-        return self.compressed(policy, answering=True)
-
-    def followed_by(self, suffix: Sequence[int]) -> Reading:
-        """The prompt with one of its `suffixes` behind it, read on a copy."""
-        caches, recorders = self.full(), self._suffixes[tuple(suffix)]
-        tokens = [*self.tokens, *suffix]
-        _share(caches, self._layers, [recorders], len(tokens))
-        reading = Reading(self.model, tokens, self._layers, caches, recorders)
-        reading._read(suffix)
-        return reading
-
     def request(self, policy: AnyPolicy, answering: bool) -> Request:
-        """A request that `compressed`, or `answering`, compresses: its caches hold everything, and who votes on it.
-
-        Raises:
-            SnapKVError: as `compressed`; or the policy would compress nothing, or reads for itself.
-        """
+        """A request whose caches hold what `compressed` compresses, and who votes on it."""
         n_prompt = len(self.tokens)
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
         request = _request(self.model, n_prompt, policy)
-        plan, n = request.plan, n_prompt
-        if answering:
-            n += plan.n_ahead
+        plan = request.plan
+        n = n_prompt + (plan.n_ahead if answering else 0)
         self._feed_answer(max(n, plan.last) - n_prompt)
         caches = self._others_at(n)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
             layer.put(caches, recorder.filled(layer.cache_in(self._caches), n))
         request.reader.caches = caches
         return request
-
-    def _read(
-        self,
-        tokens: Sequence[int],
-        progress: ProgressCallback | None = None,
-        step_size: int | None = None,
-    ) -> None:
-        """Feed the prompt's last tokens."""
-        # Not in a policy's own chunks: what is read must not depend on who asks.
-        size = step_size or LARGEST_CHUNK[mx.default_device().type]
-        options = {"prefill_step_size": size, "prompt_progress_callback": progress}
-        with recording(attention_classes(self.model)):
-            logprobs = read(self.model, mx.array(list(tokens)), self._caches, options)
-        for i, layer in enumerate(self._layers):
-            shared = layer.cache_in(self._caches).growing_cache()
-            shared.recorders = _at(self._recorders, i)  # the suffixes' need nothing of the answer
-        self.following = logprobs[0]
-        self._keep_others(len(self.tokens))
-        self._answer.append(_best(self.following))
 
     def _feed_answer(self, n: int) -> None:
         """Feed the answer's first `n` tokens, whatever they are, unless that was done."""
@@ -223,23 +208,18 @@ class Reading:
         return copies_but_entries(self._others[n], self._layers)
 
 
-def _best(logits: mx.array) -> int:
-    return int(mx.argmax(logits).item())  # type: ignore[arg-type]
-
-
 def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
-    """Logits `(n, vocab_size)` after each of `n` tokens that are known, as if they came one by one.
+    """Logits `(n, vocab_size)` after each of `n` known tokens, as if they came one by one; the cache holds them then.
 
     That is one call of the model, or one between two evictions, and one for each token where layers hold different
-    numbers of entries and have to share a mask. The prompt cache holds the tokens then.
+    numbers of entries and have to share a mask.
     """
     given = mx.array(list(tokens))[None]
     at_once = given.shape[1] if _masks_each_layer(model, prompt_cache) else 1
     pieces = mx.split(given, range(at_once, given.shape[1], at_once), axis=1)
     going_on = one_by_one(model, prompt_cache)
     with recording(attention_classes(model)):
-        logits = [going_on(piece, cache=prompt_cache)[0] for piece in pieces]
-    return mx.concatenate(logits) if len(logits) > 1 else logits[0]
+        return mx.concatenate([going_on(piece, cache=prompt_cache)[0] for piece in pieces])
 
 
 def _masks_each_layer(model: Any, prompt_cache: list) -> bool:
@@ -247,6 +227,10 @@ def _masks_each_layer(model: Any, prompt_cache: list) -> bool:
     layers = attention_layers(model, prompt_cache)
     alike = all(getattr(layer.cache_in(prompt_cache), "uniform", True) for layer in layers)
     return alike or all(layer.family.asks_to_hide and not layer.borrowers for layer in layers)
+
+
+def _best(logits: mx.array) -> int:
+    return int(mx.argmax(logits).item())  # type: ignore[arg-type]
 
 
 def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
@@ -264,20 +248,6 @@ def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorder
             recorded = own[0].first, own[0].last, own[0].statistics_from
             recorders[policy] = by_range.setdefault(recorded, own)
     return recorders
-
-
-def _share(
-    prompt_cache: list, layers: list[AttentionLayer], recorders: list[Recorders], n_tokens: int
-) -> None:
-    """Give recorders the queries of a prompt cache, which is going to hold so many tokens."""
-    for i, layer in enumerate(layers):
-        shared = SharedKVCache(
-            [r for some in recorders for r in _at(some, i)], n_tokens + MORE, layer
-        )
-        before = layer.cache_in(prompt_cache)
-        if not before.empty():
-            shared.go_on_from(before, n_tokens + MORE)
-        layer.put(prompt_cache, shared)
 
 
 def _at(recorders: Recorders, i: int) -> list[RecordingKVCache]:

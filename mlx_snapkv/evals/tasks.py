@@ -7,6 +7,8 @@ Lines (LongEval's: Li et al., "How Long Can Open-Source LLMs Truly Promise on Co
 name and a number only, so a policy that keeps part of a number shows. SnapKV's ablation of pooling.
 
 Suite: the tasks of `demo/tasks.py`, which tell policies apart, with many questions about each document.
+
+The same arguments always make the same documents.
 """
 
 from __future__ import annotations
@@ -15,25 +17,21 @@ import bisect
 import hashlib
 import itertools
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ..demo import tasks as suite_tasks
 from ..demo.documents import fact_sentence, filler_sentence, make_facts, make_subject
 from ..demo.questions import contains, question_prompt, token_counter
 from ..errors import SnapKVError
 from ..inspecting.sentences import sentences_of
-from .document import Document, Place, Question, n_shared
-from .tables import Page
+from .methods import Dataset, Document, Place, Question, n_shared
+from .tables import page_of_scores
 
-RETRIEVAL = Page(
-    "Retrieval", "Shares of right answers: an answer is right if it contains the exact value."
-)
-SUITE = Page(
-    "Tasks that tell policies apart",
-    "Shares of right answers: an answer is right if it is the value and nothing else.",
+RETRIEVAL = page_of_scores("Retrieval", "An answer is right if it contains the exact value.")
+SUITE = page_of_scores(
+    "Tasks that tell policies apart", "An answer is right if it is the value and nothing else."
 )
 HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # of an answer
 QUESTION_TOKENS = 60  # of the suite's prompts, template included
@@ -44,8 +42,8 @@ class Hidden:
     """What a document hides and is asked for.
 
     Attributes:
-        parts: depths, 0 to 1, and the text that goes there, between two pieces of filler.
-        filler: pieces without end, each with white space behind it.
+        parts: depths, 0 to 1, and the text that goes there.
+        filler: pieces of text without end, which the parts stand between.
         value: what a right answer contains.
     """
 
@@ -57,8 +55,8 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class Haystack(ABC):
-    """Documents with one question each; the same fields always give the same ones.
+class Grid:
+    """Which documents there are, with one question each.
 
     Attributes:
         lengths: tokens of the prompts, at most.
@@ -66,113 +64,107 @@ class Haystack(ABC):
         n_documents: of each length and depth.
     """
 
-    task: ClassVar[str]
-
-    tokenizer: Any
     lengths: Sequence[int]
     n_depths: int = 5
     n_documents: int = 1
     seed: int = 0
 
-    @abstractmethod
-    def hide(self, rng: random.Random, depth: float) -> Hidden:
-        """What one document hides, that which is asked for at `depth`."""
-
-    def setting(self) -> dict[str, Any]:
-        return {"task": self.task, "seed": self.seed}
-
-    def __len__(self) -> int:
-        return len(self.lengths) * self.n_depths * self.n_documents
-
-    def __iter__(self) -> Iterator[tuple[Place, Document]]:
-        """Raises: SnapKVError: a length has no room for the question."""
+    def places(self, task: str) -> list[Place]:
         last = self.n_depths - 1
         depths = [round(i / last, 4) for i in range(self.n_depths)] if last else [0.5]
-        for length, depth, i in itertools.product(self.lengths, depths, range(self.n_documents)):
-            place = {"task": self.task, "length": length, "document": f"{i} at {depth:g}"}
-            rng = random.Random(f"{self.seed} {place}")
-            yield place | {"depth": depth}, self._document(length, self.hide(rng, depth))
+        each = itertools.product(self.lengths, depths, range(self.n_documents))
+        return [
+            {"task": task, "length": length, "document": f"{i} at {depth:g}", "depth": depth}
+            for length, depth, i in each
+        ]
 
-    def _document(self, length: int, hidden: Hidden) -> Document:
+
+def haystack(
+    task: str,
+    tokenizer: Any,
+    grid: Grid,
+    hide: Callable[[random.Random, float], Hidden],
+    **setting: Any,
+) -> Dataset:
+    """Documents in which something is hidden at each depth.
+
+    Args:
+        hide: what one document hides, that which is asked for at this depth.
+        setting: what it depends on.
+    """
+
+    def make(place: Place) -> Document:
+        """Raises: SnapKVError: the length has no room for the question."""
+        named = {key: place[key] for key in ("task", "length", "document")}
+        hidden = hide(random.Random(f"{grid.seed} {named}"), place["depth"])
+
         def prompt_of(text: str, question: str = hidden.question) -> list[int]:
-            return question_prompt(self.tokenizer, hidden.introduction + text, question)
+            return question_prompt(tokenizer, hidden.introduction + text, question)
 
-        text = fill(length, hidden.parts, hidden.filler, lambda t: len(prompt_of(t)))
+        length = place["length"]
+        text = filled(length, hidden.parts, hidden.filler, lambda text: len(prompt_of(text)))
         prompt = prompt_of(text)
         score = lambda answer: float(contains(answer, hidden.value))  # noqa: E731
         asked = Question(prompt, hidden.value, score, HAYSTACK_TOKENS)
         return Document([asked], n_shared(prompt, prompt_of(text, "Why?")))
 
+    fixed = {"task": task, "seed": grid.seed, **setting}
+    return Dataset(tokenizer, fixed, grid.places(task), make)
 
-def fill(
+
+def filled(
     length: int,
-    hidden: Sequence[tuple[float, str]],
+    parts: Sequence[tuple[float, str]],
     filler: Iterator[str],
     n_prompt: Callable[[str], int],
 ) -> str:
-    """The longest document with `hidden` in it whose prompt has at most `length` tokens, as `n_prompt` counts them.
+    """The longest document with `parts` in it whose prompt has at most `length` tokens, as `n_prompt` counts them.
 
     Raises:
         SnapKVError: not even one piece of filler has room.
     """
     pieces = [next(filler)]
-    least = n_prompt(hide(pieces, hidden))
+    least = n_prompt(joined(pieces, parts))
     if least > length:
         raise SnapKVError(f"--length must be at least {least} for this question, got {length}")
-    while n_prompt(hide(pieces, hidden)) <= length:
+    while n_prompt(joined(pieces, parts)) <= length:
         pieces += itertools.islice(filler, len(pieces))
     numbers = range(1, len(pieces) + 1)
-    n = bisect.bisect_right(numbers, length, key=lambda n: n_prompt(hide(pieces[:n], hidden)))
-    return hide(pieces[:n], hidden)
+    n = bisect.bisect_right(numbers, length, key=lambda n: n_prompt(joined(pieces[:n], parts)))
+    return joined(pieces[:n], parts)
 
 
-def hide(pieces: Sequence[str], hidden: Sequence[tuple[float, str]]) -> str:
-    """The pieces with each hidden text at its depth among them; two of the same depth in the order given."""
-    parts = list(pieces)
-    for i, (depth, text) in enumerate(sorted(hidden, key=lambda part: part[0])):
-        parts.insert(round(depth * len(pieces)) + i, text)
-    return "".join(parts).strip()
+def joined(pieces: Sequence[str], parts: Iterable[tuple[float, str]]) -> str:
+    """The pieces with each part at its depth among them; two of the same depth in the order given."""
+    text = list(pieces)
+    for i, (depth, part) in enumerate(sorted(parts, key=lambda part: part[0])):
+        text.insert(round(depth * len(pieces)) + i, part)
+    return "".join(text).strip()
 
 
-@dataclass(frozen=True)
-class Needle(Haystack):
+def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None) -> Dataset:
     """One fact is asked for; the other `needles - 1` are spread over the document.
 
-    Attributes:
+    Args:
         text: the filler, cut to length between sentences and repeated if it is too short; by default the sentences
             that the embedded models were trained on.
     """
 
-    task: ClassVar[str] = "needle"
-
-    needles: int = 1
-    text: str | None = None
-
-    def setting(self) -> dict[str, Any]:
-        filler = "synthetic"
-        if self.text is not None:
-            filler = "sha256 " + hashlib.sha256(self.text.encode()).hexdigest()[:16]
-        return super().setting() | {"needles": self.needles, "haystack": filler}
-
-    def hide(self, rng: random.Random, depth: float) -> Hidden:
-        facts = make_facts(rng, self.needles)
+    def hide(rng: random.Random, depth: float) -> Hidden:
+        facts = make_facts(rng, needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
-        n = self.needles - 1
+        n = needles - 1
         # The others are in the middles of `n` equal parts of the document.
         depths = [depth, *((i + 0.5) / n for i in range(n))]
-        filler = synthetic(rng) if self.text is None else repeated(self.text)
+        filler: Iterator[str] = (f"{filler_sentence(rng)} " for _ in itertools.count())
+        if text is not None:
+            filler = itertools.cycle(sentences_of(text.strip() + "\n\n"))
         return Hidden(list(zip(depths, sentences)), filler, facts[0].question, facts[0].value)
 
-
-def synthetic(rng: random.Random) -> Iterator[str]:
-    """Ordinary sentences, without end."""
-    while True:
-        yield filler_sentence(rng) + " "
-
-
-def repeated(text: str) -> Iterator[str]:
-    """The sentences of a text, from the start again when they run out."""
-    return itertools.cycle(list(sentences_of(text.strip() + "\n\n")))
+    made = "synthetic"
+    if text is not None:
+        made = f"sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return haystack("needle", tokenizer, grid, hide, needles=needles, haystack=made)
 
 
 @dataclass(frozen=True)
@@ -206,67 +198,60 @@ FACTS = Wording(
 )
 
 
-@dataclass(frozen=True)
-class Lines(Haystack):
+def lines(tokenizer: Any, grid: Grid, wording: Wording = LONGEVAL) -> Dataset:
     """One line of a long list is asked for."""
 
-    task: ClassVar[str] = "lines"
-
-    wording: Wording = LONGEVAL
-
-    def setting(self) -> dict[str, Any]:
-        return super().setting() | {"wording": self.wording.name}
-
-    def hide(self, rng: random.Random, depth: float) -> Hidden:
-        words, pairs = self.wording, self._names_and_numbers(rng)
+    def hide(rng: random.Random, depth: float) -> Hidden:
+        pairs = _names_and_numbers(rng, wording)
         name, number = next(pairs)
-        lines = (words.line.format(name=name, number=number) for name, number in pairs)
-        asked = [(depth, words.line.format(name=name, number=number))]
-        return Hidden(asked, lines, words.question.format(name=name), number, words.introduction)
+        others = (wording.line.format(name=name, number=number) for name, number in pairs)
+        asked = [(depth, wording.line.format(name=name, number=number))]
+        question = wording.question.format(name=name)
+        return Hidden(asked, others, question, number, wording.introduction)
 
-    def _names_and_numbers(self, rng: random.Random) -> Iterator[tuple[str, str]]:
-        """Without end; each name only once."""
-        seen: set[str] = set()
-        low = 10 ** (self.wording.digits - 1)
-        while True:
-            name = make_subject(rng)
-            while name in seen:
-                name = make_subject(rng, made_up=1.0)
-            seen.add(name)
-            joined = name.replace(" ", "-") if self.wording is LONGEVAL else name
-            yield joined, str(rng.randrange(low, 10 * low))
+    return haystack("lines", tokenizer, grid, hide, wording=wording.name)
 
 
-@dataclass(frozen=True)
-class Suite:
+def _names_and_numbers(rng: random.Random, wording: Wording) -> Iterator[tuple[str, str]]:
+    """Without end; each name only once."""
+    seen: set[str] = set()
+    low = 10 ** (wording.digits - 1)
+    while True:
+        name = make_subject(rng)
+        while name in seen:
+            name = make_subject(rng, made_up=1.0)
+        seen.add(name)
+        yield (
+            name.replace(" ", "-" if wording is LONGEVAL else " "),
+            str(rng.randrange(low, 10 * low)),
+        )
+
+
+def suite(
+    tokenizer: Any,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    n_documents: int,
+    n_questions: int,
+    seed: int = 0,
+) -> Dataset:
     """Documents of every task and length, with at most `n_questions` about each."""
 
-    tokenizer: Any
-    tasks: Sequence[str]
-    lengths: Sequence[int]
-    n_documents: int
-    n_questions: int
-    seed: int = 0
-
-    def setting(self) -> dict[str, Any]:
-        return {"task": "suite", "seed": self.seed}
-
-    def __len__(self) -> int:
-        return len(self.lengths) * len(self.tasks) * self.n_documents
-
-    def __iter__(self) -> Iterator[tuple[Place, Document]]:
-        for length, task, i in itertools.product(self.lengths, self.tasks, range(self.n_documents)):
-            yield {"task": task, "length": length, "document": i}, self._document(task, length, i)
-
-    def _document(self, task: str, length: int, number: int) -> Document:
-        rng = random.Random(f"{self.seed} {task} {length} {number}")
+    def make(place: Place) -> Document:
+        task, length, number = place["task"], place["length"], place["document"]
+        rng = random.Random(f"{seed} {task} {length} {number}")
         n_tokens = length - QUESTION_TOKENS
-        text, chosen = suite_tasks.make_task(task, rng, n_tokens, token_counter(self.tokenizer))
-        asked = [self._question(text, question) for question in chosen[: self.n_questions]]
-        other = question_prompt(self.tokenizer, text, "Why?")
-        return Document(asked, n_shared(other, *(question.prompt for question in asked)))
+        text, chosen = suite_tasks.make_task(task, rng, n_tokens, token_counter(tokenizer))
+        questions = []
+        for asked in chosen[:n_questions]:
+            prompt = question_prompt(tokenizer, text, asked.question)
+            score = lambda answer, value=asked.value: float(answer.strip() == value)  # noqa: E731
+            questions.append(Question(prompt, asked.value, score, SUITE_TOKENS))
+        other = question_prompt(tokenizer, text, "Why?")
+        return Document(questions, n_shared(other, *(question.prompt for question in questions)))
 
-    def _question(self, text: str, asked: suite_tasks.Question) -> Question:
-        prompt = question_prompt(self.tokenizer, text, asked.question)
-        score = lambda answer: float(answer.strip() == asked.value)  # noqa: E731
-        return Question(prompt, asked.value, score, SUITE_TOKENS)
+    places = [
+        {"task": task, "length": length, "document": i}
+        for length, task, i in itertools.product(lengths, tasks, range(n_documents))
+    ]
+    return Dataset(tokenizer, {"task": "suite", "seed": seed}, places, make)

@@ -39,6 +39,7 @@ class Texts:
 
     Attributes:
         digest: of these texts.
+        n_unread: files below folders that are not UTF-8 text.
 
     Raises:
         SnapKVError: a path can't be read, a file that was given is not UTF-8 text, or there is no text.
@@ -47,7 +48,7 @@ class Texts:
     def __init__(self, paths: Sequence[str]):
         self._where = f"{OPTION} {' '.join(paths)}"
         self._texts: dict[str, str] = {}
-        self._n_unread = self._n_short = 0
+        self.n_unread = 0
         for given in dict.fromkeys(paths):
             self._add(given)
         if not self._texts:
@@ -62,14 +63,9 @@ class Texts:
             text = _read(file)
             if text is None and not in_folder:
                 raise SnapKVError(f"{OPTION} {given} is not UTF-8 text: convert it to text first")
-            self._n_unread += text is None
+            self.n_unread += text is None
             if text:
                 self._texts[str(file.relative_to(path)) if in_folder else given] = text
-
-    def require_length(self, n_tokens: int) -> None:
-        """Raises: SnapKVError: no text has so many tokens, each of which is a byte at least."""
-        if max(len(text.encode()) for text in self._texts.values()) < n_tokens:
-            raise self._too_short(n_tokens)
 
     def pieces(self, tokenizer: Any, length: int, n_following: int, most: int) -> list[Piece]:
         """At most `most` disjoint pieces: the first of every text, then the second of every one, ...
@@ -80,32 +76,17 @@ class Texts:
         texts = self._texts.items()
         waiting = deque(_cut(name, text, tokenizer, length, n_following) for name, text in texts)
         found: list[Piece] = []
-        n_looked_at = 0
         while waiting and len(found) < most:
             pieces = waiting.popleft()
-            n_looked_at += 1
             if (piece := next(pieces, None)) is not None:
                 found.append(piece)
                 waiting.append(pieces)
         if not found:
-            raise self._too_short(length + n_following)
-        n_texts = len({piece.document for piece in found})
-        self._n_short = min(n_looked_at, len(self._texts)) - n_texts
+            raise SnapKVError(
+                f"{self._where}: no text has the {length + n_following:,} tokens of a piece and what is judged after "
+                "it: give longer texts, or a lower --length"
+            )
         return found
-
-    @property
-    def left_out(self) -> str | None:
-        """A sentence on the files that gave no piece; None if each that was looked at did."""
-        unread = f"{self._n_unread} not UTF-8 text" if self._n_unread else ""
-        short = f"{self._n_short} shorter than a piece" if self._n_short else ""
-        named = ", ".join(filter(None, (unread, short)))
-        return f"Files left out: {named}." if named else None
-
-    def _too_short(self, n_tokens: int) -> SnapKVError:
-        return SnapKVError(
-            f"{self._where}: no text has the {n_tokens:,} tokens of a piece and what is judged after it: give longer "
-            "texts, or a lower --length"
-        )
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -167,11 +148,7 @@ def frame_of(tokenizer: Any, question: str | None) -> Frame:
 
 
 def around(tokenizer: Any, ending: str = "") -> tuple[str, str]:
-    """What the chat template has before what the user says, and from its `ending` on.
-
-    Raises:
-        SnapKVError: the template fails, or changes what the user says.
-    """
+    """What the chat template has before what the user says, and from its `ending` on."""
     messages = [{"role": "user", "content": f"{MARK}{ending}"}]
     options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
     try:

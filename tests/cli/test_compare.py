@@ -4,7 +4,7 @@ import json
 import re
 
 from mlx_snapkv.cli.compare import _table
-from mlx_snapkv.evals.compare import Answer
+from mlx_snapkv.evals.compare import Compared
 from mlx_snapkv.reporting.files import is_ours
 
 SMALL = "streaming_llm:budget=5%"
@@ -28,7 +28,7 @@ def test_answers_a_table_and_a_page(call, story, tmp_path):
 
 
 def test_rounding_leaves_no_negative_divergence():
-    same = Answer("snapkv", "yes", [1], 9, 99, 0.1, None, kl=-1e-9)
+    same = Compared("snapkv", "yes", [1], 9, 99, 0.1, None, kl=-1e-9)
     assert "0.000" in _table([same], 9).rows[0]
 
 

@@ -26,7 +26,7 @@ def test_the_table_has_a_row_a_policy(call):
         line.split() for line in out.splitlines() if line.startswith((" full", " key", " ran"))
     ]
     assert [line[0] for line in lines] == ["full", KEYDIFF, "random:budget=4%"]
-    assert lines[0][2:4] == ["2", "1.00"] and lines[2][1] == "2" and lines[2][2] != "1.00"
+    assert lines[0][2:4] == ["2", "100.0"] and lines[2][1] == "2" and lines[2][2] != "100.0"
     assert "Question known, 512 tokens" in out and "later" not in out
     assert re.fullmatch(r"documents 2/2, \d+ s", err.strip())
 
@@ -50,7 +50,7 @@ def test_files_are_written_and_the_next_run_reads_them(call, tmp_path):
     code, out, err = call(*args, "--haystack", str(own))
     assert (code, out) == (2, "") and "of another run, with haystack" in err
     page = (base.parent / "r.1.md").read_text()
-    assert "# Retrieval" in page and "| full cache | 2 | 1.00 |" in page
+    assert "# Retrieval" in page and "| full cache | 2 | 100.0 |" in page
     assert "](<r.1-full-cache-known.png>)" in page
 
 

@@ -34,8 +34,8 @@ def test_the_table_has_the_full_cache_beside_each_policy(call):
     code, out, err = call(*asked)
     assert code == 0 and "documents 12/12" in err
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "full cache 6 1.00 all" in lines and "method facts, exact_match choices, acc" in lines
-    assert "full cache 1.00 1.00" in lines
+    assert "full cache 6 100.0 all" in lines and "method facts, exact_match choices, acc" in lines
+    assert "full cache 100.0 100.0" in lines
     assert sum(line.startswith(POLICY) for line in lines) == 2
 
 
@@ -53,7 +53,7 @@ def test_files_are_written_and_the_same_command_goes_on(call, tmp_path, monkeypa
     result = json.loads((base.parent / "r.json").read_text())
     assert [row["method"] for row in result["summary"]] == ["full cache", POLICY] and POLICY in out
     assert [len(record["documents"]) for record in result["records"]] == [2, 2]
-    assert "| full cache | 2 | 1.00 |" in (base.parent / "r.md").read_text()
+    assert "| full cache | 2 | 100.0 |" in (base.parent / "r.md").read_text()
     without_models(monkeypatch)
     code, _, err = call(*args, "--seed", "3")
     assert code == 2 and "r.jsonl is of another run, with seed 123 and not 3" in err

@@ -9,12 +9,13 @@ from pyarrow import parquet
 
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals.columns import (
-    Columns,
     choice,
+    columns,
     f1,
     first_line_f1,
     metric_of,
     read_columns,
+    require_room,
     string_match_all,
     string_match_part,
 )
@@ -134,7 +135,9 @@ def test_the_prompt_is_kvpresss(demo_llama, tmp_path, template):
     """Context and question in the user's turn, the answer's beginning behind it; tokenized before the question."""
     tokenizer = demo_llama[1]
     documents, copy = read_columns(write(tmp_path / "d.jsonl", [ROW]))
-    ((place, document),) = Columns(tokenizer, documents, copy, template)
+    dataset = columns(tokenizer, documents, copy, template)
+    (place,) = dataset.places
+    document = dataset.make(place)
     assert place == {"task": "niah_single_1", "length": None, "document": 0}
     (question,) = document.questions
     before, between = ("<|bos|><|user|>", "<|assistant|>") if template else ("<|bos|>", "\n")
@@ -151,8 +154,8 @@ def test_documents_beyond_the_models_length_are_refused(demo_llama, tmp_path):
         write(tmp_path / "d.jsonl", [ROW, ROW | {"context": ROW["context"] * 2000}])
     )
     with pytest.raises(SnapKVError, match=r"has a prompt of \d+ tokens .* was trained to \d+"):
-        Columns(tokenizer, documents, copy).require_room(model)
-    Columns(tokenizer, documents[:1], copy).require_room(model)
+        require_room(model, columns(tokenizer, documents, copy), documents)
+    require_room(model, columns(tokenizer, documents[:1], copy), documents[:1])
 
 
 SCORES = [

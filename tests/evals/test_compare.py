@@ -1,4 +1,4 @@
-"""One reading, several ways: answers are those of `generate`, and KL is that of `eval fidelity`."""
+"""One reading, several methods: answers are those of `generate`, and KL is that of `eval fidelity`."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_snapkv import generate
-from mlx_snapkv.evals.compare import Comparison, Way
+from mlx_snapkv.evals.compare import Comparison
 from mlx_snapkv.evals.fidelity import KNOWN, Judges
+from mlx_snapkv.evals.methods import Method
 from mlx_snapkv.policies import resolve_policy
 
 POLICIES = [
@@ -22,38 +23,42 @@ N = 12
 
 @pytest.fixture(scope="module")
 def compared(demo_llama, ask):
-    """The prompt, and by policy the way and its answer; None is the full cache."""
+    """The prompt, and by policy the method and its answer; None is the full cache."""
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 600, 0)
-    ways = [Way(), *(Way(resolve_policy(policy=text)) for text in POLICIES)]
-    ways.append(Way(resolve_policy(policy=POLICIES[0]), {"memory": "recall", "refresh": "turn"}))
-    comparison = Comparison(model, tokenizer, prompt, ways, N)
-    return prompt, [(way, comparison.answer(way)) for way in ways]
+    methods = [Method(), *(Method(resolve_policy(policy=text)) for text in POLICIES)]
+    methods.append(
+        Method(resolve_policy(policy=POLICIES[0]), {"memory": "recall", "refresh": "turn"})
+    )
+    comparison = Comparison(model, tokenizer, prompt, methods, N)
+    return prompt, [(method, comparison.answer(method)) for method in methods]
 
 
 def test_every_answer_is_that_of_generate(demo_llama, compared):
     prompt, found = compared
-    for way, answer in found:
-        text = generate(*demo_llama, prompt, max_tokens=N, policy=way.policy, **way.options)
-        assert answer.text == text, way.name
-        assert way.policy is None or answer.entries < len(prompt)
+    for method, answer in found:
+        text = generate(*demo_llama, prompt, max_tokens=N, policy=method.policy, **method.options)
+        assert answer.text == text, method.name
+        assert method.policy is None or answer.entries < len(prompt)
         assert (answer.differs is None) == (answer.tokens == found[0][1].tokens)
 
 
 def test_kl_is_that_of_fidelity(demo_llama, compared):
     model, tokenizer = demo_llama
     prompt, found = compared
-    policies = [way.policy for way, _ in found if way.policy is not None and not way.options]
+    policies = [
+        method.policy for method, _ in found if method.policy is not None and not method.options
+    ]
     piece = SimpleNamespace(tokens=prompt[:-20], following=[])
     frame = SimpleNamespace(start=[], before=[], after=prompt[-20:])
     stops = tokenizer.eos_token_ids
     document = Judges(model, piece, frame, policies, {KNOWN}, N, stops)
-    for way, answer in found:
-        if way.policy in policies and not way.options:
-            record = document.judge(KNOWN, way.policy, mx.default_stream(mx.default_device()))
-            assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), way.name
+    for method, answer in found:
+        if method.policy in policies and not method.options:
+            record = document.judge(KNOWN, method.policy, mx.default_stream(mx.default_device()))
+            assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), method.name
     assert found[0][1].kl == 0 and max(answer.kl for _, answer in found) > 0.1
-    refreshed = [answer.kl for way, answer in found if way.options]
+    refreshed = [answer.kl for method, answer in found if method.options]
     assert refreshed == [pytest.approx(found[1][1].kl, abs=1e-4)]
 
 
@@ -70,6 +75,6 @@ def test_what_differs_is_shown_in_its_place(demo_llama, compared):
 def test_a_prompt_that_fits_the_budget_is_the_full_caches(demo_llama, ask):
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 200, 1)
-    ways = [Way(), Way(resolve_policy(policy="snapkv:top_k=4096"))]
-    full, other = map(Comparison(model, tokenizer, prompt, ways, 4).answer, ways)
+    methods = [Method(), Method(resolve_policy(policy="snapkv:top_k=4096"))]
+    full, other = map(Comparison(model, tokenizer, prompt, methods, 4).answer, methods)
     assert "fit the budget" in other.reason and (full.text, full.kl) == (other.text, other.kl)

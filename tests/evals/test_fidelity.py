@@ -11,18 +11,11 @@ from request_helpers import assert_unpatched, plain
 from mlx_snapkv import generate_step, prefill
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.errors import SnapKVError
-from mlx_snapkv.evals.answering import FULL, KNOWN, LATER, Method
 from mlx_snapkv.evals.divergence import divergence, log_softmax
-from mlx_snapkv.evals.fidelity import (
-    KEYS,
-    SETTINGS,
-    TEXT,
-    Comparison,
-    run,
-    without_lookahead,
-)
-from mlx_snapkv.evals.fidelity_tables import markdown, summarise, tables
+from mlx_snapkv.evals.fidelity import KEYS, SETTINGS, TEXT, run, without_lookahead
+from mlx_snapkv.evals.fidelity_tables import PAGE, summarise, tables
 from mlx_snapkv.evals.loop import Results
+from mlx_snapkv.evals.methods import FULL, KNOWN, LATER, Method
 from mlx_snapkv.evals.texts import Piece, frame_of
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
@@ -47,10 +40,6 @@ def methods_of(policies):
     return {FULL: None} | {str(policy): policy for policy in chosen}
 
 
-def listed(methods):
-    return [Method(name, policy) for name, policy in methods.items()]
-
-
 METHODS = methods_of(POLICIES)
 
 
@@ -72,10 +61,9 @@ def pieces(demo_llama):
 def compare(demo_llama, pieces):
     """compare(methods, settings, ...) -> records, of a run that knows nothing yet."""
 
-    def get(methods, settings=SETTINGS, results=None, of=pieces, **more):
-        comparison = Comparison(of, listed(methods), settings, QUESTIONS, N)
-        results = Results({}, keys=KEYS) if results is None else results
-        return run(*demo_llama, comparison, results, **more)
+    def get(methods, settings=SETTINGS, of=pieces):
+        given = of, [*map(Method, methods.values())], settings, QUESTIONS, N
+        return run(*demo_llama, *given, Results({}, keys=KEYS))
 
     return get
 
@@ -212,7 +200,7 @@ def test_the_page_has_a_table_a_setting(records):
     assert known.columns[4] == "judged" and "later" in later.title
     assert [row[0] for row in later.rows] == [*METHODS]
     result = {"summary": summary, "command": "c", "model": "m", **measured()}
-    page = markdown(result)
+    page = PAGE.markdown(result)
     assert page.count("| full cache | 0 |") == 3 and "3 pieces of 2 texts, 72 tokens" in page
     (alone,) = tables(summarise([r for r in records if r["document"] == "b"]))[:1]
     assert "to" not in alone.rows[1][1]  # one text has no interval

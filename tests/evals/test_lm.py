@@ -22,9 +22,9 @@ from mlx_snapkv.batch.generate import batch_generate
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.errors import SnapKVError
 from mlx_snapkv.evals import lm as harness
-from mlx_snapkv.evals.answering import FULL, Method
 from mlx_snapkv.evals.lm import KEYS, PolicyLM, load_tasks, run
 from mlx_snapkv.evals.loop import Results
+from mlx_snapkv.evals.methods import Method
 from mlx_snapkv.policies import resolve_policy
 
 SNAPKV = resolve_policy(policy="snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=0,lookahead=2")
@@ -158,7 +158,7 @@ def test_runs_go_on_and_no_methods_answer_depends_on_the_others(folder, lm_of, t
     tasks = load_tasks(["*facts"], str(folder))
     assert list(tasks) == ["facts", "whole_facts"]
     options = {"limit": 3, "apply_chat_template": True}
-    full, streaming, snapkv = Method(FULL), Method("a", STREAMING), Method("b", SNAPKV)
+    full, streaming, snapkv = Method(), Method(STREAMING), Method(SNAPKV)
     batches = []
 
     def asked(*methods):

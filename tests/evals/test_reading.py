@@ -92,8 +92,8 @@ def test_alone_and_together_are_equal_to_the_bit(tiny_model, tokens, read, polic
     chosen = policy_of(policy)
     alone = read_once(tiny_model, tokens.tolist(), [chosen], [TAIL])
     for mine, shared in zip((alone, alone.followed_by(TAIL)), read(tiny_model, tokens)):
-        for way in ("compressed", "answering"):
-            (cache, _), (other, _) = (getattr(r, way)(chosen) for r in (mine, shared))
+        for answering in (False, True):
+            (cache, _), (other, _) = (r.compressed(chosen, answering) for r in (mine, shared))
             assert_same_entries(tiny_model, cache, other, atol=0)
             assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, other, TAIL))
         assert mx.array_equal(mine.following, shared.following)
@@ -104,7 +104,7 @@ def assert_goes_on_as_generate_step(model, reading, policy, n=26):
     """The answer, and how sure of it the compressed cache is, from the first token that it serves."""
     steps = generate_step(mx.array(reading.tokens), model, policy=policy, max_tokens=n)
     answer, logprobs = zip(*steps)
-    cache, _ = reading.answering(policy)
+    cache, _ = reading.compressed(policy, answering=True)
     fed = attention_layers(model, cache)[0].entries_in(cache).offset
     of_full = fed - len(reading.tokens) + 1
     assert of_full == max(1, policy.lookahead) + 1
@@ -202,6 +202,6 @@ def test_what_was_not_asked_for_is_refused(tiny_model, tokens):
     reading = read_once(tiny_model, tokens.tolist(), [policy_of(SNAPKV)])
     with pytest.raises(SnapKVError, match="was not read for snapkv"):
         reading.compressed(policy_of(f"{BASE},lookahead=0"))
-    with pytest.raises(SnapKVError, match="reads a prompt for itself"):
-        reading.answering(policy_of(ALONE[0]))
+    with pytest.raises(SnapKVError, match="was not read for kvzip"):
+        reading.compressed(policy_of(ALONE[0]), answering=True)
     assert not any(shares_reading(policy_of(text)) for text in ALONE)
