@@ -76,7 +76,7 @@ class Job:
             self.request = Uncompressed(self.model, given, CompressionReport(NO_POLICY, n_prompt))
         if isinstance(self.request, Request):
             if settings.retention.retains:
-                self._retained = self.request.prompt.prompt_cache
+                self._retained = self.request.reader.prompt_cache
         elif self.error is None:
             self._untold = self.request.report
             self.request.caches = plain_forms(self.model, given)

@@ -1,6 +1,4 @@
-"""How an answer is decoded: from the small caches that the prompt chose, from refreshed ones, or exactly.
-
-Exact answers are self-speculative: the model drafts tokens on small caches, and verifies them in one pass over all
+"""Exact answers, self-speculative: the model drafts tokens on small caches, and verifies them in one pass over all
 entries (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, arXiv:2211.17192, with the
 model as its own draft). mlx-lm's loop asks for one token at a time, samples and processes logits as ever, and gets
 those of the full caches: already computed if it asks for a token that was drafted.
@@ -13,82 +11,14 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from ..caches.layers import layer_caches, quotas_of
-from ..policies.budgets import Quota
+from ..caches.layers import layer_caches
 from ..several.shard import shard_of
-from .loop_model import Call
-from .readers import Prompt, Reader, RetainingReader
-from .report import CompressionReport, Verified
+from .report import Verified
 
 MOST_DRAFTS = 16
 FIRST_DRAFTS = 4
 FADING = 0.8  # what a round's figures count for in the next one's
 PATIENCE = 100  # tokens after which drafting must have gained something
-
-
-class Answer:
-    """An answer from the caches that the prompt was compressed to.
-
-    Attributes:
-        observes: its tokens' queries are asked for.
-        hook: makes the model's calls, if it is not the model itself.
-    """
-
-    hook: Call | None = None
-
-    def __init__(self, prompt: Prompt):
-        self.observes = prompt.decode_policy.observes_answer
-
-    def begin(self, report: CompressionReport) -> None:
-        """The prompt has been compressed."""
-
-    def end(self) -> None:
-        """The answer has ended."""
-
-
-class RefreshedAnswer(Answer):
-    """An answer whose every token chooses anew, among all entries, which ones it reads."""
-
-    def __init__(self, prompt: Prompt, reader: RetainingReader):
-        super().__init__(prompt)
-        self.observes = True
-        self.prompt, self.reader = prompt, reader
-
-    def begin(self, report: CompressionReport) -> None:
-        prompt, reader, policy = self.prompt, self.reader, self.prompt.decode_policy
-        for layer, quota in zip(
-            prompt.layers, quotas_of(prompt.layers, policy.quotas, prompt.plan.n_prompt)
-        ):
-            if policy.adaptive:
-                n = layer.entries_in(reader.caches).n_entries
-                quota = Quota(n, quota.n_sink, quota.n_window)
-            layer.put(reader.caches, cache := reader.refreshed(layer, quota))
-            if report.entries_kept[layer.index] is None:  # nothing was chosen before
-                report.entries_kept[layer.index] = cache.n_entries
-        report.refreshed = max(layer.entries_in(reader.caches).n_entries for layer in prompt.layers)
-
-
-class ExactAnswer(RefreshedAnswer):
-    """The full cache's own answer: drafted on refreshed caches, and verified on all entries."""
-
-    def begin(self, report: CompressionReport) -> None:
-        super().begin(report)
-        report.verified = Verified()
-        full, small = self.reader.full_caches(), list(self.reader.caches)
-        self._speculation = SelfSpeculation(self.prompt.model, full, small, report.verified)
-        self.hook = self._speculation
-
-    def end(self) -> None:
-        if self.hook is not None:
-            self._speculation.close()
-
-
-def answer_of(prompt: Prompt, reader: Reader) -> Answer:
-    """The answer that a prompt's retention asks for."""
-    if not isinstance(reader, RetainingReader) or not prompt.refreshes:
-        return Answer(prompt)
-    exact = prompt.retention.verify is not None
-    return ExactAnswer(prompt, reader) if exact else RefreshedAnswer(prompt, reader)
 
 
 class SelfSpeculation:

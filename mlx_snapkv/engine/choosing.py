@@ -1,6 +1,5 @@
 """What a policy keeps of each layer's entries: its scores, and the choice by them."""
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from ..entries.selection import nan_scores
 from ..errors import SnapKVError
 from ..policies import Policy
 from ..policies.budgets import Quota, shared_out
-from ..several.ranks import ALONE, Ranks
+from ..several.ranks import Ranks
 from ..several.shard import Shard
 
 
@@ -31,15 +30,12 @@ class Choice:
 class Scored:
     """A layer's scores and the attention its entries received, `(B, n_kv_heads, T)` each.
 
-    Attributes:
-        places: where those entries are among all, if an earlier stage has chosen them.
-        heads: the ranks that share the layer's KV heads.
+    `heads` are the ranks that share the layer's KV heads.
     """
 
     scores: mx.array
     votes: mx.array | None
-    places: mx.array | None = None
-    heads: Ranks = ALONE
+    heads: Ranks
 
 
 def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
@@ -49,7 +45,7 @@ def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     votes = entries.received if policy.accumulates_attention else None
     if policy.obs_window and not policy.accumulates_attention:
         votes = entries.votes
-    return Scored(scores, votes, heads=entries.heads)
+    return Scored(scores, votes, entries.heads)
 
 
 def choose_all(
@@ -63,7 +59,10 @@ def choose_all(
     def choices() -> list[Choice]:
         layers, wanted = scored, quotas
         if policy.adaptive:
-            layers = list(map(_computed, scored))
+            layers = []
+            for layer in scored:
+                mx.eval(layer.scores, layer.votes)
+                layers.append(layer)
             wanted = shared_out([layer.scores for layer in layers], quotas, shard)
         return [choose(layer, quota) for layer, quota in zip(layers, wanted)]
 
@@ -71,17 +70,8 @@ def choose_all(
     return shard.ranks.agreed(choices, SnapKVError)
 
 
-def _computed(layer: Scored) -> Scored:
-    mx.eval(layer.scores, layer.votes)
-    return layer
-
-
 def choose(scored: Scored, quota: Quota) -> Choice:
-    """What is kept of a layer's entries.
-
-    Raises:
-        SnapKVError: the scores are NaN.
-    """
+    """What is kept of a layer's entries; SnapKVError if the scores are NaN."""
     scores, votes = scored.scores, scored.votes
     kept = quota.select(scores)
     share = voted = None
@@ -91,20 +81,8 @@ def choose(scored: Scored, quota: Quota) -> Choice:
         share = received / every
     of_kept = mx.take_along_axis(scores, kept, axis=-1)
     nan = scored.heads.max(mx.any(mx.isnan(scores)).astype(mx.int32))
-    if scored.places is not None:
-        kept = mx.take_along_axis(scored.places, kept, axis=-1)
     mx.eval(kept, of_kept, voted, share, nan)
     kept_share = None if share is None else float(share.item())  # type: ignore[arg-type]
     if nan.item() or (kept_share is not None and math.isnan(kept_share)):
         raise nan_scores()
     return Choice(kept, of_kept, voted, quota, kept_share)
-
-
-def among(entries: Entries, places: mx.array, n_window: int) -> Entries:
-    """The entries chosen, the newest `n_window` among them, and those tokens' queries to vote."""
-    chosen = entries.taken(places)
-    if entries.observed is not None:
-        voters, dropped = entries.observed.latest(max(1, n_window)), len(entries) - len(chosen)
-        now = range(voters.places.start - dropped, voters.places.stop - dropped)
-        chosen.observed = dataclasses.replace(voters, places=now)
-    return chosen

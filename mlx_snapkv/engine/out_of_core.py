@@ -8,18 +8,16 @@ it reads, so do those last tokens, and nobody votes. The resident caches stay fo
 
 import dataclasses
 import time
-from collections.abc import Callable
 
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
 from ..caches.full_view import FullView
-from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes, quotas_of
+from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes
 from ..caches.refreshed import RefreshedKVCache
-from ..entries.queries import Queries
 from ..policies.budgets import Quota
 from .choosing import Choice, Scored, choose_all, score
-from .readers import Prompt, RetainingReader
+from .readers import RetainingReader
 from .report import Book
 
 CHOOSING = 32  # tokens that are read again at most where they choose together: one set of entries must suit all
@@ -29,60 +27,47 @@ class OutOfCoreReader(RetainingReader):
     """Reads over the entries that are resident, on caches that store all of them.
 
     The caller's caches go on with what is resident; `caches` serve the answer.
-
-    Attributes:
-        on_read: is called when the last token has been read, and compresses.
-        book: where the entries are, and how long each step took.
     """
 
-    on_read: Callable[[], object]
-    book: Book
-
-    def __init__(self, prompt: Prompt):
-        super().__init__(prompt)
-        self.observes |= prompt.retention.reads_on
-        self.hook = self._read
-        # Each token then chooses what it reads, those that are read again among them.
-        self._votes = not prompt.refreshes or prompt.decode_policy.adaptive
-        quotas = quotas_of(self.layers, prompt.decode_policy.quotas, self.plan.n_prompt)
-        # What is read again is always kept, so that the others are as many as the budget has room for.
-        most = min(quotas[0].n_window, prompt.prefill_policy.block)
-        self._n_again = max(1, min(prompt.n_new, most if self._votes else min(most, CHOOSING)))
-        self._wanted = [_with_window(quota, self._n_again) for quota in quotas]
-        self._n_left = prompt.n_new
-        self._again: list[mx.array] = []
-        self._small: list = []
-
-    def _prepare(self) -> None:
+    def _prepare(self, quotas: list[Quota]) -> None:
         """Have the caches evict, and store what they evict."""
-        prompt, quotas = self.prompt, self._quotas()
+        policy = self.prefill_policy
         for layer, quota in zip(self.layers, quotas):
             layer.cache_in(self.caches).limit(
-                prompt.prefill_policy,
+                policy,
                 quota,
                 last=self.plan.last,
-                newest=max(prompt.prefill_policy.obs_window, self.plan.n_voters),
+                newest=max(policy.obs_window, self.plan.n_voters),
                 expected=self.plan.n_prompt,
                 uniform=len(set(quotas)) == 1,
                 layer=layer,
-                compaction=prompt.compaction,
-                statistics_from=prompt.statistics_from,
+                compaction=self.compaction,
+                statistics_from=self.statistics_from,
             )
+        self.observes |= self.retention.reads_on
+        self.hook = self._read
+        n_window = self.decode_quotas[0].n_window
+        # What is read again is always kept, so that the others are as many as the budget has room for.
+        most = min(n_window, policy.block, n_window if self.votes else CHOOSING)
+        self._n_again = max(1, min(self.n_new, most))
+        self._n_left = self.n_new
+        self._again: list[mx.array] = []
+        self._small: list = []
 
     def _read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for tokens `(1, L)` of the prompt; when it gets the last, the answer's caches are made."""
-        model, n_before = self.prompt.model, self._n_left - self._n_again
+        n_before = self._n_left - self._n_again
         self._n_left -= inputs.shape[1]
         if n_before > 0:
             before, inputs = inputs[:, :n_before], inputs[:, n_before:]
-            logits = model(before, cache=cache)
+            logits = self.model(before, cache=cache)
             if inputs.shape[1] == 0:
                 return logits
         if not self._again:
             mx.eval([c.state for c in cache])
             self._small = copies_but_entries(cache, self.layers)
         self._again.append(inputs)
-        logits = model(inputs, cache=cache)
+        logits = self.model(inputs, cache=cache)
         if self._n_left:
             return logits
         mx.eval([c.state for c in cache])
@@ -92,42 +77,45 @@ class OutOfCoreReader(RetainingReader):
 
     def choose(self) -> list[Choice]:
         """Store what is resident only, and vote over everything, unless tokens choose by themselves."""
-        resident = [layer.cache_in(self.prompt.prompt_cache) for layer in self.layers]
+        resident = [layer.cache_in(self.prompt_cache) for layer in self.layers]
         self.offload()
         self.book = Book(
             resident=max(cache.n_entries for cache in resident),
             resident_bytes=sum(cache.nbytes for cache in resident),
             stored=self.plan.n_prompt,
             stored_bytes=sum(cache.store.nbytes for cache in resident),
-            file_bytes=file_bytes(self.prompt.prompt_cache),
+            file_bytes=file_bytes(self.prompt_cache),
             read_again=self._n_again,
         )
-        if not self._votes:
+        if not self.votes:
             return []
         started = time.perf_counter()
-        scored = map(self._scored, self.layers, self._wanted)
-        choices = choose_all(scored, self.prompt.decode_policy, self._wanted, self.layers[0].shard)
+        quotas = [_with_window(quota, self._n_again) for quota in self.decode_quotas]
+        scored = map(self._scored, self.layers, quotas)
+        choices = choose_all(scored, self.decode_policy, quotas, self.layers[0].shard)
         self.book.vote_seconds = time.perf_counter() - started
         return choices
 
     def keep(self, choices: list[Choice]) -> None:
         """Gather what was chosen, or let tokens choose, and read the last tokens over it."""
+        assert self.book is not None
         started = time.perf_counter()
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
-            self._gather(layer, choice, uniform)
-        if not self._votes:
-            self._let_tokens_choose()
+            layer.put(self._small, self._gathered(layer, choice, uniform))
+        if not self.votes:
+            for layer, quota in zip(self.layers, self.decode_quotas):
+                layer.put(self._small, self._choosing(layer, quota))
         gathered = time.perf_counter()
         tokens = mx.concatenate(self._again, axis=1)
         # Where tokens choose, the last one does so alone: the answer's first follows from it.
-        for part in [tokens] if self._votes else [tokens[:, :-1], tokens[:, -1:]]:
+        for part in [tokens] if self.votes else [tokens[:, :-1], tokens[:, -1:]]:
             if part.size:
                 self._logits = self._logits_after(part, self._small)
         self.caches[:] = self._small
         for layer, choice in zip(self.layers, choices):
             layer.put(self.caches, self._answering(layer, choice, uniform))
-        if self.prompt.retention.verify is not None:
+        if self.retention.verify is not None:
             full = self.full_caches()
             for layer in self.layers:
                 layer.cache_in(full).trim(self._n_again)
@@ -138,75 +126,65 @@ class OutOfCoreReader(RetainingReader):
 
     def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
         """Everything scored, with the memory of one layer at a time."""
-        policy = self.prompt.decode_policy
-        entries = self.full_view(layer).voted_by(self._voters(layer))
+        policy, cache = self.decode_policy, layer.cache_in(self.prompt_cache)
+        voters = None
+        if self.plan.n_voters:
+            voters = cache.held(self.plan.n_voters).voters
+            places = range(voters.start, voters.start + len(voters.places))
+            voters = dataclasses.replace(voters, places=places)
+        entries = self.full_view(layer).voted_by(voters)
         if policy.query_statistics is not None:
-            entries.statistics = layer.cache_in(self.prompt.prompt_cache).statistics
+            entries.statistics = cache.statistics
         found = score(entries, policy, quota)
         mx.eval(found.scores, found.votes)
         entries.release()
         return found
 
-    def _voters(self, layer: AttentionLayer) -> Queries | None:
-        if not self.plan.n_voters:
-            return None
-        cache = layer.cache_in(self.prompt.prompt_cache)
-        found = cache.held(self.plan.n_voters).voters
-        first = found.start
-        return dataclasses.replace(found, places=range(first, first + len(found.places)))
-
-    def _gather(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> None:
-        """Put a cache of what was chosen, but for the tokens to be read again, in the layer's place."""
+    def _gathered(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> object:
+        """A cache of what was chosen, but for the tokens to be read again."""
         at = self.plan.n_prompt - self._n_again
         kept = self.full_view(layer).gather(choice.kept[..., : -self._n_again], at)
-        wanted = at, self.prompt.decode_policy, choice.quota, uniform
+        wanted = at, self.decode_policy, choice.quota, uniform
         cache = decode_cache(layer, kept, choice.scores, *wanted, reads_again=True)
         mx.eval(cache.state)
-        layer.put(self._small, cache)
+        return cache
 
     def _logits_after(self, tokens: mx.array, caches: list) -> mx.array:
         """Logits `(1, 1, vocab_size)` after tokens that are read on caches."""
-        logits = self.prompt.model(tokens, cache=caches)[:, -1:]
+        logits = self.model(tokens, cache=caches)[:, -1:]
         mx.eval(logits, [c.state for c in caches])
         return logits
 
     def _answering(self, layer: AttentionLayer, choice: Choice, uniform: bool) -> object:
         """What the policy decodes the answer from."""
-        prompt, read = self.prompt, layer.cache_in(self._small)
-        kept = read.held().packed(prompt.quantization)
-        wanted = self.plan.n_prompt, prompt.decode_policy, choice.quota, uniform
+        read = layer.cache_in(self._small)
+        kept = read.held().packed(self.quantization)
+        wanted = self.plan.n_prompt, self.decode_policy, choice.quota, uniform
         small = decode_cache(layer, kept, choice.scores, *wanted)
         small.inherit(read)
-        small.inherit_statistics(layer.cache_in(prompt.prompt_cache))
+        small.inherit_statistics(layer.cache_in(self.prompt_cache))
         mx.eval(small.state)
         return small
 
     def full_view(self, layer: AttentionLayer) -> FullView:
-        everything = super().full_view(layer)
-        cache = layer.cache_in(self.prompt.prompt_cache)
+        view, cache = super().full_view(layer), layer.cache_in(self.prompt_cache)
         if cache.index is None:
-            cache.index = everything.index = everything.make_index(self.last_queries(layer))
-        return everything
-
-    def _let_tokens_choose(self) -> None:
-        quotas = quotas_of(self.layers, self.prompt.decode_policy.quotas, self.plan.n_prompt)
-        for layer, quota in zip(self.layers, quotas):
-            layer.put(self._small, self._choosing(layer, quota))
+            cache.index = view.index
+        return view
 
     def _choosing(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """A cache whose tokens choose among all entries before those of the tokens that are read again."""
-        (stored,) = layer.cache_in(self.prompt.prompt_cache).views()
+        views, index = layer.cache_in(self.prompt_cache).views(), self.full_view(layer).index
         n = self.plan.n_prompt - self._n_again
-        index = self.full_view(layer).index
-        everything = FullView([stored], layer, self.prompt.compaction, index, n)
+        view = FullView(views, layer, self.compaction, index, n)
         n_window = max(0, quota.n_window - self._n_again)
         most = max(quota.n_sink + n_window, quota.entries - self._n_again)
-        return RefreshedKVCache(everything, Quota(most, quota.n_sink, n_window), layer)
+        return RefreshedKVCache(view, Quota(most, quota.n_sink, n_window), layer)
 
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """With the entries of the tokens that were read again as they came out of that."""
         read = layer.cache_in(self._small)
-        if not self._votes:
+        if not self.votes:
             return read
         refreshed, again = self._choosing(layer, quota), read.held()
         refreshed.append(again.between(len(again) - self._n_again, len(again)))
@@ -214,7 +192,7 @@ class OutOfCoreReader(RetainingReader):
 
     def end(self) -> None:
         for layer in self.layers:
-            cache = layer.cache_in(self.prompt.prompt_cache)
+            cache = layer.cache_in(self.prompt_cache)
             cache.store.truncate(cache.offset)
 
 

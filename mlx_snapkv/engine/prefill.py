@@ -167,7 +167,7 @@ def read_book(
     with request.recording():
         read(model, mx.array(tokens), caches, options)  # no question votes: the model's own calls
     report = request.report
-    report.entries_kept, report.pulled_to = [None] * len(caches), request.prompt.pulled_to
+    report.entries_kept, report.pulled_to = [None] * len(caches), request.reader.pulled_to
     for layer in attention_layers(model, caches):
         cache = layer.cache_in(caches)
         cache.offload()

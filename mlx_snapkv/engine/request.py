@@ -17,42 +17,51 @@ from ..entries.quantization import Quantization
 from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages
-from .answers import Answer, answer_of
-from .compress import compress
+from .answers import SelfSpeculation
 from .loop_model import HookedModel, observing, one_by_one
 from .out_of_core import OutOfCoreReader
 from .prompt_plan import ProgressCallback, fits_reason, gate
-from .readers import InMemoryReader, Prompt, Reader, RetainingReader
-from .report import NO_POLICY, CompressionReport
+from .readers import InMemoryReader, Reader, RetainingReader
+from .report import NO_POLICY, CompressionReport, Verified
 from .retention import DROP, RetentionConfig
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 
 
 class Request:
-    """One request, made of how its prompt is read and how its answer is decoded.
+    """One request that is compressed: how its prompt is read, and how its answer is decoded.
+
+    Args: as of `Reader`.
 
     Attributes:
-        prompt: what is read.
-        reader: how: once or in blocks, in memory or out of core.
-        answer: from the small caches, from refreshed ones, or exactly.
-        model: the model for mlx-lm's loop.
+        reader: reads the prompt, and chooses what stays of it.
+        model: for mlx-lm's loop.
         report: what the compression did; empty before.
     """
 
-    def __init__(self, prompt: Prompt):
-        self.prompt, self.plan = prompt, prompt.plan
-        self._observed = attention_classes(prompt.model)
-        self.reader = _reader_of(prompt)
-        self.answer: Answer = answer_of(prompt, self.reader)
-        self.prompt.retention.require_rollback(prompt.prompt_cache, len(prompt.layers))
-        self.model = HookedModel(prompt.model)
+    def __init__(
+        self,
+        model: Any,
+        policy: Policy | Stages,
+        n_new: int,
+        prompt_cache: list,
+        retention: RetentionConfig = DROP,
+        quantization: Quantization | None = None,
+    ):
+        self._observed = attention_classes(model)
+        kind: type[Reader] = InMemoryReader
+        if retention.retains:
+            kind = OutOfCoreReader if policy.reads_in_blocks else RetainingReader
+        self.reader = kind(model, policy, n_new, prompt_cache, retention, quantization)
+        retention.require_rollback(prompt_cache, len(self.reader.layers))
+        self.reader.on_read = self.compress
+        self.model = HookedModel(model)
         self.model.hook = self.reader.hook
-        if isinstance(self.reader, OutOfCoreReader):
-            self.reader.on_read = self.compress
-        self.step_size, self.n_ahead = self.reader.step_size, self.plan.n_ahead
-        self.report = CompressionReport(str(prompt.policy), self.plan.n_prompt)
+        self.step_size, self.plan = self.reader.step_size, self.reader.plan
+        self.n_ahead = self.plan.n_ahead
+        self.report = CompressionReport(str(policy), self.plan.n_prompt)
         self.is_compressed = False
+        self._speculation: SelfSpeculation | None = None
         self._started: float | None = None
         self._prefill_seconds: float | None = None
 
@@ -63,16 +72,19 @@ class Request:
 
     def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
         """For mlx-lm's loop: `callback` counts tokens that are read again, too."""
-        repetition = getattr(self.reader, "repetition", None)
+        repetition = self.reader.repetition
         return callback if callback is None or repetition is None else repetition.progress(callback)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Patch the model's attention classes for the block, if queries are asked for."""
         if self._started is None:
-            self.prompt.require_unchanged()
+            self.reader.require_unchanged()
             self._started = time.perf_counter()
-        observes = (self.answer if self.is_compressed else self.reader).observes
+        reader = self.reader
+        observes = reader.observes
+        if self.is_compressed:
+            observes = reader.refreshes or reader.decode_policy.observes_answer
         with recording(self._observed if observes else []):
             yield
 
@@ -87,7 +99,8 @@ class Request:
 
     def end(self) -> None:
         """The answer has ended: leave the caller's caches ready to go on from."""
-        self.answer.end()
+        if self._speculation is not None:
+            self._speculation.close()
         self.reader.end()
 
     def prompt_is_read(self) -> None:
@@ -104,28 +117,35 @@ class Request:
         if self.is_compressed:
             return self.report
         self.prompt_is_read()
-        report = self.report
-        compress(self.reader, report, self._begin_answer)
+        report, reader = self.report, self.reader
+        reader.compress(report, self._begin_answer)
         report.prefill_seconds = self._prefill_seconds or 0.0
-        if (repetition := getattr(self.reader, "repetition", None)) is not None:
-            report.prefill_seconds -= repetition.seconds
-            report.selection_seconds += repetition.seconds
-        report.book = getattr(self.reader, "book", None)
-        report.pulled_to = self.prompt.pulled_to
+        if reader.repetition is not None:
+            report.prefill_seconds -= reader.repetition.seconds
+            report.selection_seconds += reader.repetition.seconds
+        report.book, report.pulled_to = reader.book, reader.pulled_to
         return report
 
     def _begin_answer(self) -> None:
-        prompt, report, at = self.prompt, self.report, self.plan.n_prompt
-        self.is_compressed = True
-        fits = prompt.decode_policy.schedule == "block" and report.entries >= at
-        if fits and not prompt.out_of_core:
-            why = fits_reason(at, prompt.policy)
-            report.reason = f"{why}; the answer is kept within it"
+        reader, report, n_prompt = self.reader, self.report, self.plan.n_prompt
+        self.is_compressed, self.model.hook = True, None
+        if not isinstance(reader, RetainingReader):
+            if reader.decode_policy.schedule == "block" and report.entries >= n_prompt:
+                why = fits_reason(n_prompt, reader.policy)
+                report.reason = f"{why}; the answer is kept within it"
             return
-        if isinstance(self.reader, RetainingReader):
-            self.reader.offload()
-        self.answer.begin(report)
-        self.model.hook = self.answer.hook
+        if not reader.refreshes:
+            return
+        reader.refresh()
+        counts = [layer.entries_in(reader.caches).n_entries for layer in reader.layers]
+        report.refreshed = max(counts)
+        for layer, n in zip(reader.layers, counts):
+            report.entries_kept[layer.index] = report.entries_kept[layer.index] or n
+        if reader.retention.verify is not None:
+            report.verified = Verified()
+            caches = reader.full_caches(), list(reader.caches)
+            self._speculation = SelfSpeculation(reader.model, *caches, report.verified)
+            self.model.hook = self._speculation
 
 
 class Uncompressed:
@@ -165,25 +185,26 @@ def make_request(
 
     Args:
         prompt_cache: None is a new one.
-        retention, quantization: as of `Prompt`.
+        retention, quantization: as of `Reader`.
         max_tokens: of the answer.
         turns: a cache that holds tokens already is compressed again, as that of a conversation is, unless the policy
             reads a prompt again as a whole.
         owned: the cache was made for this retention; any other is copied into one that is.
 
     Raises:
-        SnapKVError: as `Prompt` does; the prompt is empty, or the budget has no room for what is always kept.
+        SnapKVError: as `Reader` does, or the prompt is empty.
     """
     wanted = model, policy, n_new, prompt_cache, max_tokens
     reason = reason_for_nothing(*wanted, retention, turns=turns)
     if policy is None or reason is not None:
-        n_prompt = n_new + (_n_fed(prompt_cache) if turns else 0)
+        held = (getattr(c, "offset", 0) for c in members(prompt_cache or []))
+        n_prompt = n_new + (max(held, default=0) if turns else 0)
         report = CompressionReport(str(policy or NO_POLICY), n_prompt, reason)
         return Uncompressed(model, prompt_cache or [], report)
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if retention.retains and not owned:
         caches = recalling_caches(model, caches, retention.memory, policy)
-    return Request(Prompt(model, policy, n_new, caches, retention, quantization))
+    return Request(model, policy, n_new, caches, retention, quantization)
 
 
 def reason_for_nothing(
@@ -210,14 +231,3 @@ def reason_for_nothing(
 def held_tokens(model, prompt_cache: list) -> int:
     """Tokens that a prompt cache has read."""
     return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
-
-
-def _n_fed(prompt_cache: list | None) -> int:
-    """The same of any model, also one that can't be compressed."""
-    return max((getattr(c, "offset", 0) for c in members(prompt_cache or [])), default=0)
-
-
-def _reader_of(prompt: Prompt) -> Reader:
-    if not prompt.retention.retains:
-        return InMemoryReader(prompt)
-    return OutOfCoreReader(prompt) if prompt.out_of_core else RetainingReader(prompt)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -33,14 +32,6 @@ ENOUGH = 8  # tokens that tell how fast a cache is
 MAX_TOKENS = 256  # mlx-lm's own default
 
 
-def _without_compression(item: Any, seconds: float) -> Any:
-    """An item from after the compression; a response's speed is without the seconds that it took."""
-    if not isinstance(item, GenerationResponse):
-        return item
-    decoding = item.generation_tokens / item.generation_tps - seconds
-    return dataclasses.replace(item, generation_tps=item.generation_tokens / decoding)
-
-
 def served(
     start: Callable[..., Iterator[Any]],
     model,
@@ -65,52 +56,37 @@ def served(
     report_to = on_report or (lambda report: None)
     retention.require(model, policy)
     given = options.get("prompt_cache")
+    # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
+    quantization, ours = taken_from(options)
+    request: Request | Uncompressed
     if policy is not None and options.get("input_embeddings") is not None:
         why = "a prompt given as embeddings is not compressed"
         report = CompressionReport(str(policy), n_prompt, why)
-        report_to(report)
-        return _continued(start, Uncompressed(model, given or [], report), options)
-    # Ours to do with what is kept; mlx-lm would quantise the entries while they are still to be chosen from.
-    quantization, ours = taken_from(options)
-    wanted = model, policy, n_prompt, given, retention, quantization
-    request = make_request(*wanted, max_tokens=max_tokens, turns=turns, owned=turns)
+        request = Uncompressed(model, given or [], report)
+    else:
+        wanted = model, policy, n_prompt, given, retention, quantization
+        request = make_request(*wanted, max_tokens=max_tokens, turns=turns, owned=turns)
     if isinstance(request, Uncompressed):
         report_to(request.report)
         return _continued(start, request, options)
     _require_no_conflict(options)
     request.reader.on_kept = on_kept
-    keep = given is not None
+    ours |= {
+        "prompt_cache": request.caches,
+        "prefill_step_size": request.step_size(ours.get("prefill_step_size")),
+        "prompt_progress_callback": request.progress(ours.get("prompt_progress_callback")),
+    }
+    items = start(request.model, **ours)
     if turns or not retention.retains:
-        return _driven(start, request, report_to, ours, keep)
-    caches = request.prompt.prompt_cache
+        return _compressed(items, request, report_to, keep=given is not None)
+    caches = request.reader.prompt_cache
 
     def compressed(report: CompressionReport) -> None:
         if given is not None:
             given[:] = lasting_forms(model, caches, retention.memory)
         report_to(report)
 
-    items = _driven(start, request, compressed, ours, keep)
-    return _all_or_nothing(items, caches)
-
-
-def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
-    """The items of a request; if it fails before the first, its cache is as it was."""
-    before = Rewind(prompt_cache)
-    try:
-        first = next(items, None)
-    except BaseException:
-        before.restore()
-        raise
-    before.release()
-    del before  # and what it keeps of evicted entries
-    if first is not None:
-        yield first
-        yield from items
-
-
-def _require_no_conflict(options: dict[str, Any]) -> None:
-    if options.get("max_kv_size") is not None:
-        raise SnapKVError("max_kv_size also limits the entries: drop it or the policy")
+    return _all_or_nothing(_compressed(items, request, compressed, given is not None), caches)
 
 
 def require_servable(
@@ -132,24 +108,9 @@ def require_servable(
     return layers, quantization
 
 
-def _driven(
-    start: Callable[..., Iterator[Any]],
-    request: Request,
-    on_report: ReportCallback,
-    options: dict[str, Any],
-    keep: bool,
-) -> Iterator[Any]:
-    """mlx-lm's iterator over a request's caches, with its compression between two of its steps.
-
-    `keep`: the caller will see the cache, also if the answer ends, or nobody reads on, before it is compressed.
-    """
-    options = options | {
-        "prompt_cache": request.caches,
-        "prefill_step_size": request.step_size(options.get("prefill_step_size")),
-        "prompt_progress_callback": request.progress(options.get("prompt_progress_callback")),
-    }
-    begin = functools.partial(start, request.model)
-    return _compressed_at_token(begin(**options), request, on_report, keep)
+def _require_no_conflict(options: dict[str, Any]) -> None:
+    if options.get("max_kv_size") is not None:
+        raise SnapKVError("max_kv_size also limits the entries: drop it or the policy")
 
 
 def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterator[Any]:
@@ -175,6 +136,47 @@ def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterato
     return items()
 
 
+def _compressed(
+    items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
+) -> Iterator[Any]:
+    """Compress when the last token that votes is about to be yielded: mlx-lm has fed it by then.
+
+    `keep`: the caller will see the cache, also if the answer ends, or nobody reads on, before it is compressed.
+    """
+    on_full = _Timed(items)
+    try:
+        with request.recording():
+            for item in itertools.islice(on_full, request.n_ahead - 1):
+                request.prompt_is_read()
+                yield item
+            item = next(on_full, None)
+    except GeneratorExit:
+        if keep:
+            on_report(request.compress())
+        raise
+    if item is None and not keep:
+        why = "the answer ended before its prompt was compressed"
+        on_report(CompressionReport(request.report.policy, request.plan.n_prompt, why))
+        return
+    started = time.perf_counter()
+    report = request.compress()
+    seconds = time.perf_counter() - started
+    report.full_token_seconds = on_full.mean
+    on_report(report)
+    if item is None:
+        return
+    timed = _Timed(items)
+    with request.decoding():
+        yield item
+        for item in timed:
+            report.token_seconds = timed.mean
+            if isinstance(item, GenerationResponse):  # its speed is without the compression
+                decoding = item.generation_tokens / item.generation_tps - seconds
+                tps = item.generation_tokens / decoding
+                item = dataclasses.replace(item, generation_tps=tps)
+            yield item
+
+
 class _Timed:
     """An iterator that times its items, but for the first."""
 
@@ -197,34 +199,16 @@ class _Timed:
         return self._seconds / self._n if self._n >= ENOUGH else None
 
 
-def _compressed_at_token(
-    items: Iterator[Any], request: Request, on_report: ReportCallback, keep: bool
-) -> Iterator[Any]:
-    """Compress when the last token that votes is about to be yielded: mlx-lm has fed it by then."""
-    on_full = _Timed(items)
+def _all_or_nothing(items: Iterator[Any], prompt_cache: list) -> Iterator[Any]:
+    """The items of a request; if it fails before the first, its cache is as it was."""
+    before = Rewind(prompt_cache)
     try:
-        with request.recording():
-            for item in itertools.islice(on_full, request.n_ahead - 1):
-                request.prompt_is_read()
-                yield item
-            item = next(on_full, None)
-    except GeneratorExit:
-        if keep:
-            on_report(request.compress())
+        first = next(items, None)
+    except BaseException:
+        before.restore()
         raise
-    if item is None and not keep:
-        why = "the answer ended before its prompt was compressed"
-        on_report(CompressionReport(str(request.prompt.policy), request.plan.n_prompt, why))
-        return
-    started = time.perf_counter()
-    report = request.compress()
-    seconds = time.perf_counter() - started
-    report.full_token_seconds = on_full.mean
-    on_report(report)
-    if item is not None:
-        timed = _Timed(items)
-        with request.decoding():
-            yield item
-            for item in timed:
-                report.token_seconds = timed.mean
-                yield _without_compression(item, seconds)
+    before.release()
+    del before  # and what it keeps of evicted entries
+    if first is not None:
+        yield first
+        yield from items

@@ -23,7 +23,6 @@ from ..caches.recording import RecordingKVCache, SharedKVCache
 from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.prompt_plan import LARGEST_CHUNK, ProgressCallback, gate, plan_prompt
-from ..engine.readers import Prompt
 from ..engine.report import CompressionReport
 from ..engine.request import Request
 from ..errors import SnapKVError
@@ -173,7 +172,7 @@ class Reading:
             return prefill(self.model, self.tokens, policy)
         request = self.request(policy, answering)
         report = request.compress()
-        return request.prompt.prompt_cache, report
+        return request.reader.prompt_cache, report
 
     def request(self, policy: AnyPolicy, answering: bool) -> Request:
         """A request whose caches hold what `compressed` compresses, and who votes on it."""
@@ -234,7 +233,7 @@ def _best(logits: mx.array) -> int:
 
 
 def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
-    return Request(Prompt(model, policy, n_prompt, make_prompt_cache(model)))
+    return Request(model, policy, n_prompt, make_prompt_cache(model))
 
 
 def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:

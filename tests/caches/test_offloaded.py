@@ -12,7 +12,6 @@ from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.engine.readers import Prompt
 from mlx_snapkv.engine.request import Request
 from mlx_snapkv.engine.retention import RetentionConfig
 from mlx_snapkv.entries.quantization import Quantization
@@ -105,7 +104,7 @@ def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
         cache.offload()
     mx.clear_cache()
     turn = Request(
-        Prompt(model, replace(SMALL, lookahead=1), 41, caches, RetentionConfig("recall"))
+        model, replace(SMALL, lookahead=1), 41, caches, RetentionConfig("recall", refresh="turn")
     )
     before = mx.get_active_memory()
     mx.reset_peak_memory()

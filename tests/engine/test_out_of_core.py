@@ -15,7 +15,6 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.engine.prefill import mlx_generate
-from mlx_snapkv.engine.readers import Prompt
 from mlx_snapkv.engine.request import Request
 from mlx_snapkv.engine.retention import RetentionConfig
 from mlx_snapkv.policies import resolve_policy
@@ -38,7 +37,7 @@ class Read:
     def __init__(self, model, tokens, policy, memory="recall", verify=None):
         self.caches = make_caches(model, memory, resolve_policy(policy=policy))
         wanted = model, resolve_policy(policy=policy), tokens.size, self.caches
-        self.request = Request(Prompt(*wanted, RetentionConfig(memory, verify, "turn")))
+        self.request = Request(*wanted, RetentionConfig(memory, verify, "turn"))
         self.layers = attention_layers(model, self.caches)
         with self.request.recording():
             items = mlx_generate.generate_step(

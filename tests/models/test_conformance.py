@@ -29,7 +29,6 @@ from mlx_snapkv import (
     prefill,
 )
 from mlx_snapkv.caches.layers import attention_layers, members
-from mlx_snapkv.engine.readers import Prompt
 from mlx_snapkv.engine.request import Request
 from mlx_snapkv.errors import UnsupportedModelError
 from mlx_snapkv.models import attention_classes
@@ -139,7 +138,7 @@ def read_and_spy(model, tokens, monkeypatch):
         return softmax(scores, *args, **kwargs)
 
     cache = make_prompt_cache(model)
-    request = Request(Prompt(model, POLICY, tokens.size, cache))
+    request = Request(model, POLICY, tokens.size, cache)
     with request.recording(), monkeypatch.context() as patched:
         if any(layer.cap for layer in attention_layers(model, cache)):
             patched.setattr(mx, "softmax", spy_scores)
