@@ -13,11 +13,10 @@ from ..completions.answer import Completion, answer_body
 from ..completions.request import CompletionRequest, Defaults, completion_request
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
-from ..engine.retention import RetentionConfig
 from ..errors import SnapKVError, brief
 from .files import AnswersFile, Line
 from .generator import CompressedBatchGenerator, require_together
-from .memory import Memory, under_way
+from .memory import Memory
 
 ENDED_EARLY = "the answer ended before its prompt was compressed"
 
@@ -55,7 +54,7 @@ class Run:
         name: the model's, for the answers.
         about: what the answers' field `mlx_snapkv` says of the run.
         concurrency: requests at once, at most.
-        memory: requests wait rather than take more; None is no limit.
+        max_kv_bytes: requests wait rather than take more; None is no limit.
         seed: of the requests that are sampled and bring none, with their `custom_id`.
         on_progress: called after every step.
 
@@ -72,14 +71,16 @@ class Run:
     about: dict[str, Any]
     defaults: Defaults = field(default_factory=Defaults)
     concurrency: int = 8
-    memory: Memory | None = None
+    max_kv_bytes: int | None = None
     seed: int | None = None
     on_progress: Callable[[Progress], None] = lambda progress: None
 
     def __post_init__(self):
         require_together(self.model)
         self.progress = Progress()
-        self._reads_on = RetentionConfig.taken_from(self.options)[0].reads_on
+        self._memory: Memory | None = None
+        if self.max_kv_bytes is not None:
+            self._memory = Memory(self.model, self.options, self.max_kv_bytes)
         self._active: dict[int, Request] = {}
         self._waiting: Request | None = None
         self._generator = self._new_generator()
@@ -130,8 +131,8 @@ class Run:
             seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
         wanted = completion_request(line.body, self.tokenizer, self.defaults, seed)
         need = None
-        if self.memory is not None:
-            need = self.memory.need(len(wanted.prompt), wanted.max_tokens)
+        if self._memory is not None:
+            need = self._memory.need(len(wanted.prompt), wanted.max_tokens)
         return Request(line, wanted, need, Completion(wanted, self.tokenizer))
 
     def _admit(self, requests: Iterator[Request]) -> bool:
@@ -157,10 +158,10 @@ class Run:
         return bool(self._active)
 
     def _fits(self, request: Request) -> bool:
-        if self.memory is None or request.need is None:
+        if self._memory is None or request.need is None:
             return True
-        active = under_way(self._active.values(), stays=self._reads_on)
-        return self.memory.fits(request.need, active, self._generator.prompt_cache_nbytes)
+        held = self._generator.prompt_cache_nbytes
+        return self._memory.admit(request.need, self._active.values(), held) is not None
 
     def _step(self) -> None:
         """A token of every answer, and some of a prompt."""

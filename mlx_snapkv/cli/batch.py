@@ -62,7 +62,6 @@ def batch(
           --snapkv top_k=1024 --concurrency 16 --max-kv-bytes 4GB
     """
     from ..batch.files import AnswersFile, RequestsFile
-    from ..batch.memory import Memory
     from ..batch.run import Run
     from ..completions.request import Defaults
 
@@ -85,9 +84,7 @@ def batch(
         loaded, tokenizer = model.load()
         sampling.generation(tokenizer)  # which finds mistakes
         asked = answers, ways | vars(cache), model.model, about, Defaults(**vars(sampling))
-        run = Run(loaded, tokenizer, *asked, files.concurrency, seed=files.seed)
-        if limit is not None:
-            run.memory = Memory(loaded, chosen, cache.quantization, cache.prefill_step_size, limit)
+        run = Run(loaded, tokenizer, *asked, files.concurrency, limit, seed=files.seed)
         _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)

@@ -14,7 +14,6 @@ from ..models.rope import trained_length
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from .footprint import EntrySizes, Footprint
 from .machine import free_memory
-from .prompt_plan import PREFILL_STEP_SIZE
 from .report import CompressionReport, format_bytes
 from .retention import RetentionConfig
 
@@ -152,7 +151,7 @@ def auto(
 
     def cost(setting: Setting) -> Cost:
         policy = resolve_policy(policy=setting.policy)
-        kv = Footprint(model, policy, None, PREFILL_STEP_SIZE, sizes).need(n, n_answer).most
+        kv = Footprint(sizes, policy).need(n, n_answer).most
         return Cost(weights + kv, kv, RetentionConfig(setting.memory).warning(model, policy, n))
 
     return recommended(n, task, cost, free_memory(), kv_memory=kv_memory, can_compress=can_compress)

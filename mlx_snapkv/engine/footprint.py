@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
@@ -21,35 +21,24 @@ from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
 from .report import format_bytes
 
 
-@dataclass(frozen=True)
-class Need:
-    """What one request takes at most.
+class Need(NamedTuple):
+    """What one request takes, in bytes.
 
     Attributes:
-        reading: additional bytes until its prompt has been compressed.
-        kept: by layer, entries when its prompt has been compressed.
-        entries: by layer, rows when its answer ends, room for more included.
-        row_bytes: by layer, of an entry.
-        fixed: `entries` is constant from the first token to the last.
-        rest: bytes of linear states and sliding windows.
+        reading: additional until its prompt has been compressed.
+        kept: of the entries then.
+        held: of all caches when its answer ends, the room for more included.
+        fixed: their shape is constant from the first token to the last.
     """
 
     reading: int
-    kept: tuple[int, ...]
-    entries: tuple[int, ...]
-    row_bytes: tuple[int, ...]
-    fixed: bool
-    rest: int
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of the entries when the prompt has been compressed."""
-        return total_bytes(self.row_bytes, self.kept)
+    kept: int
+    held: int
+    fixed: bool = False
 
     @property
     def most(self) -> int:
-        """Bytes of all caches, at most."""
-        return self.reading + total_bytes(self.row_bytes, self.entries) + self.rest
+        return self.reading + self.held
 
 
 class EntrySizes:
@@ -90,33 +79,29 @@ class EntrySizes:
         saved = n_bytes(stored) - n_bytes([pack(x, quantization) for kv in stored for x in kv])
         return sum(self.of_token()) + sum(self.plain) - saved
 
+    def rest(self, n: int, chunk: int) -> int:
+        """Bytes of linear states and sliding windows when `n` tokens have been read, `chunk` at a time."""
+        return self.states + sum(size * min(n, most + chunk) for size, most in self.sliding)
 
+
+@dataclass
 class Footprint:
     """What requests' caches take.
 
-    Args:
+    Attributes:
+        sizes: of the model.
         policy: None is full caches.
         quantization: of compressed entries.
         step_size: tokens to read at a time, at most.
-        sizes: of the model, if they are known.
     """
 
-    def __init__(
-        self,
-        model,
-        policy: Policy | Stages | None,
-        quantization: Quantization | None,
-        step_size: int,
-        sizes: EntrySizes | None = None,
-    ):
-        self.policy = policy
-        self._step_size = step_size
-        sizes = sizes or EntrySizes(model, compresses=policy is not None)
-        self._layers = sizes.layers
-        self._row_bytes = sizes.of_token()
-        self._kept_bytes = sizes.of_token(quantization)
-        self._plain_bytes, self._sliding = sizes.plain, sizes.sliding
-        self._state_bytes = sizes.states
+    sizes: EntrySizes
+    policy: Policy | Stages | None
+    quantization: Quantization | None = None
+    step_size: int = PREFILL_STEP_SIZE
+
+    def __post_init__(self):
+        self.row_bytes = self.sizes.of_token(self.quantization)
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
         """What a request takes.
@@ -124,44 +109,45 @@ class Footprint:
         Raises:
             SnapKVError: the policy can't serve it.
         """
+        sizes, policy = self.sizes, self.policy
         whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
-        rest = self._state_bytes + sum(
-            size * min(whole, most + self._step_size) for size, most in self._sliding
-        )
-        policy = self.policy
-        plain = len(self._plain_bytes)
+        rest, plain = sizes.rest(whole, self.step_size), sum(sizes.plain)
         if policy is None or gate(policy, n_prompt, None, max_tokens) is not None:
-            sizes = (*self._row_bytes, *self._plain_bytes)
-            n = len(sizes)
-            return Need(0, (n_prompt,) * n, (whole,) * n, sizes, False, rest)
+            size = sum(sizes.of_token()) + plain
+            return Need(0, n_prompt * size, whole * size + rest)
         _, last = policy.stages
-        quotas = quotas_of(self._layers, last.quotas, n_prompt)
-        chosen = [min(n_prompt, quota.entries) for quota in quotas]
+        chosen = self.kept(n_prompt)
+        quotas = quotas_of(sizes.layers, last.quotas, n_prompt)
         grown = [_grown(n, last, max_tokens, q.n_window) for n, q in zip(chosen, quotas)]
-        reading = self.bytes_read(n_prompt)
-        reading += total_bytes(self._kept_bytes, chosen) - total_bytes(self._kept_bytes, grown)
-        sizes = (*self._kept_bytes, *self._plain_bytes)
-        fixed = last.keeps_shape and not plain
-        kept = (*chosen, *[n_prompt] * plain)
-        return Need(max(0, reading), kept, (*grown, *[whole] * plain), sizes, fixed, rest)
+        kept, held = total_bytes(self.row_bytes, chosen), total_bytes(self.row_bytes, grown)
+        reading = max(0, self.bytes_read(n_prompt) + kept - held)
+        fixed = last.keeps_shape and not sizes.plain
+        return Need(reading, kept + n_prompt * plain, held + whole * plain + rest, fixed)
+
+    def kept(self, n_prompt: int) -> list[int]:
+        """By layer whose entries the policy chooses, how many stay."""
+        if self.policy is None:
+            return [n_prompt] * len(self.sizes.layers)
+        quotas = quotas_of(self.sizes.layers, self.policy.stages[1].quotas, n_prompt)
+        return [min(n_prompt, quota.entries) for quota in quotas]
 
     def bytes_read(self, n_prompt: int) -> int:
         """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
         evicts = self.policy is not None and self.policy.reads_in_blocks
-        sizes = self._kept_bytes if evicts else self._row_bytes
+        sizes = self.row_bytes if evicts else self.sizes.of_token()
         return total_bytes(sizes, self.rows_read(n_prompt))
 
     def rows_read(self, n_prompt: int) -> list[int]:
         """By layer whose entries the policy chooses, how many its prompt is read with."""
-        policy = self.policy
+        policy, layers = self.policy, self.sizes.layers
         if policy is None:
-            return [n_prompt] * len(self._layers)
+            return [n_prompt] * len(layers)
         n_ahead = plan_prompt(policy, n_prompt).n_ahead
         most = n_prompt + n_ahead + 1
-        quotas = quotas_of(self._layers, policy.prefill_quotas, n_prompt)
         if not policy.reads_in_blocks:
-            return [most] * len(quotas)
+            return [most] * len(layers)
         more = max(policy.stages[0].block, n_ahead)
+        quotas = quotas_of(layers, policy.prefill_quotas, n_prompt)
         return [min(most, quota.entries + more) for quota in quotas]
 
 
@@ -184,8 +170,7 @@ def _grown(n: int, policy: Policy, max_tokens: int, n_window: int) -> int:
     return (n + more) * 3 // 2  # they are made half as many again
 
 
-@dataclass(frozen=True)
-class Disk:
+class Disk(NamedTuple):
     """A folder that entries are written to; bytes that it needs, and that are free."""
 
     folder: Path
@@ -214,20 +199,19 @@ class BookCost:
         parts = [f"at most {self.resident:,} entries resident ({resident})"]
         if not self.disks:
             parts.append(f"all in memory ({format_bytes(self.stored_bytes)})")
-        for disk in self.disks:
-            need, free = format_bytes(disk.need), format_bytes(disk.free)
-            parts.append(f"{need} on disk in {disk.folder} ({free} free)")
+        for folder, need, free in self.disks:
+            parts.append(f"{format_bytes(need)} on disk in {folder} ({format_bytes(free)} free)")
         return f"{self.tokens:,} tokens to read: {', '.join(parts)}"
 
     @property
     def warnings(self) -> list[str]:
         """What is likely to go wrong, a sentence each."""
         return [
-            f"{disk.folder} has not enough room: {format_bytes(disk.need)} are to be written and "
-            f"{format_bytes(disk.free)} are free; give --store-dir another folder, fewer bits (recall:file:4bit), or a "
+            f"{folder} has not enough room: {format_bytes(need)} are to be written and "
+            f"{format_bytes(free)} are free; give --store-dir another folder, fewer bits (recall:file:4bit), or a "
             "shorter text"
-            for disk in self.disks
-            if disk.need > disk.free
+            for folder, need, free in self.disks
+            if need > free
         ]
 
 
@@ -252,8 +236,7 @@ def book_cost(
     if not n_before and gate(policy, n_prompt, None) is not None:
         return None
     sizes = EntrySizes(model)
-    rows = Footprint(model, policy, None, PREFILL_STEP_SIZE, sizes).rows_read(n_prompt)
-    resident = [min(n_prompt, n) for n in rows]
+    resident = [min(n_prompt, n) for n in Footprint(sizes, policy).rows_read(n_prompt)]
     stored = n_new * sum(sizes.of_token(memory_quantization(model, sizes.layers, memory)))
     disks: dict[int, Disk] = {}
     for folder in (Path(tempfile.gettempdir()) if in_files(memory) else None, saved_in):
@@ -261,6 +244,6 @@ def book_cost(
             with contextlib.suppress(OSError):  # some don't say what is free
                 device = folder.stat().st_dev
                 before = disks.get(device) or Disk(folder, 0, shutil.disk_usage(folder).free)
-                disks[device] = Disk(before.folder, before.need + stored, before.free)
+                disks[device] = before._replace(need=before.need + stored)
     resident_bytes = total_bytes(sizes.of_token(), resident)
     return BookCost(n_new, max(resident), resident_bytes, stored, tuple(disks.values()))

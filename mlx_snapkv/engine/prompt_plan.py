@@ -1,4 +1,4 @@
-"""What is decided before a prompt is read: whether to compress it and where, who votes, in which chunks.
+"""What is decided before a prompt is read: whether to compress it, who votes, in which chunks.
 
 Every way in asks here, so that the same prompt and policy keep the same entries.
 """
@@ -66,7 +66,7 @@ def plan_prompt(policy: Policy | Stages, n_prompt: int, out_of_core: bool = Fals
 def gate(
     policy: Policy | Stages, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
 ) -> str | None:
-    """Why a request is left to mlx-lm as it is, or None if it is to be compressed.
+    """Why a prompt is left as it is; None if it is to be compressed.
 
     Args:
         max_tokens: tokens that will be generated, which a block policy keeps within the budget too; -1 is no end.
@@ -88,10 +88,8 @@ def gate(
             policy.prefill_quotas(n_prompt, 1)
         except SnapKVError as error:
             return f"a share of the prompt's {n_prompt} tokens is too little: {error}"
-    _, decode_policy = policy.stages
-    stays = decode_policy.schedule == "once" or (
-        max_tokens >= 0 and policy.fits(n_prompt + max_tokens)
-    )
+    answer_fits = max_tokens >= 0 and policy.fits(n_prompt + max_tokens)
+    stays = policy.stages[1].schedule == "once" or answer_fits
     return fits_reason(n_prompt, policy) if policy.fits(n_prompt) and stays else None
 
 
@@ -101,21 +99,24 @@ def fits_reason(n: int, policy: Policy | Stages) -> str:
     return f"the prompt's {n} entries fit the budget of {prefill_policy.budget}{parts}; lower it to compress"
 
 
-def chunk_size(policy: Policy, limit: int | None, n_new: int, n_before: int) -> int:
-    """Tokens to read at a time under "once": at most `limit`, or the policy's `prefill_chunk`.
+def chunk_size(policy: Policy | Stages, limit: int | None, plan: PromptPlan, n_new: int) -> int:
+    """Tokens to read at a time: at most `limit`, a policy's `prefill_chunk`, or its `block` where it evicts meanwhile.
 
-    The size leaves the voters to a short last chunk, so that the queries of a whole chunk never wait, in the middle
-    of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is needed. A prompt
-    of one chunk stays one.
+    Where it doesn't, the size leaves the voters to a short last chunk, so that the queries of a whole chunk never wait,
+    in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is
+    needed. A prompt of one chunk stays one.
 
     Args:
         limit: `prefill_step_size`, if it was given.
-        n_new: tokens to read.
-        n_before: those of them before the first voter; `n_new` if nobody votes.
+        n_new: tokens to read, the prompt's last.
     """
+    prefill_policy, _ = policy.stages
+    if policy.reads_in_blocks:
+        return min(limit or prefill_policy.block, prefill_policy.block)
     largest = LARGEST_CHUNK[mx.default_device().type]
-    size = policy.prefill_chunk or min(limit or largest, largest)
-    if n_new - 1 <= size or not 0 < n_before < n_new:
+    size = prefill_policy.prefill_chunk or min(limit or largest, largest)
+    n_before = plan.first - (plan.n_prompt - n_new)
+    if n_new - 1 <= size or not 0 < n_before < n_new or not prefill_policy.observes:
         return size
     if size % MULTIPLE == 0 and size >= 8 * MULTIPLE:
         fitting = range(size, size // 2 - 1, -MULTIPLE)

@@ -119,12 +119,8 @@ class Reader(Compression):
             )
 
     def step_size(self, limit: int | None) -> int:
-        """Tokens to read at a time: a block where entries are evicted, else as `chunk_size` has it."""
-        policy = self.prefill_policy
-        if self.policy.reads_in_blocks:
-            return min(limit or policy.block, policy.block)
-        n_before = self.plan.first - self.n_held if self.observes else self.n_new
-        return chunk_size(policy, limit, self.n_new, n_before)
+        """Tokens to read at a time, `limit` at most."""
+        return chunk_size(self.policy, limit, self.plan, self.n_new)
 
     def end(self) -> None:
         """The answer has ended."""

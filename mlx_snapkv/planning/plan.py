@@ -7,20 +7,29 @@ import functools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mlx.utils import tree_flatten
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import attention_layers, require_quantizable
 from ..engine.auto import QUESTION, Cost, Setting, Taken, recommended
-from ..engine.footprint import EntrySizes, Footprint
-from ..engine.prompt_plan import PREFILL_STEP_SIZE, gate
+from ..engine.footprint import EntrySizes, Footprint, total_bytes
+from ..engine.prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
 from ..engine.retention import DROP
+from ..entries.attention import HELD_BYTES
 from ..entries.quantization import Quantization
 from ..errors import SnapKVError, UnsupportedModelError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .peaks import Peaks
+from ..policies.budgets import UNLIMITED
+from .shapes import layer_shapes, tables
 
 MAX_TOKENS = 256  # of an answer, as mlx-lm's own default
 SHOWN_BITS = (8, 4)  # of entries, that a plan tells the KV memory for
+
+# Times a layer's keys and values. A growing full cache holds the old ones until they are copied, while the next
+# layer's copy has begun. An evicting cache holds float32 keys to score, and the entries kept.
+GROWN = 1.25
+EVICTED = 3.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,11 @@ class Planner:
         except UnsupportedModelError:
             self._sizes = EntrySizes(model, compresses=False)
         self.can_compress = bool(self._sizes.layers)
-        self._peaks = Peaks(model, self._sizes, max_tokens, prefill_step_size)
+        self._shapes = layer_shapes(model, self._sizes)
+        self._vocabulary = max(x.weight.shape[0] for x in tables(model))
+        self._widest = max((*self._sizes.of_token(), *self._sizes.plain), default=0)
+        weights: Any = tree_flatten(model.parameters())
+        self._weights = sum(x.nbytes for _, x in weights)
         self._footprint = functools.cache(self._made)
 
     def plan(
@@ -95,10 +108,10 @@ class Planner:
             context,
             None if chosen is None else policy if isinstance(policy, str) else str(chosen),
             kv_bits,
-            self._peaks.weights,
+            self._weights,
             self._kv(context, used, how),
-            self._peaks.reading(footprint, context, how),
-            self._peaks.answering(footprint, context, how),
+            self._weights + self._reading(footprint, context),
+            self._weights + self._answering(footprint, context),
             reason,
             in_bits,
             DROP.warning(self._model, used, context),
@@ -134,13 +147,7 @@ class Planner:
             )
         if policy is not None and not self.can_compress:
             attention_layers(self._model, self._sizes.caches)  # says why
-        return Footprint(self._model, policy, how, self._step_size, self._sizes)
-
-    def _kv(self, context: int, policy: Policy | Stages | None, how: Quantization | None) -> int:
-        """Bytes of the entries once a prompt has been read, and compressed."""
-        if policy is None and context > DEFAULT_QUANTIZED_KV_START:
-            return context * self._sizes.full(how)
-        return self._footprint(policy, how).need(context, self._max_tokens).kv_bytes
+        return Footprint(self._sizes, policy, how, self._step_size)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
         """How entries are quantised; SnapKVError if the model's can't be."""
@@ -149,6 +156,67 @@ class Planner:
         found = Quantization(kv_bits, self._group_size)
         require_quantizable(self._model, self._sizes.layers, found)
         return found
+
+    def _kv(self, context: int, policy: Policy | Stages | None, how: Quantization | None) -> int:
+        """Bytes of the entries once a prompt has been read, and compressed."""
+        if policy is None and context > DEFAULT_QUANTIZED_KV_START:
+            return context * self._sizes.full(how)
+        return self._footprint(policy, how).need(context, self._max_tokens).kept
+
+    def _reading(self, footprint: Footprint, n_prompt: int) -> int:
+        """The most in use while a prompt is read, up to its last token, which is read with the answer."""
+        n, policy, how = max(1, n_prompt - 1), footprint.policy, footprint.quantization
+        if policy is None:
+            chunk = min(n, self._step_size)
+            start = -(-DEFAULT_QUANTIZED_KV_START // chunk) * chunk  # of mlx-lm's own quantising
+            ends = [(n, None)] if how is None or n <= start else [(start, None), (n, how)]
+            return max(
+                _rows(end) * self._sizes.full(bits)
+                + int(GROWN * self._widest * end)
+                + self._chunks(end, chunk)
+                for end, bits in ends
+            )
+        most = max(footprint.rows_read(n_prompt))
+        chunk = min(n, chunk_size(policy, self._step_size, plan_prompt(policy, n_prompt), n_prompt))
+        entries = footprint.bytes_read(n_prompt) + sum(self._sizes.plain) * _rows(n)
+        if policy.reads_in_blocks:
+            entries += int(EVICTED * self._widest * most)
+        held = self._chunks(n, chunk, most)
+        if any(stage.accumulates_attention for stage in policy.stages):
+            held = max(held, self._counting(chunk, most))
+        return entries + held
+
+    def _answering(self, footprint: Footprint, n_prompt: int) -> int:
+        """The most in use while an answer is decoded."""
+        policy, sizes = footprint.policy, self._sizes
+        before, rows = _rows(n_prompt - 1), _rows(n_prompt + self._max_tokens)
+        if policy is None:
+            how = footprint.quantization if n_prompt > DEFAULT_QUANTIZED_KV_START else None
+            entries = rows * sizes.full(how) + self._widest * before * (rows > before)
+            seen = n_prompt
+        else:
+            kept, last = footprint.kept(n_prompt), policy.stages[1]
+            grown = [n + _added(last, n, self._max_tokens) for n in kept]
+            entries = total_bytes(footprint.row_bytes, grown)
+            entries += sum(sizes.plain) * (n_prompt + _added(last, n_prompt, self._max_tokens))
+            seen = max((*kept, n_prompt) if sizes.plain else kept)
+        held = max(x.held(1, n_prompt, seen) for x in self._shapes)
+        logits = 3 * 4 * self._vocabulary  # as they are, normalised, and what is sampled from
+        return entries + sizes.rest(n_prompt + self._max_tokens, self._step_size) + logits + held
+
+    def _chunks(self, n: int, chunk: int, most: int = UNLIMITED) -> int:
+        """Bytes held by the last whole chunk, or the rest after it, besides full caches of `most` entries."""
+        whole, rest = n - n % chunk, n % chunk
+        spans = [(chunk, chunk), (chunk, whole), (rest, n)]
+        held = max(x.held(length, end, most) for x in self._shapes for length, end in spans)
+        return held + self._sizes.rest(n, chunk)
+
+    def _counting(self, chunk: int, rows: int) -> int:
+        """Bytes held to sum all queries' attention: that of early chunks is summed in one pass, up to 8 MiB."""
+        step = max(x.scores for x in self._shapes) * chunk * min(chunk, rows)
+        layers = min(len(self._sizes.layers), 7)  # as many as are under way at once
+        passes = HELD_BYTES // step if step else 0
+        return int(2.2 * layers * step * min(passes, -(-rows // chunk)))
 
 
 def plan_memory(
@@ -173,3 +241,15 @@ def plan_memory(
     chosen = resolve_policy(snapkv, policy)
     named = policy if isinstance(policy, str) else chosen
     return Planner(model, **options).plan(context, named, kv_bits)
+
+
+def _added(policy: Policy, n: int, max_tokens: int) -> int:
+    """Rows beside `n` for the answer's own entries."""
+    if policy.keeps_shape:
+        return 0
+    return max_tokens + min(policy.block, n // 8) if policy.grows else policy.block
+
+
+def _rows(n: int) -> int:
+    """Rows of a full cache of `n` entries."""
+    return -(-n // KVCache.step) * KVCache.step

@@ -6,13 +6,10 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from ..batch.memory import Memory, under_way
+from ..batch.memory import Memory
 from ..completions.body import Body
 from ..completions.request import CompletionRequest
 from ..engine.footprint import Need
-from ..engine.prompt_plan import PREFILL_STEP_SIZE
-from ..engine.retention import RetentionConfig
-from ..entries.quantization import Quantization
 from .api_error import ApiError, prompt_too_long
 from .metrics import Metrics
 from .prefix_cache import PrefixCache
@@ -48,14 +45,10 @@ class Admission:
         metrics: Metrics,
     ):
         self._limits, self._prefixes, self._n_open = limits, prefixes, metrics.open_requests
-        self._asks = RetentionConfig.taken_from(generation)[0].reads_on
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
-            bits = generation.get("kv_bits")
-            how = None if bits is None else Quantization(bits, generation["kv_group_size"])
-            step_size = generation.get("prefill_step_size", PREFILL_STEP_SIZE)
-            self._memory = Memory(model, generation.get("policy"), how, step_size, limits.kv_bytes)
+            self._memory = Memory(model, generation, limits.kv_bytes)
 
     def enter(self) -> None:
         """Count a request in, from any thread. Raises: ApiError: too many wait."""
@@ -96,10 +89,9 @@ class Admission:
             return False
         if self._memory is None or request.need is None:
             return True
-        active = under_way(running, self._asks)
-        if not self._memory.fits(request.need, active, held):
+        taken = self._memory.admit(request.need, running, held)
+        if taken is None:
             return False
-        taken = self._memory.with_another(request.need, active, held)
         self._prefixes.trim_to(n_bytes=self._memory.limit - taken)
         return True
 

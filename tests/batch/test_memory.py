@@ -9,7 +9,6 @@ from mlx_snapkv import SnapKVError
 from mlx_snapkv.batch.files import AnswersFile, RequestsFile
 from mlx_snapkv.batch.memory import Memory
 from mlx_snapkv.batch.run import Run
-from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.policies import resolve_policy
 
 PYRAMID = "snapkv:budget=pyramid:64,n_sink=4,n_window=16,obs_window=16,lookahead=4"
@@ -22,25 +21,26 @@ WAYS = [
 ]
 
 
+def options_of(policy, bits):
+    options = {"policy": resolve_policy(policy=policy), "prefill_step_size": 512}
+    return options | ({"kv_bits": bits, "kv_group_size": 32} if bits else {})
+
+
 def answered(loaded, policy, bits, lines, folder, limit=None):
     """The most bytes and the most requests at once, seen after every step, and the records."""
     model, tokenizer = loaded
-    chosen = resolve_policy(policy=policy)
-    options = {"policy": chosen, "prefill_step_size": 512}
-    options |= {"kv_bits": bits, "kv_group_size": 32} if bits else {}
+    options = options_of(policy, bits)
     path = folder / "a.jsonl"
     path.unlink(missing_ok=True)
     answers = AnswersFile(path, {})
-    run = Run(model, tokenizer, answers, options, "demo", {"policy": policy}, concurrency=8)  # fmt: skip
+    about = {"policy": policy}
+    run = Run(model, tokenizer, answers, options, "demo", about, max_kv_bytes=limit)
     seen = []
 
     def look(progress):
         seen.append((run._generator.prompt_cache_nbytes, len(run._active)))
 
     run.on_progress = look
-    if limit is not None:
-        quantization = Quantization(bits, 32) if bits else None
-        run.memory = Memory(model, chosen, quantization, 512, limit)
     with answers, write(folder / "r.jsonl", lines).open("rb") as stream:
         run.answer(RequestsFile(stream))
     held, at_once = zip(*seen)
@@ -48,9 +48,8 @@ def answered(loaded, policy, bits, lines, folder, limit=None):
 
 
 def needed(loaded, policy, bits, n_prompt, max_tokens):
-    quantization = Quantization(bits, 32) if bits else None
-    memory = Memory(loaded[0], resolve_policy(policy=policy), quantization, 512, 1 << 60)
-    return memory.together(*[[memory.need(n_prompt, max_tokens)]] * 2)
+    memory = Memory(loaded[0], options_of(policy, bits), 1 << 60)
+    return memory.need(n_prompt, max_tokens).most
 
 
 @pytest.mark.parametrize("policy, bits", WAYS)
@@ -81,7 +80,7 @@ def test_requests_wait_rather_than_exceed_the_limit(demo_llama, tmp_path, policy
 
 
 def test_one_that_never_fits_says_what_it_needs(demo_llama):
-    memory = Memory(demo_llama[0], None, None, 512, 10_000_000)
+    memory = Memory(demo_llama[0], {}, 10_000_000)
     layers = 3 * 2 * 2 * 64 * 4  # layers, keys and values, heads, their size, bytes
     with pytest.raises(SnapKVError, match=r"need ([\d.]+) MB") as raised:
         memory.need(10_000, 100)
