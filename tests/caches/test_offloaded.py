@@ -90,13 +90,13 @@ def test_a_model_reads_the_same_from_a_file(tiny_model, tokens):
                 cache.offload()
 
 
-N_LAYERS, N_ENTRIES = 12, 6000
+N_LAYERS, N_ENTRIES = 6, 20_000
 SMALL = resolve_policy(policy="snapkv:budget=64,n_sink=4,n_window=32")
 
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
-    """Of the chunk, of a token before the cut, and of the cut: 12 layers at once would be 12 times as much."""
+    """Of the chunk, of a token before the cut, and of the cut: 6 layers at once would be 6 times as much."""
     model = make_llama(num_hidden_layers=N_LAYERS, hidden_size=256)  # heads of 64
     caches = [OffloadedKVCache(store()) for _ in range(N_LAYERS)]
     for cache in caches:
