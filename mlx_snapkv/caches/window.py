@@ -160,7 +160,9 @@ class SnapKVCache(EvictingCache):
         pending = self._n - self.n_keep
         if pending > 0:
             # Read from the buffers, they would make the next write a copy.
-            tail = self._tail or self.keys_and_values()
+            tail = self._tail
+            if tail is None or n_rows(tail) < pending:  # some came before the cache was saved
+                tail = self.keys_and_values()
             start = n_rows(tail) - pending
             for first, row, n in ring.pieces(pending, self.n_window, self._oldest):
                 moved = rows(tail, start + first, start + first + n)
