@@ -49,21 +49,3 @@ SPECS += [
     "keydiff:budget=pyramid:40,schedule=once,n_window=8",
     f"{SNAPKV},on_full=keydiff",
 ]
-
-# A program for another process: what follows a saved prompt.
-CONTINUE = """
-import json, sys
-import mlx.core as mx
-from mlx_lm import load
-from mlx_snapkv import generate_step, saved
-from mlx_snapkv.demo import MODELS
-answers = []
-for name, prompt, files in json.loads(sys.argv[1]):
-    model, _ = load(str(MODELS[name]))
-    model.set_dtype(mx.float32)
-    for file in files:
-        cache = saved.load(file, model).prompt_cache
-        steps = generate_step(mx.array(prompt), model, max_tokens=12, prompt_cache=cache)
-        answers.append([token for token, _ in steps])
-print(json.dumps(answers))
-"""

@@ -131,16 +131,10 @@ def test_worked_out_by_hand():
     old = mx.array([[[0, 1, 2, 92, 93, 283]]], mx.uint32)
     assert squeezed(old, 284, 40).tolist() == [[[244, 245, 246, 264, 265, 283]]]
     assert squeezed(old, 284, 0).tolist() == [[list(range(278, 284))]]
-
-
-@pytest.mark.parametrize("span", [100_000, 2**30])
-def test_positions_of_a_billion_tokens(span):
-    old = np.sort(np.random.default_rng(0).choice(2**30, (1, 2, 300), replace=False))
-    end = 2**30 + 7
-    new = np.array(squeezed(mx.array(old.astype(np.uint32)), end, span)).astype(int)
-    steps = np.diff(np.pad(new, [(0, 0), (0, 0), (0, 1)], constant_values=end))
-    assert (steps.sum(axis=-1) <= span).all() and (new >= old).all()
-    assert span > 2**29 or (steps.sum(axis=-1) > span - 300).all()
+    far = 2**30 * mx.ones_like(old) + old  # of a billion tokens
+    assert squeezed(far, 2**30 + 284, 40).tolist() == [
+        [[2**30 + n for n in (244, 245, 246, 264, 265, 283)]]
+    ]
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.lists(st.integers(0, 60), min_size=1))

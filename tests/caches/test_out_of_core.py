@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,6 @@ from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries.queries import Queries
-from mlx_snapkv.errors import TrimError
 from mlx_snapkv.policies import KeyDiff
 from mlx_snapkv.policies.budgets import Quota
 
@@ -91,14 +89,6 @@ def test_without_a_limit_everything_is_resident():
     feed(cache, more, [8])
     assert cache.n_entries == 32 and cache.store.n_entries == 100
     assert_stored(cache, [mx.concatenate(pair, axis=2) for pair in zip(rows, more)])
-
-
-def test_evicted_tokens_are_not_rolled_back():
-    cache, rows = limited(MemoryStore()), rows_of(80)
-    feed(cache, rows, [8] * 10)
-    with pytest.raises(TrimError):
-        cache.rollback(60)
-    assert_stored(cache, rows)
 
 
 def test_the_index_is_made_anew_when_the_keys_have_doubled(monkeypatch):
