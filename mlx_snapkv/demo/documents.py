@@ -4,73 +4,26 @@ The embedded models are trained on such documents, `mlx-snapkv demo` asks about 
 score answers on them. Everything is drawn from a `random.Random`, so a seed fixes the text.
 """
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-# The vocabulary: plain lists, so that a seed gives the same text anywhere.
-
-ADJECTIVES = """amber azure brisk bronze calm cedar clever copper coral crimson crystal dusty early
-eager ember faded fierce floral frosty gentle gilded golden grand hazel hidden hollow humble icy indigo
-ivory jade jolly keen late lemon lilac little lively lone lucky lunar maple marble mellow merry misty
-modest mossy narrow noble olive opal pale patient pearl plain polar proud quiet rapid raven rosy royal
-ruby rustic sandy scarlet secret shady silent silver sleepy slender smoky solar steady stormy sunny swift
-tall teal tender tidy tiny velvet violet vivid wandering warm weary wild winter wise witty wooden young""".split()
-
-NOUNS = """anchor arrow badger bakery barrel basket beacon bison bridge brook cabin candle canyon
-castle cellar cherry cliff clock comet condor coyote crane creek dolphin dragon eagle engine falcon
-ferry finch forest fountain fox galaxy garden glacier goose harbor harvest hawk heron hill horse island
-jaguar journal kettle kite ladder lagoon lantern leopard library lion lobster lynx magnet mammoth
-market meadow mill mirror moose museum needle oak ocean orchard otter owl panda panther parrot pebble
-pelican phoenix piano pigeon pilot planet pond puma quarry rabbit raven river robin rocket saddle salmon
-seal shadow shelter spider stable station stone stork summit swan temple thistle tiger tower trout tunnel
-turtle valley vessel village violin walnut walrus whale willow window wolf wren zebra""".split()
-
-PEOPLE = """Alice Ben Carla David Elena Frank Grace Henry Irene Jack Karen Leo Maria Nathan Olga Peter
-Quinn Rosa Simon Tara Ursula Victor Wendy Xavier Yara Zoe""".split()
-
-PLACES = """market harbor office station garden school theater bakery workshop warehouse library
-kitchen courtyard museum hospital airport farm village valley mountain river bridge square park""".split()
-
-THINGS = """report letter package ticket basket bicycle camera chair contract coat door engine
-envelope folder hammer invoice jacket key ladder lamp map notebook painting pencil phone printer radio
-schedule table umbrella wagon window""".split()
-
-VERBS = """carried checked cleaned collected delivered described examined fixed found kept left lost
-moved opened ordered painted repaired returned sold sorted stored turned visited weighed wrapped""".split()
-
-QUALITIES = """bright broken busy careful cheap clean cold curious empty famous fresh full heavy
-large light loud modern new old open quick ready simple small soft strange strong useful warm wet""".split()
-
-TIMES = (
-    "in the morning|in the evening|at noon|after lunch|before sunrise|late at night|on Monday|on Tuesday|"
-    "on Friday|last week|last year|in spring|in the winter|during the storm|every summer|two days later"
-).split("|")
-
-FILLER_TEMPLATES = (
-    "{person} {verb} the {quality} {thing} {time}.",
-    "The {quality} {thing} was left near the {place} {time}.",
-    "Nobody at the {place} had seen such a {quality} {thing} before.",
-    "{person} and {person2} walked to the {place} and talked about the {thing}.",
-    "It was {quality} and {quality2} at the {place} {time}.",
-    "When {person} came to the {place}, the {thing} was already {quality}.",
-    "{person} said that the {place} would be {quality} {time}.",
-    "They {verb} the {thing}, then {verb2} the {thing2} behind the {place}.",
-    "The road from the {place} to the {place2} is {quality} {time}.",
-    "Most people think that a {quality} {thing} is better than a {quality2} one.",
-    "There were {number} chairs and {number2} lamps in the {place}.",
-    "{person} bought a {thing} for {number} coins and {verb} it {time}.",
-    "The {adjective} {noun} slept beside the {place} {time}.",
-    "Some say that the {adjective} {noun} once {verb} a {thing}.",
-    "A {adjective} {noun} is not as {quality} as it looks.",
-    "In the end, {person} {verb} everything and the {place} was {quality} again.",
-    "Why the {thing} had been {verb} {time}, {person} never learned.",
-    "The weather stayed {quality}, so {person} {verb} the {thing} alone.",
-)
-
-SYLLABLES = """ba be bo da del do fa fen ga gor ha hel i ja ka kel la lim lo ma mer mo na nor o pa per
-ra ren ro sa sel so ta tel tor u va vel vo wa xan ya zan zo""".split()
-
+# Lists in an order of their own, so that a seed gives the same text anywhere.
+_VOCABULARY = json.loads((Path(__file__).parent / "vocabulary.json").read_text(encoding="utf-8"))
+_SENTENCES, _TIMES = _VOCABULARY.pop("sentences"), _VOCABULARY.pop("times")
+_WORDS: dict[str, list[str]] = {kind: " ".join(x).split() for kind, x in _VOCABULARY.items()}
+ADJECTIVES, NOUNS, THINGS = (_WORDS[kind] for kind in ("adjectives", "nouns", "things"))
+# What a sentence may name two of.
+_TWICE = {
+    "person": _WORDS["people"],
+    "place": _WORDS["places"],
+    "thing": THINGS,
+    "verb": _WORDS["verbs"],
+    "quality": _WORDS["qualities"],
+}
+_INTRODUCTIONS = ("Remember that ", "Please note that ", "As agreed, ", "For the record, ")
 
 CountTokens = Callable[[str], int]
 
@@ -110,20 +63,8 @@ ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
     "pass phrase": _phrase,
 }
 
-# What a filler sentence may name two of.
-_TWICE = {
-    "person": PEOPLE,
-    "place": PLACES,
-    "thing": THINGS,
-    "verb": VERBS,
-    "quality": QUALITIES,
-}
-
-_INTRODUCTIONS = ("Remember that ", "Please note that ", "As agreed, ", "For the record, ")
-
-
 def made_up_word(rng: random.Random) -> str:
-    return "".join(rng.choice(SYLLABLES) for _ in range(rng.randint(2, 3)))
+    return "".join(rng.choice(_WORDS["syllables"]) for _ in range(rng.randint(2, 3)))
 
 
 def make_subject(rng: random.Random, made_up: float = 0.0) -> str:
@@ -156,13 +97,9 @@ def fact_sentence(fact: Fact, rng: random.Random) -> str:
 
 def filler_sentence(rng: random.Random) -> str:
     pick = rng.choice
-    template = pick(FILLER_TEMPLATES)
+    template = pick(_SENTENCES)
     twice = {f"{name}{n}": pick(known) for name, known in _TWICE.items() for n in ("", "2")}
-    once = {
-        "time": pick(TIMES),
-        "adjective": pick(ADJECTIVES),
-        "noun": pick(NOUNS),
-    }
+    once = {"time": pick(_TIMES), "adjective": pick(ADJECTIVES), "noun": pick(NOUNS)}
     return template.format(**twice, **once, number=rng.randint(2, 99), number2=rng.randint(2, 999))
 
 
@@ -197,9 +134,7 @@ def _filler(
     """Sentences that fill `n_tokens` together with the hidden ones."""
     left = n_tokens - sum(count_tokens(" " + sentence) for sentence in hidden)
     filler: list[str] = []
-    while True:
-        sentence = filler_sentence(rng)
-        left -= count_tokens(" " + sentence)
-        if left < 0:
-            return filler
-        filler.append(sentence)
+    while left >= 0:
+        filler.append(filler_sentence(rng))
+        left -= count_tokens(" " + filler[-1])
+    return filler[:-1]
