@@ -63,6 +63,7 @@ ATTRIBUTES: dict[str, Callable[[random.Random], str]] = {
     "pass phrase": _phrase,
 }
 
+
 def made_up_word(rng: random.Random) -> str:
     return "".join(rng.choice(_WORDS["syllables"]) for _ in range(rng.randint(2, 3)))
 

@@ -1,7 +1,7 @@
 """A layer's RoPE, of which only the call is known: undone, averaged, and applied once more; the trained length."""
 
-import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -9,10 +9,22 @@ import mlx.core as mx
 Rope = Callable[..., mx.array]
 
 AT_ONCE = 1 << 15  # entries: CUDA takes at most twice as many sequences in one call
+PROBE = "_mlx_snapkv_probe"
 
-# By the RoPE object's id and the head size: what the object does to the unit vectors. Removed with the object.
-_Probe = tuple[mx.array, mx.array, mx.array]
-_probes: dict[tuple[int, int], tuple[Any, _Probe]] = {}
+
+@dataclass(frozen=True)
+class Probe:
+    """What a RoPE object does to the unit vectors, kept with the object; `(head_dim,)` each.
+
+    Attributes:
+        signs: float32, -1 for the first dimension of a pair that turns together.
+        power: float32, the squared amplitude.
+        partners: the dimension that it turns with; one that never turns is its own partner.
+    """
+
+    signs: mx.array
+    power: mx.array
+    partners: mx.array
 
 
 def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.array:
@@ -30,14 +42,13 @@ def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.arra
     x = x.astype(mx.float32)
     if rope is None or not x.size:
         return x
-    signs, power, _ = _probe(rope, x.shape[-1])
-    return signs * rope(signs * x, offset) / power
+    probe = _probe(rope, x.shape[-1])
+    return probe.signs * rope(probe.signs * x, offset) / probe.power
 
 
 def amplitudes(rope: Rope, head_dim: int) -> mx.array:
     """What a RoPE module multiplies the dimensions by, besides turning them: float32 `(head_dim,)`."""
-    _, power, _ = _probe(rope, head_dim)
-    return mx.sqrt(power)
+    return mx.sqrt(_probe(rope, head_dim).power)
 
 
 def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.array:
@@ -48,10 +59,10 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
     own = mx.eye(head_dim)
     if rope is None:
         return own
-    signs, _, partners = _probe(rope, head_dim)
+    probe = _probe(rope, head_dim)
     # Two vectors tell all of it: the first of each pair in one, the second in the other.
     # Not broadcast: MLX's CUDA kernel would write all positions over each other.
-    first = (signs < 0).astype(mx.float32)
+    first = (probe.signs < 0).astype(mx.float32)
     of_first, of_second = (
         rope(mx.contiguous(mx.broadcast_to(x, (1, 1, n, head_dim))), start)
         .mean(axis=2)
@@ -59,7 +70,7 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
         for x in (first, 1 - first)
     )
     is_first = first[:, None] > 0
-    other = (partners[:, None] == mx.arange(head_dim)).astype(mx.float32)
+    other = (probe.partners[:, None] == mx.arange(head_dim)).astype(mx.float32)
     from_own = mx.where(is_first, of_first, of_second)
     from_other = mx.where(is_first, of_second, of_first)
     return from_own * own + from_other * other
@@ -97,30 +108,18 @@ def composes(rope: Rope, head_dim: int, length: int) -> bool:
         return False
 
 
-def _probe(rope: Rope, head_dim: int) -> _Probe:
-    """Of every dimension: -1 if it is the first of a pair that turns together, its squared amplitude, and its partner.
-
-    Each is `(head_dim,)`, the first two float32. A dimension that never turns is its own partner.
-    """
-    key = (id(rope), head_dim)
-    found = _probes.get(key)
-    if found is not None and found[0]() is rope:
-        return found[1]
-    # At position 1 no angle is a multiple of pi but that of a dimension which never turns.
-    turned = rope(mx.eye(head_dim)[:, None, None], 1).reshape(head_dim, head_dim)
-    dims = mx.arange(head_dim)
-    with_other = (turned != 0) & (dims[None] != dims[:, None])
-    partners = mx.where(mx.any(with_other, axis=1), mx.argmax(with_other, axis=1), dims)
-    signs = mx.where(partners > dims, -1.0, 1.0)
-    power = (turned * turned).sum(axis=1)
-    probe = signs, power, partners
-    mx.async_eval(probe)  # so that the cached probe is no graph of this thread's
-    try:
-        owner = weakref.ref(rope, lambda _: _probes.pop(key, None))
-    except TypeError:
-        return probe
-    _probes[key] = (owner, probe)
-    return probe
+def _probe(rope: Rope, head_dim: int) -> Probe:
+    probes = vars(rope).setdefault(PROBE, {})
+    if head_dim not in probes:
+        # At position 1 no angle is a multiple of pi but that of a dimension which never turns.
+        turned = rope(mx.eye(head_dim)[:, None, None], 1).reshape(head_dim, head_dim)
+        dims = mx.arange(head_dim)
+        with_other = (turned != 0) & (dims[None] != dims[:, None])
+        partners = mx.where(mx.any(with_other, axis=1), mx.argmax(with_other, axis=1), dims)
+        signs = mx.where(partners > dims, -1.0, 1.0)
+        probes[head_dim] = Probe(signs, (turned * turned).sum(axis=1), partners)
+        mx.async_eval(signs, partners, probes[head_dim].power)  # no graph of this thread's is kept
+    return probes[head_dim]
 
 
 def trained_length(model) -> int | None:
