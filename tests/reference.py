@@ -5,26 +5,34 @@ from __future__ import annotations
 import numpy as np
 
 
-def votes(queries, keys, query_positions, scale):
-    """Softmax votes `(B, n_kv_heads, T)`, one query at a time: masked softmax, sum over queries, mean over a group."""
-    return _told(queries, keys, query_positions, scale, lambda weights: weights)
-
-
-def _told(queries, keys, query_positions, scale, count):
-    """`count` of each query's softmax over what it sees, summed over queries, mean over a group."""
+def weights(queries, keys, query_positions, scale, sinks=None):
+    """Each query's softmax over what it sees, `(B, n_heads, n, T)`; sinks `(n_heads,)` take a share of it."""
     queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
-    B, n_heads, n, _ = queries.shape
-    H, T = keys.shape[1:3]
-    group = n_heads // H
-    out = np.zeros((B, H, T))
-    for b in range(B):
-        for head in range(n_heads):
-            for i in range(n):
-                seen = min(int(query_positions[i]) + 1, T)
-                logits = keys[b, head // group, :seen] @ queries[b, head, i] * scale
-                weights = np.exp(logits - logits.max())
-                out[b, head // group, :seen] += count(weights / weights.sum()) / group
-    return out
+    group, T = queries.shape[1] // keys.shape[1], keys.shape[2]
+    logits = np.einsum("bhid,bhtd->bhit", queries, keys.repeat(group, axis=1)) * scale
+    logits = np.where(np.arange(T) <= np.array(query_positions)[:, None], logits, -np.inf)
+    top = logits.max(axis=-1, keepdims=True)
+    raw = np.exp(logits - top)
+    sunk = 0 if sinks is None else np.exp(np.asarray(sinks, np.float64)[:, None, None] - top)
+    return raw / (raw.sum(axis=-1, keepdims=True) + sunk)
+
+
+def of_groups(by_head, n_kv_heads):
+    """Summed over the queries, and the mean of a group's heads: `(B, n_kv_heads, T)`."""
+    B, _, n, T = by_head.shape
+    return by_head.reshape(B, n_kv_heads, -1, n, T).sum(axis=3).mean(axis=2)
+
+
+def votes(queries, keys, query_positions, scale, sinks=None):
+    """Softmax votes `(B, n_kv_heads, T)`: sum over queries, mean over a group."""
+    return of_groups(weights(queries, keys, query_positions, scale, sinks), keys.shape[1])
+
+
+def above_average(queries, keys, query_positions, scale):
+    """ScissorHands' counts `(B, n_kv_heads, T)`: one for each query that gives 1/t or more, mean over a group."""
+    seen = np.minimum(np.array(query_positions) + 1, keys.shape[2])[:, None]
+    above = weights(queries, keys, query_positions, scale) >= 1 / seen
+    return of_groups(above.astype(np.float64), keys.shape[1])
 
 
 def forward_scores(queries, keys, query_positions, scale, n_ahead, ends, kernel):
@@ -165,11 +173,6 @@ def expected_attention(keys, values, queries, rotations, n_sink, scale):
     return total * np.sqrt((values[n_sink:] ** 2).sum(axis=1))
 
 
-def above_average(queries, keys, query_positions, scale):
-    """ScissorHands' counts `(B, n_kv_heads, T)`: one for each query that gives 1/t or more, mean over a group."""
-    return _told(queries, keys, query_positions, scale, lambda weights: weights >= 1 / len(weights))
-
-
 def kvzip(queries, keys, n_sink, asked, again, scale):
     """KVzip's scores of one KV head's entries `asked`, a query at a time.
 
@@ -178,15 +181,11 @@ def kvzip(queries, keys, n_sink, asked, again, scale):
         asked: a range; again: the first entry of the repetition.
     """
     queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
-    out = np.zeros(len(asked))
-    n = queries.shape[1]
+    out, first = np.zeros(len(asked)), min(n_sink, asked.start)
     for head in queries:
-        for i, query in enumerate(head):
-            own = len(keys) - n + i
-            seen = [*range(min(n_sink, asked.start)), *asked, *range(again, own + 1)]
+        for own, query in enumerate(head, start=len(keys) - len(head)):
+            seen = [*range(first), *asked, *range(again, own + 1)]
             logits = keys[seen] @ query * scale
-            weights = np.exp(logits - logits.max())
-            weights /= weights.sum()
-            first = min(n_sink, asked.start)
-            out = np.maximum(out, weights[first : first + len(asked)])
+            raw = np.exp(logits - logits.max())
+            out = np.maximum(out, raw[first : first + len(asked)] / raw.sum())
     return out

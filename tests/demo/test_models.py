@@ -14,14 +14,11 @@ from mlx_snapkv.demo.tasks import TASKS, make_task
 SIZE = {"n_sink": 4, "n_window": 32, "obs_window": 32, "pool": "avg", "pool_kernel": 21}
 
 
-def test_together_they_stay_below_8_mb():
+def test_together_they_stay_below_8_mb_and_each_has_a_card():
     files = [file for folder in MODELS.values() for file in folder.iterdir()]
     assert sum(file.stat().st_size for file in files) < 8_000_000
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_each_has_a_card(name):
-    assert "reedy accuracy\n" in (MODELS[name] / "README.md").read_text()
+    for folder in MODELS.values():
+        assert "reedy accuracy\n" in (folder / "README.md").read_text()
 
 
 @given(st.text(max_size=40))
@@ -49,48 +46,37 @@ def test_the_chat_template_reads_back_its_own_answers(demo_llama):
     )
 
 
-def answers(model, tokenizer, n_tokens, questions, **policy):
-    """How many of several questions are answered, each at the end of a document of its own."""
+def answers(model, tokenizer, n_tokens, n_questions, task=None, max_tokens=14, **policy):
+    """How many questions about facts, or of a task, are answered, each at the end of a document of its own."""
     right = 0
-    for seed in range(questions):
-        document, facts = make_haystack(tokenizer, random.Random(900 + seed), 4, n_tokens - 40)
-        prompt = question_prompt(tokenizer, document, facts[0].question)
-        right += is_right(facts[0], generate(model, tokenizer, prompt, max_tokens=14, **policy))
+    for seed in range(n_questions):
+        if task is None:
+            document, asked = make_haystack(tokenizer, random.Random(900 + seed), 4, n_tokens - 40)
+        else:
+            count = token_counter(tokenizer)
+            document, asked = make_task(task, random.Random(seed), n_tokens - 60, count)
+        prompt = question_prompt(tokenizer, document, asked[0].question)
+        said = generate(model, tokenizer, prompt, max_tokens=max_tokens, **policy)
+        right += is_right(asked[0], said)
     return right
 
 
 def test_compression_keeps_the_answers_that_a_window_loses(demo_model):
     """1/16 of the rows at 1,024 tokens; `make eval` measures longer prompts."""
-    model, tokenizer = demo_model
-    full = answers(model, tokenizer, 1024, 5)
-    kept = answers(model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 28, "lookahead": 4})
-    window = answers(
-        model, tokenizer, 1024, 5, snapkv=SIZE | {"top_k": 0, "n_window": 60, "lookahead": 0}
-    )
-    assert full == 5
-    assert kept >= 4
-    assert window <= 1
-
-
-def done(model, tokenizer, task, n_tokens, questions=4, **policy):
-    """How many questions of a task are answered, each at the end of a document of its own."""
-    right = 0
-    for seed in range(questions):
-        count = token_counter(tokenizer)
-        document, asked = make_task(task, random.Random(seed), n_tokens - 60, count)
-        prompt = question_prompt(tokenizer, document, asked[0].question)
-        right += is_right(asked[0], generate(model, tokenizer, prompt, max_tokens=56, **policy))
-    return right
+    voted, recent = ({"top_k": 28, "lookahead": 4}, {"top_k": 0, "n_window": 60, "lookahead": 0})
+    assert answers(*demo_model, 1024, 5) == 5
+    assert answers(*demo_model, 1024, 5, snapkv=SIZE | voted) >= 4
+    assert answers(*demo_model, 1024, 5, snapkv=SIZE | recent) <= 1
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_tasks_model_does_its_tasks(demo_tasks, task):
-    assert done(*demo_tasks, task, 700) >= 3
+    assert answers(*demo_tasks, 700, 4, task, 56) >= 3
 
 
 def test_votes_before_the_answer_lose_what_the_second_link_needs(demo_tasks):
     """With a sixteenth of the entries one fact is found, a chain is not."""
     policy = {"policy": "snapkv:budget=64,n_sink=4,n_window=32,lookahead=0"}
-    assert done(*demo_tasks, "single", 1024, **policy) == 4
-    assert done(*demo_tasks, "three-links", 1024, **policy) == 0
-    assert done(*demo_tasks, "three-links", 1024) == 4
+    assert answers(*demo_tasks, 1024, 4, "single", 56, **policy) == 4
+    assert answers(*demo_tasks, 1024, 4, "three-links", 56, **policy) == 0
+    assert answers(*demo_tasks, 1024, 4, "three-links", 56) == 4

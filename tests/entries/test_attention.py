@@ -18,15 +18,6 @@ def make_entries(B=1, n_heads=4, H=2, T=37, n=5, D=8, seed=0, dtype=mx.float32):
     return Entries(keys, keys, Queries(queries, range(T - n, T), D**-0.5))
 
 
-def expected(entries):
-    return reference.votes(
-        entries.queries.astype(mx.float32),
-        entries.keys.astype(mx.float32),
-        entries.observed.places,
-        entries.observed.scale,
-    )
-
-
 def test_by_hand():
     # One head of one dimension; logits 0, ln 2 and ln 3 for the only query: weights 1/6, 2/6, 3/6.
     keys = mx.log(mx.array([1.0, 2, 3])).reshape(1, 1, 3, 1)
@@ -35,21 +26,15 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        {},
-        {"B": 2},
-        {"n_heads": 6, "H": 1},
-        {"n_heads": 2},
-        {"n": 1},
-        {"n": 37},
-        {"dtype": mx.float16},
-    ],
-)
+    "shape", [{"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2, "n": 1}, {"n": 37, "dtype": mx.float16}]
+)  # fmt: skip
 def test_equals_the_float64_reference(shape):
     entries = make_entries(**shape)
     assert entries.votes.dtype == mx.float32
-    assert np.allclose(entries.votes, expected(entries), atol=1e-5)
+    observed = entries.observed
+    queries, keys = (x.astype(mx.float32) for x in (observed.heads, entries.keys))
+    wanted = reference.votes(queries, keys, observed.places, observed.scale)
+    assert np.allclose(entries.votes, wanted, atol=1e-5)
 
 
 def test_blocks_do_not_change_the_votes(monkeypatch):
@@ -114,14 +99,10 @@ def test_sinks_take_their_share_of_the_softmax():
     entries = make_entries(n=3)
     sinks = mx.array([0.5, -1.0, 2.0, -mx.inf])
     entries.observed = dataclasses.replace(entries.observed, sinks=sinks)
-    keys = mx.repeat(entries.keys, 2, axis=1)
-    logits = np.einsum("bhid,bhtd->bhit", entries.queries, keys) * entries.observed.scale
-    seen = np.arange(37) <= np.array(entries.observed.places)[:, None]
-    weights = np.where(seen, np.exp(logits.astype(np.float64)), 0)
-    weights /= weights.sum(-1, keepdims=True) + np.exp(np.array(sinks))[None, :, None, None]
-    assert np.allclose(entries.attention, weights, atol=1e-6)
-    wanted = weights.sum(2).reshape(1, 2, 2, 37).mean(2)
-    assert np.allclose(entries.votes, wanted, atol=1e-5)
+    observed = entries.observed
+    asked = observed.heads, entries.keys, observed.places, observed.scale, sinks
+    assert np.allclose(entries.attention, reference.weights(*asked), atol=1e-6)
+    assert np.allclose(entries.votes, reference.votes(*asked), atol=1e-5)
 
 
 @pytest.mark.parametrize("latest, T", [(None, 25_000), (5, 65_536)])
@@ -139,10 +120,9 @@ def test_working_memory_is_bounded(T, latest):
 
 def test_shared_logits_are_the_highest_over_heads_and_queries():
     entries = make_entries(n=3)
-    q, k = np.asarray(entries.queries, np.float64), np.asarray(entries.keys, np.float64)
-    mean = q.reshape(1, 2, 2, 3, 8).mean(2)
-    logits = np.einsum("bhid,bhtd->bhit", mean, k) * entries.observed.scale
-    for i, position in enumerate(entries.observed.places):
-        logits[:, :, i, position + 1 :] = -np.inf
-    want = np.broadcast_to(logits.max((1, 2))[:, None], (1, 2, 37))
-    assert np.allclose(shared_logits(entries.keys, entries.observed), want, atol=1e-5)
+    mean = np.asarray(entries.queries, np.float64).reshape(1, 2, 2, 3, 8).mean(2)
+    logits = np.einsum("bhid,bhtd->bhit", mean, entries.keys) * entries.observed.scale
+    seen = np.arange(37) <= np.array(entries.observed.places)[:, None]
+    want = np.where(seen, logits, -np.inf).max((1, 2))[:, None]
+    found = shared_logits(entries.keys, entries.observed)
+    assert np.allclose(found, want, atol=1e-5) and found.shape == (1, 2, 37)
