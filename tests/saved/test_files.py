@@ -130,7 +130,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(path, tokens, monkeypatch):
     with pytest.raises(SnapKVError, match="No space left on device"):
         saved.save(path, model, cache, tokens)
     cache[1]._received = object()  # can't be written
-    with pytest.raises(ValueError):
+    with pytest.raises(TypeError):
         saved.save(path, model, cache, tokens)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == before
