@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,6 @@ class Completion:
         self._parts = parts.make_state(asked.state)
         self._state = asked.state
         self._call = ""  # as the model writes it
-        self._new: list[Delta] = []
 
     def add(self, token: int, finish_reason: str | None) -> list[Delta]:
         """Take a token in, the last one with mlx-lm's `finish_reason`; what has become certain by it."""
@@ -82,45 +82,37 @@ class Completion:
         new = self._detokenizer.last_segment
         pending = self._until_stop[3] + new
         self._until_stop, ((_, text), *_) = TextStateMachine.split(self._until_stop, new)
-        self._take(text)
         if self._until_stop[0] is None:
-            finish_reason = "stop"
-            rest = self._until_stop[3]
+            finish_reason, rest = "stop", self._until_stop[3]
             self.stopped_by = pending[len(text) : len(pending) - len(rest)]
         elif finish_reason is not None:
-            self._take(TextStateMachine.flush(self._until_stop)[1])
-        if finish_reason is not None:
-            self._end(finish_reason)
-        found, self._new = self._new, []
+            text += TextStateMachine.flush(self._until_stop)[1]
+        found = list(self._parsed(text, finish_reason is not None))
         for piece in found:
             self.said.take(piece)
-        if self.finish_reason == "stop" and self.said.calls:
+        self.finish_reason = finish_reason
+        if finish_reason == "stop" and self.said.calls:
             self.finish_reason = "tool_calls"
         return found
 
-    def _take(self, text: str) -> None:
-        """Text that is no part of a stop text."""
+    def _parsed(self, text: str, is_last: bool) -> Iterator[Delta]:
+        """Text without stop texts, in its parts."""
         self._parts, segments = TextStateMachine.split(self._parts, text)
-        for state, piece in segments:
-            self._put(state, piece)
+        if is_last:
+            _, rest, state = TextStateMachine.flush(self._parts)
+            segments = [*segments, (state, rest)]
+        for self._state, piece in segments:
+            if self._state == "tool":
+                self._call += piece
+                continue
+            yield from self._called()
+            if piece:
+                yield Delta(self._state, piece)
+        if is_last:
+            yield from self._called()
 
-    def _put(self, state: str, text: str) -> None:
-        if self._state == "tool" and state != "tool":
-            self._end_call()
-        self._state = state
-        if state == "tool":
-            self._call += text
-        elif text:
-            self._new.append(Delta(state, text))
-
-    def _end(self, finish_reason: str) -> None:
-        _, rest, state = TextStateMachine.flush(self._parts)
-        self._put(state, rest)
-        self._end_call()
-        self.finish_reason = finish_reason
-
-    def _end_call(self) -> None:
-        """A call is whole; one that can't be parsed is text again."""
+    def _called(self) -> Iterator[Delta]:
+        """The call that has become whole, if any; one that can't be parsed is text again."""
         text, self._call = self._call, ""
         if not text:
             return
@@ -128,47 +120,43 @@ class Completion:
             calls = ToolCallFormatter(self._parser, self.asked.tools)([text])
         except Exception:  # parsers of what a model wrote
             calls = []
-        self._new.append(Delta("tool", "", tuple(calls)) if calls else Delta("normal", text))
+        yield Delta("tool", "", tuple(calls)) if calls else Delta("normal", text)
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
     """The response body of a whole answer, `extra` as its field `mlx_snapkv`."""
-    chat, said = answer.asked.chat, answer.said
-    content = {"message": message(said)} if chat else {"text": said.text}
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": answer.finish_reason}
-    n_prompt = len(answer.asked.prompt)
+    used = usage(len(answer.asked.prompt), answer.n_tokens)
+    about = {"choices": [choice(answer)], "usage": used, "mlx_snapkv": extra}
+    return head(answer.asked.chat, model) | about
+
+
+def head(chat: bool, model: str) -> dict[str, Any]:
+    """What the body of a chat's answer, or of a text's, begins with."""
     return {
-        **head("chatcmpl" if chat else "cmpl", model),
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
-        "choices": [choice],
-        "usage": usage(n_prompt, answer.n_tokens),
-        "mlx_snapkv": extra,
+        "created": int(time.time()),
+        "model": model,
     }
 
 
-def head(prefix: str, model: str) -> dict[str, Any]:
-    """What every body begins with; `prefix` is of its id."""
-    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-
-
-def message(said: Reply) -> dict[str, Any]:
-    """An assistant's message."""
-    content = said.text if said.text or not said.calls else None
-    return {"role": "assistant", "content": content, **beside(said)}
+def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
+    said, reason = answer.said, answer.finish_reason
+    content: dict[str, Any] = {"text": said.text}
+    if answer.asked.chat:
+        text = said.text if said.text or not said.calls else None
+        content = {"message": {"role": "assistant", "content": text, **beside(said)}}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 def beside(said: Reply) -> dict[str, Any]:
     """The fields of a message besides its text."""
-    reasoning = {"reasoning": said.reasoning} if said.reasoning else {}
-    return reasoning | ({"tool_calls": said.calls} if said.calls else {})
+    fields = {"reasoning": said.reasoning, "tool_calls": said.calls}
+    return {name: value for name, value in fields.items() if value}
 
 
 def usage(n_prompt: int, n_answer: int, n_cached: int | None = None) -> dict[str, Any]:
     """Tokens; `n_cached` of the prompt had been read before."""
     known = {} if n_cached is None else {"prompt_tokens_details": {"cached_tokens": n_cached}}
-    return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_answer,
-        "total_tokens": n_prompt + n_answer,
-        **known,
-    }
+    counts = {"prompt_tokens": n_prompt, "completion_tokens": n_answer}
+    return counts | {"total_tokens": n_prompt + n_answer} | known

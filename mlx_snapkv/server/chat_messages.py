@@ -52,15 +52,18 @@ class ChatMessages:
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = []
 
-    def say(self, role: str, text: str) -> None:
+    def say(self, role: str, *texts: str) -> None:
+        """Add texts that are one; nothing without any."""
         if role in SYSTEM:
             later = self.all and self.all[-1]["role"] != "system"
             role = "user" if later else "system"
-        self._add(role, "content", text)
+        if texts:
+            self._add(role, "content", "".join(texts))
 
-    def think(self, text: str) -> None:
-        """The assistant's reasoning, by the name that templates have for it."""
-        self._add("assistant", "reasoning_content", text)
+    def think(self, *texts: str) -> None:
+        """Add the assistant's reasoning, by the name that templates have for it."""
+        if texts:
+            self._add("assistant", "reasoning_content", "".join(texts))
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """The assistant's call of a tool; `arguments` are JSON."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..completions.answer import Delta
@@ -69,6 +70,9 @@ class ResponseFormatter(ABC):
         """The server-sent event that ends a failed stream."""
 
 
+Kind = Literal["reasoning", "text", "call"]
+
+
 @dataclass
 class Block:
     """A part of an answer, as Anthropic's messages and OpenAI's responses have it.
@@ -76,16 +80,20 @@ class Block:
     Attributes:
         text: so far; for a call, its arguments as JSON.
         call: of a tool, in OpenAI's form.
+        blank: white space before the text; a block begins with the first word.
+        index: None until it has begun.
     """
 
-    index: int
-    kind: Literal["reasoning", "text", "call"]
-    text: str = ""
+    kind: Kind
     call: dict[str, Any] | None = None
+    text: str = ""
+    blank: str = ""
+    index: int | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class BlockFormatter(ResponseFormatter):
-    """Gives one answer in blocks and streams how they change; no block is only white space.
+    """Gives one answer in blocks and streams how they change.
 
     Attributes:
         alive: a server-sent event that only shows that the connection lives.
@@ -97,8 +105,6 @@ class BlockFormatter(ResponseFormatter):
         super().__init__()
         self.blocks: list[Block] = []
         self._open: Block | None = None
-        self._kind: Literal["reasoning", "text"] | None = None
-        self._blank = ""  # white space that the next block may begin with
 
     @abstractmethod
     def begin(self) -> Iterator[str]:
@@ -120,39 +126,31 @@ class BlockFormatter(ResponseFormatter):
             yield self.alive
         elif isinstance(event, Delta):
             for call in event.calls:
-                yield from self._switch(None)
-                block = self._new("call", call)
-                yield from self.opened(block)
-                yield from self._add(block, call["function"]["arguments"])
-                yield from self.closed(block)
+                yield from self._close()
+                yield from self._add("call", call["function"]["arguments"], call)
+                yield from self._close()
             if event.text:
-                yield from self._switch("reasoning" if event.state == "reasoning" else "text")
-                yield from self._text(event.text)
+                kind: Kind = "reasoning" if event.state == "reasoning" else "text"
+                yield from self._add(kind, event.text)
         elif isinstance(event, Finished):
-            yield from self._switch(None)
+            yield from self._close()
 
-    def _text(self, text: str) -> Iterator[str]:
-        text, self._blank = self._blank + text, ""
-        if self._open is None:
-            if not text.strip():
-                self._blank = text
+    def _add(self, kind: Kind, text: str, call: dict[str, Any] | None = None) -> Iterator[str]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._close()
+            self._open = Block(kind, call)
+        block = self._open
+        if block.index is None:
+            block.blank += text
+            if not block.blank.strip():
                 return
-            assert self._kind is not None
-            self._open = self._new(self._kind)
-            yield from self.opened(self._open)
-        yield from self._add(self._open, text)
-
-    def _switch(self, kind: Literal["reasoning", "text"] | None) -> Iterator[str]:
-        if kind == self._kind:
-            return
-        if self._open is not None:
-            yield from self.closed(self._open)
-        self._open, self._kind, self._blank = None, kind, ""
-
-    def _new(self, kind: Literal["reasoning", "text", "call"], call: Any = None) -> Block:
-        self.blocks.append(Block(len(self.blocks), kind, call=call))
-        return self.blocks[-1]
-
-    def _add(self, block: Block, text: str) -> Iterator[str]:
+            block.index, text = len(self.blocks), block.blank
+            self.blocks.append(block)
+            yield from self.opened(block)
         block.text += text
         yield from self.added(block, text)
+
+    def _close(self) -> Iterator[str]:
+        block, self._open = self._open, None
+        if block is not None and block.index is not None:
+            yield from self.closed(block)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ...completions.body import ChatBody, Positive, Probability, as_body, require
 from ..api_error import ApiError
@@ -25,7 +25,14 @@ from ..chat_messages import (
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 
+FREE = "a form can't be forced on an answer: drop output_config and output_format"
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+CONTENT = {"reasoning": "thinking", "text": "text", "call": "input"}
+DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -157,15 +164,10 @@ class CountedMessages(Part):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
-    output_config: dict[str, Any] | None = None
-    output_format: Any = None
-
-    @field_validator("output_config", "output_format")
-    @classmethod
-    def _free_text(cls, value: Any, info: Any) -> Any:
-        form = (value or {}).get("format") if info.field_name == "output_config" else value
-        require(form is None, f"{info.field_name} can't force a form on an answer: drop it", form)
-        return value
+    output_config: Annotated[
+        dict[str, Any] | None, must(lambda value: (value or {}).get("format") is None, FREE)
+    ] = None
+    output_format: Annotated[Any, must(lambda value: value is None, FREE)] = None
 
     def chat(self, **sampling: Any) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
@@ -199,31 +201,25 @@ class Messages(CountedMessages):
 def _add(messages: ChatMessages, message: Message) -> None:
     """Add a message; texts in a row are one, between calls and results."""
     texts: list[str] = []
-
-    def say() -> None:
-        if texts:
-            messages.say(message.role, "".join(texts))
-            texts.clear()
-
     for part in message.content or [Text(type="text", text="")]:
-        if isinstance(part, (Text, Document)):
+        if isinstance(part, Text | Document):
             texts.append(part.text)
         elif isinstance(part, Thinking):
             messages.think(part.thinking)
-        elif isinstance(part, ToolUse):
-            say()
-            messages.call(part.id, part.name, json.dumps(part.input, ensure_ascii=False))
-        elif isinstance(part, ToolResult):
-            say()
-            messages.result(part.tool_use_id, BREAK.join(found.text for found in part.content))
-    say()
+        elif isinstance(part, ToolUse | ToolResult):
+            messages.say(message.role, *texts)
+            texts.clear()
+            if isinstance(part, ToolUse):
+                messages.call(part.id, part.name, json.dumps(part.input, ensure_ascii=False))
+            else:
+                messages.result(part.tool_use_id, BREAK.join(found.text for found in part.content))
+    messages.say(message.role, *texts)
 
 
 @router.post("/v1/messages")
 async def create(request: Request, body: Messages) -> Response:
     """Answer a conversation's last message."""
-    names = "max_tokens", "temperature", "top_p", "top_k"
-    sampling = {name: getattr(body, name) for name in names}
+    sampling = body.model_dump(include={"max_tokens", "temperature", "top_p", "top_k"})
     chat = body.chat(**sampling, stop=body.stop_sequences)
     return await respond(request, body, [chat], MessageFormatter)
 
@@ -256,7 +252,10 @@ class MessageFormatter(BlockFormatter):
         yield _event("message_stop")
 
     def whole(self) -> dict[str, Any]:
-        content = [_content(block) for block in self.blocks]
+        content = []
+        for block in self.blocks:
+            value = json.loads(block.text) if block.kind == "call" else block.text
+            content.append(_empty(block) | {CONTENT[block.kind]: value})
         return {**self._head, "content": content, **self._ending(), "usage": self._usage()}
 
     @staticmethod
@@ -272,11 +271,7 @@ class MessageFormatter(BlockFormatter):
         yield _event("content_block_start", index=block.index, content_block=_empty(block))
 
     def added(self, block: Block, text: str) -> Iterator[str]:
-        kind, field = {
-            "reasoning": ("thinking_delta", "thinking"),
-            "text": ("text_delta", "text"),
-            "call": ("input_json_delta", "partial_json"),
-        }[block.kind]
+        kind, field = DELTAS[block.kind]
         yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
     def closed(self, block: Block) -> Iterator[str]:
@@ -284,9 +279,8 @@ class MessageFormatter(BlockFormatter):
 
     def _ending(self) -> dict[str, Any]:
         answer = self.finished[0].answer
-        reason = REASONS[answer.finish_reason or "stop"]
         if answer.finish_reason == "tool_calls" or answer.stopped_by is None:
-            return {"stop_reason": reason, "stop_sequence": None}
+            return {"stop_reason": REASONS[answer.finish_reason or "stop"], "stop_sequence": None}
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
 
     def _usage(self) -> dict[str, Any]:
@@ -311,9 +305,3 @@ def _empty(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": ""}
     name = block.call["function"]["name"]
     return {"type": "tool_use", "id": block.call["id"], "name": name, "input": {}}
-
-
-def _content(block: Block) -> dict[str, Any]:
-    if block.kind == "call":
-        return _empty(block) | {"input": json.loads(block.text)}
-    return _empty(block) | {"thinking" if block.kind == "reasoning" else "text": block.text}

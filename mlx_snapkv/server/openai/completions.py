@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...completions.answer import Delta, Reply, beside, head, message, usage
+from ...completions.answer import Delta, Reply, beside, choice, head, usage
 from ...completions.body import Body, ChatBody, CompletionBody
 from ..api_error import ApiError
 from ..exchange import respond
@@ -56,7 +56,7 @@ class ServedChat(ChatBody, _ServedBody):
 
     @property
     def n_top_logprobs(self) -> int | None:
-        """See `EngineRequest.top_logprobs`."""
+        """How many log-probabilities are wanted besides a token's own; None for not even that."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -108,8 +108,7 @@ class CompletionFormatter(ResponseFormatter):
 
     def __init__(self, model: str, is_chat: bool, with_usage: bool):
         super().__init__()
-        self._head = head("chatcmpl" if is_chat else "cmpl", model)
-        self._kind = "chat.completion" if is_chat else "text_completion"
+        self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
         self._is_chat, self._with_usage = is_chat, with_usage
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
@@ -117,20 +116,20 @@ class CompletionFormatter(ResponseFormatter):
         self._n_calls: Counter[int] = Counter()
 
     def stream(self, index: int, event: Event | None) -> Iterator[str]:
-        if event is None:
-            yield ": keep-alive\n\n"
-        elif isinstance(event, Read):
-            yield f": reading {event.n_read}/{event.n_prompt}\n\n"
-        elif isinstance(event, TokenLogprob):
-            self._tokens[index].append(event)
-        elif isinstance(event, Started) and self._is_chat:
-            yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
-        elif isinstance(event, Delta):
-            yield self._chunk(index, self._part(index, event), None)
-        elif isinstance(event, Finished):
-            yield self._chunk(
-                index, self._part(index, Delta("normal", "")), event.answer.finish_reason
-            )
+        match event:
+            case None:
+                yield ": keep-alive\n\n"
+            case Read():
+                yield f": reading {event.n_read}/{event.n_prompt}\n\n"
+            case TokenLogprob():
+                self._tokens[index].append(event)
+            case Started() if self._is_chat:
+                yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+            case Delta():
+                yield self._chunk(index, self._part(index, event))
+            case Finished():
+                last = self._part(index, Delta("normal", ""))
+                yield self._chunk(index, last, event.answer.finish_reason)
 
     def end(self) -> Iterator[str]:
         if self._with_usage:
@@ -139,13 +138,11 @@ class CompletionFormatter(ResponseFormatter):
         yield DONE
 
     def whole(self) -> dict[str, Any]:
-        choices = []
-        for index, end in sorted(self.finished.items()):
-            said, reason = end.answer.said, end.answer.finish_reason
-            content = {"message": message(said)} if self._is_chat else {"text": said.text}
-            logprobs = {"logprobs": self._logprobs(self._tokens[index])}
-            choices.append({"index": index, **content, **logprobs, "finish_reason": reason})
-        return {**self._head, "object": self._kind, "choices": choices, **self._ending()}
+        choices = [
+            choice(end.answer, index, self._logprobs(self._tokens[index]))
+            for index, end in sorted(self.finished.items())
+        ]
+        return {**self._head, "choices": choices, **self._ending()}
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
@@ -155,9 +152,9 @@ class CompletionFormatter(ResponseFormatter):
     def stream_error(self, error: ApiError) -> str:
         return server_sent(self.error(error)) + DONE
 
-    def _chunk(self, index: int, part: dict[str, Any], reason: str | None) -> str:
-        choice = {"index": index, **part, "finish_reason": reason}
-        return server_sent({**self._head, "object": self._chunk_kind, "choices": [choice]})
+    def _chunk(self, index: int, part: dict[str, Any], reason: str | None = None) -> str:
+        choices = [{"index": index, **part, "finish_reason": reason}]
+        return server_sent({**self._head, "object": self._chunk_kind, "choices": choices})
 
     def _part(self, index: int, piece: Delta) -> dict[str, Any]:
         """A piece, with the tokens since the last one."""
@@ -168,9 +165,7 @@ class CompletionFormatter(ResponseFormatter):
         said.take(piece)
         if not self._is_chat:
             return {"text": said.text, **logprobs}
-        said.calls = [
-            call | {"index": self._n_calls[index] + i} for i, call in enumerate(said.calls)
-        ]
+        said.calls = [{**c, "index": n} for n, c in enumerate(said.calls, self._n_calls[index])]
         self._n_calls[index] += len(said.calls)
         content = {"content": said.text} if said.text else {}
         return {"delta": content | beside(said), **logprobs}
@@ -196,18 +191,16 @@ class CompletionFormatter(ResponseFormatter):
     def _ending(self) -> dict[str, Any]:
         """The tokens of all answers, whose prompt counts once, and what became of the first answer's cache."""
         started, report = self.started[0], self.finished[0].report
-        ending: dict[str, Any] = {
-            "usage": usage(started.n_prompt, self.n_generated, started.n_cached)
-        }
-        if report is not None:
-            names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
-            about = {name: getattr(report, name) for name in names}
-            about["entries"] = report.entries if report.compressed else None
-            for name, part in (("verified", report.verified), ("book", report.book)):
-                if part is not None:
-                    about[name] = asdict(part)
-            ending["mlx_snapkv"] = about
-        return ending
+        used = usage(started.n_prompt, self.n_generated, started.n_cached)
+        if report is None:
+            return {"usage": used}
+        names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
+        about = {name: getattr(report, name) for name in names}
+        about["entries"] = report.entries if report.compressed else None
+        for name in ("verified", "book"):
+            if getattr(report, name) is not None:
+                about[name] = asdict(getattr(report, name))
+        return {"usage": used, "mlx_snapkv": about}
 
 
 def _logprob(token: str, logprob: float) -> dict[str, Any]:

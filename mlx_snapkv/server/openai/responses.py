@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -61,8 +61,8 @@ class Reasoning(Part):
     content: Texts = Field(default_factory=list)
 
 
-def _joined(parts: list[Text]) -> str:
-    return "".join(part.text for part in parts)
+def _texts(parts: list[Text]) -> list[str]:
+    return [part.text for part in parts]
 
 
 Item = Annotated[
@@ -144,13 +144,13 @@ class ResponsesBody(Part):
         for item in self.input:
             match item:
                 case Message():
-                    messages.say(item.role, _joined(item.content))
-                case Reasoning() if item.content:
-                    messages.think(_joined(item.content))
+                    messages.say(item.role, "", *_texts(item.content))
+                case Reasoning():
+                    messages.think(*_texts(item.content))
                 case FunctionCall():
                     messages.call(item.call_id, item.name, item.arguments)
                 case FunctionCallOutput():
-                    messages.result(item.call_id, _joined(item.output))
+                    messages.result(item.call_id, "".join(_texts(item.output)))
         tools = [function_tool(tool, tool.parameters) for tool in self.tools]
         body = {
             "messages": messages.all,
@@ -178,8 +178,7 @@ class ResponsesFormatter(BlockFormatter):
         super().__init__()
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "created_at": int(time.time())}
         self._model, self._body = model, body
-        self._ids: defaultdict[int, str] = defaultdict(lambda: uuid.uuid4().hex)
-        self._n_events = 0
+        self._numbers = itertools.count()
 
     def begin(self) -> Iterator[str]:
         for kind in ("created", "in_progress"):
@@ -198,7 +197,7 @@ class ResponsesFormatter(BlockFormatter):
             "output_tokens_details": {"reasoning_tokens": answer.n_reasoning},
             "total_tokens": started.n_prompt + answer.n_tokens,
         }
-        output = [self._item(block) for block in self.blocks]
+        output = [_item(block) for block in self.blocks]
         if answer.finish_reason != "length":
             return self._response("completed", output=output, usage=usage)
         if output:
@@ -218,8 +217,7 @@ class ResponsesFormatter(BlockFormatter):
             yield self._block_event("content_part.added", block, part=_part(block))
 
     def added(self, block: Block, text: str) -> Iterator[str]:
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        yield self._block_event(f"{KINDS[block.kind]}.delta", block, delta=text, **logprobs)
+        yield self._block_event(f"{KINDS[block.kind]}.delta", block, delta=text, **_logprobs(block))
 
     def closed(self, block: Block) -> Iterator[str]:
         done = f"{KINDS[block.kind]}.done"
@@ -227,38 +225,21 @@ class ResponsesFormatter(BlockFormatter):
             name = block.call["function"]["name"]
             yield self._block_event(done, block, name=name, arguments=block.text)
         else:
-            logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-            yield self._block_event(done, block, text=block.text, **logprobs)
+            yield self._block_event(done, block, text=block.text, **_logprobs(block))
             yield self._block_event("content_part.done", block, part=_part(block))
         yield self._output_item("done", block)
 
     def _output_item(self, what: str, block: Block) -> str:
-        item = self._item(block, is_new=what == "added")
+        item = _item(block, is_new=what == "added")
         return self._event(f"response.output_item.{what}", output_index=block.index, item=item)
 
     def _block_event(self, kind: str, block: Block, **fields: Any) -> str:
-        place = {"output_index": block.index, "item_id": self._id(block)}
+        place = {"output_index": block.index, "item_id": _id(block)}
         content = {} if block.kind == "call" else {"content_index": 0}
         return self._event(f"response.{kind}", **place, **content, **fields)
 
-    def _item(self, block: Block, is_new: bool = False) -> dict[str, Any]:
-        """An item of the output, still empty if it is new."""
-        head = {"id": self._id(block), "status": "in_progress" if is_new else "completed"}
-        if block.call is not None:
-            name, arguments = block.call["function"]["name"], "" if is_new else block.text
-            call = {"call_id": block.call["id"], "name": name, "arguments": arguments}
-            return {"type": "function_call", **head, **call}
-        content = [] if is_new else [_part(block)]
-        if block.kind == "reasoning":
-            return {"type": "reasoning", **head, "summary": [], "content": content}
-        return {"type": "message", **head, "role": "assistant", "content": content}
-
-    def _id(self, block: Block) -> str:
-        return f"{PREFIXES[block.kind]}_{self._ids[block.index]}"
-
     def _event(self, kind: str, **fields: Any) -> str:
-        number, self._n_events = self._n_events, self._n_events + 1
-        return server_sent({"type": kind, "sequence_number": number, **fields}, kind)
+        return server_sent({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
 
     def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         body = self._body
@@ -284,6 +265,26 @@ class ResponsesFormatter(BlockFormatter):
         }
 
 
+def _id(block: Block) -> str:
+    return f"{PREFIXES[block.kind]}_{block.id}"
+
+
+def _item(block: Block, is_new: bool = False) -> dict[str, Any]:
+    """An item of the output, still empty if it is new."""
+    head = {"id": _id(block), "status": "in_progress" if is_new else "completed"}
+    if block.call is not None:
+        call = {"call_id": block.call["id"], "name": block.call["function"]["name"]}
+        return {"type": "function_call", **head, **call, "arguments": block.text}
+    content = [] if is_new else [_part(block)]
+    if block.kind == "reasoning":
+        return {"type": "reasoning", **head, "summary": [], "content": content}
+    return {"type": "message", **head, "role": "assistant", "content": content}
+
+
 def _part(block: Block) -> dict[str, Any]:
-    more: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
-    return {"type": KINDS[block.kind], "text": block.text, **more}
+    more: dict[str, Any] = {"annotations": []} if block.kind == "text" else {}
+    return {"type": KINDS[block.kind], "text": block.text, **more, **_logprobs(block)}
+
+
+def _logprobs(block: Block) -> dict[str, Any]:
+    return {"logprobs": []} if block.kind == "text" else {}
