@@ -19,14 +19,14 @@ from ..engine.report import CompressionReport
 from ..engine.request import held_tokens
 from ..engine.retention import RetentionConfig
 from ..engine.rewind import rollback_beyond, rolled_back_to
-from ..engine.serving import MAX_TOKENS, served
+from ..engine.serving import MAX_TOKENS, require_servable, served
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
 from . import saved_chat
 from .prompts import common_prefix, mlx_lm_suffix, rendered
-from .saved_chat import STATE, ChatState, first_messages
-from .turns import Before, require_known, require_usable
+from .saved_chat import first_messages
+from .turns import Before, require_known
 
 
 class Conversation:
@@ -81,19 +81,28 @@ class Conversation:
             policy, own = taken.policy(FEW), taken.setting.memory
             memory = own if memory == "drop" else memory
             verify = None if policy is None else verify
-        self.model = model
-        self.tokenizer = tokenizer
-        self.generation = generation
-        self.memory, self.verify, self.refresh = memory, verify, refresh
-        self.far = far
+        self.model, self.tokenizer, self.generation = model, tokenizer, generation
+        self.memory, self.verify, self.refresh, self.far = memory, verify, refresh, far
         self.policy = resolve_policy(policy=policy)
-        require_usable(model, self.policy, self._retention, generation)
+        self._require_usable()
         self.system = system
         self.reset()
 
     @property
     def _retention(self) -> RetentionConfig:
         return RetentionConfig(self.memory, self.verify, self.refresh, self.far)
+
+    def _require_usable(self) -> None:
+        if self.policy is None:
+            self._retention.require(self.model, None)
+            return
+        _, decode_policy = self.policy.stages
+        if decode_policy.repeats is not None:
+            raise SnapKVError(
+                f"{decode_policy.name} reads a prompt again as a whole, and a conversation's turns are only parts of "
+                "one: save the text by cache-prompt and ask by generate --prompt-cache-file, or take another policy"
+            )
+        require_servable(self.model, self.policy, self._retention, self.generation)
 
     def verify_answers(self, verify: str | None) -> None:
         """Let later answers be verified so, or not at all.
@@ -176,7 +185,7 @@ class Conversation:
         if self._before_last is None:
             self._go_back_to_messages()
         else:
-            self._before_last.restore(self)
+            self._before_last.restore()
             self._before_last = None
         self.attached = [*documents, *self.attached]
         return typed
@@ -206,8 +215,7 @@ class Conversation:
         Raises:
             SnapKVError: the file can't be written, or nothing has been said yet.
         """
-        state = {name: value for name, value in vars(self).items() if name in STATE}
-        saved_chat.save(path, self.model, ChatState(**state))
+        saved_chat.save(path, self)
 
     @classmethod
     def load(
@@ -232,10 +240,9 @@ class Conversation:
         Raises:
             SnapKVError: the file is damaged, another model's, or can't be used with that policy.
         """
-        state = saved_chat.load(path, model, policy, memory)
-        ways = {"policy": state.policy, "memory": state.memory, "system": state.system}
-        conversation = cls(model, tokenizer, **ways, **generation)  # type: ignore[arg-type]
-        vars(conversation).update(vars(state))
+        options, state = saved_chat.load(path, model, policy, memory)
+        conversation = cls(model, tokenizer, **options, **generation)
+        vars(conversation).update(state)
         return conversation
 
     def _answers(
@@ -250,10 +257,8 @@ class Conversation:
         text = ""
         prompt = mx.array(tokens)
         start = partial(mlx_generate.stream_generate, tokenizer=self.tokenizer, prompt=prompt)
-        n_answer, on_report = (
-            options.get("max_tokens", MAX_TOKENS),
-            partial(setattr, self, "report"),
-        )
+        n_answer = options.get("max_tokens", MAX_TOKENS)
+        on_report = partial(setattr, self, "report")
         wanted = len(tokens), n_answer, self.policy, self._retention, on_report
         options = options | {"prompt_cache": self.prompt_cache}
         responses = served(start, self.model, *wanted, options, turns=True)
@@ -272,10 +277,10 @@ class Conversation:
                 self.said = [*self.said, parts]
                 self.attached = []
                 self._remember(tokens + answered)
-                is_cheap = shard_of(self.model).all_layers([before.is_cheap(self)])  # on all ranks
+                is_cheap = shard_of(self.model).all_layers([before.is_cheap])  # on all ranks
                 self._before_last = before if all(is_cheap) else None
             else:
-                before.restore(self)
+                before.restore()
 
     def _unread(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of the chat that the cache has not read yet."""

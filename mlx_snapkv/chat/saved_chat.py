@@ -1,6 +1,5 @@
 """Conversations in files."""
 
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +11,31 @@ from ..engine.report import NO_POLICY
 from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 
-
-@dataclass
-class ChatState:
-    """What a conversation continues from, besides the model and the options of its answers.
-
-    The attributes are the conversation's own. `prompt_cache` is of the kinds that `policy` and `memory` ask for.
-    """
-
-    prompt_cache: list
-    policy: Policy | Stages | None = None
-    memory: str = "drop"
-    system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
-    said: list[list[str]] = field(default_factory=list)
-    attached: list[str] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)
-    pending_tokens: list[int] = field(default_factory=list)
-    n_unknown: int = 0
-
-
-STATE = frozenset(f.name for f in fields(ChatState))
+NOTED = ("messages", "said", "attached", "pending_tokens", "memory", "system", "n_unknown")
 
 
 def first_messages(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [{"role": "system", "content": system}]
 
 
-def save(path: str | Path, model, state: ChatState) -> None:
-    """Write a conversation with a model to a file; see `Conversation.save`."""
-    if not state.read:
+def save(path: str | Path, conversation: Any) -> None:
+    """Write a conversation to a file; see `Conversation.save`."""
+    if not conversation.read:
         raise SnapKVError("nothing has been said yet, so there is nothing to save")
-    noted = ("messages", "said", "attached", "pending_tokens", "memory", "system", "n_unknown")
-    notes = {name: getattr(state, name) for name in noted}
-    caches = saved_forms(model, state.prompt_cache)
-    saved.save(path, model, caches, state.read, state.policy or NO_POLICY, notes)
+    notes = {name: getattr(conversation, name) for name in NOTED}
+    model, policy = conversation.model, conversation.policy or NO_POLICY
+    caches = saved_forms(model, conversation.prompt_cache)
+    saved.save(path, model, caches, conversation.read, policy, notes)
 
 
 def load(
     path: str | Path, model, policy: Policy | Stages | str | None = None, memory: str = "drop"
-) -> ChatState:
-    """Read a conversation, or a text that waits for its first question; see `Conversation.load`."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a conversation, or a text that waits for its first question; see `Conversation.load`.
+
+    Returns:
+        What a `Conversation` is made with, and attributes that it then gets.
+    """
     found = saved.load(path, model)
     notes = {} if found.tokens is None else found.notes  # mlx-lm's are about other things
     if found.tokens is not None and not {"messages", "text"} & set(notes):
@@ -60,18 +43,25 @@ def load(
     policy, memory = _ways(path, found, notes, policy, memory)
     require_memory(memory)
     policy = resolve_policy(policy=policy)
+    caches = list(found.prompt_cache)
     try:
-        caches = _loaded_caches(model, policy, memory, found.prompt_cache)
+        if policy is not None:
+            empty = make_caches(model, memory, policy)
+            for layer in attention_layers(model, empty):
+                layer.put(caches, filled(layer.cache_in(empty), layer.cache_in(found.prompt_cache)))
     except SnapKVError as error:
         raise SnapKVError(f"{path} can't be used: {error}") from error
-    state = ChatState(caches, policy, memory)
+    # `mlx-snapkv cache-prompt` saves a text, and mlx-lm not even its tokens.
+    system = notes.get("system", notes.get("system_prompt"))
+    state = {name: notes[name] for name in NOTED if name in notes} | {"prompt_cache": caches}
+    if "text" in notes:
+        state["attached"] = [notes["text"]]
+    state["read"] = found.tokens
     if found.tokens is None:
-        state.n_unknown = n_tokens(found.prompt_cache)
-        state.read = [0] * state.n_unknown
-    else:
-        _take_notes(state, notes)
-        state.read = found.tokens
-    return state
+        state["n_unknown"] = n_tokens(found.prompt_cache)
+        state["read"] = [0] * state["n_unknown"]
+    ways = {"policy": policy, "memory": memory, "system": system}
+    return ways, state | ways
 
 
 def _ways(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory: str) -> tuple:
@@ -92,23 +82,3 @@ def _ways(path, found: saved.SavedPrompt, notes: dict[str, Any], policy, memory:
             f"{path} holds a compressed prompt, which needs memory=drop, the other entries are gone"
         )
     return policy, memory
-
-
-def _take_notes(state: ChatState, notes: dict[str, Any]) -> None:
-    """From `save`, or from `mlx-snapkv cache-prompt`, which saves a text."""
-    state.system = notes.get("system", notes.get("system_prompt"))
-    state.messages = notes.get("messages", first_messages(state.system))
-    state.said = notes.get("said", [])
-    state.attached = notes.get("attached", [notes["text"]] if "text" in notes else [])
-    state.pending_tokens = notes.get("pending_tokens", [])
-    state.n_unknown = notes.get("n_unknown", 0)
-
-
-def _loaded_caches(model, policy: Policy | Stages | None, memory: str, found: list) -> list:
-    """Loaded caches, in the kinds that the conversation's policy and memory want."""
-    caches = list(found)
-    if policy is not None:
-        empty = make_caches(model, memory, policy)
-        for layer in attention_layers(model, empty):
-            layer.put(caches, filled(layer.cache_in(empty), layer.cache_in(found)))
-    return caches

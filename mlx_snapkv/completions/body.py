@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -22,6 +23,22 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SHOWN = 60  # characters of a value that is refused
 
 
+def require(ok: bool, sentence: str, value: Any) -> None:
+    """Raise ValueError unless ok, with the sentence and the value got."""
+    if not ok:
+        raise ValueError(f"{sentence}, got {_shown(value)}")
+
+
+def must(holds: Callable[[Any], bool], sentence: str) -> AfterValidator:
+    """A rule for a field; the sentence says what it must be."""
+
+    def validate(value: Any) -> Any:
+        require(holds(value), sentence, value)
+        return value
+
+    return AfterValidator(validate)
+
+
 def _drop(value: Any, info: ValidationInfo) -> Any:
     require(not value, f"{info.field_name} is not supported: drop the field", value)
     return value
@@ -31,7 +48,15 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
 Unsupported = Annotated[Any, AfterValidator(_drop)]
+
+
+def _stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    ok = stops is None or (isinstance(stops, list) and all(isinstance(s, str) for s in stops))
+    require(ok, "stop must be a string or a list of strings", value)
+    return [s for s in stops if s] if stops else None
 
 
 class Body(BaseModel):
@@ -53,29 +78,25 @@ class Body(BaseModel):
     xtc_probability: Probability | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     seed: int | None = None
-    stop: list[str] | None = None
-    logit_bias: dict[str, Finite] | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stops)] = None
+    logit_bias: dict[TokenId, Finite] | None = None
     frequency_penalty: Finite | None = None
     frequency_context_size: Positive | None = None
     presence_penalty: Finite | None = None
     presence_context_size: Positive | None = None
     repetition_penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     repetition_context_size: Positive | None = None
-
     stream: bool | None = None
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _list_of_stops(cls, value: Any) -> Any:
-        stops = [value] if isinstance(value, str) else value
-        ok = stops is None or (isinstance(stops, list) and all(isinstance(s, str) for s in stops))
-        require(ok, "stop must be a string or a list of strings", value)
-        return [s for s in stops if s] if stops else None
 
     @property
     def ignored(self) -> list[str]:
         """The fields that are not known here."""
         return sorted(name for name, value in (self.model_extra or {}).items() if value is not None)
+
+
+def _is_text(part: Any) -> bool:
+    is_part = isinstance(part, dict) and part.get("type") == "text"
+    return is_part and isinstance(part.get("text"), str)
 
 
 class Message(BaseModel):
@@ -88,16 +109,10 @@ class Message(BaseModel):
 
     @field_validator("content")
     @classmethod
-    def _text(cls, value: Any, info: Any) -> Any:
+    def _text(cls, value: Any, info: ValidationInfo) -> Any:
         empty = value in (None, []) and info.data.get("role") != "assistant"
         require(not empty, "content must not be empty", value)
-        parts = value if isinstance(value, list) else [{"type": "text", "text": value or ""}]
-        ok = all(
-            isinstance(part, dict)
-            and part.get("type") == "text"
-            and isinstance(part.get("text"), str)
-            for part in parts
-        )
+        ok = isinstance(value or "", str) or (isinstance(value, list) and all(map(_is_text, value)))
         require(ok, "content must be text, or a list of parts of the type text", value)
         return value
 
@@ -107,22 +122,24 @@ class ChatBody(Body):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    response_format: Any = None
+    tool_choice: Annotated[
+        Any,
+        must(
+            lambda value: value in (None, "auto", "none"),
+            "tool_choice must be auto or none: no tool can be forced",
+        ),
+    ] = None
+    response_format: Annotated[
+        Any,
+        must(
+            lambda value: value in (None, {"type": "text"}),
+            "response_format must be text: no form can be forced on an answer",
+        ),
+    ] = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: Unsupported = None
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
-
-    @field_validator("tool_choice", "response_format")
-    @classmethod
-    def _free(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.field_name == "tool_choice":
-            ok, rule = value in (None, "auto", "none"), "auto or none: no tool can be forced"
-        else:
-            ok, rule = value in (None, {"type": "text"}), "text: no form can be forced on an answer"
-        require(ok, f"{info.field_name} must be {rule}", value)
-        return value
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as plain dicts of their own, with the fields that were given.
@@ -133,22 +150,20 @@ class ChatBody(Body):
         return [m | {"role": "system"} if m["role"] == "developer" else m for m in dumped]
 
 
+def _is_prompt(value: Any) -> bool:
+    is_list = isinstance(value, list) and value != []
+    return isinstance(value, str) or (is_list and all(type(token) is int for token in value))
+
+
 class CompletionBody(Body):
     """The body of `/v1/completions`."""
 
-    prompt: Any
+    prompt: Annotated[
+        Any, must(_is_prompt, "prompt must be one text, or the list of its token ids")
+    ]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None
-
-    @field_validator("prompt")
-    @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
-        tokens = value if isinstance(value, list) else [None]
-        whole = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
-        ok = isinstance(value, str) or (whole and value != [])
-        require(ok, "prompt must be one text, or the list of its token ids", value)
-        return value
 
 
 class _OneAnswer(Body):
@@ -172,11 +187,7 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def parse(url: Any, body: Any) -> Body:
-    """A checked body.
-
-    Args:
-        url: `/v1/chat/completions` or `/v1/completions`.
-        body: what came as JSON.
+    """What came as JSON for a url of `BODIES`, checked.
 
     Raises:
         SnapKVError: it can't be answered as asked; the sentence names the field.
@@ -195,12 +206,6 @@ def as_body(kind: type[Checked], body: Any) -> Checked:
         raise SnapKVError(problem(error.errors(include_url=False)[0], body)) from None
 
 
-def require(ok: bool, sentence: str, value: Any) -> None:
-    """Raise ValueError unless ok, with the sentence and the value got."""
-    if not ok:
-        raise ValueError(f"{sentence}, got {_shown(value)}")
-
-
 def problem(error: Mapping[str, Any], body: Any) -> str:
     """One of pydantic's errors about a body, as a sentence that names the field."""
     place, kind, got = _place(error["loc"], body), error["type"], error["input"]
@@ -216,17 +221,17 @@ def problem(error: Mapping[str, Any], body: Any) -> str:
     if kind == "too_short":
         return f"{place} must not be empty"
     if kind.startswith("union_tag"):
+        name = error["ctx"]["discriminator"].strip("'")
         if not isinstance(got, dict):
             return f"{place} must be an object, got {_shown(got)}"
-        name = error["ctx"]["discriminator"].strip("'")
         if name not in got:
             return f"{place}.{name} is missing"
         known = error["ctx"]["expected_tags"].replace("'", "").replace(", ", " or ")
         return f"{place} can't be read: its {name} must be {known}, got {_shown(got[name])}"
-    message = error["msg"].replace("Input should", f"{place} should", 1)
-    message = message.partition(" or instance of")[0].replace("dictionary", "object")
-    shown = message if place in message else f"{place}: {message}"
-    return f"{shown}, got {_shown(got)}"
+    message = error["msg"].partition(" or instance of")[0].replace("dictionary", "object")
+    if message.startswith("Input "):
+        return f"{place}{message.removeprefix('Input')}, got {_shown(got)}"
+    return f"{place}: {message}, got {_shown(got)}"
 
 
 def _place(loc: Sequence[str | int], body: Any) -> str:

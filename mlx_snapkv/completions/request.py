@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,14 @@ from .body import Body, ChatBody, CompletionBody
 FREE = {"documents", "chat_template"}
 
 
+SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
+PENALTIES = {
+    f"{name}_{field}"
+    for name in ("repetition", "presence", "frequency")
+    for field in ("penalty", "context_size")
+}
+
+
 @dataclass(frozen=True)
 class Defaults:
     """The values of fields that a body leaves out, by the names of mlx-lm's flags; temperature 0 is greedy."""
@@ -32,11 +40,6 @@ class Defaults:
     min_tokens_to_keep: int = 1
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """All but the length."""
-        return {name: value for name, value in vars(self).items() if name != "max_tokens"}
 
 
 @dataclass(frozen=True)
@@ -77,31 +80,32 @@ def completion_request(
     Raises:
         SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
     """
-    size = len(tokenizer)
-    tools = None
+    is_chat = isinstance(body, ChatBody)
     if isinstance(body, ChatBody):
-        tools = _tools(body)
         prompt = chat_tokens(body, tokenizer, body.template_messages())
     else:
         assert isinstance(body, CompletionBody)
-        prompt = _text_prompt(body.prompt, tokenizer, size)
+        prompt = _text_tokens(body.prompt, tokenizer)
     if not prompt:
         raise SnapKVError("the prompt is empty: give some text")
+    bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    _require_known("logit_bias", bias, tokenizer)
+    penalties = body.model_dump(include=PENALTIES, exclude_none=True)
     return CompletionRequest(
         prompt,
         body.max_completion_tokens or body.max_tokens or defaults.max_tokens,
-        sampler_of(body, tokenizer, defaults, size, seed),
-        processors_of(body, size),
+        _sampler(body, tokenizer, defaults, seed),
+        make_logits_processors(bias or None, **penalties),
         body.stop or [],
-        _initial_state(tokenizer, prompt) if isinstance(body, ChatBody) else "normal",
-        tools or None,
-        isinstance(body, ChatBody),
+        _initial_state(tokenizer, prompt) if is_chat else "normal",
+        _tools(body) if isinstance(body, ChatBody) else None,
+        is_chat,
         body.ignored,
     )
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    return body.tools if body.tool_choice != "none" else None
+    return (body.tools or None) if body.tool_choice != "none" else None
 
 
 def chat_tokens(
@@ -136,27 +140,32 @@ def chat_tokens(
         raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
 
 
-def _text_prompt(prompt: str | list[int], tokenizer, size: int) -> list[int]:
-    if isinstance(prompt, str):
-        try:
-            return encode_prompt(tokenizer, prompt).tolist()  # type: ignore[return-value]
-        except Exception as error:
-            raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
-    for token in prompt:
-        _require_token("prompt", token, size)
-    return prompt
+def _text_tokens(prompt: str | list[int], tokenizer) -> list[int]:
+    if isinstance(prompt, list):
+        _require_known("prompt", prompt, tokenizer)
+        return prompt
+    try:
+        return encode_prompt(tokenizer, prompt).tolist()  # type: ignore[return-value]
+    except Exception as error:
+        raise SnapKVError(f"the tokenizer failed: {brief(error)}") from error
 
 
-def sampler_of(
-    body: Body, tokenizer, defaults: Defaults, size: int, seed: int | None
-) -> Callable | None:
-    """A body's sampler, of a vocabulary of so many tokens; None is greedy. Raises as `completion_request` does."""
-    how = defaults.sampling
-    for name in how:
-        given = getattr(body, "temperature" if name == "temp" else name, None)
-        how[name] = how[name] if given is None else given
-    if how["top_k"] >= size:
-        raise SnapKVError(f"top_k must be below the vocabulary's {size}, got {how['top_k']}")
+def _require_known(field: str, tokens: Iterable[int], tokenizer) -> None:
+    size = len(tokenizer)
+    for token in tokens:
+        if not 0 <= token < size:
+            raise SnapKVError(f"{field} must have token ids from 0 to {size - 1}, got {token}")
+
+
+def _sampler(body: Body, tokenizer, defaults: Defaults, seed: int | None) -> Callable | None:
+    how = vars(defaults) | body.model_dump(include=SAMPLING, exclude_none=True)
+    del how["max_tokens"]
+    if body.temperature is not None:
+        how["temp"] = body.temperature
+    if how["top_k"] >= len(tokenizer):
+        raise SnapKVError(
+            f"top_k must be below the vocabulary's {len(tokenizer)}, got {how['top_k']}"
+        )
     if how["temp"] == 0:
         return None
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
@@ -164,30 +173,6 @@ def sampler_of(
     chosen = secrets.randbits(64) if own is None else own % 2**64
     draws = 2 if how["xtc_probability"] > 0 else 1
     return SeededSampler(make_sampler(**how, xtc_special_tokens=special), chosen, draws)
-
-
-def processors_of(body: Body, size: int) -> list[Callable]:
-    """The processors of the logits that a body asks for. Raises as `completion_request` does."""
-    names = ("repetition", "presence", "frequency")
-    wanted = {
-        name: getattr(body, name) for n in names for name in (f"{n}_penalty", f"{n}_context_size")
-    }
-    bias = {_token(name, size): value for name, value in (body.logit_bias or {}).items()}
-    given = {name: value for name, value in wanted.items() if value is not None}
-    return make_logits_processors(bias or None, **given)
-
-
-def _token(name: str, size: int) -> int:
-    """A token id that came as the name of a JSON object's value."""
-    if not (name.isascii() and name.isdecimal() and len(name) < 20):
-        raise SnapKVError(f"logit_bias must have token ids for names, got {name[:60]!r}")
-    _require_token("logit_bias", int(name), size)
-    return int(name)
-
-
-def _require_token(field: str, token: int, size: int) -> None:
-    if not 0 <= token < size:
-        raise SnapKVError(f"{field} must have token ids from 0 to {size - 1}, got {token}")
 
 
 def _initial_state(tokenizer, prompt: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Who may ask, and how much: keys, the Host and Origin headers, the size of a body."""
+"""Who may ask, and how much: keys, the Host and Origin headers, the size of a body; and what the others get."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import SnapKVError
 from . import BILLING
-from .api_error import ApiError
+from .anthropic.messages import MessageFormatter
+from .api_error import ApiError, as_api_error
+from .metrics import Metrics
+from .openai.completions import CompletionFormatter
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/health", "/")  # a browser or a watchdog needs no key for these
@@ -66,26 +70,44 @@ async def require_utf8(request: Request) -> None:
             raise ApiError(400, "the body is not UTF-8") from None
 
 
-class Access:
-    """ASGI middleware that raises an ApiError for requests that may not pass.
+class Gate:
+    """ASGI middleware around everything: lets requests pass, or sends any exception in the API's own form.
 
-    Starlette's `TrustedHostMiddleware` would refuse in plain text, which is no API's error.
+    It also counts the responses. Starlette's `TrustedHostMiddleware` would refuse in plain text, which is no API's
+    error.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings):
-        self._app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
+        self._app, self._settings, self._metrics = app, settings, metrics
         self._hosts = {*LOCAL, settings.host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
             headers = MutableHeaders(scope=scope)
             if self._settings.api_key is None:
                 self._require_own_host(headers)
             elif scope["path"] not in OPEN and scope["method"] != "OPTIONS":
                 _require_key(headers, self._settings.api_key)
             headers["content-type"] = "application/json"  # curl's -d would say it is a form
-            receive = _limited(headers, receive, self._settings.body_bytes)
-        await self._app(scope, receive, send)
+            await self._app(scope, _limited(headers, receive, self._settings.body_bytes), noted)
+        except Exception as error:
+            if status:  # the response has begun: all that is left is to end it
+                raise
+            await error_response(scope, error)(scope, receive, noted)
+        # By our own paths: clients may ask for any, and each would stay in memory.
+        path = getattr(scope.get("route"), "path", "other")
+        self._metrics.responses.labels(path, str(status)).inc()
 
     def _require_own_host(self, headers: Headers) -> None:
         """Against web pages. After DNS rebinding a page sends its own name as the host; a page of another site can
@@ -100,6 +122,19 @@ class Access:
             raise ApiError(
                 403, f"pages of {origin[:80]!r} may not ask: start the server with --allow-origin"
             )
+
+
+def error_response(scope: Scope, error: Exception) -> JSONResponse:
+    """In Anthropic's form for its paths, and for clients whose header says so."""
+    found = as_api_error(error)
+    if found.status_code in (404, 405) and found is not error:
+        what = f"{scope['method']} {scope['path'][:200]}"
+        missing = found.status_code == 404
+        found.detail = f"there is no {what} here" if missing else f"{what} is not allowed"
+    messages = scope["path"].startswith("/v1/messages")
+    is_anthropic = messages or "anthropic-version" in Headers(scope=scope)
+    api = MessageFormatter if is_anthropic else CompletionFormatter
+    return JSONResponse(api.error(found), found.status_code, found.headers)
 
 
 def _require_key(headers: Headers, key: str) -> None:

@@ -30,11 +30,7 @@ class Limits:
 
 
 class Admission:
-    """Keeps requests within the limits; the prefix cache shrinks to make room for them.
-
-    Args:
-        generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
-    """
+    """Keeps requests within the limits; the prefix cache shrinks to make room for them."""
 
     def __init__(
         self,
@@ -63,17 +59,11 @@ class Admission:
         self._n_open.inc()
 
     def leave(self) -> None:
-        """Count a request out, whether it was answered or failed."""
         self._places.release()
         self._n_open.dec()
 
     def need(self, body: Body, asked: CompletionRequest) -> Need | None:
-        """The memory that a request will take; None without a limit.
-
-        Raises:
-            ApiError: the prompt is longer than allowed.
-            NeverFits: it needs more than the limit.
-        """
+        """The memory that a request will take; None without a limit. Raises: ApiError, NeverFits: it is too long."""
         n, most = len(asked.prompt), self._limits.context
         if most is not None and n > most:
             advice = "shorten it, or start the server with a larger --max-context"
@@ -96,6 +86,6 @@ class Admission:
         return True
 
     def trim_prefixes(self, held: int) -> None:
-        """Trim the prefix cache to what requests, whose caches hold `held` bytes, leave of the limit."""
+        """Trim the prefix cache to what requests leave of the limit."""
         if self._memory is not None:
             self._prefixes.trim_to(n_bytes=self._memory.limit - held)

@@ -15,21 +15,17 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .._version import __version__
 from ..content_policy import content_policy
 from ..errors import SnapKVError
 from ..paths import reason
-from .access import Access, Settings, require_utf8
-from .anthropic.messages import MessageFormatter
+from .access import Gate, Settings, require_utf8
 from .anthropic.messages import router as anthropic
-from .api_error import ApiError, as_api_error
+from .api_error import ApiError
 from .engine import Engine
-from .metrics import Metrics
 from .openai.completions import CompletionFormatter
 from .openai.completions import router as openai
 from .openai.responses import router as responses
@@ -45,10 +41,9 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     app.state.engine, app.state.settings = engine, settings
     for each in (openai, responses, anthropic, router):
         app.include_router(each)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(RequestValidationError, _refused)
-    app.add_middleware(Access, settings=settings)
-    app.add_middleware(ErrorResponses, metrics=engine.metrics)
+    app.add_exception_handler(HTTPException, _raise)
+    app.add_exception_handler(RequestValidationError, _raise)
+    app.add_middleware(Gate, settings=settings, metrics=engine.metrics)
     if settings.origins:
         origins = list(settings.origins)
         app.add_middleware(
@@ -90,51 +85,9 @@ def _page() -> tuple[str, str]:
     return html, content_policy(html, **allowed)
 
 
-class ErrorResponses:
-    """ASGI middleware around everything: sends any exception in the API's own form, and counts responses."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics):
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = 0
-
-        async def noted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noted)
-        except Exception as error:
-            if status:  # the response has begun: all that is left is to end it
-                raise
-            await _error_response(scope, error)(scope, receive, noted)
-        # By our own paths: clients may ask for any, and each would stay in memory.
-        path = getattr(scope.get("route"), "path", "other")
-        self._metrics.responses.labels(path, str(status)).inc()
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    """Whatever FastAPI refuses by itself, and the endpoints refuse."""
-    return _error_response(request.scope, error)
-
-
-def _error_response(scope: Scope, error: Exception) -> JSONResponse:
-    """In Anthropic's form for its paths, and for clients whose header says so."""
-    found = as_api_error(error)
-    if found.status_code in (404, 405) and found is not error:
-        what = f"{scope['method']} {scope['path'][:200]}"
-        missing = found.status_code == 404
-        found.detail = f"there is no {what} here" if missing else f"{what} is not allowed"
-    messages = scope["path"].startswith("/v1/messages")
-    is_anthropic = messages or "anthropic-version" in Headers(scope=scope)
-    api = MessageFormatter if is_anthropic else CompletionFormatter
-    return JSONResponse(api.error(found), found.status_code, found.headers)
+async def _raise(request: Request, error: Exception) -> Response:
+    """What FastAPI refuses by itself, and the endpoints refuse, goes on to the gate."""
+    raise error
 
 
 class Protocol(H11Protocol):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict
 
-from ..completions.body import Body, ChatBody, require
+from ..completions.body import Body, ChatBody
 
 BREAK = "\n\n"  # between texts that came apart
 SYSTEM = ("system", "developer")
@@ -17,16 +17,6 @@ class Part(BaseModel):
     """A body or a part of one; unknown fields, such as `cache_control` and `citations`, are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-
-
-def must(holds: Callable[[Any], bool], sentence: str) -> AfterValidator:
-    """A rule for a field; the sentence says what it must be."""
-
-    def validate(value: Any) -> Any:
-        require(holds(value), sentence, value)
-        return value
-
-    return AfterValidator(validate)
 
 
 def as_parts(value: Any) -> Any:

@@ -36,11 +36,7 @@ LOOK = 0.1  # seconds between two looks for requests, while nothing is to do
 
 @dataclass(frozen=True)
 class Loaded:
-    """The one model that is served, and its tokenizer.
-
-    Attributes:
-        names: that clients see; the first is the one it was loaded by.
-    """
+    """The one model that is served; clients see its names, of which the first is the one it was loaded by."""
 
     model: Any
     tokenizer: Any
@@ -55,8 +51,7 @@ class Engine(ResponseGenerator):
 
     Args:
         load: gives the model; called in the engine's thread, to which MLX binds the arrays.
-        generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
-        defaults: for bodies that don't say.
+        options: of the `CompressedBatchGenerator`: policy, memory and so on.
         open_files: gives the folder that prefixes are also kept in, if there is one.
 
     Attributes:
@@ -73,7 +68,7 @@ class Engine(ResponseGenerator):
     def __init__(
         self,
         load: Callable[[], Loaded],
-        generation: dict[str, Any],
+        options: dict[str, Any],
         prefixes: PrefixCache,
         limits: Limits,
         defaults: Defaults,
@@ -81,15 +76,17 @@ class Engine(ResponseGenerator):
         open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
         self.limits, self.defaults, self.metrics = limits, defaults, metrics
-        self.prefixes, self._options = prefixes, generation
+        self.prefixes, self._options = prefixes, options
         self._load, self._open_files = load, open_files
         self._ready = Future[Loaded]()
         self._running: dict[int, EngineRequest] = {}
         self._waiting: deque[EngineRequest] = deque()
         self._numbers = itertools.count()
-        metrics.track_kv_bytes("requests", lambda: self.kv_bytes)
-        metrics.track_kv_bytes("prefixes", lambda: prefixes.nbytes)
-        metrics.track_kv_bytes("prefix_files", lambda: prefixes.file_nbytes)
+        metrics.track_kv_bytes(
+            requests=lambda: self.kv_bytes,
+            prefixes=lambda: prefixes.nbytes,
+            prefix_files=lambda: prefixes.file_nbytes,
+        )
         super().__init__(None, prefixes)  # type: ignore[arg-type]  # whose model is loaded below
         try:
             self.loaded = self._ready.result()
@@ -165,7 +162,7 @@ class Engine(ResponseGenerator):
                 self.requests.not_empty.wait(LOOK)
 
     def _next_to_start(self) -> EngineRequest | None:
-        """The first of the requests that wait, if it may start; new ones are taken before."""
+        """The first request that waits, if it may start; new ones are taken before."""
         self._take_requests()
         return self._waiting.popleft() if self._may_start() else None
 

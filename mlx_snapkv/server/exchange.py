@@ -31,7 +31,7 @@ async def respond(
 
     Args:
         body: the client's; its `model` and `stream` count.
-        chats: one for each answer.
+        chats: the body of each answer.
         new_formatter: makes one for a model's name.
     """
     state = request.app.state

@@ -33,9 +33,10 @@ class Metrics:
         )
         self._kv_bytes = gauge("mlx_snapkv_kv_bytes", "Bytes of keys and values", ["kind"])
 
-    def track_kv_bytes(self, kind: str, read: Callable[[], float]) -> None:
-        """Call `read` for the KV bytes of a kind whenever the figures are read."""
-        self._kv_bytes.labels(kind).set_function(read)
+    def track_kv_bytes(self, **kinds: Callable[[], float]) -> None:
+        """Call these for the KV bytes of a kind whenever the figures are read."""
+        for kind, read in kinds.items():
+            self._kv_bytes.labels(kind).set_function(read)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -143,19 +143,13 @@ def _many_files_are_open() -> bool:
 
 
 class Checkpoints:
-    """Fills and asks the prefix cache, as far as the policy and the model's caches allow.
+    """Fills and asks the prefix cache, as far as the policy and the model's caches allow."""
 
-    Args:
-        generation: keywords of `CompressedBatchGenerator`: policy, memory and so on.
-    """
-
-    def __init__(
-        self, prefixes: PrefixCache, model: Any, tokenizer: Any, generation: dict[str, Any]
-    ):
+    def __init__(self, prefixes: PrefixCache, model: Any, tokenizer: Any, options: dict[str, Any]):
         self._prefixes, self._tokenizer = prefixes, tokenizer
-        policy = generation.get("policy")
+        policy = options.get("policy")
         in_blocks = policy is not None and policy.reads_in_blocks
-        recalls = generation.get("memory", "drop") != "drop"
+        recalls = options.get("memory", "drop") != "drop"
         # A policy that reads a prompt twice has to read all of it.
         self._keeps_nothing = policy is not None and policy.stages[1].repeats is not None
         self._keeps_all = policy is None or (recalls and not in_blocks)
@@ -169,16 +163,11 @@ class Checkpoints:
 
     def fetch(self, prompt: list[int]) -> tuple[list | None, int]:
         """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
-        if self._keeps_nothing:
-            return None, 0
-        return self._prefixes.fetch(prompt, self._n_last)
+        return (None, 0) if self._keeps_nothing else self._prefixes.fetch(prompt, self._n_last)
 
     def places(self, body: Body, prompt: list[int]) -> list[int]:
-        """After how many of a prompt's tokens its caches are kept, in order.
-
-        That is after the system messages, less what every prompt reads anew. Where all entries are kept, it is also at
-        the prompt's end, before the reasoning that a template opens there and omits from the next turn's prompt.
-        """
+        """After how many of a prompt's tokens its caches are kept: after the system messages, less what every prompt
+        reads anew; and where all entries are kept, before the reasoning that a template opens at the end."""
         if not self._keeps_prefixes or not isinstance(body, ChatBody):
             return []
         found = {self._system_end(body, prompt) - (self._n_last - 1)}

@@ -3,34 +3,27 @@
 import json
 import random
 import sys
-from dataclasses import replace
 
 import fork_helpers
 import mlx.core as mx
 import pytest
 from chat_helpers import SMALL, all_right, ask, begun, is_answered
 from mlx_lm import cache_prompt, load
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, save_prompt_cache
 from saved_helpers import read
-from tiny_models import make_llama
 
 from mlx_snapkv import Conversation, SnapKVError, prefill, saved
 from mlx_snapkv.chat import saved_chat
 from mlx_snapkv.chat.prompts import common_prefix, mlx_lm_suffix
-from mlx_snapkv.chat.saved_chat import ChatState, first_messages
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
-from mlx_snapkv.policies import resolve_policy
 
 BITS = {"kv_bits": 8, "kv_group_size": 32}
 WAYS = [
     (None, "drop", BITS | {"quantized_kv_start": 0}),
-    (SMALL, "drop", {}),
     (SMALL, "drop", BITS),
-    (SMALL, "recall", {}),
     (SMALL, "recall:8bit", {}),
-    (SMALL, "recall:file", {}),
     (SMALL + ",min_ctx=500", "recall:file:4bit", {}),  # compressed later, or never
     ("h2o:budget=64,block=32", "drop", {}),
     ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop", BITS),
@@ -98,50 +91,28 @@ def test_a_turn_that_was_interrupted_before_its_cut_is_saved(demo_llama, haystac
         assert ask(loaded, fact.question) == ask(conversation, fact.question)
 
 
-# What a file holds, without a conversation around it.
-
-SAID = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "ünï"}]
-
-
-def state_of(model, tokens, policy=None, **more):
-    """A conversation that has read these tokens, compressed if a policy is given."""
-    cache = read(model, tokens, policy)
-    return ChatState(cache, resolve_policy(policy=policy), read=tokens.tolist(), **more)
-
-
-@pytest.mark.parametrize("policy", [None, SMALL, "keydiff:budget=64,block=32"])
-def test_a_state_comes_back_as_it_was(path, tokens, policy):
-    model = make_llama()
-    said = {"messages": first_messages("Be brief.") + SAID, "system": "Be brief."}
-    rest = {"attached": ["a text", "another"], "pending_tokens": [5, 6], "n_unknown": 3}
-    state = state_of(model, tokens, policy, **said, **rest)
-    saved_chat.save(path, model, state)
-    loaded = saved_chat.load(path, model)
-    assert replace(loaded, prompt_cache=[]) == replace(state, prompt_cache=[])
-    for one, other in zip(loaded.prompt_cache, state.prompt_cache, strict=True):
-        assert type(one) is type(other) and mx.array_equal(one.state[0], other.state[0])
-
-
-def test_a_policy_given_is_for_a_state_without_one(path, tokens):
-    model = make_llama()
-    saved_chat.save(path, model, state_of(model, tokens, messages=SAID))
-    with pytest.raises(SnapKVError, match="memory must be"):
-        saved_chat.load(path, model, memory="some")
-    loaded = saved_chat.load(path, model, SMALL, "recall")
-    assert (loaded.policy, loaded.memory) == (resolve_policy(policy=SMALL), "recall")
-    saved_chat.save(path, model, loaded)
-    again = saved_chat.load(path, model, "keydiff:budget=9", "drop")
-    assert (again.policy, again.memory) == (loaded.policy, loaded.memory)
-
-
-def test_what_is_no_conversation_is_told(path, tokens):
-    model = make_llama()
+def test_what_is_no_conversation_is_told(path, tokens, demo_llama):
     with pytest.raises(SnapKVError, match="nothing has been said yet"):
-        saved_chat.save(path, model, ChatState([], messages=SAID))
+        Conversation(*demo_llama).save(path)
     assert not path.exists()
-    saved.save(path, model, read(model, tokens, None), tokens)
+    saved.save(path, demo_llama[0], read(demo_llama[0], tokens, None), tokens)
     with pytest.raises(SnapKVError, match="no conversation and no text"):
-        saved_chat.load(path, model)
+        Conversation.load(path, *demo_llama)
+
+
+def test_a_policy_given_is_for_a_conversation_without_one(demo_llama, haystack, path):
+    conversation = begun(demo_llama, haystack, 1, system="Be brief.")
+    conversation.attach("another text")
+    conversation.save(path)
+    with pytest.raises(SnapKVError, match="memory must be"):
+        Conversation.load(path, *demo_llama, memory="some")
+    loaded = Conversation.load(path, *demo_llama, policy=SMALL, memory="recall", max_tokens=12)
+    for name in saved_chat.NOTED:
+        assert name == "memory" or getattr(loaded, name) == getattr(conversation, name)
+    assert is_answered(loaded, haystack[1][1]) and loaded.report.entries == 64
+    loaded.save(path)
+    again = Conversation.load(path, *demo_llama, policy="keydiff:budget=9", memory="drop")
+    assert (again.policy, again.memory) == (loaded.policy, "recall")
 
 
 @pytest.mark.parametrize(
@@ -177,9 +148,7 @@ def read_by_mlx_lm(path, monkeypatch, loaded_llama, haystack):
     return read
 
 
-@pytest.mark.parametrize(
-    ("memory", "bits"), [("drop", ()), ("recall", QUANTISED), ("recall:8bit", ())]
-)
+@pytest.mark.parametrize(("memory", "bits"), [("drop", ()), ("recall", QUANTISED)])
 def test_every_turn_chooses_among_mlx_lms_entries(
     loaded_llama, read_by_mlx_lm, haystack, memory, bits, path
 ):
@@ -194,9 +163,8 @@ def test_every_turn_chooses_among_mlx_lms_entries(
     assert ask(loaded, haystack[1][2].question) == ask(chat, haystack[1][2].question)
 
 
-@pytest.mark.parametrize("bits", [(), QUANTISED])
-def test_without_a_policy_it_goes_on_in_full(loaded_llama, read_by_mlx_lm, haystack, bits, path):
-    read_by_mlx_lm(*bits)
+def test_without_a_policy_it_goes_on_in_full(loaded_llama, read_by_mlx_lm, haystack, path):
+    read_by_mlx_lm()
     chat = Conversation.load(path, *loaded_llama, max_tokens=12)
     assert chat.n_unknown == len(chat.read) > 300
     assert all(is_answered(chat, fact) for fact in haystack[1])
@@ -222,20 +190,14 @@ def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, pa
     assert ask(Conversation.load(path, *loaded_llama, policy=SMALL, max_tokens=4), "What?")
 
 
-def test_a_template_that_refuses_is_told(loaded_llama, path):
-    model, tokenizer = loaded_llama
-    cache = make_prompt_cache(model)
-    model(mx.arange(100)[None], cache=cache)
-    save_prompt_cache(str(path), cache)
-    chat = Conversation.load(path, model, tokenizer)
-
+def test_a_template_that_refuses_is_told(demo_llama):
     class Refusing:
         has_chat_template = True
 
         def apply_chat_template(self, messages, **options):
             raise ValueError("no")
 
-    chat.tokenizer = Refusing()
+    chat = Conversation(demo_llama[0], Refusing())
     with pytest.raises(SnapKVError, match="the chat template refused the conversation: no"):
         chat.send("What?")
 

@@ -13,7 +13,8 @@ from mlx_snapkv.engine.request import held_tokens
 GATED = SMALL + ",min_ctx=500"  # compressed later, or never
 WAYS = [
     (None, "drop"),
-    *((SMALL, memory) for memory in ("drop", "recall", "recall:8bit", "recall:file:4bit")),
+    (SMALL, "drop"),
+    (SMALL, "recall:file:4bit"),
     (GATED, "recall:4bit"),
     ("h2o:budget=64,block=32", "drop"),
     ("keydiff:budget=96,block=32 then snapkv:budget=64,n_sink=4,n_window=32", "drop"),
@@ -41,10 +42,10 @@ def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, 
     assert undone.messages == plain.messages
 
 
-@pytest.mark.parametrize("policy, memory", [(None, "drop"), (SMALL, "recall:8bit")])
-def test_all_turns_can_be_taken_back(demo_model, haystack, policy, memory):
+def test_all_turns_can_be_taken_back(demo_model, haystack):
     document, facts = haystack
-    conversation = begun(demo_model, haystack, 3, policy=policy, memory=memory, system="Be brief.")
+    ways = {"policy": SMALL, "memory": "recall:8bit", "system": "Be brief."}
+    conversation = begun(demo_model, haystack, 3, **ways)
     for fact in reversed(facts):
         assert conversation.undo() == fact.question
     assert [m["role"] for m in conversation.messages] == ["system"]
@@ -52,11 +53,11 @@ def test_all_turns_can_be_taken_back(demo_model, haystack, policy, memory):
     assert kv_bytes(conversation.prompt_cache) == 0 and conversation.report is None
     with pytest.raises(SnapKVError, match="nothing to take back"):
         conversation.undo()
-    fresh = begun(demo_model, haystack, 0, policy=policy, memory=memory, system="Be brief.")
+    fresh = begun(demo_model, haystack, 0, **ways)
     assert ask(conversation, facts[2].question) == ask(fresh, facts[2].question)
 
 
-@pytest.mark.parametrize("memory", ["drop", "recall", "recall:file"])
+@pytest.mark.parametrize("memory", ["drop", "recall"])
 def test_earlier_turns_are_taken_back_to_what_the_messages_tell(demo_model, haystack, memory):
     """All entries are there again: kept where the memory has them, read again where it has not."""
     _, facts = haystack
@@ -74,13 +75,13 @@ def test_earlier_turns_are_taken_back_to_what_the_messages_tell(demo_model, hays
         assert fresh.report.prompt_tokens > 250
 
 
-@pytest.mark.parametrize("policy, memory", [(None, "drop"), (SMALL, "drop"), (SMALL, "recall")])
+@pytest.mark.parametrize("policy, memory", [(SMALL, "drop"), (SMALL, "recall")])
 def test_a_loaded_conversations_turns_can_be_taken_back(demo_llama, haystack, policy, memory, path):
     document, facts = haystack
     begun(demo_llama, haystack, 2, policy=policy, memory=memory).save(path)
     conversation = Conversation.load(path, *demo_llama, max_tokens=12)
     assert conversation.undo() == facts[1].question
-    assert bool(conversation.read) == (policy is None or memory == "recall")
+    assert bool(conversation.read) == (memory == "recall")
     assert conversation.undo() == facts[0].question
     assert (conversation.messages, conversation.attached) == ([], [document])
 
@@ -97,8 +98,7 @@ def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, 
     assert conversation.undo_nbytes == 0  # all entries had been held: reading again is as good
     ask(conversation, facts[1].question)
     assert conversation.undo_nbytes == kv_bytes(conversation.prompt_cache)
-    for memory in ("recall", "recall:4bit", "recall:file"):
-        assert begun(demo_llama, haystack, 2, policy=SMALL, memory=memory).undo_nbytes == 0
+    assert begun(demo_llama, haystack, 2, policy=SMALL, memory="recall").undo_nbytes == 0
 
 
 def test_an_interrupted_message_leaves_the_turn_before_it_to_be_taken_back(

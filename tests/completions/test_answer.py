@@ -124,7 +124,7 @@ BAD = [
     (CHAT, MESSAGES | {"stop": [1]}, "stop must be a string or a list of strings, got [1]"),
     (CHAT, MESSAGES | {"response_format": {"type": "json_object"}}, "response_format must be text"),
     (CHAT, MESSAGES | {"chat_template_kwargs": {"tokenize": False}}, "can't set 'tokenize'"),
-    (CHAT, MESSAGES | {"logit_bias": {"a": 1}}, "must have token ids for names, got 'a'"),
+    (CHAT, MESSAGES | {"logit_bias": {"a": 1}}, "logit_bias.a"),
     (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt must be one text, or the list of its token ids"),
     (COMPLETIONS, {"prompt": "\ud800"}, "the tokenizer failed"),
 ]

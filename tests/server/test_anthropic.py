@@ -224,7 +224,7 @@ BAD = [
     ({"tools": [{"name": "open"}]}, "a name and an input_schema"),
     ({"tools": [{"name": "open", "input_schema": {"type": "array"}}]}, "schema of an object"),
     ({"tools": [TOOL]}, "takes no tools"),  # this model's template
-    ({"output_config": {"format": {"type": "x"}}}, "can't force a form"),
+    ({"output_config": {"format": {"type": "x"}}}, "can't be forced on an answer"),
     ({"thinking": {"type": "loud"}}, "thinking.type should be"),
     ({"system": [IMAGE]}, "system.0.type should be"),
     ({"system": "\ud800"}, "not UTF-8"),

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, model_validator
 
-from ...completions.body import ChatBody, Positive, Probability, as_body, require
+from ...completions.body import ChatBody, Positive, Probability, as_body, must, require
 from ..api_error import ApiError
 from ..chat_messages import (
     BREAK,
@@ -19,7 +19,6 @@ from ..chat_messages import (
     Part,
     as_parts,
     function_tool,
-    must,
     without_volatile_headers,
 )
 from ..exchange import respond

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, field_validator
 
-from ...completions.body import ChatBody, Positive, Probability, as_body, require
+from ...completions.body import ChatBody, Positive, Probability, as_body, must, require
 from ..api_error import ApiError
-from ..chat_messages import ChatMessages, Part, as_parts, function_tool, must
+from ..chat_messages import ChatMessages, Part, as_parts, function_tool
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 from .completions import CompletionFormatter
