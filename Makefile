@@ -26,7 +26,7 @@ $(VENV)/.installed-real: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[real]'
 	touch $@
 
-demo: $(VENV)/.installed ## hide facts in a long document and ask for them, with and without compression
+demo: $(VENV)/.installed ## facts in a long document asked for, from all of its entries and from 1/16, and the speed
 	$(RUN) -m mlx_snapkv demo
 
 test: $(VENV)/.installed-dev ## the tests, one process a core

@@ -86,7 +86,7 @@ def decoding(
         cache = decoding_cache(model, contender, context)
         if _can_decode(model, cache):
             found.append((contender, cache))
-    seconds = _step_in_turn(model, [cache for _, cache in found], steps)
+    seconds = step_in_turn(model, [cache for _, cache in found], steps)
     figures = [
         (
             contender,
@@ -114,7 +114,7 @@ def _can_decode(model, cache: list[Any]) -> bool:
     return True
 
 
-def _step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
+def step_in_turn(model, caches: list[list[Any]], steps: int) -> list[list[float]]:
     """Seconds of every step of every cache; who goes first changes with every round."""
     token = mx.zeros((1, 1), mx.int32)
     seconds: list[list[float]] = [[] for _ in caches]

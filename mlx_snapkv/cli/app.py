@@ -67,10 +67,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command; a user's mistake is one line on stderr and exit code 2.
-
-    An answer that can't be written is exit code 1, in silence if its reader has gone.
-    """
+    """Run the command; a user's mistake is one line on stderr and exit code 2."""
     process.hold_standard_descriptors()
     if not isinstance(sys.stderr, process.Stderr):
         sys.stderr = process.Stderr(sys.stderr)  # type: ignore[assignment]

@@ -93,7 +93,6 @@ def batch(
 
 
 def _answer(run: Run, file: RequestsFile, quiet: bool) -> None:
-    """Answer the file, with a bar and the tokens read and answered a second."""
     from .progress import StepBars
 
     with run.answers, StepBars(run.answers.path, quiet) as bar:
@@ -124,7 +123,6 @@ def _closing_line(answers: AnswersFile, progress: Progress) -> str:
 
 
 def _opened(name: str) -> BinaryIO:
-    """The file, or standard input; SnapKVError if it can't be read."""
     if name == "-":
         if sys.stdin is None:
             raise SnapKVError("standard input is closed: give a file of requests")

@@ -80,11 +80,7 @@ class MLXCacheOptions(CacheOptions):
     )
 
     def generation(self, policy: Policy | Stages | None) -> dict[str, Any]:
-        """The same as options of mlx-lm's `stream_generate`.
-
-        Raises:
-            SnapKVError: one is given that has no effect on a policy's entries.
-        """
+        """The same as options of `stream_generate`; SnapKVError if one has no effect on a policy's entries."""
         if self.quantized_kv_start is not None and policy is not None:
             raise SnapKVError(
                 "--quantized-kv-start is for the full cache: a policy's entries are quantised when they are "
@@ -158,12 +154,7 @@ class AutoPolicyOptions(PolicyOptions):
     def take(
         self, model: Any, n_prompt: int | None, task: str, memory: str, say: Callable[[str], None]
     ) -> dict[str, Any]:
-        """What --policy auto changes of the keywords of `stream_generate`, said in one line; see `auto`.
-
-        Args:
-            model: one of mlx-lm's, or its name: its weights are then not loaded.
-            memory: what --memory says; auto takes its own where that is drop.
-        """
+        """What --policy auto changes of the keywords of `stream_generate`, said in one line; a model's name will do."""
         from ..engine.auto import FEW, auto
         from .loading import load_without_weights
         from .sharded import require_alone
@@ -195,7 +186,6 @@ class MemoryOptions:
     )
 
     def __post_init__(self):
-        """Let temporary files be made in `store_dir`."""
         if self.store_dir is None:
             return
         folder = path_of(self.store_dir, "--store-dir")
@@ -232,7 +222,6 @@ class RetentionOptions(VerifyOptions):
     far: Far = None
 
     def __post_init__(self):
-        """Raises: SnapKVError: these options are out of range, or don't go together."""
         super().__post_init__()
         from ..engine.retention import RetentionConfig
 

@@ -99,7 +99,6 @@ def _read(
 
 
 def _summary(report: CompressionReport, cache: list, memory: str) -> str:
-    """What the answers will start from."""
     from ..caches.layers import kv_bytes
 
     kept = report.entries_text if memory == "drop" else f"{report.entries} entries resident"

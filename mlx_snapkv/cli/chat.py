@@ -52,10 +52,7 @@ def chat(
 
 
 def run(session: Session) -> None:
-    """Take lines until there are no more.
-
-    A mistake is one sentence and the chat goes on, unless the lines come from a file: then it ends with that mistake.
-    """
+    """Take lines until there are no more. A mistake ends a chat whose lines come from a file."""
     from ..several.ranks import here
     from .chat_commands import run_command
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prompt_toolkit.completion import Completer, PathCompleter, WordCompleter
 from prompt_toolkit.document import Document
@@ -26,26 +25,27 @@ from .options import SamplingOptions
 from .prompts import read_file
 from .sharded import ALONE_ONLY, on_first
 
+FILE = "FILE"
 
-@dataclass(frozen=True)
-class Command:
-    """A command: what may follow its name, what it is for, what it does, and what Tab completes after its name."""
+
+class Command(NamedTuple):
+    """A command: what may follow its name, what it does, its docstring says what for, and what Tab completes."""
 
     arguments: str
-    meaning: str
     do: Callable[[Session, str], None]
-    completer: Completer | None = None
+    completer: Completer
 
 
 COMMANDS: dict[str, Command] = {}
-_PATHS = PathCompleter(expanduser=True)
 
 
-def _command(
-    name: str, arguments: str, meaning: str, completer: Completer | None = None
-) -> Callable:
+def _command(arguments: str = "", *words: str) -> Callable:
+    """Makes a function a command of its name: `words` are what may follow, if it is no file."""
+
     def register(do: Callable[[Session, str], None]) -> None:
-        COMMANDS[name] = Command(arguments, meaning, do, completer)
+        paths = PathCompleter(expanduser=True)
+        completer = paths if arguments == FILE else WordCompleter([*words])
+        COMMANDS[do.__name__.replace("_", "/")] = Command(arguments, do, completer)
 
     return register
 
@@ -60,7 +60,7 @@ def run_command(session: Session, line: str) -> None:
     command, rest = COMMANDS[name], rest.strip()
     if rest and not command.arguments:
         raise SnapKVError(f"{name} takes nothing, got {rest!r}")
-    if command.arguments == "FILE":
+    if command.arguments == FILE:
         if not rest:
             raise SnapKVError(f"{name} needs the name of a file")
         if len(rest) > 1 and rest[0] == rest[-1] and rest[0] in "\"'":
@@ -73,27 +73,25 @@ class CommandCompleter(Completer):
 
     def get_completions(self, document, complete_event) -> Iterator:
         name, space, rest = document.text_before_cursor.partition(" ")
-        if not name.startswith("/"):
-            return
-        completer = COMMANDS[name].completer if space and name in COMMANDS else None
-        if not space:
-            completer, rest = WordCompleter(list(COMMANDS), WORD=True), name
-        if completer is not None:
-            yield from completer.get_completions(Document(rest), complete_event)
+        if not space and name.startswith("/"):
+            names = WordCompleter(list(COMMANDS), WORD=True)
+            yield from names.get_completions(Document(name), complete_event)
+        elif name in COMMANDS:
+            yield from COMMANDS[name].completer.get_completions(Document(rest), complete_event)
 
 
-@_command("/file", "FILE", "put a document in front of the next message", _PATHS)
+@_command(FILE)
 def _file(session: Session, path: str) -> None:
+    """put a document in front of the next message"""
     text = on_first(partial(read_file, "/file", path))
     tokens = session.attach(text)
     session.names[text] = Path(path).name
     session.say(f"{session.names[text]}: {tokens:,} tokens, to be read with your next message")
 
 
-@_command(
-    "/files", "[detach N]", "the files attached; detach one that waits", WordCompleter(["detach"])
-)
+@_command("[detach N]", "detach")
 def _files(session: Session, rest: str) -> None:
+    """the files attached; detach one that waits"""
     attached = session.conversation.attached
     waiting = {str(n): session.name_of(text) for n, text in enumerate(attached, start=1)}
     if rest:
@@ -115,69 +113,64 @@ def _files(session: Session, rest: str) -> None:
         session.say("no file is attached: /file FILE attaches one")
 
 
-@_command("/undo", "", "take back the last turn")
+@_command()
 def _undo(session: Session, _: str) -> None:
+    """take back the last turn"""
     typed = session.conversation.undo()
     again = bool(session.conversation.said) and not session.conversation.read
     how = "; the conversation will be read again with your next message" if again else ""
     session.say(f"taken back: {' '.join(typed.split())[:60]}{how}{session.waiting}")
 
 
-@_command("/retry", "", "answer the last question again")
+@_command()
 def _retry(session: Session, _: str) -> None:
-    earlier = session.conversation.messages[-1:]
-    _answer_again(session)
-    if session.sampling.temp == 0 and session.conversation.messages[-1:] == earlier:
+    """answer the last question again"""
+    is_same = _answers_the_same_again(session)
+    if session.sampling.temp == 0 and is_same:
         session.say("the same answer, since temp is 0: /set temp 0.7 lets it differ")
 
 
-def _answer_again(session: Session) -> None:
-    n_turns = len(session.conversation.said)
-    typed = session.conversation.undo()
+def _answers_the_same_again(session: Session) -> bool:
+    now = session.conversation
+    n_turns, earlier = len(now.said), now.messages[-1:]
+    typed = now.undo()
     try:
         session.answer(typed)
     finally:
-        if len(session.conversation.said) < n_turns:
+        if len(now.said) < n_turns:
             session.say("the question was not answered again, and is taken back")
+    return now.messages[-1:] == earlier
 
 
-@_command("/compare", "", "answer the last question again from all entries")
+@_command()
 def _compare(session: Session, _: str) -> None:
+    """answer the last question again from all entries"""
     now = session.conversation
     if now.report is None or not now.report.compressed:
         raise SnapKVError("the last answer was the full cache's: there is nothing to compare")
     if now.memory == "drop":
         raise SnapKVError("entries that were not kept are gone: chat with --memory recall")
-    earlier, before = now.messages[-1]["content"], now.verify
+    before = now.verify
     now.verify_answers("all")
     try:
-        _answer_again(session)
+        is_same = _answers_the_same_again(session)
     finally:
         now.verify = before
-    same = now.messages[-1]["content"] == earlier
-    session.say(f"from all entries: {'the same answer' if same else 'another answer'}; it stays")
+    session.say(f"from all entries: {'the same answer' if is_same else 'another answer'}; it stays")
 
 
-@_command(
-    "/set",
-    "[NAME VALUE]",
-    "how answers are sampled",
-    WordCompleter([field.name for field in fields(SamplingOptions)]),
-)
+@_command("[NAME VALUE]", *vars(SamplingOptions()))
 def _set(session: Session, rest: str) -> None:
+    """how answers are sampled"""
     name, _, value = rest.partition(" ")
     if name:
         session.sample(name, value.strip())
     session.say(", ".join(f"{name} {value:g}" for name, value in vars(session.sampling).items()))
 
 
-@_command(
-    "/verify",
-    "all|none",
-    "how later answers are verified by all entries",
-    WordCompleter([*VERIFY, "none"]),
-)
+@_command("all|none", *VERIFY, "none")
 def _verify(session: Session, text: str) -> None:
+    """how later answers are verified by all entries"""
     if text not in ("", *VERIFY, "none"):
         raise SnapKVError(f"/verify takes {', '.join(VERIFY)} or none, got {text!r}")
     if text:
@@ -185,8 +178,9 @@ def _verify(session: Session, text: str) -> None:
     session.say(f"verify: {session.conversation.verify or 'none'}")
 
 
-@_command("/stats", "", "entries kept, memory and speed of the last turn")
+@_command()
 def _stats(session: Session, _: str) -> None:
+    """entries kept, memory and speed of the last turn"""
     conversation = session.conversation
     report = conversation.report
     if report is None:
@@ -208,8 +202,9 @@ def _stats(session: Session, _: str) -> None:
     session.say(f"KV memory held between turns: {sizes}; {session.speed}")
 
 
-@_command("/save", "FILE", "write the conversation to a .safetensors file", _PATHS)
+@_command(FILE)
 def _save(session: Session, name: str) -> None:
+    """write the conversation to a .safetensors file"""
     path = require_writable(name)
     replaced = path.exists()
     session.conversation.save(path)
@@ -217,8 +212,9 @@ def _save(session: Session, name: str) -> None:
     session.say(f"saved in {path}{', in place of the one that was there' if replaced else ''}")
 
 
-@_command("/load", "FILE", "go on with a saved conversation or text", _PATHS)
+@_command(FILE)
 def _load(session: Session, path: str) -> None:
+    """go on with a saved conversation or text"""
     if not session.may_replace():
         return
     now = session.conversation
@@ -232,8 +228,9 @@ def _load(session: Session, path: str) -> None:
     session.say(f"{len(loaded.read):,} tokens loaded, {session.ways}{whose}")
 
 
-@_command("/export", "FILE", "write the conversation as Markdown", _PATHS)
+@_command(FILE)
 def _export(session: Session, name: str) -> None:
+    """write the conversation as Markdown"""
     if here().size > 1:
         raise SnapKVError(f"/export does not run on several Macs: {ALONE_ONLY}")
     path = path_of(name, "/export")
@@ -253,42 +250,37 @@ def _export(session: Session, name: str) -> None:
     session.say(f"written to {path}")
 
 
-@_command("/reset", "", "forget the conversation")
+@_command()
 def _reset(session: Session, _: str) -> None:
-    if session.may_replace():
-        session.start_again()
-        session.say("the conversation is forgotten")
+    """forget the conversation"""
+    session.start_again("the conversation is forgotten")
 
 
-@_command(
-    "/policy",
-    "[POLICY]",
-    "start again with this policy; none for the full cache",
-    WordCompleter(["none", *POLICIES]),
-)
+@_command("[POLICY]", "none", *POLICIES)
 def _policy(session: Session, text: str) -> None:
+    """start again with this policy; none for the full cache"""
     if not text:
         session.say(f"policy: {session.conversation.policy or 'none'}")
         return
     policy = None if text == "none" else resolve_policy(policy=text)
-    if session.may_replace():
-        session.start_again(policy=policy)
-        session.say(f"a new conversation with policy {policy or 'none'}")
+    session.start_again(f"a new conversation with policy {policy or 'none'}", policy=policy)
 
 
-@_command("/system", "[TEXT]", "start again with this system prompt, or none")
+@_command("[TEXT]")
 def _system(session: Session, text: str) -> None:
-    if session.may_replace():
-        session.start_again(system=text or None)
-        session.say(f"a new conversation {'with that' if text else 'without a'} system prompt")
+    """start again with this system prompt, or none"""
+    how = "with that" if text else "without a"
+    session.start_again(f"a new conversation {how} system prompt", system=text or None)
 
 
-@_command("/help", "", "this list")
+@_command()
 def _help(session: Session, _: str) -> None:
+    """this list"""
     for name, command in COMMANDS.items():
-        session.say(f"{f'{name} {command.arguments}':24} {command.meaning}")
+        session.say(f"{f'{name} {command.arguments}':24} {command.do.__doc__}")
 
 
-@_command("/quit", "", "leave (also Ctrl-D)")
+@_command()
 def _quit(session: Session, _: str) -> None:
+    """leave (also Ctrl-D)"""
     raise StopIteration

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,14 +29,7 @@ from .sharded import on_first
 
 
 class Lines:
-    """Messages, until the end of the input. A line that ends with a backslash goes on with the next one.
-
-    Several Macs all take rank 0's.
-
-    Args:
-        stream: standard input; pasted text comes in as one message if it is a terminal.
-        completer: what Tab completes there.
-    """
+    """Messages, until the end of the input: pasted text is one, and a backslash joins lines. All Macs take rank 0's."""
 
     def __init__(self, stream: TextIO | None, completer: Completer | None = None):
         if stream is None:
@@ -67,7 +61,6 @@ class Lines:
         return on_first(partial(self._agree, f"{question} [y/N] "))
 
     def _message(self) -> str | None:
-        """The next message; None at the end."""
         while True:
             parts = []
             try:
@@ -106,6 +99,7 @@ class Lines:
         return line.rstrip("\n")
 
 
+@dataclass
 class Session:
     """A conversation and the terminal or script that it is with. Answers go to stdout, all else to stderr.
 
@@ -114,27 +108,26 @@ class Session:
         conversation: the one that the next message goes to.
         sampling: how its answers are sampled.
         reading: shows progress and warnings, unless the chat is quiet.
-        wanted: the policy and memory of a new conversation, whatever a loaded one has brought with it.
+        context: the command's.
         names: of the documents attached, by their text.
         exported: files that hold this chat already.
         speed: of the last turn, in words.
+        wanted: the policy and memory of a new conversation, whatever a loaded one has brought with it.
     """
 
-    def __init__(
-        self,
-        model: str,
-        conversation: Conversation,
-        sampling: SamplingOptions,
-        lines: Lines,
-        reading: Reading,
-        context: Context,
-    ):
-        self.model, self.conversation, self.sampling = model, conversation, sampling
-        self.lines, self.reading, self._context = lines, reading, context
-        self.wanted: Any = {"policy": conversation.policy, "memory": conversation.memory}
-        self.names: dict[str, str] = {}
-        self.exported: set[Path] = set()
-        self.speed = ""
+    model: str
+    conversation: Conversation
+    sampling: SamplingOptions
+    lines: Lines
+    reading: Reading
+    context: Context
+    names: dict[str, str] = field(default_factory=dict)
+    exported: set[Path] = field(default_factory=set)
+    speed: str = ""
+
+    def __post_init__(self) -> None:
+        now = self.conversation
+        self.wanted: dict[str, Any] = {"policy": now.policy, "memory": now.memory}
         self._console = stderr_console()
         self._in_file: list[dict[str, str]] = []  # the messages that are in a file
         self._warned: Any = None  # of which policy a warning has been said
@@ -209,8 +202,10 @@ class Session:
         self.conversation = conversation
         self.saved()
 
-    def start_again(self, **changes: Any) -> None:
-        """Forget the conversation, and what the file it came from may have brought with it."""
+    def start_again(self, said: str, **changes: Any) -> None:
+        """Forget the conversation, and what the file it came from may have brought with it, if it may be lost."""
+        if not self.may_replace():
+            return
         now = self.conversation
         self.wanted |= {name: changes[name] for name in self.wanted if name in changes}
         kept = {"system": now.system, "refresh": now.refresh, "far": now.far}
@@ -218,10 +213,11 @@ class Session:
         if options["policy"] is not None and options["memory"] != "drop":
             options["verify"] = now.verify
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
+        self.say(said)
 
     def sample(self, name: str, value: str) -> None:
         """Sample answers with another value of one setting from now on."""
-        self.sampling = self.sampling.changed(name, value, self._context)
+        self.sampling = self.sampling.changed(name, value, self.context)
         self.conversation.generation.update(self.sampling.generation(self.conversation.tokenizer))
 
     def as_markdown(self) -> str:

@@ -104,11 +104,7 @@ BROUGHT = ("snapkv", "policy", "memory", "verify", "refresh", "far", "kv_bits")
 
 
 class Command(TyperCommand):
-    """A command whose options may be set by variables and config.toml.
-
-    Raises:
-        SnapKVError: an option does nothing without another one, or beside it.
-    """
+    """A command whose options may be set by variables and config.toml, and which refuses those that do nothing."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         settings = ctx.meta["settings"] = settings_of(ctx)
@@ -160,7 +156,6 @@ class Command(TyperCommand):
 
 
 def _source(ctx: Any, name: str) -> str:
-    """Where an option's value is from, by click's name."""
     return ctx.get_parameter_source(name).name
 
 

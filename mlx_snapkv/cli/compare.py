@@ -61,7 +61,7 @@ def compare(
     from ..policies import resolve_policy
     from .results import print_table, require_page
 
-    path = None if shown.output is None else require_page(shown.output, (".html",))
+    path = require_page(shown.output, ".html")
     named = [resolve_policy(policy=text) for text in shown.policy or []]
     extra = {k: v for k, v in retention.keywords().items() if v not in ("drop", None, "token")}
     reading = Reading(shown.quiet)
@@ -86,7 +86,6 @@ def compare(
 
 
 def _answer(comparison: Any, method: Method, silent: bool) -> Compared:
-    """A method's answer, printed under its name as it comes."""
     begun: list[bool] = []
 
     def show(text: str) -> None:

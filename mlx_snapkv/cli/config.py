@@ -40,11 +40,7 @@ def config_file() -> Path:
 
 
 def settings_of(context: Any) -> dict[str, Setting]:
-    """What applies to a command's options unless the command line says otherwise, by parameter.
-
-    Raises:
-        SnapKVError: the file can't be read, or names what is no option.
-    """
+    """What applies to a command's options unless the command line says otherwise, by parameter."""
     path: tuple[str, ...] = ()
     parent = context
     while parent.parent is not None:
@@ -125,7 +121,6 @@ def commands_of(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any
 
 
 def _options(command: Any) -> dict[str, Any]:
-    """A command's options by the names of their flags, with underscores."""
     flags = {option.opts[0]: option for option in command.params if option.name != "help"}
     return {f[2:].replace("-", "_"): option for f, option in flags.items() if f[:2] == "--"}
 

@@ -1,4 +1,4 @@
-"""`mlx-snapkv demo`: the same questions with the full cache, with sink and window alone, and with SnapKV."""
+"""`mlx-snapkv demo`: questions about one document, answered from all of its entries and from few, and the speed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import random
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
-from statistics import median_high
-from typing import TYPE_CHECKING, Annotated
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,31 +19,15 @@ from ..errors import SnapKVError
 from ..paths import path_of, put, refusing
 from .loading import load_model
 from .options import MOST, DocumentSeed, Facts, Model
+from .prompts import adapt_tokenizer
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ..policies import SnapKV
+    from ..policies import Policy
 
 SHARE = 16  # one entry in so many is kept
-FULL = "full cache"
-
-
-@dataclass
-class Answer:
-    text: str
-    right: bool
-    tokens_per_second: float
-    kv_bytes: int
-
-    @property
-    def mark(self) -> str:
-        """Whether it is right, and its beginning, in rich's markup."""
-        from rich.markup import escape
-
-        line = self.text.partition("\n")[0]
-        shown = escape(line if len(line) <= 24 else line[:23] + "…")
-        return f"[green]right[/] {shown}" if self.right else f"[red]wrong[/] {shown}"
+FULL, SMALL, RECALL = "full cache", f"1/{SHARE}", f"1/{SHARE}, recall"
+LONG = 32_768  # entries to decode from
+STEPS = 5
 
 
 def demo(
@@ -57,7 +40,11 @@ def demo(
         typer.Option(metavar="FILE", help="Keep the document in this file, to ask more about it."),
     ] = None,
 ) -> None:
-    """Hide facts in a long document and ask for them with three caches: full, sink + window, SnapKV."""
+    """Hide facts in a long document and ask for them, from all entries and from 1/16; measure decoding at 32,768.
+
+    The first question chooses what is kept, so the small cache has its answer. What later questions need is gone,
+    unless all entries stay (--memory recall).
+    """
     from rich.console import Console
     from rich.progress import track
 
@@ -66,42 +53,40 @@ def demo(
 
     console = Console(highlight=False, theme=PALETTE)
     loaded, tokenizer = load_model(model)
+    adapt_tokenizer(tokenizer, None, '{"enable_thinking": false}')
     document, facts = make_haystack(tokenizer, random.Random(seed), questions, tokens)
     if save_document is not None:
         _save(document, save_document)
-    prompts = [question_prompt(tokenizer, document, fact.question) for fact in facts]
-    budget = len(prompts[0]) // SHARE
+    n = len(question_prompt(tokenizer, document, facts[0].question))
     # The answers are short: with a lookahead the full cache would give them.
-    snapkv = SnapKV(budget=budget, obs_window=32, lookahead=0)
-    window = SnapKV(top_k=0, n_window=budget - SnapKV.n_sink, lookahead=0)
-    ways = {FULL: None, "sink + window": window, "SnapKV": snapkv}
+    snapkv: Any = {"policy": SnapKV(budget=n // SHARE, obs_window=32, lookahead=0)}
+    ways = {FULL: {}, SMALL: snapkv, RECALL: snapkv | {"memory": "recall"}}
     console.print(
-        f"A document of about {len(prompts[0]):,} tokens hides {len(facts)} facts. Each question below is asked on "
-        f"three caches: all entries, and 1/{SHARE} of them ({budget} entries) chosen in two ways."
+        f"A document of about {n:,} tokens hides {len(facts)} facts, asked for one after the other in three chats: "
+        f"with all entries, with 1/{SHARE} of them, and with 1/{SHARE} that every token chooses anew among all."
     )
-    jobs = [(fact, prompt, way) for fact, prompt in zip(facts, prompts) for way in ways]
-    answers: dict[str, list[Answer]] = {way: [] for way in ways}
-    for fact, prompt, way in track(jobs, "asking", console=stderr_console(), transient=True):
-        answers[way].append(_ask(loaded, tokenizer, prompt, fact, ways[way]))
-    for table in _tables(facts, answers):
-        console.print(table)
-    file, question, how = "FILE", "QUESTION", "Try your own"
-    if save_document is not None:
-        file, question, how = (
-            shlex.quote(save_document),
-            shlex.quote(facts[0].question),
-            "Ask again",
-        )
+    columns = [
+        _column(loaded, tokenizer, document, facts, way)
+        for way in track(ways.values(), "asking", console=stderr_console(), transient=True)
+    ]
+    _print_table(console, facts, dict(zip(ways, columns)))
+    console.print(_speed(loaded, SnapKV(budget=LONG // SHARE)))
     program = f"{os.path.relpath(sys.executable)} -m mlx_snapkv"
     if shutil.which("mlx-snapkv"):
         program = "mlx-snapkv"
-    command = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
-    options = f"--snapkv budget={budget},obs_window=32,lookahead=0"
-    console.print(f"{how}: {command} {options}", soft_wrap=True, markup=False)
+    lines = [
+        "Your own model and text, the full cache's answer beside the small ones', and a chat:",
+        f"  {program} compare --model MODEL --prompt-file TEXT --prompt QUESTION",
+        f"  {program} chat --model MODEL --policy auto",
+    ]
+    if save_document is not None:
+        file, question = shlex.quote(save_document), shlex.quote(facts[0].question)
+        asked = f"{program} generate --model {model} --prompt-file {file} --prompt {question}"
+        lines.append(f"Ask again: {asked} --snapkv budget={n // SHARE},obs_window=32,lookahead=0")
+    console.print("\n".join(lines), soft_wrap=True, markup=False)
 
 
 def _save(document: str, name: str) -> None:
-    """Write the document to a file, unless there is another text in it."""
     path = path_of(name, "--save-document")
     with refusing(f"--save-document {name}"):
         if path.exists() and path.read_bytes() != document.encode():
@@ -111,35 +96,54 @@ def _save(document: str, name: str) -> None:
         put(path, document)
 
 
-def _ask(model, tokenizer, prompt: list[int], fact: Fact, policy: SnapKV | None) -> Answer:
-    from mlx_lm.models.cache import make_prompt_cache
-
+def _column(
+    model: Any, tokenizer: Any, document: str, facts: list[Fact], way: dict[str, Any]
+) -> list[str]:
+    """The answers of a chat about the document, in rich's markup, then its figures."""
     from ..caches.layers import kv_bytes
-    from ..engine.generate import stream_generate
+    from ..chat.conversation import Conversation
 
-    cache = make_prompt_cache(model)
-    responses = list(
-        stream_generate(model, tokenizer, prompt, 32, policy=policy, prompt_cache=cache)
-    )
-    text = "".join(response.text for response in responses)
-    speed = responses[-1].generation_tps
-    return Answer(text.strip(), is_right(fact, text), speed, kv_bytes(cache))
+    chat = Conversation(model, tokenizer, max_tokens=32, **way)
+    chat.attach(document)
+    answers = ["".join(response.text for response in chat.send(fact.question)) for fact in facts]
+    right = [is_right(fact, answer) for fact, answer in zip(facts, answers)]
+    marks = ["[green]right[/]" if each else "[red]wrong[/]" for each in right]
+    shown = [f"{mark} {_beginning(answer)}" for mark, answer in zip(marks, answers)]
+    read = (chat.report and chat.report.entries) or len(chat.read)
+    held = format_bytes(kv_bytes(chat.prompt_cache))
+    return [*shown, f"{sum(right)}/{len(facts)}", f"{read:,}", held]
 
 
-def _tables(facts: list[Fact], answers: dict[str, list[Answer]]) -> list[Table]:
+def _beginning(answer: str) -> str:
+    from rich.markup import escape
+
+    line = answer.strip().partition("\n")[0]
+    return escape(line if len(line) <= 24 else line[:23] + "…")
+
+
+def _print_table(console: Any, facts: list[Fact], columns: dict[str, list[str]]) -> None:
     from rich.table import Table
 
-    asked = Table("question", "hidden", *answers, title="Answers", title_justify="left")
-    for fact, *given in zip(facts, *answers.values()):
-        marks = (answer.mark for answer in given)
-        asked.add_row(f"the {fact.attribute} of the {fact.subject}", fact.value, *marks)
-    figures = Table("cache", title="Figures", title_justify="left")
-    for name in ("right", "tokens/s", "KV memory", "ratio"):
-        figures.add_column(name, justify="right")
-    for way, found in answers.items():
-        size = found[0].kv_bytes
-        ratio = "" if way == FULL else f"{answers[FULL][0].kv_bytes / size:.1f}x smaller"
-        right = f"{sum(answer.right for answer in found)}/{len(found)}"
-        speed = f"{median_high(answer.tokens_per_second for answer in found):,.0f}"
-        figures.add_row(way, right, speed, format_bytes(size), ratio)
-    return [asked, figures]
+    table = Table("question", "hidden", *columns)
+    names = [(f"the {fact.attribute} of the {fact.subject}", fact.value) for fact in facts]
+    names += [("right", ""), ("entries that a token reads", ""), ("KV memory between turns", "")]
+    for i, name in enumerate(names):
+        row = [cells[i] for cells in columns.values()]
+        table.add_row(*name, *row, end_section=i == len(facts) - 1)
+    console.print(table)
+
+
+def _speed(model: Any, policy: Policy) -> str:
+    """A token's time at `LONG` random entries, from all of them and from those that the policy keeps."""
+    from ..bench.contenders import Contender, compressed, decoding_cache
+    from ..bench.speed import step_in_turn
+    from ..caches.layers import kv_bytes
+
+    both = [Contender(FULL, LONG), *compressed(LONG, [policy])]
+    caches = [decoding_cache(model, each, LONG) for each in both]
+    full, small = (median(times[1:]) for times in step_in_turn(model, caches, STEPS))
+    sizes = [format_bytes(kv_bytes(cache)) for cache in caches]
+    return (
+        f"A token after {LONG:,} ({STEPS} steps, random entries): {1000 * full:.1f} ms and {sizes[0]} with all, "
+        f"{1000 * small:.1f} ms and {sizes[1]} with 1/{SHARE}, {full / small:.1f} times as fast."
+    )

@@ -15,8 +15,6 @@ from .command import option
 from .reading import Reading
 
 if TYPE_CHECKING:
-    from mlx_lm.generate import GenerationResponse
-
     from .saved_start import SavedStart
 
 
@@ -81,8 +79,8 @@ def generate(
     keywords |= draft.load(tokenizer, model.trust_remote_code)
     reading = Reading(output.silent)
     start, was_chosen = None, False
+    cache.require(loaded, draft.draft_model)
     if file is None:
-        cache.require(loaded, draft.draft_model)
         tokens = prompt.encode(tokenizer, text, reading)
         keywords |= policy.take(loaded, len(tokens), "question", retention.memory, reading.say)
         was_chosen = policy.is_auto and keywords["policy"] is None
@@ -114,8 +112,6 @@ class _Answer:
         keywords: of `stream_generate`.
         start: the saved prompt that the answer continues, if there is one.
         was_chosen: --policy auto has taken the full cache.
-        last: the newest response.
-        n_drafted: how many tokens the draft model gave.
     """
 
     name: str
@@ -125,10 +121,10 @@ class _Answer:
     start: SavedStart | None
     output: OutputOptions
     was_chosen: bool
-    texts: list[str] = field(default_factory=list)
     reports: list[CompressionReport] = field(default_factory=list)
-    last: Any = None
+    texts: list[str] = field(default_factory=list)
     n_drafted: int = 0
+    last: Any = None  # response: earlier ones are not held, with all their log-probabilities
 
     def print(self, tokens: list[int], reading: Reading) -> None:
         """Answer these tokens: the text or a JSON object to stdout, all else to stderr."""
@@ -138,11 +134,11 @@ class _Answer:
         show = not self.output.as_json
         n_before = 0 if self.start is None else self.start.n_tokens
         ways = self.keywords["policy"], self.keywords["memory"]
-        cost = partial(book_cost, self.model, *ways, n_before=n_before)
+        cost = partial(book_cost, self.model, *ways, n_before=n_before) if show else None
         given = self.model, self.tokenizer, tokens
         more = {"on_report": self.reports.append, **self.keywords}
         try:
-            with reading.bar(cost if show else None) as update:
+            with reading.bar(cost) as update:
                 for self.last in stream_generate(*given, prompt_progress_callback=update, **more):
                     self.texts.append(self.last.text)
                     self.n_drafted += self.last.from_draft
@@ -156,19 +152,17 @@ class _Answer:
         self._close(reading)
 
     def _close(self, reading: Reading, how: str = "") -> None:
-        """End the text's line, and print the line of figures."""
-        if self.texts and not self.output.as_json:
+        last, share = self.last, self._accepted
+        if last is not None and not self.output.as_json:
             print(flush=True)
-        if self.output.silent or self.last is None:
+        if last is None or self.output.silent:
             return
-        max_kv_size, memory = self.keywords["max_kv_size"], self.keywords["memory"]
-        if self._continued is not None:
-            kept = self._continued.kept
-        elif self.was_chosen:
-            kept = "full cache"
-        else:
-            kept = kept_text(*self.reports, max_kv_size=max_kv_size, memory=memory)
-        print(how + closing_line(self.last, kept, self._accepted), file=sys.stderr)
+        drafted = "" if share is None else f" ({share:.0%} of the tokens drafted)"
+        print(
+            f"{how}{last.prompt_tokens} prompt tokens, {self._kept} | prompt {last.prompt_tps:.1f} tokens/s, "
+            f"generation {last.generation_tps:.1f} tokens/s{drafted}, peak memory {last.peak_memory:.3g} GB",
+            file=sys.stderr,
+        )
         for report in self.reports:
             reading.say_warnings(report)
 
@@ -179,10 +173,32 @@ class _Answer:
 
     @property
     def _accepted(self) -> float | None:
-        """Share of the tokens that came from the draft model, if there is one."""
-        if "draft_model" not in self.keywords:
+        """The share of tokens that a draft model proposed, if there is one."""
+        if "draft_model" not in self.keywords or self.last is None:
             return None
         return self.n_drafted / self.last.generation_tokens
+
+    @property
+    def _kept(self) -> str:
+        """What became of the prompt's entries."""
+        if self._continued is not None:
+            return self._continued.kept
+        if self.was_chosen:
+            return "full cache"
+        if not self.reports:
+            return "all entries kept so far"
+        (report,), most = self.reports, self.keywords["max_kv_size"]
+        if report.policy == NO_POLICY:
+            cache = "full cache" if most is None else f"mlx-lm's rotating cache of {most} entries"
+            return f"{cache} (no policy; --policy auto takes one where it helps)"
+        if not report.compressed:
+            return f"full cache: {report.reason}"
+        beside, memory = "", self.keywords["memory"]
+        if memory != "drop" and report.book is None:  # which tells itself where the others are
+            where = "in files" if "file" in memory else "in memory"
+            bits = "".join(f" in {n} bits" for n in (8, 4) if memory.endswith(f":{n}bit"))
+            beside = f", all {report.prompt_tokens} {where}{bits} as well"
+        return f"{report.entries_text}, {report.memory_text}{beside}{report.recall_text}"
 
     def _to_dict(self) -> dict[str, Any]:
         report = self.reports[0] if self._continued is None else self._continued.report
@@ -197,33 +213,3 @@ class _Answer:
             "prompt_cache": self.start and self.start.to_dict(),
         }
         return {name: value for name, value in found.items() if value is not None}
-
-
-def kept_text(
-    report: CompressionReport | None = None, *, max_kv_size: int | None = None, memory: str = "drop"
-) -> str:
-    """What became of the prompt's entries, for the closing line; without a report, nothing yet."""
-    if report is None:
-        return "all entries kept so far"
-    if report.policy == NO_POLICY:
-        rotating = f"mlx-lm's rotating cache of {max_kv_size} entries"
-        cache = "full cache" if max_kv_size is None else rotating
-        return f"{cache} (no policy; --policy auto takes one where it helps)"
-    if not report.compressed:
-        return f"full cache: {report.reason}"
-    beside = ""
-    if memory != "drop" and report.book is None:  # which tells itself where the others are
-        _, *how = memory.split(":")
-        where = "in files" if "file" in how else "in memory"
-        bits = "".join(f" in {part.removesuffix('bit')} bits" for part in how if part != "file")
-        beside = f", all {report.prompt_tokens} {where}{bits} as well"
-    return f"{report.entries_text}, {report.memory_text}{beside}{report.recall_text}"
-
-
-def closing_line(response: GenerationResponse, kept: str, accepted: float | None) -> str:
-    """What was read, kept and generated, how fast, and which share of it a draft model proposed, if there is one."""
-    drafted = "" if accepted is None else f" ({accepted:.0%} of the tokens drafted)"
-    return (
-        f"{response.prompt_tokens} prompt tokens, {kept} | prompt {response.prompt_tps:.1f} tokens/s, "
-        f"generation {response.generation_tps:.1f} tokens/s{drafted}, peak memory {response.peak_memory:.3g} GB"
-    )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ..inspecting.inspection import Inspection
 
-ENDINGS = (".html", ".png")
 MOST = 2  # policies side by side
 SHADES = " ░▒▓█"
 SENTENCES = 10
@@ -82,7 +81,7 @@ def inspect(
     from ..inspecting.sentences import special_tokens
 
     chosen = shown.policies()
-    path = None if shown.output is None else require_page(shown.output, ENDINGS)
+    path = require_page(shown.output, ".html", ".png")
     reading = Reading(shown.quiet)
     loaded, tokenizer, tokens = prompt.load(model, reading)
     found = []
@@ -139,7 +138,6 @@ def _print(found: Inspection) -> None:
 
 
 def _map(found: Inspection, width: int) -> list[Text]:
-    """A line a layer, and one for the positions."""
     from rich.text import Text
 
     names = [f"layer {layer}" for layer in found.layers]

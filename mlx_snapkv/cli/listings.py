@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
@@ -17,16 +16,8 @@ if TYPE_CHECKING:
 ASK = "mlx-snapkv generate --model MODEL --prompt-file TEXT --prompt QUESTION"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One row.
-
-    Attributes:
-        when: the situation, in a few words.
-        why: a sentence.
-        command: to paste, with MODEL, TEXT and QUESTION to be filled in.
-        pages: the tables that support it, by their places in docs/.
-    """
+class Choice(NamedTuple):
+    """What to take for a situation: why, a command with MODEL, TEXT and QUESTION to fill in, and the pages of docs/."""
 
     when: str
     why: str
@@ -96,27 +87,21 @@ CHOICES = (
 
 def models(as_json: AsJson = False) -> None:
     """List the model types that can be compressed, and the refused ones with the reason."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
     from ..models.table import refused, supported
+    from ..reporting.table import Table
+    from .results import print_table
 
     lists = ("Supported", "note", supported()), ("Refused", "why", refused())
     if as_json:
-        found = {}
-        for title, last, rows in lists:
-            names = ("model_type", "also_loads", last)
-            found[title.lower()] = [dict(zip(names, row)) for row in rows]
+        names = "model_type", "also_loads"
+        found = {
+            t.lower(): [dict(zip((*names, last), row)) for row in rows] for t, last, rows in lists
+        }
         print(json.dumps(found))
         return
-    console = Console()
     for title, last, rows in lists:
-        columns = Column("model type", no_wrap=True), "also loads", last
         heading = f"{title}: {len(rows)} model types of mlx-lm"
-        table = Table(*columns, title=heading, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        print_table(Table(heading, "", ["model type", "also loads", last], [*map(list, rows)]))
 
 
 def policies(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import traceback
@@ -15,9 +14,6 @@ from ..errors import SnapKVError, brief
 from ..paths import path_of
 from .process import listen
 
-JSON_FILES = (
-    "config.json", "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json"
-)  # fmt: skip
 # A tokenizer has one of these.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"
@@ -82,11 +78,7 @@ def load_model(
 
 
 def load_without_weights(name: str):
-    """The same model, built from its configuration and the headers of its weights' files; of the hub, only these.
-
-    Raises:
-        SnapKVError: nothing is there, or mlx-lm can't read it; the message says what was looked for.
-    """
+    """The same model from its configuration and its weights' headers alone; of the hub, no more is downloaded."""
     folder = _place(name, "--model")
     from mlx_lm.utils import hf_repo_to_path
 
@@ -105,11 +97,7 @@ def load_without_weights(name: str):
 
 
 def load_draft_model(name: str, tokenizer, trust_remote_code: bool):
-    """The draft model, which must have the vocabulary of the main model's tokenizer.
-
-    Raises:
-        SnapKVError: it can't be loaded, or the vocabularies differ in size.
-    """
+    """The draft model; SnapKVError if it can't be loaded, or has not the vocabulary of the main model's tokenizer."""
     model, its_own = load_model(name, None, trust_remote_code, option="--draft-model")
     if its_own.vocab_size != tokenizer.vocab_size:
         raise SnapKVError(
@@ -120,11 +108,7 @@ def load_draft_model(name: str, tokenizer, trust_remote_code: bool):
 
 
 def _place(name: str, option: str) -> Path:
-    """The folder that a name stands for; if it is not there, the name may be that of a repository.
-
-    Raises:
-        SnapKVError: it is neither.
-    """
+    """The folder that a name stands for, which need not be there; SnapKVError if it can't be a repository's, either."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -151,7 +135,6 @@ def _make_fast(name: str, model) -> None:
 
 
 def _why(name: str, folder: Path, error: Exception, done: str) -> str:
-    """Why a model can't be `done`: loaded, or planned."""
     if not folder.exists():
         from mlx_lm.utils import hf_repo_to_path
 
@@ -187,20 +170,8 @@ def _why_not_fetched(name: str, error: Exception) -> str | None:
 
 
 def _fault(folder: Path, error: Exception) -> str:
-    """What is wrong with a model folder that mlx-lm could not load, and in which file."""
     from safetensors import SafetensorError, safe_open
 
-    for file in filter(Path.exists, map(folder.joinpath, JSON_FILES)):
-        try:
-            found = json.loads(file.read_bytes())
-        except OSError as problem:
-            return f"{file.name} can't be read: {problem.strerror}"
-        except ValueError as problem:
-            return f"{file.name} is no JSON: {problem}"
-        if not isinstance(found, dict):
-            return f"{file.name} is no JSON object"
-        if file.name == "config.json" and "model_type" not in found:
-            return "config.json names no model_type"
     weights = sorted(folder.glob("model*.safetensors"))
     if not weights:
         return "no weights there: model.safetensors, or several model-*.safetensors"

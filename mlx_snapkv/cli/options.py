@@ -163,11 +163,7 @@ class SamplingOptions:
     max_tokens: MaxTokens = 256
 
     def changed(self, name: str, text: str, context: Context) -> SamplingOptions:
-        """The same with another value of one setting, as a chat's /set takes it.
-
-        Raises:
-            SnapKVError: there is no such setting, or its flag would not take that value.
-        """
+        """The same with another value of one setting; SnapKVError if its flag would not take that."""
         name, known = name.lstrip("-").replace("-", "_"), vars(self)
         if name not in known:
             others = ", ".join(f"/set {setting}" for setting in known)

@@ -182,7 +182,6 @@ class Plans:
                 print(best.beyond)
 
     def _command(self, plan: MemoryPlan) -> str:
-        """A command that reads such a prompt so."""
         words = ["mlx-snapkv", "generate", "--model", self.model, "--prompt-file", "FILE"]
         words += ["--prompt", "QUESTION"]
         if plan.policy is not None and plan.reason is None:

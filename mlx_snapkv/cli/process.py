@@ -59,10 +59,7 @@ def leave(status: int) -> NoReturn:
 
 
 def stop_at_once() -> None:
-    """Let Ctrl-C end the process, until `listen`; where it was ignored, it still is.
-
-    There is nothing to lose yet, and libraries may not be left half imported.
-    """
+    """Let Ctrl-C end the process, until `listen`: libraries may not be left half imported."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
 

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from rich.theme import Theme
 
@@ -36,20 +27,18 @@ def stderr_console(quiet: bool = False) -> Console:
     return Console(stderr=True, highlight=False, theme=PALETTE, quiet=quiet)
 
 
-class _TokenSpeed(ProgressColumn):
+class _TokenSpeed(progress.ProgressColumn):
     def render(self, task) -> Text:
         seconds = task.finished_time or task.elapsed
         return Text(f"{task.completed / seconds:,.0f} tokens/s" if seconds else "")
 
 
 class CallbackBar:
-    """A bar that a callback with what is done, of how much, moves: `update`. On a terminal it is gone at the end.
+    """A bar that a callback with what is done, of how much, moves. On a terminal it is gone at the end."""
 
-    Attributes:
-        done: so far.
-    """
-
-    def __init__(self, console: Console, what: str, *columns: ProgressColumn, quiet: bool = False):
+    def __init__(
+        self, console: Console, what: str, *columns: progress.ProgressColumn, quiet: bool = False
+    ):
         self.done = 0
         columns = TextColumn(what), BarColumn(), *columns, TimeRemainingColumn()
         hidden = quiet or console.quiet
@@ -62,7 +51,8 @@ class CallbackBar:
         return self.update
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._progress.live.is_started:
+            self._progress.stop()
 
     def update(self, done: int, total: int) -> None:
         self.done = done
@@ -71,12 +61,7 @@ class CallbackBar:
             self._progress.start_task(self._task)
         self._progress.update(self._task, completed=done, total=total)
         if done == total:
-            self.close()
-
-    def close(self) -> None:
-        """Stop drawing; calling it again does nothing."""
-        if self._progress.live.is_started:
-            self._progress.stop()
+            self.__exit__()
 
 
 def prefill_bar(console: Console) -> CallbackBar:
@@ -87,24 +72,20 @@ def prefill_bar(console: Console) -> CallbackBar:
 
 def writing_bar(console: Console) -> CallbackBar:
     """Bytes written: for the `progress` of `saved.save`. Nothing is shown off a terminal."""
-    columns = DownloadColumn(), TransferSpeedColumn()
+    columns = progress.DownloadColumn(), progress.TransferSpeedColumn()
     return CallbackBar(console, "writing the entries", *columns, quiet=not console.is_terminal)
 
 
 class StepBars:
-    """Bars of work done in steps; off a terminal, a line every `LINE_EVERY` seconds and at the end of each.
-
-    Args:
-        answers: a file that the same command goes on from, which Ctrl-C names.
-    """
+    """Bars of work done in steps; off a terminal, lines. Ctrl-C names the file of `answers` to go on from."""
 
     def __init__(self, answers: Path | None = None, quiet: bool = False):
         self._console, self._answers = stderr_console(quiet), answers
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[more]}"),
             console=self._console,
@@ -122,9 +103,8 @@ class StepBars:
             said = f"What was answered is in {self._answers}; the same command goes on from there."
             self._console.print(said, soft_wrap=True)
 
-    def start(self, what: str, total: int, done: int = 0) -> None:
-        """A new bar; `done` steps were done before."""
-        self._task = self._progress.add_task(what, total=total, completed=done, more="")
+    def start(self, what: str, total: int) -> None:
+        self._task = self._progress.add_task(what, total=total, more="")
         self._printed, self._over = self._progress.get_time(), False
 
     def done(self, asked: bool = True, n: int = 1) -> None:
@@ -139,7 +119,6 @@ class StepBars:
         self._tell()
 
     def _tell(self) -> None:
-        """Off a terminal, a line if it is time for one."""
         task = self._progress.tasks[-1]
         over = task.finished and not self._over
         late = self._progress.get_time() - self._printed >= LINE_EVERY

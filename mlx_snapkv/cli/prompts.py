@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -9,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..chat.prompts import common_prefix
 from ..errors import SnapKVError, brief
@@ -22,11 +23,7 @@ TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """The text to read: a file, then the prompt; `-` is standard input for either.
-
-    Raises:
-        SnapKVError: neither is given, the file can't be read or is not text, or the text is empty.
-    """
+    """The text to read, a file's and then the prompt's; `-` is standard input. SnapKVError if there is none."""
     if prompt is None and prompt_file is None:
         raise SnapKVError(
             "nothing to read: give --prompt TEXT, --prompt-file FILE, or --prompt - for stdin"
@@ -40,9 +37,8 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None:
         # As mlx-lm does: \n and \t may be typed on the command line.
         typed = prompt.replace("\\n", "\n").replace("\\t", "\t")
-        parts.append(_read_stdin() if prompt == "-" else typed)
+        parts.append(_read_stdin() if prompt == "-" else require_text(typed, "--prompt"))
     text = "\n\n".join(parts)
-    require_text(text, "--prompt")
     if not text.strip():
         raise SnapKVError("the prompt is empty: give some text")
     return text
@@ -67,18 +63,15 @@ def _decoded(stream: BinaryIO, source: str) -> str:
     while (not pieces or b"\0" not in pieces[-1]) and (piece := stream.read(1 << 20)):
         pieces.append(piece)
     text = b"".join(pieces).decode("utf-8-sig", errors="surrogateescape")
-    require_text(text, source)
-    return text
+    return require_text(text, source)
 
 
-def require_text(text: str, source: str) -> None:
-    """Raises: SnapKVError: it is no text, but bytes that were read as such."""
-    try:
-        is_text = b"\0" not in text.encode("utf-8")
-    except UnicodeEncodeError:
-        is_text = False
-    if not is_text:
-        raise SnapKVError(f"{source} is not UTF-8 text: convert it to text first")
+def require_text(text: str, source: str) -> str:
+    """The text; SnapKVError if it is none, but bytes that were read as such."""
+    with contextlib.suppress(UnicodeEncodeError):
+        if b"\0" not in text.encode():
+            return text
+    raise SnapKVError(f"{source} is not UTF-8 text: convert it to text first")
 
 
 def encode(
@@ -94,9 +87,6 @@ def encode(
     Args:
         today: the date for templates that tell it to the model; by default that of the call.
         prefill_response: what the answer is to begin with.
-
-    Raises:
-        SnapKVError: the template refuses, or nothing is left to read.
     """
     raw = ignore_chat_template or not tokenizer.has_chat_template
     templated = {"--system-prompt": system_prompt, "--prefill-response": prefill_response}
@@ -141,11 +131,7 @@ def encode_question(
 def opening_tokens(
     tokenizer, text: str, system_prompt: str | None, today: datetime | None = None
 ) -> list[int]:
-    """Token ids that start the prompt of every question about `text`.
-
-    Raises:
-        SnapKVError: the chat template fails, or puts the question first.
-    """
+    """Token ids that start the prompt of every question about `text`; SnapKVError if the template has none."""
     prompts = [encode_question(tokenizer, text, q, system_prompt, today) for q in PROBES]
     shared = prompts[0][: common_prefix(prompts)]
     if not shared:
@@ -156,38 +142,23 @@ def opening_tokens(
 def adapt_tokenizer(
     tokenizer, extra_eos_token: Sequence[str] | None, chat_template_config: str | None
 ) -> None:
-    """Add tokens that end an answer, and options for the chat template.
-
-    Raises:
-        SnapKVError: the tokenizer has no such token, or the options are no JSON object.
-    """
+    """Add tokens that end an answer, and options for the chat template, a JSON object."""
     for token in extra_eos_token or []:
-        if token.isdecimal():
-            is_there = int(token) < len(tokenizer)
-        else:
-            found = tokenizer.convert_tokens_to_ids(token)
-            is_unknown = found == tokenizer.unk_token_id and token != tokenizer.unk_token
-            is_there = found is not None and not is_unknown
-        if not is_there:
+        known = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
+        if (int(token) if token.isdecimal() else token) not in known:
             raise SnapKVError(f"--extra-eos-token {token!r}: this tokenizer has no such token")
         tokenizer.add_eos_token(token)
-    if chat_template_config is not None:
-        options = _template_options(tokenizer, chat_template_config)
-        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
-
-
-def _template_options(tokenizer, text: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except ValueError:
-        options = None
+    if chat_template_config is None:
+        return
+    options = None
+    with contextlib.suppress(ValueError):
+        options = json.loads(chat_template_config)
     if not isinstance(options, dict):
         raise SnapKVError(
             "--chat-template-config must be a JSON object, "
-            f"such as '{{\"enable_thinking\": false}}', got {text!r}"
+            f"such as '{{\"enable_thinking\": false}}', got {chat_template_config!r}"
         )
     own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
-    for name in options:
-        if name in own and name not in TEMPLATE_OPTIONS:
-            raise SnapKVError(f"--chat-template-config can't set {name!r}: the command does")
-    return options
+    for name in options.keys() & own.keys() - TEMPLATE_OPTIONS:
+        raise SnapKVError(f"--chat-template-config can't set {name!r}: the command does")
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)

@@ -67,12 +67,7 @@ class Reading:
         return future.result()
 
     def warn(
-        self,
-        model: Any,
-        n_prompt: int,
-        n_before: int = 0,
-        was_chosen: bool = False,
-        **options: Any,
+        self, model: Any, n_prompt: int, n_before: int = 0, was_chosen: bool = False, **options: Any
     ) -> None:
         """Say what will be kept of a prompt, and if it exceeds this machine's memory or the model's length.
 
@@ -84,26 +79,21 @@ class Reading:
 
         prompts = LongPrompts(model, **options)
         foretold = None if was_chosen else prompts.foretold(n_prompt, n_before)
-        for said in (foretold, *prompts.warnings(n_prompt, n_before)):
-            if said is not None:
-                self.say(said)
+        for said in filter(None, (foretold, *prompts.warnings(n_prompt, n_before))):
+            self.say(said)
 
     @contextmanager
     def bar(
         self, cost: Callable[[int], BookCost | None] | None = None
     ) -> Iterator[ProgressCallback]:
-        """A bar, as mlx-lm's `prompt_progress_callback`; before the first token it says what there is to know.
-
-        Args:
-            cost: what reading so many tokens will cost; None if they are no book.
-        """
+        """A bar for mlx-lm's `prompt_progress_callback`; it says first what reading will `cost` if that is a book."""
         from .progress import prefill_bar
 
         bar = prefill_bar(self.console)
 
         def update(done: int, total: int) -> None:
             if done == 0:
-                found = None if cost is None else cost(total)
+                found = cost(total) if cost else None
                 if found is not None:
                     self.say("\n".join([str(found), *(f"warning: {x}" for x in found.warnings)]))
                 if total >= LONG:
@@ -145,9 +135,7 @@ def noticing(tell: Callable[[], None]) -> Iterator[None]:
 def _hint_slow_blas(console: Console) -> None:
     """One line on a terminal, once, if MLX's Linux wheel has brought its own slow BLAS."""
     libraries = Path("/proc/self/maps")
-    if not console.is_terminal or not libraries.exists():
-        return
-    text = libraries.read_text()
+    text = libraries.read_text() if console.is_terminal and libraries.exists() else ""
     if "/mlx_cpu.libs/libblas" not in text or re.search(r"/lib(openblas|mkl_rt|blis)", text):
         return
     places = ("lib*/*/openblas-pthread/libopenblas.so.0", "lib*/libopenblas.so.0")

@@ -16,6 +16,7 @@ from typer import Option
 from ..errors import SnapKVError
 from ..paths import path_of, put_result, refusing, require_place
 from ..reporting import files as reported
+from .command import option
 from .options import AsJson
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
     Run = Callable[[Results, Callable[..., None]], list[Record]]
 
-NAMES = ("cache", "server", "policy", "method", "task")  # columns of names; all others hold figures
+# Columns of words; all others hold figures.
+NAMES = ("cache", "server", "policy", "method", "task", "model type", "also loads", "note", "why")
 LONG = 24  # characters of a heading, which are then folded
 LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is cut
 
@@ -34,17 +36,11 @@ LEAST_WIDTH = 108  # characters; narrower terminals wrap lines, but no figure is
 class ResultFiles:
     """The files of a result: NAME and an ending each, in a folder that is made if it is not there.
 
-    Args:
-        name: what the user gave for `--output`.
-        endings: of all files that will be written.
-
     Raises:
         SnapKVError: one can't be written, or is there and not by this package.
     """
 
     def __init__(self, name: str, endings: Sequence[str]):
-        if any(ending.endswith(".png") for ending in endings):
-            reported.require_matplotlib()
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
         self.base = path_of(name, "--output")
@@ -53,17 +49,11 @@ class ResultFiles:
             if folder.exists() and not folder.is_dir():
                 raise SnapKVError(f"--output {name}: {folder} is a file, and no folder")
             folder.mkdir(parents=True, exist_ok=True)
-            self._replaced = [p for p in map(self.path, endings) if require_place(p)]
-            foreign = [path for path in self._replaced if not reported.is_ours(path)]
-        if foreign:
-            raise SnapKVError(
-                f"--output {name}: {foreign[0]} is there already, and mlx-snapkv did not write it: "
-                "give another name"
-            )
+            self._replaced = [p for p in map(self.path, endings) if _is_replaced(p)]
 
     def path(self, ending: str) -> Path:
         """The file with this ending."""
-        return with_suffix(self.base, ending)
+        return self.base.with_name(self.base.name + ending)
 
     def summary(self, written: Iterable[Path]) -> str:
         """What was written and what that replaced, in a line each."""
@@ -73,18 +63,27 @@ class ResultFiles:
         return "\n".join(" ".join(line) for line in lines if len(line) > 1)
 
 
-def require_page(name: str, endings: Sequence[str]) -> Path:
-    """Where to write; SnapKVError if nothing can be, or it is not ours to replace."""
+def require_page(name: str | None, *endings: str) -> Path | None:
+    """Where to write, if anywhere; SnapKVError if nothing can be, or it is not ours to replace."""
+    if name is None:
+        return None
     path = Path(name)
     if path.suffix not in endings:
         raise SnapKVError(f"--output must end in {' or '.join(endings)}, got {name!r}")
+    _is_replaced(path)
+    return path
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether a file is there, and ours to replace; SnapKVError if it is not ours, or can't be written."""
     if path.suffix == ".png":
         reported.require_matplotlib()
-    if require_place(path) and not reported.is_ours(path):
+    is_there = require_place(path)
+    if is_there and not reported.is_ours(path):
         raise SnapKVError(
-            f"--output {path} is there already, and mlx-snapkv did not write it: give another name"
+            f"--output: {path} is there already, and mlx-snapkv did not write it: give another name"
         )
-    return path
+    return is_there
 
 
 def about() -> dict[str, Any]:
@@ -96,33 +95,27 @@ def about() -> dict[str, Any]:
 
 def write_json(base: Path, result: Any) -> Path:
     """Write a result to `base`.json; that path."""
-    path = with_suffix(base, ".json")
+    path = base.with_name(f"{base.name}.json")
     put_result(path, json.dumps(result, indent=1) + "\n")
     return path
 
 
 def write_result(base: Path, result: Any, page: str) -> list[Path]:
     """Write a result to `base`.json and its page to `base`.md; their paths."""
-    path = with_suffix(base, ".md")
+    path = base.with_name(f"{base.name}.md")
     put_result(path, page)
     return [write_json(base, result), path]
 
 
-def with_suffix(base: Path, suffix: str) -> Path:
-    """`base` and a suffix, whatever dots its name has."""
-    return base.with_name(base.name + suffix)
-
-
 def print_table(made: Table) -> None:
     """Print a table with its title and its remark, names to the left and figures to the right."""
-    from rich import box
-    from rich import table as rich_table
+    from rich import box, table
     from rich.console import Console
 
     console = Console()
     console.width = max(console.width, LEAST_WIDTH)
     looks: Any = {"title_justify": "left", "box": box.SIMPLE, "padding": (0, 1, 0, 0)}
-    drawn = rich_table.Table(title=made.title, **looks)
+    drawn = table.Table(title=made.title, **looks)
     for column in made.columns:
         fold = column in NAMES or len(column) > LONG
         figures: Any = {"justify": "right", "no_wrap": not fold, "min_width": 8 * fold}
@@ -150,14 +143,11 @@ Lengths = Annotated[str, Option("--length", help="Tokens of the prompts, with co
 class ResultOptions:
     """What becomes of a result: it is printed, and written to files."""
 
-    output: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Write NAME.jsonl as results come, and go on from it if it is there; at the end NAME.json and "
-            "NAME.md.",
-        ),
-    ] = None
+    output: str | None = option(
+        None,
+        "Write NAME.jsonl as results come, and go on from it if it is there; at the end NAME.json and NAME.md.",
+        metavar="NAME",
+    )
     as_json: AsJson = False
 
     def files(self, *endings: str) -> ResultFiles | None:

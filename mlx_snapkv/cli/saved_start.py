@@ -4,16 +4,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.models.cache import make_prompt_cache
-
 from .. import saved
-from ..caches.layers import (
-    attention_layers,
-    is_compressed,
-    kv_bytes,
-    layer_caches,
-    require_quantizable,
-)
+from ..caches.layers import is_compressed, kv_bytes, layer_caches
 from ..caches.matching import n_tokens
 from ..caches.memories import book_memory
 from ..chat.prompts import mlx_lm_suffix
@@ -32,7 +24,6 @@ class SavedStart:
     Args:
         file: the name that the user gave.
         name: the model's name, as the user gave it.
-        model: the model of that name.
         policy, memory: of the answer. Without a memory the policy compresses a saved full cache at once.
         quantization: of a saved full cache's entries, if it is asked for; without a policy mlx-lm does it.
 
@@ -87,10 +78,11 @@ class SavedStart:
     @property
     def _own_memory(self) -> str:
         """Of a book, what it was saved with; else "drop"."""
-        noted = self._saved.notes if self._saved.tokens is not None else {}
-        if "messages" in noted:  # no answer starts from those
+        notes = self._saved.notes
+        if "messages" in notes:  # no answer starts from those
             return "drop"
-        return noted.get("memory") or book_memory(self._caches) or "drop"
+        noted = None if self._saved.tokens is None else notes.get("memory")
+        return noted or book_memory(self._caches) or "drop"
 
     def has(self, text: str) -> bool:
         """Whether a text to be read begins with the saved one."""
@@ -98,29 +90,22 @@ class SavedStart:
         return bool(saved_text) and text.lstrip().startswith(saved_text)
 
     def encode(self, tokenizer, question: str, ignore_chat_template: bool) -> list[int]:
-        """Token ids of what follows the saved prompt.
-
-        Raises:
-            SnapKVError: the whole conversation would not begin as the saved one did.
-        """
+        """Token ids of what follows the saved prompt; SnapKVError if the whole would not begin as that did."""
+        file, notes = self._file, self._saved.notes
         if self._saved.tokens is None:
             return mlx_lm_suffix(tokenizer, question, ignore_chat_template)
         if ignore_chat_template:
             raise SnapKVError("--ignore-chat-template is settled by --prompt-cache-file: drop it")
-        notes = self._saved.notes
-        if "messages" in notes:
-            raise SnapKVError(
-                f"{self._file} holds a conversation: go on with it in mlx-snapkv chat, by /load"
-            )
         if "text" not in notes:
             raise SnapKVError(
-                f"{self._file} was saved without its text: only mlx-snapkv cache-prompt's files go on here"
+                f"{file} holds no text to ask about: go on with a chat's file in mlx-snapkv chat, by /load, "
+                "or save a text by mlx-snapkv cache-prompt"
             )
         today = datetime.fromisoformat(notes["time"])
         whole = encode_question(tokenizer, notes["text"], question, notes["system_prompt"], today)
         if whole[: self.n_tokens] != self._saved.tokens or len(whole) == self.n_tokens:
             raise SnapKVError(
-                f"with this question the prompt does not begin with the tokens of {self._file}: "
+                f"with this question the prompt does not begin with the tokens of {file}: "
                 "if the tokenizer or its chat template has changed, save the prompt again"
             )
         return whole[self.n_tokens :]
@@ -145,23 +130,18 @@ class SavedStart:
     def _compress(
         self, model, policy: Policy | Stages, quantization: Quantization | None
     ) -> CompressionReport:
-        """Compress the full cache by a policy that needs no queries."""
         if is_compressed(self._caches):
             raise SnapKVError(
                 f"{self._file} is already compressed, by {self._saved.policy}: drop the policy"
             )
-        if isinstance(policy, Stages):
-            raise SnapKVError("a saved full cache is compressed by one policy, not by two stages")
-        if policy.observes:
-            others = ", ".join(n for n, cls in POLICIES.items() if not cls().observes)
-            raise SnapKVError(
-                f"a saved full cache holds no queries for {policy.name} to vote with: "
-                f"save the prompt with the policy, or take one of {others}"
-            )
+        for stage in policy.stages:
+            if stage.observes:
+                others = ", ".join(n for n, cls in POLICIES.items() if not cls().observes)
+                raise SnapKVError(
+                    f"a saved full cache holds no queries for {stage.name} to vote with: "
+                    f"save the prompt with the policy, or take one of {others}"
+                )
         if self.n_tokens < policy.min_ctx:
             reason = f"the saved prompt's {self.n_tokens} tokens are below min_ctx={policy.min_ctx}"
             return CompressionReport(str(policy), self.n_tokens, reason)
-        if quantization is not None:
-            layers = attention_layers(model, make_prompt_cache(model))
-            require_quantizable(model, layers, quantization)
         return compress_prompt_cache(model, self._caches, policy, quantization=quantization)

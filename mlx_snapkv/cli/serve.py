@@ -187,11 +187,7 @@ def serve(
 
 
 def _run(settings: Settings | None, model: str, *given: Any) -> None:
-    """Serve until it is stopped, on rank 0; on the others, which have no settings, follow it.
-
-    Args:
-        given: what an `Engine` is made of.
-    """
+    """Serve until it is stopped, on rank 0; on the others, which have no settings, follow it."""
     from ..server.app import listening, serve
     from ..server.engine import Engine
     from ..server.shared_engine import SharedEngine

@@ -58,11 +58,7 @@ def on_first(work: Callable[[], T]) -> T:
 
 
 def load_shared(folder: str, ranks: Ranks, pipeline: bool, **options: Any) -> tuple[Any, Any]:
-    """This rank's shard of a model, by mlx-lm's `sharded_load` with these options, and the tokenizer.
-
-    Raises:
-        SnapKVError: mlx-lm can't split it so.
-    """
+    """This rank's shard of a model, and the tokenizer; SnapKVError if mlx-lm can't split it so."""
     import mlx.core as mx
     from mlx_lm.utils import sharded_load
 

@@ -180,7 +180,7 @@ def test_a_text_that_was_read_again_answers_every_question(call, book, cache):
     "saved, options, message",
     [
         ([], "--policy snapkv", "holds no queries for snapkv to vote with: save the prompt with"),
-        ([], ["--policy", "keydiff then snapkv"], "one policy, not by two stages"),
+        ([], ["--policy", "keydiff then snapkv"], "no queries for snapkv to vote"),
         ([], "--policy keydiff --kv-bits 8 --kv-group-size 128", "one of [32, 64]"),
         ([], "--system-prompt x", "--system-prompt can't be combined"),
         ([], "--ignore-chat-template", "--ignore-chat-template is settled"),
@@ -208,7 +208,7 @@ def test_files_of_others(call, book, demo_llama, tmp_path):
     save_prompt_cache(theirs, cache, {"model": "somebody/else"})
     (tmp_path / "foreign.safetensors").write_bytes(b"hello")
     for name, message in (
-        ("talk.safetensors", "go on with it in mlx-snapkv chat, by /load"),
+        ("talk.safetensors", "go on with a chat's file in mlx-snapkv chat, by /load"),
         ("theirs.safetensors", "was made with --model somebody/else, not with demo"),
         ("foreign.safetensors", "is not a saved prompt cache"),
         ("no/book.safetensors", "can't be read: No such file or directory"),

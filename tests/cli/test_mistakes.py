@@ -179,16 +179,16 @@ def test_an_option_that_would_do_nothing_is_refused(call, line, other):
 
 
 MODELS = [
-    ("config.json", "{", "config.json is no JSON: Expecting"),
-    ("config.json", "[]", "config.json is no JSON object"),
-    ("config.json", "{}", "config.json names no model_type"),
+    ("config.json", "{", "does not describe such a model: JSONDecodeError"),
+    ("config.json", "[]", "does not describe such a model: "),
+    ("config.json", "{}", "does not describe such a model: KeyError: .model_type"),
     ("config.json", {"model_type": "no_such_type"}, "no_such_type not supported"),
     ("config.json", {"hidden_size": 64}, "weights don't fit its config.json: ValueError: .*shape"),
     ("config.json", {"num_attention_heads": 0}, "does not describe such a model: ZeroDivisionError"),
     ("model.safetensors", None, "no weights there: model.safe"),
     ("model.safetensors", 1000, "model.safetensors is damaged or cut short"),
     ("tokenizer.json", None, "no tokenizer there: tokenizer.json"),
-    ("tokenizer.json", "hello", "tokenizer.json is no JSON"),
+    ("tokenizer.json", "hello", "its tokenizer can't be read"),
     ("tokenizer.json", "{}", "its tokenizer can't be read"),
     ("tokenizer_config.json", {"chat_template": "{{ raise_exception('No system') }}"}, "failed: TemplateError: No sys"),
     ("tokenizer_config.json", {"chat_template": "{% for %}"}, "the chat template or tokenizer failed"),
