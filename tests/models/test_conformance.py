@@ -88,28 +88,27 @@ def layers_of(model):
 
 def softmax_votes(call, n, kv_head_of):
     """Votes `(n_kv_heads, T)` of the call's last `n` queries, in float64, with each query head's KV head given."""
-    T = call["k"].shape[2]
-    votes = np.zeros((max(kv_head_of) + 1, T))
-    for head, kv_head in enumerate(kv_head_of):
-        for i in range(n):
-            seen = T - n + i + 1
-            logits = scores_of(call, head, i - n)[:seen]
-            sink = -np.inf if call["sinks"] is None else float(call["sinks"][head])
-            top = max(logits.max(), sink)
-            weights = np.exp(logits - top)
-            votes[kv_head, :seen] += weights / (weights.sum() + np.exp(sink - top))
-    return votes * len(votes) / len(kv_head_of)
+    logits = logits_of(call, n)
+    T = logits.shape[-1]
+    logits[:, np.arange(T) > np.arange(T - n, T)[:, None]] = -np.inf
+    sinks = -np.inf if call["sinks"] is None else np.array(call["sinks"], np.float64)[:, None, None]
+    every = np.concatenate([logits, np.broadcast_to(sinks, (*logits.shape[:2], 1))], axis=-1)
+    weights = np.exp(every - every.max(axis=-1, keepdims=True))
+    by_head = (weights / weights.sum(axis=-1, keepdims=True))[..., :T].sum(axis=1)
+    heads = np.array(kv_head_of)
+    return np.stack([by_head[heads == head].mean(axis=0) for head in range(heads.max() + 1)])
 
 
-def scores_of(call, head, i):
-    """The logits `(T,)` of one query, in float64; positional scores came as the mask, and capped ones as they are."""
+def logits_of(call, n):
+    """Of the last queries, `(n_heads, n, T)` float64; positional scores came as the mask, capped ones as they are."""
     if "scores" in call:
-        return np.array(call["scores"][0].flatten(0, 1)[head, i], np.float64)
-    queries, keys = (np.array(call[name].astype(mx.float32), np.float64) for name in ("q", "k"))
-    group = queries.shape[1] // keys.shape[1]
-    logits = keys[0, head // group] @ queries[0, head, i] * call["scale"]
-    added = isinstance(call["mask"], mx.array) and call["mask"].dtype != mx.bool_
-    return logits + np.array(call["mask"].astype(mx.float32)[0, head, i]) if added else logits
+        return np.array(call["scores"][0].flatten(0, 1), np.float64)[:, -n:]
+    queries, keys = (np.array(call[name].astype(mx.float32), np.float64)[0] for name in ("q", "k"))
+    keys = keys.repeat(len(queries) // len(keys), axis=0)
+    logits = queries[:, -n:] @ keys.swapaxes(-1, -2) * call["scale"]
+    if isinstance(call["mask"], mx.array) and call["mask"].dtype != mx.bool_:
+        logits = logits + np.array(call["mask"].astype(mx.float32))[0, :, -n:]
+    return logits
 
 
 def heads_read(layer, call, rows):

@@ -36,18 +36,13 @@ def asking():
         query_statistics = FIRST
 
         def score(self, entries):
-            """Weights times the size of what the head writes; the mean query's own logits besides."""
-            weight = entries.layer.attention.o_proj.weight.reshape(-1, N_HEADS, D)
-            values = mx.repeat(entries.values, GROUP, axis=1)
-            written = mx.linalg.norm(mx.einsum("ohd,bhtd->bhto", weight, values), axis=-1)
-            size = entries.attention.sum(axis=2) * written
-            away = entries.raw_queries - entries.statistics.mean[:, :, None]
-            unlike = mx.einsum("bhnd,bhde,bhne->bh", away, entries.statistics.covariance, away)
+            """The attention of queries, and the mean query's own logits as of now."""
             turned = entries.layer.rope(entries.statistics.mean[:, :, None], offset=T)
             keys = mx.repeat(entries.keys, GROUP, axis=1)
-            expected = (turned @ keys.swapaxes(-1, -2)).squeeze(2)
-            depth = (entries.layer.number + 1) / entries.layer.n_layers
-            scores = depth * size + expected + unlike[..., None]
+            scores = (turned @ keys.swapaxes(-1, -2)).squeeze(2) + entries.attention.sum(axis=2)
+            scores = scores + (
+                entries.raw_queries.sum() + entries.layer.attention.o_proj.weight.sum()
+            )
             return scores.reshape(1, H, GROUP, -1).mean(axis=2)
 
     yield Asking(budget=20)
@@ -90,40 +85,24 @@ def rotated(x, positions):
     return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def expected_of(attention, x, number):
-    """Raw queries, weights, mean, covariance and scores, from a layer's inputs and weights alone."""
+def expected_of(attention, x):
+    """Raw queries, weights, mean and covariance, from a layer's inputs and weights alone."""
     queries = heads(x, attention.q_proj.weight)
-    keys = rotated(heads(x, attention.k_proj.weight), range(T)).repeat(GROUP, axis=0)
-    values = heads(x, attention.v_proj.weight).repeat(GROUP, axis=0)
-    raw = queries[:, T - N :]
-    logits = rotated(raw, range(T - N, T)) @ keys.swapaxes(-1, -2) * D**-0.5
-    logits = np.where(np.arange(T) <= np.arange(T - N, T)[:, None], logits, -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    mean = queries[:, FIRST:].mean(axis=1)
+    keys = rotated(heads(x, attention.k_proj.weight), range(T))
+    raw, asked = queries[:, T - N :], range(T - N, T)
+    weights = reference.weights(rotated(raw, asked)[None], keys[None], asked, D**-0.5)[0]
     covariance = np.stack([np.cov(q[FIRST:].T, bias=True) for q in queries])
-    output = np.asarray(attention.o_proj.weight, np.float64).reshape(-1, N_HEADS, D)
-    written = np.linalg.norm(np.einsum("ohd,htd->hto", output, values), axis=-1)
-    away = raw - mean[:, None]
-    unlike = np.einsum("hnd,hde,hne->h", away, covariance, away)
-    logit = np.einsum("hd,htd->ht", rotated(mean[:, None], [T])[:, 0], keys)
-    scores = (number + 1) / 2 * weights.sum(1) * written + logit + unlike[:, None]
-    return raw, weights, mean, covariance, scores.reshape(H, -1, T).mean(axis=1)
+    return raw, weights, queries[:, FIRST:].mean(axis=1), covariance
 
 
 @pytest.mark.parametrize("chunks", [(T,), (2, 1, 1, 56)])
-def test_everything_a_policy_asks_for(asking, chunks):
+def test_everything_a_policy_asks_for(chunks):
     for number, (entries, x, _) in enumerate(zip(*read(make_llama(), FIRST, chunks))):
         assert (entries.layer.number, entries.layer.n_layers) == (number, 2)
         assert entries.raw_queries.dtype == mx.float32
-        found = (
-            entries.raw_queries,
-            entries.attention,
-            entries.statistics.mean,
-            entries.statistics.covariance,
-            asking.score(entries),
-        )
-        for ours, wanted in zip(found, expected_of(entries.layer.attention, x, number)):
+        statistics = entries.statistics.mean, entries.statistics.covariance
+        found = entries.raw_queries, entries.attention, *statistics
+        for ours, wanted in zip(found, expected_of(entries.layer.attention, x)):
             assert np.allclose(ours[0], wanted, atol=1e-4)
 
 

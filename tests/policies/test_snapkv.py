@@ -16,21 +16,6 @@ from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.policies import resolve_policy, snapkv
-from mlx_snapkv.policies.snapkv import pool_votes
-
-
-@pytest.mark.parametrize(
-    "row, kind, kernel, pooled",
-    [
-        ([3.0, 0, 0, 6, 0], "avg", 3, [1, 1, 2, 2, 2]),
-        ([3.0, 0, 0, 6, 1], "max", 3, [3, 3, 6, 6, 6]),
-        ([3.0, 0, 0, 6, 0], "forward", 2, [1.5, 1.5, 0, 3, 3]),
-        ([3.0, 0], "avg", 5, [0.6, 0.6]),
-        ([3.0, 1], "max", 1, [3, 1]),
-    ],
-)
-def test_pooling_by_hand(row, kind, kernel, pooled):
-    assert np.allclose(pool_votes(mx.array(row), kind, kernel), pooled)
 
 
 def make_entries(T=60, seed=0, layer=None, B=1, D=8):
@@ -105,8 +90,9 @@ def layer_of(model):
     return attention_layers(model, make_prompt_cache(model))[1]
 
 
-@pytest.mark.parametrize("budget", [40, 20, 12])
-@pytest.mark.parametrize("pool, n_bytes", [("avg", 1), ("forward", snapkv.WRITTEN_BYTES)])
+@pytest.mark.parametrize(
+    "pool, budget, n_bytes", [("avg", 40, 1), ("avg", 12, 8 << 20), ("forward", 40, 1)]
+)
 def test_the_second_half_is_ranked_by_what_it_writes(pool, budget, n_bytes, monkeypatch):
     monkeypatch.setattr(snapkv, "WRITTEN_BYTES", n_bytes)  # 1: blocks of 64 entries
     layer = layer_of(make_llama(hidden_size=48))
@@ -127,12 +113,6 @@ def test_the_second_half_is_ranked_by_what_it_writes(pool, budget, n_bytes, monk
         assert np.allclose(scores[b, head, later], second[later], rtol=1e-4)
 
 
-def test_plain_snapkv_does_not_need_the_layer():
-    SnapKV(budget=BUDGET, **OPTIONS).score(make_entries(90))
-    with pytest.raises(SnapKVError, match=r"prefill with mlx_snapkv\.prefill"):
-        CRITICAL.score(make_entries(90))
-
-
 @pytest.mark.parametrize("bits, within", [(None, 1e-5), (8, 2e-2)])
 def test_the_projection_is_what_the_module_does(bits, within):
     """A bias is left out, and quantised weights are asked by calling them."""
@@ -148,12 +128,12 @@ def test_the_projection_is_what_the_module_does(bits, within):
         assert np.allclose(made, weight[2 * head : 2 * head + 2], atol=within)
 
 
-def test_a_projection_of_another_name_is_refused_by_name():
+def test_what_the_second_stage_needs_is_named():
+    with pytest.raises(SnapKVError, match=r"prefill with mlx_snapkv\.prefill"):
+        CRITICAL.score(make_entries(90))
     found = layer_of(make_llama(hidden_size=64))
     del found.attention.o_proj
-    with pytest.raises(
-        SnapKVError, match=r"Attention of 'llama' has no output projection .*o_proj"
-    ):
+    with pytest.raises(SnapKVError, match="Attention of 'llama' has no output projection"):
         found.output_weights(0, 4, mx.zeros((1, 2, 5, 16)))
 
 
@@ -185,10 +165,7 @@ WINDOW_RANGE = 'n_window must be a whole number of entries of at least 1 or a sh
         ({"pool": "mean"}, "pool must be forward, avg or max, got 'mean'"),
         ({"heads": "all"}, "heads must be per_head or shared, got 'all'"),
         ({"critical": 1}, "critical must be true or false, got 1"),
-        (
-            {"critical": True, "heads": "shared"},
-            "heads must be per_head with critical, got 'shared'",
-        ),
+        ({"critical": True, "heads": "shared"}, "heads must be per_head with critical, got 'shared'"),
         ({"lookahead": -1}, "lookahead must be a whole number of 0 to 256, got -1"),
     ],
 )  # fmt: skip
@@ -226,8 +203,3 @@ def test_strings_dicts_and_objects_name_the_same_policy():
 def test_requests_that_name_no_policy(keywords, message):
     with pytest.raises(SnapKVError, match=message):
         resolve_policy(**keywords)
-
-
-@pytest.mark.parametrize("text, n", [("snapkv", 32), ("keydiff then snapkv:lookahead=7", 7)])
-def test_one_lookahead_for_every_way_in(text, n):
-    assert resolve_policy(policy=text).stages[1].lookahead == n
