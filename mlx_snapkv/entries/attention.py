@@ -17,7 +17,7 @@ from .queries import Queries
 BLOCK_BYTES = {mx.cpu: 3 << 19, mx.gpu: 8 << 20}[mx.default_device().type]
 READ_BYTES = 16 << 20  # the same of keys that are read from elsewhere, each time with a wait
 READ_TOKENS = 4096  # keys read at a time, so that the memory is the same for any longer prompt
-# Of logits and float32 keys, below which one block of all keys will do.
+# Of logits and float32 keys, below which one pass over all keys will do.
 HELD_BYTES = 8 << 20
 # Of logits, below which keys that come in blocks are read once; if they are few by key.
 KEPT_BYTES = 64 << 20
@@ -68,7 +68,12 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     n = len(observed.places)
     late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
     late = mx.tile(late.astype(mx.float32), (1, group))
-    votes = _sums(keys, observed, queries, lambda logs: late @ mx.power(2, logs))
+    B, H, T, D = keys.shape
+    if isinstance(keys, mx.array) and 4 * B * H * T * (queries.shape[2] + D) <= HELD_BYTES:
+        weights, share = _weights(keys, observed, queries)
+        votes = (share[..., None, :] * late) @ weights
+    else:
+        votes = _sums(keys, observed, queries, lambda logs: late @ mx.power(2, logs))
     return mx.moveaxis(votes, 2, 0) / group
 
 
@@ -111,10 +116,8 @@ def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
     """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum."""
     queries, group = _grouped(keys, observed)
     B, H, T, _ = keys.shape
-    spans = _spans(observed, T, block=T)
-    logits = mx.concatenate([_logits(keys, observed, queries, span) for span in spans], axis=-1)
-    total = _with_sinks(observed, _log_sum(logits))
-    return mx.power(2, logits - total[..., None]).reshape(B, H * group, -1, T)
+    weights, share = _weights(keys, observed, queries)
+    return (weights * share[..., None]).reshape(B, H * group, -1, T)
 
 
 def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
@@ -137,12 +140,23 @@ def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
     return mx.broadcast_to(shared[:, None], (B, H, T))
 
 
+def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.array, mx.array]:
+    """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
+    T = keys.shape[2]
+    spans = [(0, T)] if observed.pages is None else _spans(observed, T, block=T)
+    logits = mx.concatenate([_logits(keys, observed, queries, span) for span in spans], axis=-1)
+    top = logits.max(axis=-1)
+    weights = mx.power(2, logits - top[..., None])
+    total = _with_sinks(observed, top + mx.log2(weights.sum(axis=-1)))
+    return weights, mx.power(2, top - total)
+
+
 def _sums(
     keys: Keys, observed: Queries, queries: mx.array, summed: Callable[[mx.array], mx.array]
 ) -> mx.array:
     """Sums over queries, `(..., T)`: the softmax's denominators, then the votes.
 
-    The keys are read for each of both, unless they or the queries are so few that all logits can be kept.
+    The keys are read for each of both, unless the queries are so few that all logits can be kept.
 
     Args:
         summed: makes sums `(..., block)` of the logarithms, base 2, of weights `(B, n_kv_heads, group * n, block)`.
@@ -150,16 +164,10 @@ def _sums(
     B, H, T, D = keys.shape
     n = queries.shape[2]
     waits = isinstance(keys, KeyBlocks) and keys.waits
-    few = n <= D // 4
-    if isinstance(keys, mx.array) and 4 * B * H * T * (n + D) <= HELD_BYTES:
-        keeps, block, together = True, T, T
-    else:
-        keeps = few and 4 * B * H * n * T <= KEPT_BYTES
-        block = (
-            min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
-        )
-        # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
-        together = max(1, D // 2 // n) if keeps else 1
+    keeps = n <= D // 4 and 4 * B * H * n * T <= KEPT_BYTES
+    block = min(READ_TOKENS, _block(queries, READ_BYTES)) if waits else _block(queries, BLOCK_BYTES)
+    # Of few queries, the logits of several blocks of keys are as much as those of one block of many.
+    together = max(1, D // 2 // n) if keeps else 1
     spans = list(_spans(observed, T, block))
     groups = [spans[i : i + together] for i in range(0, len(spans), together)]
     kept: list[mx.array] = []

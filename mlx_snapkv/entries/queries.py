@@ -111,13 +111,11 @@ def on_queries(callback: Callback) -> Iterator[None]:
 
 
 class OnQueries:
-    """What a KV cache may do with the queries of an attention module's call, besides `record`.
+    """What a KV cache may do with the queries of an attention module's call, besides `record`."""
 
-    Attributes:
-        waits_for_readers: the queries of some layers that read the newest entries are still missing.
-    """
-
-    waits_for_readers: bool = False
+    waits_for_readers: bool = (
+        False  # the queries of some layers that read the newest entries are missing
+    )
 
     def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """The entries that the attention function sees, instead of those that it was given."""
@@ -129,20 +127,10 @@ class OnQueries:
 
 
 class Recorder(OnQueries):
-    """What a KV cache with an `offset` needs to record queries.
-
-    Args, as of `start_recording`:
-        first, last: logical positions whose queries are recorded, in whatever chunks they come.
-        newest: how many of those at most, the latest ones; None is all.
-        statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, and of the
-            one before `last` in any case, which needs `layer`; None counts nothing.
-
-    Attributes:
-        layer: the cache's layer; see `Entries`.
-    """
+    """What a KV cache with an `offset` needs to record queries; the arguments are those of `start_recording`."""
 
     offset: int
-    layer: Any = None
+    layer: Any = None  # see `Entries`
 
     def __init__(self, *wanted: Any, **more: Any):
         super().__init__()
@@ -155,7 +143,14 @@ class Recorder(OnQueries):
         newest: int | None = None,
         statistics_from: int | None = None,
     ) -> None:
-        """Record these positions, and forget what was recorded before."""
+        """Forget what was recorded before, and record from now on.
+
+        Args:
+            first, last: logical positions whose queries are recorded, in whatever chunks they come.
+            newest: how many of those at most, the latest ones; None is all.
+            statistics_from: count statistics of the pre-RoPE queries of the positions from here to `last`, and of
+                the one before `last` in any case, which needs `layer`; None counts nothing.
+        """
         self.first, self.last, self.newest = first, last, newest
         self.statistics_from = statistics_from
         self.scale = math.nan  # this and the sinks come with the queries
@@ -220,8 +215,8 @@ class Recorder(OnQueries):
             return
         if start < self._stop:  # tokens were rolled back meanwhile
             kept = max(0, self.n_queries - (self._stop - start))
-            earlier = mx.concatenate(self._queries, axis=2)[:, :, :kept] if kept else None
-            self._queries = [] if earlier is None else [mx.contiguous(earlier)]
+            earlier = [mx.concatenate(self._queries, axis=2)[:, :, :kept]] if kept else []
+            self._queries = [mx.contiguous(x) for x in earlier]
         elif a > self._stop:
             self._queries = []
         # A slice would keep the whole chunk alive.
@@ -264,10 +259,9 @@ class Recorder(OnQueries):
 
     def voters(self, queries: mx.array, asked: range, shape: tuple[int, ...]) -> Queries:
         """Queries of logical positions, to vote for entries `(B, n_kv_heads, T)` that end with the newest."""
-        first = self.offset - shape[2]
-        cap = None if self.layer is None else self.layer.cap
+        first, cap = self.offset - shape[2], None
         if self.layer is not None:
-            queries = self.layer.grouped(queries, shape[1])
+            queries, cap = self.layer.grouped(queries, shape[1]), self.layer.cap
         places = range(asked.start - first, asked.stop - first)
         return Queries(queries, places, self.scale, self.sinks, asked.start, cap=cap)
 

@@ -12,10 +12,8 @@ GROUP = 2048  # scores that a GPU sorts in one step
 def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int) -> mx.array:
     """Sink | `top_k` best of the middle | recent window, as sorted positions.
 
-    Args:
-        scores: `(B, n_kv_heads, T)`, higher means keep. Only the middle, `[n_sink, T - n_window)`, is
-            ranked; ties go to the lower position.
-        n_sink, top_k, n_window: entries of each part, in tokens.
+    Of scores `(B, n_kv_heads, T)`, higher means keep, only the middle, `[n_sink, T - n_window)`, is ranked; ties go to
+    the lower position.
 
     Returns:
         uint32 `(B, n_kv_heads, n)`, ascending and unique along the last axis, where `n` is
@@ -25,12 +23,12 @@ def select_positions(scores: mx.array, *, n_sink: int, top_k: int, n_window: int
     if n_sink + top_k + n_window >= T:
         return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
     end = T - n_window
-    parts = [mx.arange(n_sink, dtype=mx.uint32), mx.arange(end, T, dtype=mx.uint32)]
-    sink, window = (mx.broadcast_to(p, (B, H, p.size)) for p in parts)
-    if top_k == 0:
-        return mx.concatenate([sink, window], axis=-1)
-    middle = top_positions(scores[..., n_sink:end], top_k) + n_sink
-    return mx.concatenate([sink, middle.astype(mx.uint32), window], axis=-1)
+    ends = mx.arange(n_sink, dtype=mx.uint32), mx.arange(end, T, dtype=mx.uint32)
+    parts = [mx.broadcast_to(part, (B, H, part.size)) for part in ends]
+    if top_k > 0:
+        middle = top_positions(scores[..., n_sink:end], top_k) + n_sink
+        parts.insert(1, middle.astype(mx.uint32))
+    return mx.concatenate(parts, axis=-1)
 
 
 def top_positions(scores: mx.array, k: int) -> mx.array:

@@ -48,7 +48,7 @@ class Call:
         borrowed = self.family.borrows(self.attention)
         self.recorder.record(queries, scale, sinks, read=read, borrowed=borrowed)
         if self.recorder.waits_for_readers:
-            _lent()[id(keys)] = keys, self.recorder
+            _thread.lent[id(keys)] = keys, self.recorder
         return self.recorder.attended(keys, values)
 
     def _positional(self) -> mx.array:
@@ -64,53 +64,51 @@ class Call:
             self.recorder.record(self.captured[0], scale)
 
 
-_active = threading.local()
+class _Thread(threading.local):
+    """A thread's current call, and the entries that wait for others to read them.
+
+    Attributes:
+        lent: by the id of an array of keys, itself, and the recorder that gave it.
+    """
+
+    def __init__(self):
+        self.call: Call | None = None
+        self.lent: dict[int, tuple[Any, Any]] = {}
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def capturing(call: Call) -> Iterator[Call]:
     """Make it this thread's current call, for the block."""
-    outer, _active.call = current(), call
+    outer, _thread.call = _thread.call, call
     try:
         yield call
     finally:
-        _active.call = outer
-
-
-def current() -> Call | None:
-    """The recording call that this thread is in."""
-    return getattr(_active, "call", None)
-
-
-def _lent() -> dict[int, tuple[Any, Any]]:
-    """By the id of an array of keys: itself, and the recorder that gave it and waits for others to read it."""
-    if not hasattr(_active, "lent"):
-        _active.lent = {}
-    return _active.lent
+        _thread.call = outer
 
 
 def forget() -> None:
     """Drop the keys that were lent to readers who did not come."""
-    _active.lent = {}
+    _thread.lent.clear()
 
 
 def record(queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any) -> tuple[Any, Any]:
     """Record an attention function's queries with the recorder of its entries; returns the entries to attend to."""
-    call = current()
-    if call is not None:
-        return call.record(queries, keys, values, scale, sinks)
-    _, recorder = _lent().get(id(keys), (None, None))
+    if _thread.call is not None:
+        return _thread.call.record(queries, keys, values, scale, sinks)
+    _, recorder = _thread.lent.get(id(keys), (None, None))
     if recorder is not None:
         recorder.record(queries, scale, sinks, borrowed=True)
         if not recorder.waits_for_readers:
-            del _lent()[id(keys)]
+            del _thread.lent[id(keys)]
     return keys, values
 
 
 def masked(queries: mx.array, keys: Any, mask: Any) -> Any:
     """The mask of an attention function's call: a recording cache may `hide` some entries."""
-    call = current()
-    hide = None if call is None else getattr(call.recorder, "hide", None)
+    hide = getattr(_thread.call and _thread.call.recorder, "hide", None)
     return mask if hide is None else hide(queries, keys, mask)
 
 
@@ -140,9 +138,8 @@ def splits_of_mlx(mlx: Any) -> Any:
 
     def split(*args, **kwargs):
         parts = mlx.split(*args, **kwargs)
-        call = current()
-        if call is not None:
-            call.captured.append(parts)
+        if _thread.call is not None:
+            _thread.call.captured.append(parts)
         return parts
 
     return _Namespace(mlx, split=split)
@@ -154,7 +151,7 @@ def rope_results(rope_call):
     @functools.wraps(rope_call)
     def __call__(self, *args, **kwargs):
         turned = rope_call(self, *args, **kwargs)
-        call = current()
+        call = _thread.call
         if call is not None and self is call.family.rope_of(call.attention):
             call.captured.append(turned)
         return turned

@@ -36,7 +36,7 @@ class AttentionFamily:
         rotary_tail: its name for how many of a head's last dimensions RoPE rotates; None if it is given all.
         normed: its name for a norm of keys after RoPE, which can't be rotated any more; None is none.
         note: for the list of models.
-        refusal: why a model with these attention modules can't be compressed, or None if it can.
+        refusal: why a model with these attention modules can't be compressed; None if it can.
         idle: whether a layer's plain KV cache is left alone.
         latent: it stores latents and positional parts of keys (MLA); see `latents`.
         factor: which argument of its call multiplies queries after RoPE, past the attention function; None is none.

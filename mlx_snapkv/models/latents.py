@@ -18,10 +18,8 @@ def asked(
 ) -> tuple[mx.array, Read | None]:
     """The queries of a call, and a function that turns some of them into what multiplies the keys.
 
-    Args:
-        queries: `(B, n_heads, L, ...)`, as given to the attention function.
-        positional: `q_pe`, `(B, n_heads, L, qk_rope_head_dim)`.
-        absorbed: the queries are `embed_q(q_nope)`.
+    Given are queries `(B, n_heads, L, ...)`, as the attention function has them, perhaps with `embed_q` absorbed, and
+    `q_pe` `(B, n_heads, L, qk_rope_head_dim)`.
     """
     n_plain = attention.qk_nope_head_dim
     if absorbed:
@@ -37,12 +35,7 @@ def asked(
 
 
 def output_weights(attention: Any, output: Any, n_heads: int, like: mx.array) -> mx.array:
-    """The output projection applied to a latent, by query head: `(n_heads, kv_lora_rank, hidden_size)`.
-
-    Args:
-        output: the projection.
-        like: the latents, `(B, 1, T, kv_lora_rank)`.
-    """
+    """The projection `output` of latents `like` these, by query head: `(n_heads, kv_lora_rank, hidden_size)`."""
     rank = like.shape[3]
     values = attention.unembed_out(mx.eye(rank, dtype=like.dtype)[None, None])[0]  # by head
     D = values.shape[2]
