@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import tempfile
@@ -19,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, arrays, join, unpack
+from ..entries.quantization import Quantization, Stored, arrays, unpack
 from ..errors import EntryFileError, SnapKVError
 from ..paths import reason
 from .stores import EntryView, JoinedView, Store
@@ -121,7 +120,7 @@ class SavedFile(EntryFile):
 
     Args:
         n_entries: what it holds.
-        checksums: uint32, CRC-32 of each `piece` bytes; the last piece may be shorter.
+        checksums: uint32, CRC-32 of each `piece` entries; the last piece may be shorter.
 
     Raises:
         SnapKVError: it can't be opened, or is not of that size.
@@ -142,31 +141,26 @@ class SavedFile(EntryFile):
 
     def _map(self, places: np.ndarray) -> np.ndarray:
         self._require_size()  # a map of what is no longer there would end the process
-        first = np.unique(places).astype(np.int64) * self.layout.token
-        edges = np.zeros(len(self._checksums) + 1, np.int64)
-        np.add.at(edges, first // self._piece, 1)
-        np.add.at(edges, (first + self.layout.token - 1) // self._piece + 1, -1)
-        self._require(np.flatnonzero((edges.cumsum()[:-1] > 0) & self._is_new))
+        pieces = np.unique(places // self._piece)
+        self._require(pieces[self._is_new[pieces]])
         return super()._map(places)
 
     def _require(self, pieces: np.ndarray) -> None:
         """Raises: EntryFileError: one of these pieces is not what was saved."""
         if not pieces.size:
             return
-        whole = np.memmap(self._file, np.uint8, "r", shape=(self._size,))
+        whole, size = np.memmap(self._file, np.uint8, "r"), self._piece * self.layout.token
 
         def checksum(piece: int) -> int:
-            start = piece * self._piece
-            return zlib.crc32(whole[start : start + self._piece].data)
+            return zlib.crc32(whole[piece * size : (piece + 1) * size].data)
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             sound = self._checksums[pieces] == list(threads.map(checksum, pieces.tolist()))
         self._is_new[pieces[sound]] = False
         if not sound.all():
-            start = pieces[~sound][0] * self._piece
             raise EntryFileError(
-                f"{self} is damaged: a checksum does not fit from byte {start:,} on; put back the file that was "
-                "saved, or save the prompt again",
+                f"{self} is damaged: a checksum does not fit from byte {pieces[~sound][0] * size:,} on; put back the "
+                "file that was saved, or save the prompt again",
                 self.path,
             )
 
@@ -191,8 +185,8 @@ class _Part(EntryView):
     n_entries: int = 0
     waits = True
 
-    def read(self, which: int, start: int, stop: int) -> mx.array:
-        return unpack(self.files[which].read(start, stop), self.quantization)
+    def stored(self, which: int, start: int, stop: int) -> Stored:
+        return self.files[which].read(start, stop)
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         chosen = np.array(places)
@@ -257,13 +251,6 @@ class FileStore(JoinedView, Store):
         for file in self._parts[-1].files:
             with contextlib.suppress(OSError):
                 file.cut(n)
-
-    def stored(self, start: int, stop: int) -> Entries:
-        parts = [
-            [file.read(a, b) for file in part.files] for part, a, b in self._within(start, stop)
-        ]
-        keys, values = (functools.reduce(join, found) for found in zip(*parts))
-        return Entries(keys, values, quantization=self.quantization)
 
     def __deepcopy__(self, memo: dict) -> FileStore:
         self._grows = False

@@ -168,7 +168,7 @@ def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
     found.offload()
     other = copy.deepcopy(found)
     other.store = empty.store
-    other.store.append(found.store.stored(0, found.offset))
+    other.store.append(found.store.held())
     return other
 
 

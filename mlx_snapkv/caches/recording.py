@@ -15,7 +15,7 @@ from ..entries.quantization import join, n_bytes
 from ..entries.queries import Read, Recorder
 from .adapter import FullCache, plain_cache
 from .contract import LosslessCache, Mark
-from .stores import EntryView, MemoryStore, Store, quantized_cache
+from .stores import EntryView, MemoryStore, Store
 
 
 class FullRecorder(LosslessCache, Recorder):
@@ -208,10 +208,11 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
 
     def saved_form(self) -> Any:
         self.offload()
-        how = self.store.quantization
-        if self.store.cache is None and how is not None:
-            return quantized_cache(how, self.store.stored(0, self.offset))
-        return self.store.cache or plain_cache(*self.store.entries())
+        if self.store.cache is not None:
+            return self.store.cache
+        cache, held = MemoryStore(self.store.quantization).cache, self.store.held()
+        cache.keys, cache.values, cache.offset = held.stored_keys, held.stored_values, len(held)
+        return cache
 
     def views(self) -> list[EntryView]:
         parts: list[EntryView] = [self.store, MemoryStore(cache=self.growing)]

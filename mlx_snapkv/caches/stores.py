@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, each, grown, n_bytes, n_rows, rows, unpack, write
+from ..entries.quantization import (
+    Quantization,
+    Stored,
+    each,
+    grown,
+    n_bytes,
+    n_rows,
+    rows,
+    unpack,
+    write,
+)
 from ..entries.selection import take_entries
 
 KEYS, VALUES = 0, 1
@@ -21,15 +31,21 @@ class EntryView(ABC):
 
     Attributes:
         n_entries: entries held.
+        quantization: how they are stored, each by itself; None is as they came.
         waits: what is read takes memory of its own, so that it should be used before more is read.
     """
 
     n_entries: int
+    quantization: Quantization | None
     waits: bool = False
 
     @abstractmethod
+    def stored(self, which: int, start: int, stop: int) -> Stored:
+        """The KEYS or VALUES of entries `[start, stop)`, as they are stored."""
+
     def read(self, which: int, start: int, stop: int) -> mx.array:
         """The KEYS or VALUES of entries `[start, stop)`."""
+        return unpack(self.stored(which, start, stop), self.quantization)
 
     @abstractmethod
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
@@ -45,12 +61,10 @@ class Store(EntryView):
     """Entries that more are appended to: in memory, quantised, or in a file.
 
     Attributes:
-        quantization: how they are stored, each by itself; None is as they came.
         cache: mlx-lm's cache that they are in, which may go on by itself; None if they are not.
         nbytes, file_nbytes: what they take in memory, and in files.
     """
 
-    quantization: Quantization | None
     cache: Any = None
     nbytes: int
     file_nbytes: int = 0
@@ -67,9 +81,10 @@ class Store(EntryView):
     def truncate(self, n: int) -> None:
         """Hold the first `n` entries only."""
 
-    @abstractmethod
-    def stored(self, start: int, stop: int) -> Entries:
-        """Entries `[start, stop)` as they are stored."""
+    def held(self) -> Entries:
+        """All entries as they are stored."""
+        keys, values = (self.stored(which, 0, self.n_entries) for which in (KEYS, VALUES))
+        return Entries(keys, values, quantization=self.quantization)
 
 
 class MemoryStore(Store):
@@ -85,9 +100,9 @@ class MemoryStore(Store):
             quantization = Quantization(cache.bits, cache.group_size)
         self.quantization = quantization
         self.waits = quantization is not None
-        if cache is None:
-            cache = KVCache() if quantization is None else quantized_cache(quantization)
-        self.cache = cache
+        if cache is None and quantization is not None:
+            cache = QuantizedKVCache(quantization.group_size, quantization.bits)
+        self.cache = cache or KVCache()
 
     @property
     def n_entries(self) -> int:  # type: ignore[override]
@@ -108,13 +123,8 @@ class MemoryStore(Store):
     def truncate(self, n: int) -> None:
         self.cache.trim(max(0, self.n_entries - n))
 
-    def stored(self, start: int, stop: int) -> Entries:
-        keys, values = rows((self.cache.keys, self.cache.values), start, stop)
-        return Entries(keys, values, quantization=self.quantization)
-
-    def read(self, which: int, start: int, stop: int) -> mx.array:
-        stored = (self.cache.keys, self.cache.values)[which]
-        return unpack(rows(stored, start, stop), self.quantization)
+    def stored(self, which: int, start: int, stop: int) -> Stored:
+        return rows((self.cache.keys, self.cache.values)[which], start, stop)
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         held = self.cache.keys, self.cache.values
@@ -124,15 +134,6 @@ class MemoryStore(Store):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         return n_bytes(self.cache.keys_and_values()) if self.n_entries else 0
-
-
-def quantized_cache(how: Quantization, entries: Entries | None = None) -> QuantizedKVCache:
-    """mlx-lm's cache of quantised entries."""
-    cache: Any = QuantizedKVCache(how.group_size, how.bits)
-    if entries is not None:
-        cache.keys, cache.values = entries.stored_keys, entries.stored_values
-        cache.offset = len(entries)
-    return cache
 
 
 class JoinedView(EntryView):
@@ -158,9 +159,12 @@ class JoinedView(EntryView):
                 yield part, a, b
             first += part.n_entries
 
+    def stored(self, which: int, start: int, stop: int) -> Stored:
+        """Of views that store entries alike."""
+        return _joined(part.stored(which, a, b) for part, a, b in self._within(start, stop))
+
     def read(self, which: int, start: int, stop: int) -> mx.array:
-        found = [part.read(which, a, b) for part, a, b in self._within(start, stop)]
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+        return _joined(part.read(which, a, b) for part, a, b in self._within(start, stop))
 
     def gather(self, places: mx.array) -> tuple[mx.array, mx.array]:
         found: Any = ()
@@ -171,3 +175,8 @@ class JoinedView(EntryView):
             found = tuple(mx.where(here, *pair) for pair in zip(there, found)) if found else there
             first += n
         return found
+
+
+def _joined(parts: Iterable[Stored]) -> Stored:
+    first, *others = parts
+    return each(lambda *x: mx.concatenate(list(x), axis=2), first, *others) if others else first

@@ -11,17 +11,17 @@ import json
 import os
 import re
 import secrets
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from ..caches.file_store import FileStore, Layout, SavedFile
 from ..caches.layers import members
 from ..caches.out_of_core import OutOfCoreKVCache
-from ..entries.quantization import Quantization, Stored, pack
+from ..entries.quantization import Quantization, pack
 from ..errors import SnapKVError
 from . import sealed
 
@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  # called with the bytes written and their
 PIECE = 1 << 18  # bytes that share a checksum: a gather reads whole ones, but each only once
 _KINDS = ("keys", "values")
 _FOLDER = re.compile(r"(.+)-[0-9a-f]{12}\.entries")
-_AT_A_TIME = 1 << 23  # bytes
+_AT_A_TIME = 32  # pieces that are written together
 
 
 def out_of_core(prompt_cache: list) -> list[OutOfCoreKVCache]:
@@ -58,29 +58,26 @@ def written(
         else:
             yield {}
     finally:
-        ours = [folder for folder in folders if folder is not None]
-        now = named_folder(target) if ours else None
-        for folder in ours:
+        now = named_folder(target)
+        for folder in filter(None, folders):
             if folder != now:
-                _remove(folder)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def named_folder(target: Path) -> Path | None:
     """The folder that a book's file names, if it is that file's alone."""
-    if not target.exists():
-        return None
     try:
         name = json.loads(sealed.metadata(target)[KEY])["folder"]
     except (SnapKVError, ValueError, LookupError, TypeError):
         return None
-    own = re.fullmatch(re.escape(target.stem) + r"-[0-9a-f]{12}\.entries", str(name))
-    return target.with_name(name) if own else None
+    own = _FOLDER.fullmatch(str(name))
+    return target.with_name(name) if own and own[1] == target.stem else None
 
 
 def files_of(target: Path) -> list[Path]:
     """A saved prompt's files: its own, and those of its entries if it is a book."""
     folder = named_folder(target)
-    return [target, *(_entry_files(folder) if folder else [])]
+    return [target, *(folder.iterdir() if folder and folder.is_dir() else [])]
 
 
 def remove(target: Path) -> None:
@@ -88,33 +85,22 @@ def remove(target: Path) -> None:
     folder = named_folder(target)
     target.unlink(missing_ok=True)
     if folder is not None:
-        _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path, before: float) -> None:
     """Remove what killed processes left of saved prompts in a folder, if nobody has written to it since."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            if not _is_unfinished(path) or _last_written(path) >= before:
-                continue
-            if path.is_dir():
-                _remove(path)
+            own, parts = _FOLDER.fullmatch(path.name), [path]
+            if own and path.is_dir():
+                unfinished = named_folder(path.with_name(f"{own[1]}.safetensors")) != path
+                parts += path.iterdir()
             else:
-                path.unlink()
-
-
-def _is_unfinished(path: Path) -> bool:
-    if sealed.TEMPORARY.fullmatch(path.name):
-        return path.is_file()
-    own = _FOLDER.fullmatch(path.name)
-    if own is None or not path.is_dir():
-        return False
-    return named_folder(path.with_name(f"{own[1]}.safetensors")) != path
-
-
-def _last_written(path: Path) -> float:
-    files = _entry_files(path) if path.is_dir() else []
-    return max(each.stat().st_mtime for each in [path, *files])
+                unfinished = bool(sealed.TEMPORARY.fullmatch(path.name)) and path.is_file()
+            if unfinished and max(part.stat().st_mtime for part in parts) < before:
+                remove = shutil.rmtree if path.is_dir() else os.unlink
+                remove(path)
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
@@ -124,94 +110,56 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
         SnapKVError: a file is missing, or has another size than it should.
     """
     book = json.loads(text)
-    bits, n, piece = book["bits"], book["entries"], book["piece"]
-    quantization = None if bits is None else Quantization(bits, book["group_size"])
+    n, how = book["entries"], book["quantization"]
+    quantization = None if how is None else Quantization(*how)
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
     for number, cache in enumerate(out_of_core(prompt_cache)):
         files = []
-        for kind, layout in zip(_KINDS, _layouts(cache, quantization)):
-            n_pieces = -(-n * layout.token // piece)
-            own, checksums = checksums[:n_pieces], checksums[n_pieces:]
-            files.append(SavedFile(folder / _name(number, kind), layout, n, own, piece))
+        for kind, layout in _layouts(cache, quantization).items():
+            piece = _piece(layout)
+            own, checksums = np.split(checksums, [-(-n // piece)])
+            files.append(SavedFile(folder / f"{number:03d}.{kind}", layout, n, own, piece))
         cache.store = FileStore(quantization, files, n)
     if any(cache.offset != n for cache in out_of_core(prompt_cache)):
         raise SnapKVError(f"its layers should hold {n} tokens")
 
 
 def _write(folder: Path, caches: Sequence[OutOfCoreKVCache], progress: Progress) -> str:
+    """Write the entries, a file after the other; what `open_book` is to be given."""
     quantization, n = caches[0].store.quantization, caches[0].offset
     layouts = [_layouts(cache, quantization) for cache in caches]
-    total = n * sum(layout.token for own in layouts for layout in own)
-    done = 0
-    checksums: list[int] = []
+    total = n * sum(layout.token for own in layouts for layout in own.values())
+    done, checksums = 0, []
     for number, (cache, own) in enumerate(zip(caches, layouts)):
-        of_token = sum(layout.token for layout in own)
-        step = max(1, _AT_A_TIME // of_token)
-        with contextlib.ExitStack() as opened:
-            files = [
-                _PiecewiseWriter(opened.enter_context((folder / _name(number, kind)).open("xb")))
-                for kind in _KINDS
-            ]
-            for start in range(0, n, step):
-                entries = cache.store.stored(start, min(start + step, n))
-                found = entries.stored_keys, entries.stored_values
-                for file, layout, stored in zip(files, own, found):
-                    file.write(layout.to_bytes(stored))
-                done += of_token * len(entries)
-                progress(done, total)
-            for file in files:
-                checksums += file.finish()
+        for which, (kind, layout) in enumerate(own.items()):
+            piece = _piece(layout)
+            step, size = piece * _AT_A_TIME, piece * layout.token
+            with (folder / f"{number:03d}.{kind}").open("xb") as file:
+                for start in range(0, n, step):
+                    stored = cache.store.stored(which, start, min(start + step, n))
+                    data = layout.to_bytes(stored)
+                    file.write(data)
+                    checksums += [zlib.crc32(data[i : i + size]) for i in range(0, len(data), size)]
+                    done += len(data)
+                    progress(done, total)
+                file.flush()
+                os.fsync(file.fileno())
     about = {
         "folder": folder.name,
         "entries": n,
-        "bits": getattr(quantization, "bits", None),
-        "group_size": getattr(quantization, "group_size", None),
-        "piece": PIECE,
+        "quantization": quantization and (quantization.bits, quantization.group_size),
         "checksums": base64.b64encode(np.array(checksums, np.uint32).tobytes()).decode(),
     }
     return json.dumps(about)
 
 
-def _layouts(cache: OutOfCoreKVCache, quantization: Quantization | None) -> list[Layout]:
+def _layouts(cache: OutOfCoreKVCache, quantization: Quantization | None) -> dict[str, Layout]:
     """Of a layer's keys and values."""
-    stored: list[Stored] = [pack(x[:, :, :1], quantization) for x in (cache.keys, cache.values)]
-    return [Layout.of(x) for x in stored]
+    ones = (pack(x[:, :, :1], quantization) for x in (cache.keys, cache.values))
+    return {kind: Layout.of(one) for kind, one in zip(_KINDS, ones)}
 
 
-class _PiecewiseWriter:
-    """Computes the checksum of every piece of a file as it is written."""
-
-    def __init__(self, file: BinaryIO):
-        self._file = file
-        self._checksums: list[int] = []
-        self._rest = bytearray()  # of the piece under way
-
-    def write(self, data: memoryview) -> None:
-        self._file.write(data)
-        self._rest += data
-        n = len(self._rest) // PIECE * PIECE
-        self._checksums += [zlib.crc32(self._rest[i : i + PIECE]) for i in range(0, n, PIECE)]
-        del self._rest[:n]
-
-    def finish(self) -> list[int]:
-        """The checksums, once the whole file has reached the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._checksums + ([zlib.crc32(self._rest)] if self._rest else [])
-
-
-def _name(number: int, kind: str) -> str:
-    return f"{number:03d}.{kind}"
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder of entries, or as much of it as possible."""
-    with contextlib.suppress(OSError):
-        for file in _entry_files(folder):
-            file.unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def _entry_files(folder: Path) -> list[Path]:
-    return [file for kind in _KINDS for file in folder.glob(f"*.{kind}")]
+def _piece(layout: Layout) -> int:
+    """Entries of a file that share a checksum."""
+    return max(1, PIECE // layout.token)

@@ -29,7 +29,7 @@ from ..policies import Policy, Stages
 from ..several.shard import require_whole
 from . import book, sealed
 
-FORMAT = 3
+FORMAT = 4
 SAMPLES = 64  # values of each parameter in the fingerprint
 _MARK = "mlx_snapkv_format"
 
@@ -62,8 +62,7 @@ def save(
 ) -> None:
     """Write a prompt cache to a file, as a whole or not at all.
 
-    The entries of a book are written to a folder beside the file, and removed when the file is replaced. Both may be
-    moved together.
+    The entries of a book are written to a folder beside the file. Both may be moved together.
 
     Args:
         path: of a `.safetensors` file; one that an earlier `save` wrote is replaced, any other file is an error.
@@ -92,11 +91,8 @@ def save(
     }
     target = Path(os.path.realpath(path))
     try:
-        with (
-            book.written(target, prompt_cache, progress) as more,
-            sealed.sealed(target) as writer,
-        ):
-            save_prompt_cache(writer, prompt_cache, metadata | more)
+        with book.written(target, prompt_cache, progress) as more, sealed.sealed(target) as file:
+            save_prompt_cache(file, prompt_cache, metadata | more)
     except (OSError, RuntimeError) as error:
         raise SnapKVError(f"{path} can't be written: {reason(error)}") from error
 
@@ -108,7 +104,7 @@ def load(path: str | Path, model) -> SavedPrompt:
     may use the same files at once.
 
     Raises:
-        SnapKVError: the file does not exist, is damaged or of a newer format, or another model's.
+        SnapKVError: the file does not exist, is damaged, of another version or another model's.
     """
     require_whole(model, "saved prompt caches can't be loaded")
     path = _safetensors(path)
@@ -145,7 +141,7 @@ def load(path: str | Path, model) -> SavedPrompt:
 
 
 def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
-    """The notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write it."""
+    """The notes and tokens in a file's metadata. Raises: SnapKVError: `save` did not write them."""
     try:
         tokens = np.frombuffer(_unpack(found["tokens"]), np.uint32).tolist()
         return json.loads(_unpack(found["notes"])), tokens
@@ -182,14 +178,13 @@ def _safetensors(path: str | Path) -> Path:
 
 
 def _require_format(path: Path, found: dict[str, str]) -> None:
-    """Raises: SnapKVError: the file is of a newer format, or damaged."""
-    number = found.get(_MARK, "")
-    if number.isdecimal() and int(number) > FORMAT:
-        raise SnapKVError(
-            f"{path} has format {number}, this version reads up to {FORMAT}: upgrade mlx-snapkv"
-        )
+    """Raises: SnapKVError: the file is damaged, or of another version's format."""
     if not sealed.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
+    if found[_MARK] != str(FORMAT):
+        raise SnapKVError(
+            f"{path} has format {found[_MARK]}, this version reads {FORMAT}: save the prompt again"
+        )
 
 
 def _pack(data: bytes) -> str:
@@ -207,17 +202,14 @@ def fingerprint(model) -> str:
     changes them all; an edit of single weights between them goes unseen.
     """
     parameters = sorted(dict(tree_flatten(model.parameters())).items())
-    samples = [_sample(values) for _, values in parameters]
+    samples = []
+    for _, values in parameters:
+        n = min(SAMPLES, values.size)
+        places = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
+        samples.append(values.reshape(-1)[mx.array(places, mx.int64)].view(mx.uint8))
     mx.eval(samples)
     digest = hashlib.sha256(f"{type(model)} {getattr(model, 'args', None)!r}".encode())
     for (name, values), sample in zip(parameters, samples):
         digest.update(f"{name} {values.shape} {values.dtype}".encode())
         digest.update(np.asarray(sample).tobytes())
     return digest.hexdigest()
-
-
-def _sample(values: mx.array) -> mx.array:
-    """Bytes of some values, uint8."""
-    n = min(SAMPLES, values.size)
-    places = [i * (values.size - 1) // max(1, n - 1) for i in range(n)]
-    return values.reshape(-1)[mx.array(places, mx.int64)].view(mx.uint8)

@@ -89,10 +89,12 @@ def test_damaged_and_foreign_files_are_refused_in_one_sentence(path, tokens):
     assert saved.load(path, model).tokens == tokens.tolist()
 
 
-def test_a_newer_format_is_refused(path, tokens, monkeypatch):
+def test_another_format_is_refused(path, tokens, monkeypatch):
     model = make_llama()
     monkeypatch.setattr(files, "FORMAT", 5)
     saved_file(path, model, tokens)
     monkeypatch.undo()
-    with pytest.raises(SnapKVError, match="has format 5, this version reads up to 3: upgrade"):
+    with pytest.raises(
+        SnapKVError, match="has format 5, this version reads 4: save the prompt again"
+    ):
         saved.load(path, model)
