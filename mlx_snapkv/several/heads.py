@@ -22,8 +22,7 @@ def largest(x: mx.array, k: int, ranks: Ranks) -> mx.array:
     found = 0
     for bit in reversed(range(32)):
         tried = found | 1 << bit
-        above = ranks.sum((order >= mx.array(tried, mx.uint32)).sum())
-        if above.item() >= k:  # type: ignore[operator]
+        if ranks.sum((order >= mx.array(tried, mx.uint32)).sum()).item() >= k:  # type: ignore[operator]
             found = tried
     return _number(found)
 
@@ -45,14 +44,7 @@ def of_heads_here(output: Any) -> Callable[[mx.array], mx.array]:
     if isinstance(output, ShardedToAllLinear):
         return lambda x: x @ output["weight"].T
     if isinstance(output, QuantizedShardedToAllLinear):
-        return lambda x: mx.quantized_matmul(
-            x,
-            output["weight"],
-            scales=output["scales"],
-            biases=output.get("biases"),
-            transpose=True,
-            group_size=output.group_size,
-            bits=output.bits,
-            mode=output.mode,
-        )
+        how: Any = {"group_size": output.group_size, "bits": output.bits, "mode": output.mode}
+        parts = output["weight"], output["scales"], output.get("biases")
+        return lambda x: mx.quantized_matmul(x, *parts, transpose=True, **how)
     return output

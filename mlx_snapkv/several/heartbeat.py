@@ -31,7 +31,7 @@ class Heartbeat:
 
     Args:
         rank: this one.
-        links: by rank, its connections: rank 0 has one to each other rank, the others have one to rank 0.
+        links: its connections by rank: rank 0's to all others, or the one to rank 0.
     """
 
     def __init__(self, rank: int, links: dict[int, socket.socket]):
@@ -175,13 +175,10 @@ def _addresses() -> list[str]:
 
 
 def _reached(addresses: list[str], port: int) -> socket.socket:
-    problem = OSError("rank 0 has no address")
-    for address in addresses:
-        try:
+    for address in addresses[:-1]:
+        with contextlib.suppress(OSError):
             return socket.create_connection((address, port), timeout=JOINING / len(addresses))
-        except OSError as error:
-            problem = error
-    raise problem
+    return socket.create_connection((addresses[-1], port), timeout=JOINING / len(addresses))
 
 
 def _accepted(listener: socket.socket, token: str, n: int) -> dict[int, socket.socket]:

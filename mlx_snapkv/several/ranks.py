@@ -20,13 +20,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All processes of a group; this one is `rank`.
+    """All processes of mlx's `group`; None is this process alone, which exchanges nothing.
 
-    MLX's collectives exchange the values, so all ranks must make the same calls in the same order. A group of one
-    exchanges nothing.
-
-    Args:
-        group: mlx's group; None is this process alone.
+    MLX's collectives exchange the values, so all ranks must make the same calls in the same order.
 
     Attributes:
         heartbeat: ends the others when one fails.
@@ -64,29 +60,22 @@ class Ranks:
         """
         if self.size == 1:
             return work()
-        problem, found = None, None
         try:
             found = work()
         except expected as error:
-            problem = error
-        failures = self.gather(None if problem is None else sentence(problem))
-        if problem is not None:
-            raise problem
-        for rank, why in enumerate(failures):
+            self.gather(sentence(error))
+            raise
+        for rank, why in enumerate(self.gather(None)):
             if why is not None:
                 raise SnapKVError(f"rank {rank}: {why}")
-        return found  # type: ignore[return-value]
+        return found
 
     def from_first(self, work: Callable[[], T]) -> T:
         """The result of `work`, which only rank 0 does; its error is raised on all ranks."""
-        if self.size == 1:
-            return work()
         return self.first(self.agreed(work if self.rank == 0 else lambda: None))  # type: ignore[arg-type, return-value]
 
     def require_same(self, **values: Any) -> None:
         """Raises: SnapKVError: a rank's value differs from rank 0's."""
-        if self.size == 1:
-            return
         first, *others = self.gather(values)
         for rank, theirs in enumerate(others, start=1):
             for name in first:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from .ranks import ALONE, Ranks, here
 
 TENSOR, PIPELINE = "tensor", "pipeline"
 SPLIT = (ShardedToAllLinear, QuantizedShardedToAllLinear)
-LOOKED_AT = 8  # layers that show whether a model is split
+LOOKED_AT = 8  # modules, and layers, that show whether a model is split
 
 
 @dataclass(frozen=True)
@@ -102,22 +102,15 @@ def is_split(module: Any) -> bool:
 
 def _split(model: Any) -> tuple[str | None, int]:
     """How a model is split, and over how many."""
-    for module in _trunk(model):
-        size = getattr(module, "pipeline_size", 1)
-        if size > 1:
-            return PIPELINE, size
+    trunk = [model]
+    for module in itertools.islice(trunk, LOOKED_AT):
+        found = (getattr(module, name, None) for name in ("language_model", "model"))
+        trunk += [inner for inner in found if inner is not None]
+    sizes = [getattr(module, "pipeline_size", 1) for module in trunk]
+    if max(sizes) > 1:
+        return PIPELINE, max(sizes)
     for layer in model.layers[:LOOKED_AT]:
         for module in layer.modules():
             if isinstance(module, SPLIT) and module.group.size() > 1:
                 return TENSOR, module.group.size()
     return None, 1
-
-
-def _trunk(model: Any) -> Iterator[Any]:
-    """The model, and what it wraps."""
-    seen = [model]
-    for module in seen:
-        yield module
-        if len(seen) < LOOKED_AT:
-            found = (getattr(module, name, None) for name in ("language_model", "model"))
-            seen += [inner for inner in found if inner is not None]
