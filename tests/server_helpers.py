@@ -75,22 +75,19 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generatio
     assert not thread.is_alive()
 
 
+def connected(client, served, path=""):
+    """A client of OpenAI's or Anthropic's for this server."""
+    return client(base_url=served.url + path, api_key="any", timeout=60, max_retries=0)
+
+
 @contextlib.contextmanager
 def served_process(*flags):
     """`mlx-snapkv serve` as a process of its own on a free port; its url, and the process."""
     command = [
-        sys.executable,
-        "-m",
-        "mlx_snapkv",
-        "serve",
-        "--model",
-        "demo",
-        "--port",
-        "0",
+        *(sys.executable, "-m", "mlx_snapkv", "serve", "--model", "demo", "--port", "0"),
         *flags,
     ]
-    options = {"stdout": PIPE, "stderr": PIPE, "text": True}
-    process = fork_helpers.Popen(command, **options)
+    process = fork_helpers.Popen(command, stdout=PIPE, stderr=PIPE, text=True)
     try:
         line = process.stdout.readline()
         assert " at http://" in line, line + process.stderr.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
 from ..engine.request import held_tokens, reason_for_nothing
-from ..engine.retention import RetentionConfig
+from ..engine.retention import DROP, RetentionConfig
 from ..engine.serving import require_servable
 from ..entries.quantization import taken_from
 from ..errors import UnsupportedModelError
@@ -70,6 +71,9 @@ class CompressedBatchGenerator(BatchGenerator):
             decode by themselves, in turn with the others. `kv_bits`, `kv_group_size` of compressed entries; full ones
             stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
 
+    Attributes:
+        in_full: numbers of requests that wait, which are answered from all entries.
+
     Raises:
         SnapKVError: for options or models that can't be served; also of the `insert` methods, before anything is read.
     """
@@ -106,6 +110,7 @@ class CompressedBatchGenerator(BatchGenerator):
         self._prompt_batch = Reading.empty(model, self.sampler)
         self._generation_batch = Groups()
         self._reads_first = reads_first
+        self.in_full: set[int] = set()
 
     def insert_segments(
         self,
@@ -163,7 +168,11 @@ class CompressedBatchGenerator(BatchGenerator):
         )
         n_prompt = sum(map(len, segments))
         self._currently_processing.append([segments, 0, n_prompt])
-        job = Job(self._settings, uid, n_prompt, cache, max_tokens)
+        settings = self._settings
+        if uid in self.in_full:
+            self.in_full.remove(uid)
+            settings = replace(settings, policy=None, retention=DROP)
+        job = Job(settings, uid, n_prompt, cache, max_tokens)
         self.prefill_step_size = job.request.step_size(self._limit)
         return Reading.of(
             job,

@@ -36,7 +36,7 @@ class Admission:
         self,
         limits: Limits,
         model: Any,
-        generation: dict[str, Any],
+        options: dict[str, Any],
         prefixes: PrefixCache,
         metrics: Metrics,
     ):
@@ -44,7 +44,8 @@ class Admission:
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
-            self._memory = Memory(model, generation, limits.kv_bytes)
+            self._memory = Memory(model, options, limits.kv_bytes)
+            self._in_full = Memory(model, {}, limits.kv_bytes)
 
     def enter(self) -> None:
         """Count a request in, from any thread. Raises: ApiError: too many wait."""
@@ -70,8 +71,10 @@ class Admission:
             raise prompt_too_long(f"{n} tokens > {most} maximum; {advice}")
         if self._memory is None:
             return None
-        wanted = body.max_completion_tokens or body.max_tokens
-        return self._memory.need(n, wanted or min(asked.max_tokens, USUAL_ANSWER))
+        given = body.max_completion_tokens or body.max_tokens
+        n_answer = asked.max_tokens if given else min(asked.max_tokens, USUAL_ANSWER)
+        in_full = getattr(body, "full_cache", None)
+        return (self._in_full if in_full else self._memory).need(n, n_answer)
 
     def may_start(self, request: EngineRequest, running: list[EngineRequest], held: int) -> bool:
         """Whether a request fits beside those running, whose caches hold `held` bytes; if so, prefixes make room."""

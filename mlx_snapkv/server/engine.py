@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +17,18 @@ from starlette.requests import ClientDisconnect
 
 from ..batch.generator import CompressedBatchGenerator
 from ..batch.groups import request_errors
-from ..caches.layers import kv_bytes
+from ..caches.layers import is_compressed, kv_bytes
 from ..completions.answer import Completion
 from ..completions.body import Body, ChatBody
-from ..completions.request import Defaults, chat_tokens, completion_request
+from ..completions.request import (
+    CompletionRequest,
+    Defaults,
+    chat_tokens,
+    completion_request,
+)
 from ..engine.report import CompressionReport
 from ..errors import EntryFileError
+from ..models.rope import trained_length
 from ..planning.long_prompts import LongPrompts
 from .admission import Admission, Limits
 from .api_error import as_api_error, log, shutting_down
@@ -31,6 +37,7 @@ from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
 from .requests import Accepted, Channel, EngineRequest, Finished, Read, Started, TokenLogprob
 
+UNTOLD = 1 << 20  # tokens of an answer, at most, where a model does not tell what it was trained to
 LOOK = 0.1  # seconds between two looks for requests, while nothing is to do
 
 
@@ -93,6 +100,11 @@ class Engine(ResponseGenerator):
         except BaseException:
             self.stop_and_join()
             raise
+
+    @property
+    def memory(self) -> str:
+        """What becomes of entries that are not kept."""
+        return self._options.get("memory", "drop")
 
     # From the event loop's thread.
 
@@ -186,7 +198,7 @@ class Engine(ResponseGenerator):
 
     def _take(self, channel: Channel, body: Body) -> None:
         seed = secrets.randbits(64)
-        asked = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
+        asked = self._asked(body, seed)
         need = self._admission.need(body, asked)
         for warning in self._long.warnings(len(asked.prompt)):
             log.warning(warning)
@@ -195,12 +207,20 @@ class Engine(ResponseGenerator):
         self._waiting.append(EngineRequest(channel, body, seed, asked, need, places, number))
         channel.put(Accepted())
 
+    def _asked(self, body: Body, seed: int) -> CompletionRequest:
+        """What a body asks, of an answer that the model was trained to at most."""
+        asked = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
+        most = trained_length(self.loaded.model) or UNTOLD
+        return replace(asked, max_tokens=min(asked.max_tokens, most))
+
     def _start(self, request: EngineRequest) -> None:
         channel, asked, prompt = request.channel, request.asked, request.asked.prompt
         if self._is_cancelled(request):
             self._fail(channel, ClientDisconnect())
             return
         caches, n_known = self._known(prompt)
+        if request.in_full and is_compressed(caches or []):
+            caches, n_known = None, 0
         ends = [n for n in request.checkpoints if n > n_known] + [len(prompt)]
         starts = [n_known, *ends]
         (uid,) = self.generator.insert_segments(
@@ -211,6 +231,8 @@ class Engine(ResponseGenerator):
             samplers=None if asked.sampler is None else [asked.sampler],
             logits_processors=[asked.processors],
         )
+        if request.in_full:
+            self.generator.in_full.add(uid)
         request.answer = Completion(asked, self.loaded.tokenizer)
         self._running[uid] = request
         self.metrics.prompt_tokens.inc(len(prompt))
@@ -272,6 +294,8 @@ class Engine(ResponseGenerator):
         report = request.report
         if report is not None and not report.compressed:
             report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
+        for warning in [] if report is None else report.warnings:
+            log.warning("a prompt of %s tokens: %s", len(request.asked.prompt), warning)
         self._checkpoints.answered(request, tokens, caches)
         del self._running[response.uid]
         channel.put(Finished(answer, report))

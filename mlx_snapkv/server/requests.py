@@ -117,3 +117,8 @@ class EngineRequest:
     answer: Completion | None = None
     report: CompressionReport | None = field(default=None, init=False)
     full: tuple[list[int], list[Any]] | None = field(default=None, init=False)
+
+    @property
+    def in_full(self) -> bool:
+        """Whether it is answered from all entries, whatever the policy."""
+        return bool(getattr(self.body, "full_cache", None))

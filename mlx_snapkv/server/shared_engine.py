@@ -6,14 +6,13 @@ import contextlib
 from typing import Any
 
 from ..completions.body import Body, CompletionBody
-from ..completions.request import completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import Ranks
 from .api_error import ApiError, log
 from .engine import Engine
 from .requests import EngineRequest
 
-SENT = set(Body.model_fields) - {"model", "stream"}
+SENT = {*Body.model_fields, "full_cache"} - {"model", "stream"}
 
 
 class NoChannel:
@@ -95,7 +94,7 @@ class SharedEngine(Engine):
 
     def _received(self, message: dict[str, Any]) -> EngineRequest:
         body, seed = CompletionBody.model_validate(message["body"]), message["seed"]
-        asked = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
+        asked = self._asked(body, seed)
         channel: Any = NoChannel()
         own = message["checkpoints"], message["number"]
         return EngineRequest(channel, body, seed, asked, None, *own)

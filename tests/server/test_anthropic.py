@@ -6,7 +6,7 @@ import random
 import anthropic
 import openai
 import pytest
-from server_helpers import serving
+from server_helpers import connected, serving
 
 from mlx_snapkv.demo.questions import make_haystack
 
@@ -19,18 +19,14 @@ CALL = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
 HELLO = [{"role": "user", "content": "The key of"}]
 
 
-def connect(served, key="any"):
-    return anthropic.Anthropic(base_url=served.url, api_key=key, timeout=60, max_retries=0)
-
-
 @pytest.fixture(scope="module")
 def client(served):
-    return connect(served)
+    return connected(anthropic.Anthropic, served)
 
 
 @pytest.fixture(scope="module")
 def obeying(agent):
-    return connect(agent)
+    return connected(anthropic.Anthropic, agent)
 
 
 def body_of(content, options):
@@ -100,14 +96,16 @@ def test_contents_as_blocks(client, document):
     cached = {"cache_control": {"type": "ephemeral"}}
     source = {"type": "text", "media_type": "text/plain", "data": text}
     question = {"type": "text", "text": facts[5].question}
-    options = {"system": "Be brief.", "metadata": {"user_id": "x"}}
-    used = [ask(client, f"{text}\n\n{facts[5].question}", **options).usage]
+    brief = [{"type": "text", "text": "Be brief.", **cached}]
+    whole = ask(
+        client, f"{text}\n\n{facts[5].question}", system="Be brief.", metadata={"user_id": "x"}
+    )
+    n_prompt = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     for first in ({"type": "text", "text": f"{text}\n\n"}, {"type": "document", "source": source}):
         content = [{"role": "user", "content": [first | cached, question]}]
-        message = ask(client, content, system=[{"type": "text", "text": "Be brief.", **cached}])
+        message = ask(client, content, system=brief)
         assert text_of(message) == facts[5].value
-        used.append(message.usage)
-    assert len({each.input_tokens + each.cache_read_input_tokens for each in used}) == 1
+        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == n_prompt
 
 
 def test_stop_sequences_and_sampling(client):
@@ -132,8 +130,6 @@ def test_a_billing_header_spoils_no_prefix(client):
         used = ask(client, f"Hello {number}", system=system, max_tokens=2).usage
     assert used.cache_read_input_tokens > 100 and used.input_tokens < 60
     as_one = f"{header.format('4d')}\n{rules}"
-    used = ask(client, "Hello 4d", system=as_one, max_tokens=2).usage
-    assert used.cache_read_input_tokens > 100
     with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="any") as other:
         for content in (as_one, [{"type": "text", "text": as_one}]):
             messages = [{"role": "system", "content": content}, *HELLO]
@@ -150,7 +146,9 @@ def test_a_billing_header_spoils_no_prefix(client):
 def n_prompt(served, **body):
     """Tokens of what the template makes of a body."""
     body = {"messages": [{"role": "user", "content": "hi"}]} | body
-    return connect(served).messages.count_tokens(model="m", **body).input_tokens
+    return (
+        connected(anthropic.Anthropic, served).messages.count_tokens(model="m", **body).input_tokens
+    )
 
 
 def test_reasoning_and_tools(obeying):
@@ -209,23 +207,17 @@ def user(content):
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 BAD = [
     (user([IMAGE]), "type must be text"),
-    (
-        {"messages": [{"role": "wizard", "content": "hi"}]},
-        "messages.0 can't be read: its role must be",
-    ),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, "can't be read: its role must be"),
     (user([]), "content must not be empty"),
-    ({"messages": []}, "messages must not be empty"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "a"}]}, "none can be continued"),
     (user([{"type": "text", "text": 5}]), "messages.0.content.0.text should be a valid string"),
     ({"max_tokens": 0}, "max_tokens should be greater"),
-    ({"top_k": 10**6}, "top_k must be below"),
     ({"stop_sequences": [1]}, "stop_sequences.0"),
     ({"tool_choice": {"type": "any"}}, "tool_choice must be auto or none: no tool can be"),
     ({"tools": [{"name": "open"}]}, "a name and an input_schema"),
     ({"tools": [{"name": "open", "input_schema": {"type": "array"}}]}, "schema of an object"),
     ({"tools": [TOOL]}, "takes no tools"),  # this model's template
     ({"output_config": {"format": {"type": "x"}}}, "can't be forced on an answer"),
-    ({"thinking": {"type": "loud"}}, "thinking.type should be"),
     ({"system": [IMAGE]}, "system.0.type should be"),
     ({"system": "\ud800"}, "not UTF-8"),
 ]
@@ -248,14 +240,13 @@ def test_other_refusals(client):
     with pytest.raises(anthropic.PermissionDeniedError, match="which this server is not"):
         ask(client, HELLO, extra_headers={"Host": "evil.example"})
     with serving(api_key="secret") as locked:
+        client = connected(anthropic.Anthropic, locked)
         with pytest.raises(anthropic.AuthenticationError) as caught:
-            ask(connect(locked, "wrong"), HELLO)
+            ask(client, HELLO)
         assert caught.value.body["error"]["type"] == "authentication_error"
-        client = connect(locked, "secret")
+        client.api_key = "secret"
         assert client.messages.count_tokens(model="m", messages=HELLO).input_tokens > 2
         locked.engine.stop_and_join()
         with pytest.raises(anthropic.InternalServerError, match="shutting down") as caught:
             client.messages.count_tokens(model="m", messages=HELLO)
         assert caught.value.body["error"]["type"] == "overloaded_error"
-        locked.client.headers["x-api-key"] = "secret"
-        assert locked.metric("mlx_snapkv_open_requests") == 0

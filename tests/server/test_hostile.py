@@ -56,7 +56,7 @@ def test_good_clients_do_not_notice_bad_requests(served):
             assert set(answers.result()) == {wanted}
 
 
-@pytest.mark.parametrize("depth", [50, 600, 940, 980, 1200])
+@pytest.mark.parametrize("depth", [50, 940, 1200])
 def test_nested_values_are_refused_or_answered(served, depth):
     """Of tools' inputs and schemas, which Python's JSON can be too deep for on the way in or out."""
     deep = '{"a":' * depth + "1" + "}" * depth
@@ -118,8 +118,7 @@ def test_who_may_ask():
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             assert_refused(served.post(CHAT, HELLO, headers=headers), [401])
         # with a key, other machines may ask, by whatever name
-        key = {"x-api-key": "secret"}
-        for headers in ({"Authorization": "Bearer secret"}, key, key | {"Host": "mac.local"}):
+        for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "secret", "Host": "mac"}):
             assert served.post(CHAT, HELLO, headers=headers).status_code == 200
 
 
@@ -176,7 +175,7 @@ def test_too_many_and_too_long():
         told = response.json()["error"]
         assert (response.status_code, told["type"]) == (400, "invalid_request_error")
         assert re.match(r"prompt is too long: \d+ tokens > 100 maximum", told["message"])
-        slow = {"prompt": "The key of", "max_tokens": 400}
+        slow = {"prompt": "The key of", "max_tokens": 100}
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             found = list(pool.map(lambda _: served.post(TEXT, slow), range(6)))
         codes = [response.status_code for response in found]
@@ -266,19 +265,17 @@ def test_requests_wait_rather_than_take_more_memory():
         told = response.json()["error"]
         assert told["message"].startswith("prompt is too long: its ")
         assert "max_kv_bytes" in told["message"] and told["code"] == "context_length_exceeded"
-        most, step = 0, served.engine._step
+        held, step, engine = [], served.engine._step, served.engine
 
         def looked_at():  # in the engine's thread, between two steps
-            nonlocal most
             step()
-            held = served.engine.generator.prompt_cache_nbytes
-            most = max(most, held + served.engine.prefixes.nbytes)
+            held.append(engine.generator.prompt_cache_nbytes + engine.prefixes.nbytes)
 
-        served.engine._step = looked_at
-        prompts = [f"{word} " * 400 for word in ("key", "door", "house", "garden", "river", "tree")]
+        engine._step = looked_at
+        bodies = [
+            {"prompt": f"{word} " * 400, "max_tokens": 20} for word in ("key", "door", "tree")
+        ]
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            found = [
-                pool.submit(served.post, TEXT, {"prompt": p, "max_tokens": 40}) for p in prompts
-            ]
-        assert all(f.result().status_code == 200 for f in found)
-        assert 0 < most <= limit
+            found = list(pool.map(lambda body: served.post(TEXT, body), bodies * 2))
+        assert all(response.status_code == 200 for response in found)
+        assert 0 < max(held) <= limit

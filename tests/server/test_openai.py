@@ -2,7 +2,7 @@
 
 import openai
 import pytest
-from server_helpers import POLICY, serving
+from server_helpers import POLICY, connected, serving
 
 from mlx_snapkv import generate
 
@@ -10,7 +10,7 @@ COMPLETION = {"model": "m", "prompt": "The key of", "max_tokens": 12}
 
 
 def connect(served):
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", timeout=60, max_retries=0)
+    return connected(openai.OpenAI, served, "/v1")
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,31 @@ def test_a_short_prompt_goes_on_from_quantised_entries():
     assert all_of_it["kv_bytes_after"] == pytest.approx(held, rel=0.03)
     assert short.usage.prompt_tokens_details.cached_tokens > 50
     assert {each.choices[0].message.content for each in (long, short)} == {"481516"}
+
+
+@pytest.mark.parametrize("memory", ["recall:8bit", "recall:file", "drop"])
+def test_an_answer_from_all_entries_is_the_full_caches(demo_llama, memory):
+    body = {"prompt": "The key of the door is here. " * 60, "max_tokens": 12}
+    tiny = POLICY.replace("25%", "64").replace("32,min", "16,min")
+    with serving(policy=tiny, memory=memory) as served:
+        first, full, again = (
+            served.post("/v1/completions", body | more).json()
+            for more in ({}, {"full_cache": True}, {})
+        )
+    assert full["choices"][0]["text"].strip() == generate(*demo_llama, **body)
+    assert first["mlx_snapkv"]["entries"] == again["mlx_snapkv"]["entries"] == 64
+    assert full["mlx_snapkv"]["entries"] is None and full["mlx_snapkv"]["memory"] == memory
+    assert first["choices"][0]["text"] == again["choices"][0]["text"]
+    n_known = full["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert (n_known > 300) == (memory != "drop")
+
+
+def test_an_answer_is_no_longer_than_the_model_was_trained_to(served):
+    body = {"prompt": "The key of", "max_tokens": 10**20, "timeout": 1}
+    with served.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200 and next(response.iter_lines())
+        (request,) = served.engine._running.values()
+        assert request.asked.max_tokens == 16384
 
 
 @pytest.mark.parametrize("policy", [POLICY, None])

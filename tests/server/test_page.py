@@ -91,6 +91,21 @@ def test_a_pasted_document_is_asked_about(page, document):
 
 
 @NO_BROWSER
+def test_an_answer_beside_the_one_from_all_entries(page, document):
+    text, facts = document
+    page.paste(text)
+    assert page.ask(facts[3].question) == facts[3].value
+    page(".again").click()
+    page.wait(lambda: [e.text for e in page.all(".state")][1:] == ["The same answer as above"])
+    assert [answer.text for answer in page.all(".text")] == [facts[3].value] * 2
+    kept, read = page.all("[data-figure=entries]")[1].text.split(" of ")
+    assert kept == read and not page(".again").is_displayed()
+    # and the chat goes on from the first one
+    assert page.run("return chat.messages.length") == 2
+    assert page.ask(facts[4].question) == facts[4].value
+
+
+@NO_BROWSER
 def test_a_dropped_file_and_a_new_chat(page, document, tmp_path):
     text, facts = document
     (tmp_path / "village.txt").write_text(text)

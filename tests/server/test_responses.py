@@ -4,24 +4,21 @@ import json
 
 import openai
 import pytest
+from server_helpers import connected
 
 PARAMETERS = {"type": "object", "properties": {"door": {"type": "string"}}}
 TOOL = {"type": "function", "name": "open", "parameters": PARAMETERS, "strict": False}
 CALL = '<tool_call>{"name": "open", "arguments": {"door": "green"}}</tool_call>'
 
 
-def connect(served):
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", timeout=60, max_retries=0)
-
-
 @pytest.fixture(scope="module")
 def client(served):
-    return connect(served)
+    return connected(openai.OpenAI, served, "/v1")
 
 
 @pytest.fixture(scope="module")
 def obeying(agent):
-    return connect(agent)
+    return connected(openai.OpenAI, agent, "/v1")
 
 
 def ask(client, given, **options):
@@ -122,18 +119,14 @@ IMAGE = {"type": "message", "role": "user", "content": [{"type": "input_image"}]
 INFINITE = {**TOOL, "parameters": {"most": float("inf")}}
 BAD = [
     ({"input": 5}, "input must be text or a list"),
-    ({"input": []}, "input must not be empty"),
-    ({"input": [said("wizard", "hi")]}, "input.0.role should be"),
     ({"input": [IMAGE]}, "input.0.content.0.type should be 'input_text'"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0 can't be read"),
     ({"input": [{"type": "function_call", "name": "a"}]}, "input.0.call_id is missing"),
     ({"previous_response_id": "resp_1"}, "send the whole conversation"),
-    ({"tool_choice": "required"}, "no tool can be forced"),
     ({"tools": [{"type": "function"}]}, "tools.0.name is missing"),
     ({"tools": [5]}, "tools must have a type each"),
     ({"tools": [INFINITE]}, "parameters must have finite numbers"),
     ({"text": {"format": {"type": "json_object"}}}, "text.format must be text"),
-    ({"temperature": float("nan")}, "temperature should be"),
     ({"metadata": {"a": 5}}, "metadata.a should be a valid string"),
 ]
 

@@ -37,6 +37,7 @@ class _ServedBody(Body):
 
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stream_options: StreamOptions | None = None
+    full_cache: bool | None = None  # answer from all entries, whatever the policy
 
     async def respond(self, request: Request) -> Response:
         bodies: list[Body] = [self] * (self.n or 1)
@@ -44,7 +45,9 @@ class _ServedBody(Body):
             bodies = [b.model_copy(update={"seed": self.seed + i}) for i, b in enumerate(bodies)]
         with_usage = self.stream_options is not None and self.stream_options.include_usage
         is_chat = isinstance(self, ChatBody)
-        formatter = partial(CompletionFormatter, is_chat=is_chat, with_usage=with_usage)
+        memory = request.app.state.engine.memory
+        how = {"is_chat": is_chat, "with_usage": with_usage, "memory": memory}
+        formatter = partial(CompletionFormatter, **how)
         return await respond(request, self, bodies, formatter)
 
 
@@ -104,13 +107,14 @@ class CompletionFormatter(ResponseFormatter):
     Args:
         model: the client's name for it.
         with_usage: streams end with it.
+        memory: what becomes of entries that are not kept.
     """
 
-    def __init__(self, model: str, is_chat: bool, with_usage: bool):
+    def __init__(self, model: str, is_chat: bool, with_usage: bool, memory: str):
         super().__init__()
         self._head = head(is_chat, model)
         self._chunk_kind = "chat.completion.chunk" if is_chat else "text_completion"
-        self._is_chat, self._with_usage = is_chat, with_usage
+        self._is_chat, self._with_usage, self._memory = is_chat, with_usage, memory
         self._tokens: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._n_sent: Counter[int] = Counter()  # of those tokens
         self._n_calls: Counter[int] = Counter()
@@ -197,6 +201,7 @@ class CompletionFormatter(ResponseFormatter):
         names = ("policy", "kv_bytes_before", "kv_bytes_after", "reason")
         about = {name: getattr(report, name) for name in names}
         about["entries"] = report.entries if report.compressed else None
+        about["memory"] = self._memory
         for name in ("verified", "book"):
             if getattr(report, name) is not None:
                 about[name] = asdict(getattr(report, name))
