@@ -43,8 +43,7 @@ class FullCache(LayerCache):
     def offset(self) -> int:  # type: ignore[override]
         return self.cache.offset
 
-    @property
-    def n_entries(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         return self.cache.offset
 
     def held(self, n_queries: int = 0) -> Entries:
@@ -54,7 +53,7 @@ class FullCache(LayerCache):
         return Entries(keys, values, quantization=self.quantization)
 
     @property
-    def kv_nbytes(self) -> int:  # type: ignore[override]
+    def kv_nbytes(self) -> int:
         return 0 if self.cache.empty() else n_bytes(self.cache.keys_and_values())
 
     def rollback(self, n: int) -> None:
@@ -66,7 +65,7 @@ class FullCache(LayerCache):
 class StateCache(LayerCache):
     """Any other cache of mlx-lm's, which no policy touches: linear states, sliding windows."""
 
-    kv_nbytes = 0
+    kv_nbytes = 0  # type: ignore[assignment]
 
     def __init__(self, cache: Any):
         self.cache = cache
@@ -75,8 +74,7 @@ class StateCache(LayerCache):
     def offset(self) -> int:  # type: ignore[override]
         return getattr(self.cache, "offset", 0)
 
-    @property
-    def n_entries(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         return self.cache.size()
 
     def held(self, n_queries: int = 0) -> Entries:

@@ -26,22 +26,18 @@ class BlockKVCache(EvictingCache):
 
     Before an update that would not fit, the policy's best `quota.entries` are moved to the front. All of them precede
     the new tokens, so the mask is the ordinary causal one, aligned with the last entry. Keys keep the rotation of their
-    original position; `offset` is the logical position of the next token. An update of more than `block` tokens, which
-    our own loops never make, is held in full until the next one.
+    original position; `offset` is the logical position of the next token. An update of more than `block` tokens is held
+    in full until the next one.
 
     Args:
-        policy: what chooses; with None everything stays. If it votes, the attention class must be patched while tokens
-            are fed.
+        policy: what chooses; with None everything stays.
         quota: what an eviction leaves.
         block: tokens that fit in besides.
-        layer: the layer of the model, for what the policy asks.
         last: position before which queries may vote.
         newest: how many of the last queries are kept for the votes.
         expected: entries that will be held at least; less than `quota.entries + block` saves memory.
         steady: positions of tokens that all attend to the same entries: an eviction precedes only the first of them.
             If they are more than `block`, they are held besides.
-        uniform: all layers of the model have the same quota.
-        quantization: how entries are stored.
         accumulates: count the attention that every entry receives; by default if the policy asks for it.
     """
 

@@ -20,8 +20,7 @@ AFTER = 64  # positions from a page's end to the first query that is asked of it
 class Compaction:
     """How far apart a query and a key may be.
 
-    Tokens go on being counted. What they see is turned forward, by the model's own RoPE, so that distances shrink: the
-    consecutive stay so, and gaps are squeezed.
+    Keys are turned forward, by the model's own RoPE, so that gaps between them shrink; positions stay.
 
     Attributes:
         length: the largest distance.
@@ -38,13 +37,10 @@ class Compaction:
     def nearer(
         self, entries: Entries, end: int, to_come: int = TO_COME, closed: bool = False
     ) -> tuple[Entries, Compaction]:
-        """Entries that are seen from position `end` on, and what is true of them.
+        """Entries as they are seen from position `end` on, and the compaction of the cache that is to hold them.
 
-        They are as they were if `to_come` tokens can see them so. If not, they are turned to where half of the room
-        beside them is left.
-
-        Args:
-            closed: turn them in any case, so that no gaps are left.
+        They stay if `to_come` tokens can see them so. If not, they are turned to where half of the room beside them is
+        left; if `closed`, so that no gaps are left in any case.
         """
         if not closed and end + to_come - self.farthest <= self.length:
             return entries, self
@@ -89,15 +85,8 @@ class Compaction:
 def squeezed(positions: mx.array, end: int, span: int) -> mx.array:
     """Positions moved forward so that all are within `span` before `end`.
 
-    Every step from one position to the next, and from the last one to `end`, is cut down to the largest length that
-    fits, 1 at least. So the consecutive stay consecutive, and what is within the span already stays where it is.
-
-    Args:
-        positions: integers `(B, n_kv_heads, n)` below `end`, ascending and unique along the last axis.
-
-    Returns:
-        uint32 `(B, n_kv_heads, n)`, ascending and unique, none below its own position. If there are more than `span`,
-        they are the last `n` before `end`.
+    Every step from one of the ascending `(B, n_kv_heads, n)` to the next, and from the last one to `end`, is cut down
+    to the largest length that fits, 1 at least: uint32, the last `n` before `end` if there are more than `span`.
     """
     n = positions.shape[2]
     last = mx.full((*positions.shape[:2], 1), end, mx.int32)
@@ -113,13 +102,7 @@ def squeezed(positions: mx.array, end: int, span: int) -> mx.array:
 
 
 def looked_up(positions: mx.array, known: mx.array, found: mx.array) -> mx.array:
-    """What `positions` were moved to, where `known` ones were to `found`; any others stay.
-
-    Args:
-        positions: uint32 `(B, n_kv_heads, m)`, in any order.
-        known: uint32 `(B, n_kv_heads, n)`, ascending and unique.
-        found: uint32 `(B, n_kv_heads, n)`.
-    """
+    """Positions `(B, n_kv_heads, m)`, with `found` in the place of those that are among the ascending `known`."""
     n = known.shape[2]
     # Sorted together, every one comes behind the last of the known that is not above it.
     order = mx.argsort(mx.concatenate([2 * known, 2 * positions + 1], axis=2), axis=2)

@@ -13,12 +13,7 @@ from .stores import EntryView, Store
 
 @dataclass
 class Mark:
-    """Where a cache can be rolled back to.
-
-    Attributes:
-        state: what it needs to know of that.
-        before: its attributes before the first eviction since; None if there was none.
-    """
+    """Where a cache can be rolled back to: what it was then, and all it was before the first eviction since."""
 
     state: dict[str, Any] = field(default_factory=dict)
     before: dict[str, Any] | None = None
@@ -39,8 +34,6 @@ class LayerCache(ABC):
         observes: it records the queries of the tokens to come, so the attention class must be patched.
         block: tokens that fit in after an eviction.
         room: tokens that fit in before the next eviction.
-        n_entries: entries held per KV head.
-        kv_nbytes: bytes of keys and values in memory, with the room that is kept for more.
         file_nbytes: bytes of keys and values in files.
     """
 
@@ -50,10 +43,22 @@ class LayerCache(ABC):
     observes: bool = False
     block: int = 1
     room: float = math.inf
-    n_entries: int
-    kv_nbytes: int
+    nbytes: int
     file_nbytes: int = 0
     _mark: Mark | None = None
+
+    @abstractmethod
+    def size(self) -> int:
+        """Entries held per KV head."""
+
+    @property
+    def n_entries(self) -> int:
+        return self.size()
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of keys and values in memory, with the room that is kept for more."""
+        return self.nbytes
 
     @abstractmethod
     def held(self, n_queries: int = 0) -> Entries:

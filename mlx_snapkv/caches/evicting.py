@@ -21,9 +21,7 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
 
     Attributes:
         keys, values: the buffers, `(B, n_kv_heads, rows, head_dim)` or their quantised parts.
-        quantization: how entries are stored, those to come too.
         policy: what it scores lowest is evicted; None is the oldest.
-        block: tokens between two evictions.
         layer: the layer of the model, for what the policy asks; None if it asks for keys and values only.
         compaction: how far apart queries and keys may be, if evictions move entries; None leaves them.
         uniform: all layers of the model hold equally many entries.
@@ -125,21 +123,11 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         return self.policy is not None and self.policy.observes_answer
 
     def size(self) -> int:
-        """Entries held."""
         return self._n
 
     @property
-    def n_entries(self) -> int:  # type: ignore[override]
-        return self._n
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the keys and values, with the room for more."""
+    def nbytes(self) -> int:  # type: ignore[override]
         return 0 if self.keys is None else n_bytes((self.keys, self.values))
-
-    @property
-    def kv_nbytes(self) -> int:  # type: ignore[override]
-        return self.nbytes
 
     def empty(self) -> bool:
         return self.keys is None

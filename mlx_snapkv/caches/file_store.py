@@ -26,10 +26,9 @@ from .stores import EntryView, JoinedView, Store
 
 @dataclass(frozen=True)
 class Layout:
-    """How keys or values lie in a file: token after token, `(B, n_kv_heads)` rows.
+    """How keys or values lie in a file: token after token, rows of `heads` `(B, n_kv_heads)`.
 
     Attributes:
-        heads: `(B, n_kv_heads)`.
         parts: dtypes and widths of the arrays that a row is stored in: itself, or packed values, scales and biases.
     """
 
@@ -197,11 +196,8 @@ class _Part(EntryView):
 class FileStore(JoinedView, Store):
     """Entries in files of keys and of values.
 
-    A copy shares the files with what it is a copy of, and any number of processes may share those that were saved:
-    what each is given from then on goes to files without names of its own, and what it drops stays with the others.
-
-    Args:
-        files: of the keys and the values of `n_entries` to begin with.
+    Copies share files, and processes those that were saved, the `files` of `n_entries` to begin with. What each is
+    given from then on goes to files without names of its own, and what it drops stays with the others.
     """
 
     nbytes = 0

@@ -26,11 +26,10 @@ class FullView:
         views: where they are read from, in order of position; they stay as they are.
         layer: the layer of the model.
         compaction: how far apart queries and keys may be; None is as far as they are.
-        index: of the keys, by which the likeliest entries are found.
+        index: of the keys, by which the likeliest entries are found; not where they are few.
         n_entries: how many of them, the first; None is all.
 
     Attributes:
-        index: that; None where there is none, or so few entries that their exact votes cost no more.
         waits: what is read takes memory of its own, so that it should be used before more is read.
     """
 

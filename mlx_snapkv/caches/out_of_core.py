@@ -141,7 +141,7 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
             vars(self).update(snapshot(self._mark.state))
 
     @property
-    def kv_nbytes(self) -> int:  # type: ignore[override]
+    def kv_nbytes(self) -> int:
         return self.nbytes + self.store.nbytes
 
     @property

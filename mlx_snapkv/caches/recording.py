@@ -19,7 +19,7 @@ from .stores import EntryView, MemoryStore, Store
 
 
 class FullRecorder(LosslessCache, Recorder):
-    """What the caches have in common that hold all entries, and record queries for a policy to come.
+    """A cache that holds all entries, and records queries for a policy to come.
 
     Attributes:
         growing: mlx-lm's cache that new entries are put into.
@@ -37,8 +37,7 @@ class FullRecorder(LosslessCache, Recorder):
         self.start_recording(first, last, statistics_from=statistics_from)
         self.growing.step = max(KVCache.step, capacity - self.offset)
 
-    @property
-    def n_entries(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         return self.offset
 
     def _with_queries(self, entries: Entries) -> Entries:
@@ -111,7 +110,7 @@ class RecordingKVCache(FullRecorder, KVCache):
         return self._with_queries(FullCache(self).held())
 
     @property
-    def kv_nbytes(self) -> int:  # type: ignore[override]
+    def kv_nbytes(self) -> int:
         return self.store.nbytes
 
     def rollback(self, n: int) -> None:
@@ -119,12 +118,7 @@ class RecordingKVCache(FullRecorder, KVCache):
 
 
 class SharedKVCache(RecordingKVCache):
-    """A `KVCache` whose queries several recorders record, each those that it wants.
-
-    Args:
-        recorders: caches of the same layer, which are never fed themselves; see `RecordingKVCache.filled`.
-        capacity, layer: as of `RecordingKVCache`.
-    """
+    """A `KVCache` whose queries several `recorders` of the layer record, which are never fed; see their `filled`."""
 
     def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any = None):
         super().__init__(0, 0, capacity, layer)
@@ -237,9 +231,6 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         """The mask of the next update of `N` tokens, as mlx-lm's `KVCache` makes it."""
         return create_attention_mask(N, self.offset, return_array, window_size)
 
-    def size(self) -> int:
-        return self.offset
-
     def empty(self) -> bool:
         return self.offset == 0
 
@@ -253,13 +244,8 @@ class OffloadedKVCache(FullRecorder, _BaseCache):
         return n
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in memory between turns."""
+    def nbytes(self) -> int:  # type: ignore[override]
         return self.store.nbytes + MemoryStore(cache=self.growing).nbytes
-
-    @property
-    def kv_nbytes(self) -> int:  # type: ignore[override]
-        return self.nbytes
 
     @property
     def full_nbytes(self) -> int:

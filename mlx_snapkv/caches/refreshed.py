@@ -26,8 +26,7 @@ class RefreshedKVCache(OnQueries, LayerCache):
     together choose together.
 
     Args:
-        everything: all entries of the prompt, `(B, n_kv_heads, n, head_dim)`; they stay as they are. Its index ranks
-            them, or if it has none, their exact votes.
+        everything: all entries of the prompt. Its index ranks them, or if it has none, their exact votes.
         quota: how many of them a token reads: sink and window always, the rest by its queries.
         layer: the layer of the model.
     """
@@ -140,23 +139,18 @@ class RefreshedKVCache(OnQueries, LayerCache):
         """Those that every token reads."""
         return Entries(*self._always.keys_and_values())
 
-    @property
-    def n_entries(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         """Entries that a token reads."""
         chosen = n_of_groups(self._stop - self._first, self._n_chosen) if self._n_chosen else 0
         return chosen + self._always.offset
 
     @property
-    def kv_nbytes(self) -> int:  # type: ignore[override]
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of what a token reads, the index among it."""
         if self._always.empty():
             return 0
         one = n_bytes(rows(self._always.keys_and_values(), 0, 1))
         return one * self.n_entries + (0 if self._index is None else self._index.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv_nbytes
 
     @property
     def keys(self) -> mx.array | None:
@@ -166,9 +160,6 @@ class RefreshedKVCache(OnQueries, LayerCache):
     @keys.setter
     def keys(self, keys: mx.array) -> None:
         self._always.keys = keys
-
-    def size(self) -> int:
-        return self.n_entries
 
     def empty(self) -> bool:
         return False

@@ -15,14 +15,10 @@ def pieces(pending: int, n_window: int, oldest: int) -> list[tuple[int, int, int
 
 
 def visible(n_pin: int, held: int, n_window: int, N: int, oldest: int) -> np.ndarray:
-    """What each of `N` tokens sees, bool `(N, n_pin + held + N)`.
-
-    Of the entries behind the pinned ones, oldest first, token `i` sees those from `held + i - n_window + 1` to
-    `held + i`, its own.
+    """What each of `N` tokens sees, bool `(N, n_pin + held + N)`: the pinned, and the last `n_window` up to its own.
 
     Args:
-        held: entries held behind the pinned ones: a ring of at most `n_window`, then those that are pending.
-        oldest: the ring's row of the oldest.
+        held: entries behind the pinned ones: a ring of at most `n_window`, its oldest at `oldest`, then the pending.
     """
     age = np.arange(-n_pin, held + N)  # by row; in the ring, which turns, counted from its oldest
     ring = slice(n_pin, n_pin + min(held, n_window))
@@ -33,10 +29,9 @@ def visible(n_pin: int, held: int, n_window: int, N: int, oldest: int) -> np.nda
 
 
 def layout(scores: mx.array, n_pin: int, n_keep: int, recent: int) -> mx.array:
-    """Which entry goes to which row, uint32 `(B, n_kv_heads, at most n_keep)`, by scores `(B, n_kv_heads, T)`.
+    """Which of the `n_keep` best of `(B, n_kv_heads, T)` goes to which row, uint32 `(B, n_kv_heads, n)`.
 
-    First the `n_pin` best of all but the `recent` newest, then the others, the least of all left out, then the newest;
-    each part in order of position.
+    First the `n_pin` best of all but the `recent` newest, then the others, then the newest, each in order of position.
     """
     T = scores.shape[-1]
     n_keep, recent = min(T, n_keep), min(recent, T - n_pin)

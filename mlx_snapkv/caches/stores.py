@@ -88,12 +88,7 @@ class Store(EntryView):
 
 
 class MemoryStore(Store):
-    """Entries in one of mlx-lm's caches.
-
-    Args:
-        quantization: how they are stored, if a new cache is to be made.
-        cache: the `KVCache` or `QuantizedKVCache` that they are in already.
-    """
+    """Entries in one of mlx-lm's caches: in `cache`, or a new one that is quantised so."""
 
     def __init__(self, quantization: Quantization | None = None, cache: Any = None):
         if isinstance(cache, QuantizedKVCache):

@@ -27,7 +27,7 @@ from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.matching import problem_of
 from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
-from mlx_snapkv.engine.loop_model import SplitCalls
+from mlx_snapkv.engine.loop_model import one_by_one
 from mlx_snapkv.entries.quantization import Quantization, arrays
 from mlx_snapkv.entries.queries import Recorder
 from mlx_snapkv.errors import TrimError
@@ -133,7 +133,7 @@ def feed(cache, n):
 
 
 def feed_split(cache, n):
-    """The same for as many tokens as one likes: in the pieces that a model is given (`SplitCalls`)."""
+    """The same for as many tokens as one likes, in the pieces that a model is given."""
     pieces = []
 
     def model(inputs, cache):
@@ -141,7 +141,7 @@ def feed_split(cache, n):
         feed(cache[0], inputs.shape[1])
         return inputs
 
-    SplitCalls(model)(mx.zeros((1, n)), [cache])
+    one_by_one(model, [cache])(mx.zeros((1, n)), cache=[cache])
     return pieces
 
 
@@ -158,11 +158,8 @@ def assert_same(cache, other):
 
 def assert_same_entries(mine, theirs):
     assert mx.array_equal(mine.positions, theirs.positions)
-    for stored, others in (
-        (mine.stored_keys, theirs.stored_keys),
-        (mine.stored_values, theirs.stored_values),
-    ):
-        assert all(map(mx.array_equal, arrays(stored), arrays(others)))
+    stored = ([*arrays(x.stored_keys), *arrays(x.stored_values)] for x in (mine, theirs))
+    assert all(map(mx.array_equal, *stored))
     if mine.received is not None or theirs.received is not None:
         assert mx.allclose(mine.received, theirs.received, atol=1e-5)
 
@@ -182,8 +179,8 @@ def snapshot(cache):
 def test_entries_are_held_in_order_with_their_positions(kind):
     cache, other = HOLDING[kind](), HOLDING[kind]()
     for n in (1, 3, 1):
-        feed_split(other, n) if kind in EVICTING else feed(other, n)
-        feed_split(cache, n) if kind in EVICTING else feed(cache, n)
+        for c in (cache, other):
+            feed_split(c, n)
         layer = layer_cache(cache)
         entries = layer.held()
         positions = np.array(entries.positions).astype(int)
@@ -207,6 +204,10 @@ def test_figures(kind):
     assert layer.observes == (kind in VOTING or "counts" in kind)
     if kind in STATES:
         assert layer.kv_nbytes == 0
+        with pytest.raises(TrimError, match="goes back to a mark only"):
+            layer.rollback(1)
+        with pytest.raises(TypeError, match="no entries to choose from"):
+            layer.held()
         return
     of_one = 2 * B * H * D * 4
     assert layer.offset == START and layer.full_nbytes == START * of_one
@@ -228,7 +229,7 @@ def test_what_is_rolled_back_has_never_been_there(kind, updates):
         layer = layer_cache(cache)
         layer.mark()
         for update in updates:
-            feed_split(cache, update) if kind in EVICTING else feed(cache, update)
+            feed_split(cache, update)
         layer.rollback(n)
         layer.commit()
         for _ in range(k - n):
@@ -257,50 +258,24 @@ def test_more_than_was_fed_since_the_mark_is_refused_and_changes_nothing(kind):
         assert snapshot(cache) == before
 
 
-def like():
+def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems():
+    """Others: `tests/saved/test_damaged.py`."""
     keys, values, _ = rows(0, 1)
-    return plain_cache(keys, values)
-
-
-@pytest.mark.parametrize(
-    "kind", ["window", "window that chooses, of 8 bits", "block that votes", "mlx-lm's of 8 bits"]
-)
-def test_a_sound_cache_has_no_problem_and_a_broken_one_a_phrase(kind):
-    cache = HOLDING[kind]()
-    for n in (1, 2, 4, 1):
-        feed_split(cache, n) if kind in EVICTING else feed(cache, n)
-        assert problem_of(cache, like()) is None
-    shorter = [x[:, :, 1:] for x in arrays(cache.keys)]
-    keys = shorter[0] if len(shorter) == 1 else tuple(shorter)
-    for name, value in (("offset", -3), ("offset", 2.5), ("keys", keys)):
-        broken = copy.copy(cache)
-        setattr(broken, name, value)
-        problem = problem_of(broken, like())
-        assert problem and "\n" not in problem and not problem.endswith(".")
-
-
-def test_positions_rotating_caches_and_states_have_problems_too():
-    cache = fed(block(KeyDiff()))
+    like = plain_cache(keys, values)
+    cache = block(KeyDiff(), quantization=HOW)
+    feed(cache, 3)
+    assert problem_of(cache, like) is None
     for wrong in (mx.zeros_like(cache._kept_positions), cache._kept_positions + 1000):
-        broken = copy.copy(cache)
-        broken._kept_positions = wrong
-        assert "positions that can't be" in problem_of(broken, like())
+        cache._kept_positions = wrong
+        assert "positions that can't be" in problem_of(cache, like)
     rotating, state = (make() for make in reversed(STATES.values()))
-    assert problem_of(rotating, like()) is None
+    assert problem_of(rotating, like) is None
     rotating.keys = rotating.keys[:, :, 1:]
-    assert problem_of(rotating, like())
+    assert problem_of(rotating, like)
     other = fed(ArraysCache(2))
     assert problem_of(state, other) is None
     state[0] = mx.zeros((3,))
     assert problem_of(state, other)
-
-
-def test_a_state_goes_back_to_a_mark_only_and_holds_nothing_to_choose_from():
-    for make in STATES.values():
-        with pytest.raises(TrimError, match="goes back to a mark only"):
-            layer_cache(make()).rollback(1)
-        with pytest.raises(TypeError, match="no entries to choose from"):
-            layer_cache(make()).held()
 
 
 def saved(cache):

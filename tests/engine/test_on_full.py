@@ -80,7 +80,7 @@ def test_the_best_tenth_of_the_voted_entries_is_reserved(tiny_model, tokens):
     cut = answer(tiny_model, tokens, 1, "slide", budget=fewer)[1]
     _, caches, _ = answer(tiny_model, tokens, 150, "keydiff")
     for cache, small in zip(caches, cut):
-        voted = small._pinned_positions[0].tolist()
+        voted = small.positions[0, :, : small.n_pin].tolist()
         assert all(set(best) <= kept for best, kept in zip(voted, held(cache)))
         assert cache.size() == 56
         assert cache._reserved.sum(axis=-1).tolist() == [[SMALL["n_sink"] + n] * len(voted)]
