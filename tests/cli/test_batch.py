@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import fork_helpers
 import mlx.core as mx
 import pytest
 from batch_file_helpers import (
@@ -32,22 +33,13 @@ def mixed(tokenizer):
     """Requests of every kind."""
     ids = tokenizer.encode(FACT * 9 + "The access code of the amber falcon is")
     parts = [{"type": "text", "text": FACT}, {"type": "text", "text": "What is the access code?"}]
-    talk = [
-        {"role": "system", "content": FACT * 4},
-        {"role": "user", "content": "What is the access code of the amber falcon?"},
-        {"role": "assistant", "content": "482913"},
-        {"role": "user", "content": "What is the access code of the amber falcon?"},
-    ]
     return [
-        *(chat(f"chat {n}", 7 * n, max_tokens=5 + n) for n in range(5)),
-        *(text(f"text {n}", 9 * n, max_completion_tokens=4 + n, max_tokens=1) for n in range(4)),
+        *(chat(f"chat {n}", 7 * n, max_tokens=5 + n) for n in range(4)),
+        *(text(f"text {n}", 9 * n, max_completion_tokens=4 + n, max_tokens=1) for n in range(3)),
         line("ids", COMPLETIONS, prompt=ids, max_tokens=8, model="gpt-5"),
-        line("talk", messages=talk, user="somebody"),
-        line("parts", messages=[{"role": "user", "content": parts}]),
+        line("parts", messages=[{"role": "system", "content": FACT}, {"role": "user", "content": parts}]),
         text("stop", 20, max_tokens=30, stop=["913", "never"]),
-        text("stop at once", 20, max_tokens=30, stop="4"),
         text("bias", 20, max_tokens=6, logit_bias={str(ids[-1]): 100.0}),
-        text("sampled", 20, max_tokens=12, temperature=3.0, top_p=0.9, min_p=0.001, seed=7),
         text("xtc", 3, max_tokens=12, temperature=2, top_k=50, xtc_probability=0.5, xtc_threshold=0.01, seed=-1),
     ]  # fmt: skip
 
@@ -55,15 +47,13 @@ def mixed(tokenizer):
 def alone(model, tokenizer, request, policy):
     """What `generate` answers to one request."""
     body = dict(request["body"])
-    if "prompt" in body:
-        prompt = body["prompt"]
-    else:
-        messages = [dict(message) for message in body["messages"]]
-        for message in messages:
-            if isinstance(message["content"], list):
-                message["content"] = "".join(part["text"] for part in message["content"])
+    prompt = body.get("prompt")
+    if prompt is None:
+        contents = [message["content"] for message in body["messages"]]
+        texts = [c if isinstance(c, str) else "".join(part["text"] for part in c) for c in contents]
+        messages = [message | {"content": t} for message, t in zip(body["messages"], texts)]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
+    names = ("top_k", "xtc_probability", "xtc_threshold")
     special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     sampling = {name: body[name] for name in names if name in body}
     bias = {int(token): value for token, value in body.get("logit_bias", {}).items()}
@@ -77,13 +67,12 @@ def alone(model, tokenizer, request, policy):
         sampler=make_sampler(body.get("temperature", 0), xtc_special_tokens=special, **sampling),
         logits_processors=make_logits_processors(bias or None),
     )
-    stops = body.get("stop", [])
-    for stop in [stops] if isinstance(stops, str) else stops:
+    for stop in body.get("stop", []):
         said = said.partition(stop)[0]
     return said
 
 
-@pytest.mark.parametrize("policy", [None, SNAPKV, KEYDIFF, f"{KEYDIFF} then {SNAPKV}"])
+@pytest.mark.parametrize("policy", [None, f"{KEYDIFF} then {SNAPKV}"])
 def test_answers_are_those_of_generate(batch, demo_llama, policy):
     requests = mixed(demo_llama[1])
     options = ["--policy", policy] if policy else []
@@ -93,7 +82,7 @@ def test_answers_are_those_of_generate(batch, demo_llama, policy):
     for request in requests:
         record = found[request["custom_id"]]
         assert answer(record) == alone(*demo_llama, request, policy), request
-    assert re.search(r"17 answered in \S+a\.jsonl \| \d+ prompt tokens, \d+ answer tokens", err)
+    assert re.search(r"12 answered in \S+a\.jsonl \| \d+ prompt tokens, \d+ answer tokens", err)
 
 
 def test_the_form_is_openais(batch):
@@ -105,18 +94,11 @@ def test_the_form_is_openais(batch):
     body, other = one["response"]["body"], two["response"]["body"]
     assert one["response"]["status_code"] == 200 and body["model"] == "demo"
     assert (body["object"], other["object"]) == ("chat.completion", "text_completion")
-    (choice,) = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "482913"}
-    assert choice["finish_reason"] == "stop" and other["choices"][0]["finish_reason"] == "length"
-    assert other["choices"][0]["text"] == "48"
-    usage = other["usage"]
-    assert usage["completion_tokens"] == 2
-    assert usage["total_tokens"] == usage["prompt_tokens"] + 2 > 80
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "482913"}
+    assert other["choices"][0]["text"] == "48" and other["usage"]["completion_tokens"] == 2
     ours = body["mlx_snapkv"]
     assert (ours["policy"], ours["entries"], ours["ignored"]) == (SNAPKV, 60, ["metadata"])
-    assert ours["kv_bytes"] < ours["kv_bytes_before"]
-    ids = [r["id"] for r in (one, two)] + [body["id"], other["id"]]
-    assert len(set(ids)) == 4
+    assert len({one["id"], two["id"], body["id"], other["id"]}) == 4
 
 
 def test_defaults_are_the_flags_and_a_seed_makes_runs_alike(batch, tmp_path):
@@ -148,7 +130,7 @@ def test_models_bits_and_memories_are_the_runs(batch, tmp_path, demo_qwen):
     assert ours["verified"]["tokens"] > 0
 
 
-# Of the file's lines, and one of each kind that a body can be wrong in; the rest: tests/completions, tests/server.
+# Of the file's lines; what is wrong with bodies: tests/completions, tests/server.
 BAD = [
     ("not JSON", "is not JSON"),
     (b'{"custom_id": "\xff"}', "is not UTF-8"),
@@ -161,12 +143,7 @@ BAD = [
     (line("url", "/v1/embeddings"), "url must be /v1/chat/completions or /v1/completions, got"),
     ({"custom_id": "bodiless", "url": COMPLETIONS}, "body must be an object, got None"),
     (line("silent"), "messages is missing"),
-    (chat("nan", 1, temperature=float("nan")), "temperature should be a finite number, got nan"),
     (chat("streams", 1, stream=True), "stream must be false"),
-    (chat("logprobs", 1, logprobs=True), "logprobs is not supported: drop the field"),
-    (chat("tools", 1, tools=[{"type": "function"}]), "this model's chat template takes no tools"),
-    (chat("wide", 1, top_k=10**6), "top_k must be below the vocabulary's"),
-    (line("ids", COMPLETIONS, prompt=[1, 10**9]), "prompt must have token ids from 0 to"),
 ]
 
 
@@ -191,25 +168,19 @@ def test_bad_lines_become_error_lines_and_the_rest_is_answered(call, tmp_path):
 
 
 def test_a_template_that_refuses_is_the_lines_mistake(batch):
-    refuses = '{{ raise_exception("no system messages") }}'
-    config = json.dumps({"chat_template": refuses})
-    options = ["--chat-template-config", config]
-    _, found, _ = batch([chat("a", 1), text("b", 1, max_tokens=6)], *options)
-    assert (
-        "chat template or tokenizer failed: TemplateError: no system" in said(found["a"])["message"]
-    )
-    assert answer(found["b"]) == "482913"
+    config = json.dumps({"chat_template": '{{ raise_exception("no system messages") }}'})
+    lines = [chat("a", 1), text("b", 1, max_tokens=6)]
+    _, found, _ = batch(lines, "--chat-template-config", config)
+    words = "chat template or tokenizer failed: TemplateError: no system"
+    assert words in said(found["a"])["message"] and answer(found["b"]) == "482913"
 
 
 def test_progress_on_a_terminal(tmp_path):
-    file, output = (
-        write(tmp_path / "r.jsonl", [chat(f"{n}", n) for n in range(5)]),
-        tmp_path / "a.jsonl",
-    )
+    file = write(tmp_path / "r.jsonl", [chat(f"{n}", n) for n in range(5)])
     terminal, its = pty.openpty()
-    command = [sys.executable, "-m", "mlx_snapkv", "batch", str(file), "-o", str(output), *DEMO]
+    command = [sys.executable, "-m", "mlx_snapkv", "batch", str(file), "-o", f"{file}.a", *DEMO]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=its, env=environment)
+    done = fork_helpers.run(command, stdout=subprocess.DEVNULL, stderr=its, env=environment)
     shown = os.read(terminal, 1 << 16).decode(errors="ignore")
     os.close(its)
     os.close(terminal)

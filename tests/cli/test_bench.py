@@ -1,23 +1,11 @@
 import json
-import sys
 
-import fork_helpers
-
-SMALL = ["--context", "1024", "-p", "1024", "--long-prompts", "3000", "-n", "1", "--steps", "1"]
+SMALL = ["--model", "demo", "--context", "1024", "-p", "1024", "-n", "1", "--steps", "1"]
 
 
-def run(*args):
-    done = fork_helpers.run(
-        [sys.executable, "-m", "mlx_snapkv", "bench", *args],
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_table_files_and_picture(tmp_path):
+def test_table_files_and_picture(call, tmp_path):
     base = tmp_path / "folder" / "result"
-    code, out, err = run("--model", "demo", *SMALL, "--output", str(base))
+    code, out, err = call("bench", *SMALL, "--long-prompts", "3000", "--output", str(base))
     assert code == 0, err
     assert "Decoding and reading by context length" in out and "…" not in out
     assert "decoding 1/1" in err and "reading 2/2" in err
@@ -30,8 +18,8 @@ def test_table_files_and_picture(tmp_path):
     assert base.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_policies_given_are_measured_and_no_others():
+def test_the_policies_given_are_measured_and_no_others(call):
     given = ["--snapkv", "top_k=40,n_window=20", "--policy", "tova:budget=50"]
-    code, out, _ = run("--model", "demo", *SMALL, *given)
+    code, out, _ = call("bench", *SMALL, "--long-prompts", "", *given)
     assert code == 0 and "tova:budget=50" in out and "snapkv:top_k=40" in out
     assert "keydiff" not in out and "6.25%" not in out

@@ -1,74 +1,121 @@
-"""A text read within a fixed budget, with every entry at hand, from the command line."""
+"""A text read within a fixed budget, with every entry at hand: answered, talked about, saved and asked."""
 
 import json
 import re
+import tempfile
 
 import pytest
 
-BOOK = [
-    "--policy",
-    "keydiff:budget=96,block=128 then snapkv:top_k=60,n_sink=4,n_window=32,obs_window=32,pool=avg,pool_kernel=21",
-]
+POLICY = "keydiff:budget=96,block=128 then snapkv:top_k=60,n_window=32,obs_window=32,pool_kernel=21,pool=avg"
+BOOK = ["--policy", POLICY, "--memory"]
 
 
-def asked(story, *options):
+def asked(call, story, *options):
     path, facts = story
     text = ["--prompt-file", str(path), "--prompt", facts[0].question]
-    return ["generate", "--model", "demo", *text, "-m", "12", *BOOK, *options]
+    return call("generate", "--model", "demo", *text, "-m", "12", *options)
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:4bit", "recall:file", "recall:file:8bit"])
-def test_the_closing_line_tells_where_the_entries_are(call, story, memory):
-    code, out, err = call(*asked(story, "--memory", memory))
-    assert (code, out) == (0, story[1][0].value + "\n")
-    where = "on disk" if "file" in memory else "in memory"
-    found = re.search(
-        rf"(\d+) prompt tokens, 96 entries read by every token, KV memory [^,]*\), (\d+) resident \([^)]*\), "
-        rf"all \1 {where} \([^)]*\), votes [\d.]+ s, gathering [\d.]+ s, \d+ tokens read again [\d.]+ s \| prompt",
-        err.splitlines()[-1],
-    )
-    assert found and int(found[2]) <= 96 + 128
-
-
-def test_files_are_where_the_user_wants_them(call, story, tmp_path, monkeypatch):
-    opened = []
-    import tempfile
-
-    real = tempfile.TemporaryFile
-    monkeypatch.setattr(
-        tempfile, "TemporaryFile", lambda **how: opened.append(tempfile.gettempdir()) or real(**how)
-    )
-    options = ["--memory", "recall:file", "--store-dir", str(tmp_path), "--json", "--quiet"]
-    code, out, err = call(*asked(story, *options))
-    assert (code, err) == (0, "") and set(opened) == {str(tmp_path)}
-    assert not list(tmp_path.iterdir())  # they have no names, and are gone with the command
-    book = json.loads(out)["compression"]["book"]
-    assert book["file_bytes"] > 0 and book["stored"] > 1500
-
-
-def told(err):
+def cost(err):
     return [line for line in err.splitlines() if " tokens to read: at most " in line]
 
 
-def test_what_it_will_take_is_said_first(call, story, tmp_path):
-    """And at the end what it took: the same bytes on disk."""
-    code, _, err = call(*asked(story, "--memory", "recall:file", "--store-dir", str(tmp_path)))
-    (first,) = told(err)
-    assert code == 0 and first in err.splitlines()[:2]
-    need = re.search(rf"resident \([^)]*\), (.*) on disk in {tmp_path} \(.* free\)$", first)[1]
-    assert f"on disk ({need})" in err.splitlines()[-1]
+@pytest.mark.parametrize("memory", ["recall:4bit", "recall:file"])
+def test_what_it_takes_is_said_first_and_what_it_took_at_the_end(call, story, tmp_path, memory):
+    in_files = ["--store-dir", str(tmp_path)] if "file" in memory else []
+    code, out, err = asked(call, story, *BOOK, memory, *in_files)
+    (first,), last = cost(err), err.splitlines()[-1]
+    assert (code, out) == (0, story[1][0].value + "\n") and first in err.splitlines()[:2]
+    where = "on disk" if in_files else "in memory"
+    found = re.search(
+        rf"(\d+) prompt tokens, 96 entries read by every token, KV memory [^,]*\), (\d+) resident \([^)]*\), "
+        rf"all \1 {where} \(([^)]*)\), votes [\d.]+ s, gathering [\d.]+ s, \d+ tokens read again [\d.]+ s \| prompt",
+        last,
+    )
+    assert found and int(found[2]) <= 96 + 128
+    assert not in_files or f"{found[3]} on disk in {tmp_path} (" in first
 
 
-@pytest.mark.parametrize("options", [["--quiet"], ["--json"], ["--memory", "drop"]])
-def test_it_is_not_said_where_nobody_asked(call, story, options):
-    code, _, err = call(*asked(story, "--memory", "recall", *options))
-    assert code == 0 and not told(err) and "warning" not in err
+def test_files_have_no_names_and_are_where_the_user_wants_them(call, story, tmp_path, monkeypatch):
+    opened, real = [], tempfile.TemporaryFile
+    monkeypatch.setattr(
+        tempfile, "TemporaryFile", lambda **how: opened.append(tempfile.gettempdir()) or real(**how)
+    )
+    options = [*BOOK, "recall:file", "--store-dir", str(tmp_path), "--json", "--quiet"]
+    code, out, err = asked(call, story, *options)
+    assert (code, err) == (0, "") and set(opened) == {str(tmp_path)} and not [*tmp_path.iterdir()]
+    book = json.loads(out)["compression"]["book"]
+    assert book["file_bytes"] > 0 and book["stored"] > 1500
+    code, _, err = asked(call, story, *BOOK, "drop")
+    assert code == 0 and not cost(err)
 
 
-def test_a_chat_says_it_of_long_turns(call, story):
-    """Not of a question that comes after."""
-    path, facts = story
-    lines = [f"/file {path}", facts[0].question, facts[1].question]
-    args = ["chat", "--model", "demo", *BOOK, "--memory", "recall:file", "-m", "8"]
-    code, _, err = call(*args, stdin="\n".join(lines).encode())
-    assert code == 0 and len(told(err)) == 1
+@pytest.fixture
+def save(call, story):
+    """save(file, *options) -> what was said."""
+
+    def invoke(file, *options):
+        text = ["--prompt-file", str(story[0]), "-o", str(file)]
+        code, out, err = call("cache-prompt", "--model", "demo", *text, *options)
+        assert (code, out) == (0, "")
+        return err.splitlines()[-1]
+
+    return invoke
+
+
+def ask(call, file, fact, *options):
+    question = ["--prompt-cache-file", str(file), "--prompt", fact.question, "-m", "12"]
+    return call("generate", "--model", "demo", *question, *options)
+
+
+@pytest.mark.parametrize("memory", ["recall:file:4bit", "recall:8bit"])
+def test_a_book_is_saved_and_asked(call, save, story, path, memory):
+    found = re.fullmatch(
+        rf"(\d+) prompt tokens, (\d+) entries resident, KV memory [^,]* \| saved in {re.escape(str(path))}, and all "
+        r"entries in a folder beside it \([\d.]+ [kM]B\)",
+        save(path, *BOOK, memory),
+    )
+    assert found and int(found[2]) <= 96 + 128 < int(found[1])
+    fact = story[1][0]
+    code, out, err = ask(call, path, fact)
+    assert (code, out) == (0, fact.value + "\n")
+    assert ("on disk" if "file" in memory else "in memory") in err.splitlines()[-1]
+    result = json.loads(ask(call, path, fact, "--json")[1])
+    assert result["prompt_cache"]["policy"].startswith("keydiff:budget=96")
+    assert result["compression"]["book"]["stored"] > 1500
+
+
+def test_a_chat_goes_on_from_it_and_says_what_long_turns_cost(call, save, story, path):
+    save(path, *BOOK, "recall:file")
+    text, facts = story
+    lines = [
+        f"/load {path}",
+        facts[0].question,
+        f"/save {path}",
+        f"/load {path}",
+        facts[1].question,
+    ]
+    lines += ["/reset", f"/file {text}", facts[2].question, facts[3].question]
+    chat = ["chat", "--model", "demo", *BOOK, "recall:file", "-m", "8"]
+    code, out, err = call(*chat, stdin="\n".join(lines).encode())
+    assert (code, out.splitlines()) == (0, [fact.value for fact in facts])
+    assert err.count("tokens loaded, policy keydiff") == 2 and len(cost(err)) == 1
+
+
+def test_a_short_text_is_saved_in_full(call, save, story, path):
+    said = save(
+        path, "--policy", POLICY.replace(":", ":min_ctx=4000,", 1), "--memory", "recall:file"
+    )
+    assert "full cache: the prompt's" in said and "below min_ctx=4000" in said
+    assert list(path.parent.iterdir()) == [path]
+    assert ask(call, path, story[1][0])[1] == story[1][0].value + "\n"
+
+
+def test_what_a_book_can_not_be_asked_with(call, save, story, path):
+    save(path, *BOOK, "recall:file")
+    for options, message in (
+        (["--memory", "recall:4bit"], "stored otherwise: give --memory recall:file or recall"),
+        (["--policy", "keydiff:budget=64"], f"a book, saved with the policy {POLICY}: drop the policy"),
+    ):  # fmt: skip
+        code, out, err = ask(call, path, story[1][0], *options)
+        assert (code, out) == (2, "") and message in err.splitlines()[-1]

@@ -1,9 +1,7 @@
 """Default values of options: flags before variables, variables before config.toml."""
 
-import os
-import sys
+import json
 
-import fork_helpers
 import pytest
 
 LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
@@ -26,33 +24,32 @@ tasks = ["one", "two"]
 
 
 @pytest.fixture
-def run(tmp_path):
-    """run(file's text, *arguments, **variables) -> (exit code, stdout, stderr) of a process."""
+def run(call, tmp_path, monkeypatch):
+    """run(file's text, *arguments, **variables) -> (exit code, stdout, stderr)."""
     path = tmp_path / "mlx-snapkv" / "config.toml"
 
     def command(text, *args, **variables):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), **variables}
-        line = [sys.executable, "-m", "mlx_snapkv", *args]
-        done = fork_helpers.run(line, capture_output=True, text=True, env=env)
-        return done.returncode, done.stdout, done.stderr.replace(str(path), "FILE")
+        with monkeypatch.context() as patch:
+            for name, value in {"XDG_CONFIG_HOME": str(tmp_path), **variables}.items():
+                patch.setenv(name, value)
+            code, out, err = call(*args)
+        return code, out, err.replace(str(path), "FILE")
 
     return command
 
 
 def test_flags_go_before_variables_and_variables_before_the_file(run):
-    code, out, _ = run(FILE, *ASK)
-    assert (
-        code == 0
-        and '"policy": "keydiff:n_window=8,budget=16,' in out
-        and '"generation_tokens": 6' in out
-    )
-    code, out, _ = run(FILE, *ASK, MLX_SNAPKV_MAX_TOKENS="3", MLX_SNAPKV_SNAPKV="top_k=4")
-    assert code == 0 and '"policy": "snapkv:top_k=4' in out and '"generation_tokens": 3' in out
-    typed = ["-m", "2", "--policy", "none"]
-    code, out, _ = run(FILE, *ASK, *typed, MLX_SNAPKV_MAX_TOKENS="3", MLX_SNAPKV_SNAPKV="top_k=4")
-    assert code == 0 and '"policy": "none"' in out and '"generation_tokens": 2' in out
+    def asked(*args, **variables):
+        code, out, _ = run(FILE, *ASK, *args, **variables)
+        found = json.loads(out)
+        return code, found["compression"]["policy"].partition(",")[0], found["generation_tokens"]
+
+    variables = {"MLX_SNAPKV_MAX_TOKENS": "3", "MLX_SNAPKV_SNAPKV": "top_k=4"}
+    assert asked() == (0, "keydiff:n_window=8", 6)
+    assert asked(**variables) == (0, "snapkv:top_k=4", 3)
+    assert asked("-m", "2", "--policy", "none", **variables) == (0, "none", 2)
 
 
 def test_a_variable_alone_names_the_model(run):
@@ -60,15 +57,12 @@ def test_a_variable_alone_names_the_model(run):
     assert run("", *options, MLX_SNAPKV_MODEL="demo") == (0, "482913\n", "")
     code, out, err = run("", *options)
     assert (code, out) == (2, "") and "--model" in err
+    assert run("", "config", XDG_CONFIG_HOME="/dev/null")[0] == 0
 
 
 def test_auto_is_for_the_commands_that_choose(run):
     code, out, _ = run("policy = 'auto'\n", "config")
     assert code == 0 and out.endswith(": generate, chat, batch, serve, plan\n")
-
-
-def test_a_home_that_is_no_folder_has_no_settings(run):
-    assert run("", "config", XDG_CONFIG_HOME="/dev/null")[0] == 0
 
 
 def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
@@ -87,11 +81,8 @@ def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
 def test_config_tells_what_applies_and_where_it_is_from(run):
     code, out, err = run(FILE, "config", MLX_SNAPKV_MEMORY="recall", MLX_SNAPKV_MODEL="other")
     assert (code, err) == (0, "") and "secret" not in out
-    lines = out.replace(os.linesep, "\n").splitlines()
-    said = {line.split(", from ")[0]: line.split(", from ")[1] for line in lines}
-    assert said["--model 'other'"].startswith(
-        "MLX_SNAPKV_MODEL: generate, chat, compare, batch, serve, "
-    )
+    said = dict(line.split(", from ") for line in out.splitlines())
+    assert said["--model 'other'"].startswith("MLX_SNAPKV_MODEL: generate, chat, compare, batch, ")
     assert said["--memory 'recall'"].startswith("MLX_SNAPKV_MEMORY: generate, ")
     assert "plan" not in said["--memory 'recall'"]
     assert said["--memory '16GB'"].endswith("config.toml, [plan], memory: plan")

@@ -8,17 +8,6 @@ import sys
 import fork_helpers
 import pytest
 
-PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-COMPUTE = """
-import os, sys
-import mlx.core as mx
-mx.set_default_device(mx.cpu)
-x = mx.random.normal((500, 500), key=mx.random.key(3))
-print(mx.allclose(x @ mx.ones(500), x.sum(1), atol=1e-3).item(), os.getpid(), sys.argv[1:])
-"""
-
-needs_fork = pytest.mark.skipif(not fork_helpers.CAN_FORK, reason="processes are fresh here")
-
 
 def python(program, *args, **options):
     command = [sys.executable, "-c", program, *args]

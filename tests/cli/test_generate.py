@@ -1,29 +1,40 @@
-"""The real command: exact output, exit codes, no tracebacks."""
+"""The real command: exact output, exit codes, no tracebacks; the flags are mlx-lm's, and chat's the same."""
 
+import importlib
 import json
-import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+from mlx_lm import chat as mlx_chat
 from model_folders import demo_with
 
-from mlx_snapkv.demo.questions import make_haystack
+from mlx_snapkv.cli import app
 
+mlx_generate = importlib.import_module("mlx_lm.generate")
 MODULE = [sys.executable, "-m", "mlx_snapkv"]
 INSTALLED = [str(Path(sys.executable).with_name("mlx-snapkv"))]
-
-
-def run(*args, command=MODULE):
-    """The command as a user starts it: (exit code, stdout, stderr)."""
-    done = subprocess.run([*command, *args], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
 LEAD = "The access code of the amber falcon is 482913. It was cold. The access code of the amber falcon is"
-PLAIN = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt", LEAD]
+RAW = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6"]
+PLAIN = [*RAW, "--prompt", LEAD]
+LEFT_OUT = {
+    "--image",  # prompts are text
+    "--use-default-chat-template",  # mlx-lm declares it and reads it nowhere
+}
+# What is about one prompt and its answer, and no conversation.
+ONE_PROMPT = {
+    "--prompt", "-p", "--prompt-file", "--prompt-cache-file", "--prefill-response",
+    "--ignore-chat-template", "--draft-model", "--num-draft-tokens", "--verbose", "--json",
+}  # fmt: skip
+
+
+def run(*args, command=MODULE, stdout=subprocess.PIPE):
+    """The command as a user starts it: (exit code, stdout, stderr)."""
+    done = subprocess.run([*command, *args], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("command", [MODULE, INSTALLED], ids=["python -m", "installed"])
@@ -32,77 +43,65 @@ def test_the_answer_goes_to_stdout_and_the_figures_to_stderr(command):
         pytest.skip("the package is not installed here")
     code, out, err = run(*PLAIN, command=command)
     assert (code, out) == (0, "482913\n")
-    *_, closing = err.strip().splitlines()
     assert re.fullmatch(
         r"\d+ prompt tokens, full cache \(no policy; --policy auto takes one where it helps\) \| "
         r"prompt [\d.]+ tokens/s, generation [\d.]+ tokens/s, peak memory [\d.]+ GB",
-        closing,
+        err.splitlines()[-1],
     )
 
 
 def test_compression_is_reported(call, tmp_path):
     file = tmp_path / "document.txt"
     file.write_text(("It was cold at the market. " * 40) + LEAD)
-    code, out, err = call(
-        "generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--prompt-file", str(file),
-        "--snapkv", "top_k=16,n_sink=4,n_window=32,lookahead=4",
-    )  # fmt: skip
-    assert code == 0 and out.strip() == "482913"
-    closing = err.strip().splitlines()[-1]
+    policy = ["--snapkv", "top_k=16,n_sink=4,n_window=32,lookahead=4"]
+    code, out, err = call(*RAW, "--prompt-file", str(file), *policy)
+    assert (code, out.strip()) == (0, "482913")
     assert re.search(
         r"prompt tokens, 52 entries kept, KV memory [\d.]+ [kM]B → [\d.]+ kB \(float32, with room for more\) \| prompt",
-        closing,
+        err.splitlines()[-1],
     )
 
 
 def test_json_holds_answer_figures_and_report(call):
-    code, out, _ = call(
-        *PLAIN, "--json", "--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=4"
-    )
+    policy = ["--snapkv", "top_k=4,n_sink=2,n_window=16,obs_window=8,lookahead=4"]
+    code, out, _ = call(*PLAIN, "--json", *policy)
     result = json.loads(out)
-    assert code == 0
-    assert result["model"] == "demo"
+    assert code == 0 and result["model"] == "demo"
     assert set(result) == {
-        "model", "text", "prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "finish_reason",
-        "peak_memory_gb", "compression",
-    }  # fmt: skip
+        "model",
+        "text",
+        "prompt_tokens",
+        "prompt_tps",
+        "generation_tokens",
+        "generation_tps",
+        "finish_reason",
+        "peak_memory_gb",
+        "compression",
+    }
     assert result["compression"]["entries_kept"] == [22, 22, 22]
     assert result["compression"]["reason"] is None
 
 
 def test_stdin_and_file_make_one_prompt(call, tmp_path):
     first, rest = LEAD.split(" It was cold. ")
-    args = ["generate", "--model", "demo", "--ignore-chat-template", "-m", "6", "--quiet"]
     file = tmp_path / "fact.txt"
     file.write_text(first)
-    expected = call(*args, "--prompt", f"{first}\\n\\n{rest}")
+    expected = call(*RAW, "-q", "--prompt", f"{first}\\n\\n{rest}")
     assert expected[0] == 0 and "482913" in expected[1]
-    assert call(*args, "--prompt", "-", stdin=f"{first}\n\n{rest}".encode()) == expected
-    assert call(*args, "--prompt-file", str(file), "--prompt", rest) == expected
-    assert call(*args, "--prompt-file", "-", "--prompt", rest, stdin=first.encode()) == expected
+    assert call(*RAW, "-q", "--prompt", "-", stdin=f"{first}\n\n{rest}".encode()) == expected
+    assert call(*RAW, "-q", "--prompt-file", str(file), "--prompt", rest) == expected
+    assert call(*RAW, "-q", "--prompt-file", "-", "-p", rest, stdin=first.encode()) == expected
 
 
-@pytest.fixture
-def without_own_caches(tmp_path):
-    """The embedded model as one of a type that leaves its caches to mlx-lm."""
-    return str(demo_with(tmp_path / "seed_oss", model_type="seed_oss", attention_out_bias=False))
-
-
-def test_a_rotating_cache(call, without_own_caches, tmp_path):
-    asked = ["generate", "--model", without_own_caches, "--ignore-chat-template", "-m", "6"]
+def test_a_rotating_cache(call, tmp_path):
+    """Of a model of a type that leaves its caches to mlx-lm."""
+    model = demo_with(tmp_path / "model", model_type="seed_oss", attention_out_bias=False)
     file = tmp_path / "document.txt"
     file.write_text(("It was cold at the market. " * 200) + LEAD)
-    code, out, err = call(*asked, "--prompt-file", str(file), "--max-kv-size", "128")
+    asked = [*RAW, "--model", str(model), "--prompt-file", str(file), "--max-kv-size", "128"]
+    code, out, err = call(*asked)
     assert (code, out) == (0, "482913\n")
     assert "mlx-lm's rotating cache of 128 entries (no policy" in err and "full cache" not in err
-
-
-def test_output_that_cannot_be_written_is_one_line():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*MODULE, *PLAIN, "--quiet"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert (done.returncode, done.stderr) == (1, "mlx-snapkv: No space left on device\n")
 
 
 def test_help_version_and_no_command(call):
@@ -111,8 +110,7 @@ def test_help_version_and_no_command(call):
     assert code == 0 and "generate" in out and "demo" in out
     code, out, _ = call("generate", "--help")
     assert code == 0 and "--prefill-step-size" in out and "mlx-snapkv generate --model demo" in out
-    code, _, err = call("nonsense")
-    assert (code, err) == (2, "mlx-snapkv: No such command 'nonsense'.\n")
+    assert call("generate", "-h") == (code, out, "") and call("eval", "-h") == call("eval")
 
 
 def test_the_share_of_drafted_tokens_is_told(call):
@@ -121,46 +119,64 @@ def test_the_share_of_drafted_tokens_is_told(call):
     code, out, err = call(*drafted)
     assert (code, out) == call(*args)[:2]
     assert re.search(r"generation [\d.]+ tokens/s \(\d+% of the tokens drafted\), peak", err)
-    rate = json.loads(call(*drafted, "--json")[1])["acceptance_rate"]
-    assert 0 < rate < 1
-
-
-RECALLED = ["--snapkv", "top_k=20,n_sink=4,n_window=24,obs_window=16,lookahead=0"]
-
-
-@pytest.fixture(scope="module")
-def asked(demo_llama, tmp_path_factory):
-    """A file of 1,500 tokens, a question about it, and the answer."""
-    text, facts = make_haystack(demo_llama[1], random.Random(0), 4, 1500)
-    path = tmp_path_factory.mktemp("recall") / "story.txt"
-    path.write_text(text)
-    command = ["generate", "--model", "demo", "--prompt-file", str(path), "-m", "12"]
-    return [*command, "--prompt", facts[0].question], facts[0].value
+    assert 0 < json.loads(call(*drafted, "--json")[1])["acceptance_rate"] < 1
 
 
 @pytest.mark.parametrize(
     "options, closing",
     [
+        ("recall", r" read by every token, KV memory [^|]*, all \d+ in memory as well "),
         (
-            ["--memory", "recall"],
-            r" read by every token, KV memory [^|]*, all \d+ in memory as well ",
-        ),
-        (
-            ["--memory", "recall:file:8bit", "--refresh", "turn"],
+            "recall:file:8bit --refresh turn",
             r" entries kept, [^|]*, all \d+ in files in 8 bits as well ",
         ),
         (
-            ["--memory", "recall", "--verify", "all"],
+            "recall --verify all",
             r", \d+% of the tokens drafted, [\d.]+ times as fast as the full cache ",
         ),
     ],
 )
-def test_an_answer_that_recalls(call, asked, options, closing):
-    command, value = asked
-    code, out, err = call(*command, *RECALLED, *options)
-    assert code == 0 and re.search(rf"{closing}\| prompt", err.splitlines()[-1])
-    if "--verify" in options:
-        assert out == value + "\n"
-        code, out, err = call(*command, *RECALLED, *options, "--json", "--quiet")
-        verified = json.loads(out)["compression"]["verified"]
-        assert verified["tokens"] > 0 and err == ""
+def test_an_answer_that_recalls(call, story, options, closing):
+    path, facts = story
+    asked = ["--prompt-file", str(path), "--prompt", facts[0].question, "-m", "12"]
+    policy = ["--snapkv", "top_k=20,n_sink=4,n_window=24,obs_window=16,lookahead=0", "--memory"]
+    code, out, err = call("generate", "--model", "demo", *asked, *policy, *options.split())
+    assert (code, out) == (0, facts[0].value + "\n")
+    assert re.search(rf"{closing}\| prompt", err.splitlines()[-1])
+
+
+def ours(name):
+    command = typer.main.get_command(app.app).commands[name]
+    return {flag for option in command.params for flag in option.opts} | {"-h", "--help"}
+
+
+def test_generate_and_chat_have_mlx_lms_flags_and_the_same():
+    for name, module in (("generate", mlx_generate), ("chat", mlx_chat)):
+        theirs = set(module.setup_arg_parser()._option_string_actions)
+        assert theirs - LEFT_OUT <= ours(name), name
+    assert ours("generate") - ours("chat") == ONE_PROMPT
+    assert not ours("chat") - ours("generate")
+
+
+ASKED = [*"generate --model demo -q -m 6 -p".split(), "The access code of the amber falcon?"]
+
+
+def test_flags_that_leave_a_greedy_answer_as_it_is(call):
+    answer = call(*ASKED)
+    sampling = "--min-p 0.1 --top-k 5 --min-tokens-to-keep 2 --xtc-probability 0.5 -qa --verbose F"
+    others = "--extra-eos-token 1 --quantized-kv-start 9000 --kv-bits 8 --chat-template-config"
+    for flags in (sampling.split(), [*others.split(), '{"enable_thinking": false}']):
+        assert call(*ASKED, *flags) == answer
+    assert answer[0] == 0 and answer[1].strip()
+
+
+def test_flags_that_change_the_answer(call, demo_llama):
+    _, plain, _ = call(*ASKED)
+    *_, last = demo_llama[1].encode(f" {plain.strip()}", add_special_tokens=False)
+    assert call(*ASKED, "--extra-eos-token", str(last)) == (0, plain.replace(".", ""), "")
+    assert call(*ASKED, "--prefill-response", "It was cold at the") != (0, plain, "")
+    assert call(*ASKED, "--temp", "3", "--top-k", "1", "--seed", "1")[1] == plain  # of one token
+    bits = ["--kv-bits", "2", "--kv-group-size", "32", "-m", "30"]
+    assert call(*ASKED, *bits, "--quantized-kv-start", "0") != call(*ASKED, *bits)
+    sampled = [*ASKED, "--temp", "3", "--seed"]
+    assert call(*sampled, "7") == call(*sampled, "7") != call(*sampled, "8")

@@ -11,8 +11,6 @@ import pytest
 
 from mlx_snapkv.demo import MODELS
 
-CACHED = "models--somebody--small/snapshots/0123456789abcdef"
-
 
 class Hub(BaseHTTPRequestHandler):
     """The files of the server's `files`, as the real hub sends them, or its `refusal` of every request."""
@@ -72,9 +70,7 @@ def run(command, cache, endpoint, name, **environment):
     """The command in a process of its own, which alone reads these variables."""
     environment = {
         **os.environ,
-        "HF_ENDPOINT": endpoint
-        if isinstance(endpoint, str)
-        else f"http://127.0.0.1:{endpoint.server_port}",
+        "HF_ENDPOINT": f"http://127.0.0.1:{endpoint.server_port if endpoint else 9}",
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
@@ -84,33 +80,25 @@ def run(command, cache, endpoint, name, **environment):
     return subprocess.run(words, capture_output=True, text=True, env=environment)
 
 
-def refused(cache, endpoint="http://127.0.0.1:9", name="nobody/nothing", **environment):
+def refused(cache, endpoint=None, name="nobody/nothing", **environment):
     """What is said on stderr."""
     done = run("generate -p x", cache, endpoint, name, **environment)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     return done.stderr
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """A local cache with one repository, of which only the configuration is there."""
-    (tmp_path / CACHED).mkdir(parents=True)
-    (tmp_path / CACHED / "config.json").write_text("{}")
-    refs = tmp_path / "models--somebody--small" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("0123456789abcdef")
-    return tmp_path
-
-
-def test_without_a_network_it_is_said_what_is_cached(cache, tmp_path):
-    said = refused(cache, HF_HUB_OFFLINE="1")
+def test_without_a_network_it_is_said_what_is_cached(tmp_path):
+    reached = "can't be reached, and the local cache holds no such repository"
+    assert f"{reached} ({tmp_path}/none" in refused(tmp_path / "none")
+    snapshot = tmp_path / "models--somebody--small" / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (refs := snapshot.parents[1] / "refs").mkdir()
+    (refs / "main").write_text(snapshot.name)
+    said = refused(tmp_path, HF_HUB_OFFLINE="1")
     assert "HF_HUB_OFFLINE is set, and the local cache holds no such repository" in said
     assert "(it has somebody/small)" in said
-    said = refused(tmp_path / "none")
-    reached = "can't be reached, and the local cache holds no such repository"
-    assert f"{reached} ({tmp_path}/none" in said
-    said = refused(cache, name="somebody/small")
-    assert "no weights there" in said  # what is cached is used
+    assert "no weights there" in refused(tmp_path, name="somebody/small")  # what is cached is used
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,3 @@ def test_a_prompt_below_the_gate_says_so(ask):
     code, out, _ = ask("--snapkv", "top_k=100,min_ctx=49152", "-q")
     assert code == 0 and "not compressed" in out and "min_ctx=0" in out
     assert "█" * 40 in out and "sentences" not in out
-
-
-def test_files_of_others_are_not_replaced(ask, tmp_path):
-    path = tmp_path / "mine.html"
-    path.write_text("<html>mine</html>")
-    code, _, err = ask("--policy", "random", "-o", str(path))
-    assert code == 2 and "did not write it" in err and path.read_text() == "<html>mine</html>"
