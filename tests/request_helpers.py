@@ -2,9 +2,13 @@
 
 import mlx.core as mx
 from mlx_lm.models import llama, qwen3_next
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_snapkv import generate_step
+from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.engine.prefill import mlx_generate
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
 
 SMALL = {"top_k": 20, "n_sink": 4, "n_window": 32, "lookahead": 4}
 CALLS = [(llama.Attention, llama.Attention.__call__)]
@@ -42,6 +46,20 @@ def plain(model, prompt, n=12, **keywords):
 def assert_same(a, b):
     assert [t for t, _ in a] == [t for t, _ in b]
     assert all(mx.array_equal(x, y) for (_, x), (_, y) in zip(a, b))
+
+
+def filled_cache(model, tokens, n_queries=None):
+    """A plain cache of a prompt, and the queries of its last tokens by layer."""
+    n = tokens.size
+    caches = [
+        RecordingKVCache(n - (n_queries or n), n, n) if type(c) is KVCache else c
+        for c in make_prompt_cache(model)
+    ]
+    with recording(attention_classes(model)):
+        model(tokens[None], cache=caches)
+    plain = make_prompt_cache(model)
+    model(tokens[None], cache=plain)
+    return plain, [c.queries if isinstance(c, RecordingKVCache) else None for c in caches]
 
 
 def is_quantised(cache):

@@ -41,12 +41,12 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
     """
 
     def __init__(self, members: Sequence[EvictingCache]):
-        for member in members:
-            member.flush()
         self.members = list(members)
         self.quantization = members[0].quantization
-        slots = [_with_room(member.keys_and_values(), _rows_of(member)) for member in members]
-        self._stored = _stacked(slots)
+        for member in members:
+            member.flush()
+        self._stored = _stacked([member.keys_and_values() for member in members])
+        self._make_room(self._n_needed())
         for member in members:
             member.keys = member.values = None
         self.offset = mx.array([member.offset for member in members], mx.int32)
@@ -110,8 +110,7 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
 
     def extend(self, other: BatchedEntries) -> None:
         """Take in the requests of another one, which is given up."""
-        n = max(self._n_rows, other._n_rows)
-        self._stored = _stacked([_with_room(part, n) for part in (self._stored, other._stored)])
+        self._stored = _stacked([self._stored, other._stored])
         self.members += other.members
         self.offset = mx.concatenate([self.offset, other.offset])
 
@@ -119,7 +118,7 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
         """Keep the requests at these indices only."""
         chosen = mx.array(list(keep))
         self.members = [self.members[i] for i in keep]
-        n = max(_rows_of(member) for member in self.members)
+        n = self._n_needed()
         stored = each(lambda x: mx.take(x, chosen, axis=0), self._stored)
         self._stored = stored if n >= self._n_rows else _contiguous(rows(stored, 0, n))
         self.offset = self.offset[chosen]
@@ -138,18 +137,16 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
         try:
             yield
             if changes:
-                self._take_back(i, rows((member.keys, member.values), 0, member.n_entries))
+                n = member.n_entries
+                self._make_room(n)
+                changed = arrays(rows((member.keys, member.values), 0, n))
+                for held, new in zip(arrays(self._stored), changed):
+                    held[i : i + 1, :, :n] = new
         finally:
             member.keys = member.values = None
 
     def _slot_of(self, i: int, n: int) -> Stored:
         return _contiguous(each(lambda x: x[i : i + 1, :, :n], self._stored))
-
-    def _take_back(self, i: int, entries: Stored) -> None:
-        n = n_rows(entries)
-        self._make_room(n)
-        for held, new in zip(arrays(self._stored), arrays(entries)):
-            held[i : i + 1, :, :n] = new
 
     def _write(self, places: list[int], entries: Stored) -> None:
         """Write one entry a request to its place, in place."""
@@ -163,6 +160,10 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
             return mx.put_along_axis(held, mx.broadcast_to(index, new.shape), new, axis=2)
 
         self._stored = each(put, self._stored, entries)
+
+    def _n_needed(self) -> int:
+        """Rows that the requests need now, and for their next tokens."""
+        return max(max(member.n_entries, member.n_after_next) for member in self.members)
 
     def _make_room(self, n: int) -> None:
         """Have at least `n` rows, and half as many again if there are fewer."""
@@ -190,11 +191,6 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
         return False
 
 
-def _rows_of(member: EvictingCache) -> int:
-    """Rows that a request needs now, and for its next token."""
-    return max(member.n_entries, member.n_after_next)
-
-
 def _with_room(stored: Stored, n: int) -> Stored:
     more = n - n_rows(stored)
     return grown(stored, more) if more > 0 else stored
@@ -202,8 +198,6 @@ def _with_room(stored: Stored, n: int) -> Stored:
 
 def _stacked(slots: list[Stored]) -> Stored:
     """Slots of one request or more in one array, with as many rows as the longest."""
-    if len(slots) == 1:
-        return slots[0]
     n = max(map(n_rows, slots))
     first, *others = (_with_room(slot, n) for slot in slots)
     return each(lambda *parts: mx.concatenate(list(parts)), first, *others)

@@ -59,12 +59,11 @@ def batch_generate(
         SnapKVError: options, models or prompts can't be served; nothing has been read then.
     """
     given = [list(prompt) for prompt in prompts]
+    if [] in given:
+        raise SnapKVError(f"prompt {given.index([])} is empty: give at least one token")
     if policy == AUTO:
         policy = auto(model, max(map(len, given), default=0), BATCH).policy()
     chosen = resolve_policy(snapkv, policy)
-    for number, prompt in enumerate(given):
-        if not prompt:
-            raise SnapKVError(f"prompt {number} is empty: give at least one token")
     on_report = on_report or (lambda report: None)
     if chosen is None:
         for prompt in given:

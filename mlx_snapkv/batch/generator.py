@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, greedy_sampler
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import members
@@ -43,10 +43,6 @@ def require_together(model) -> None:
             f"mlx-lm can't decode several prompts together with models of type {type_of(model)!r}: "
             "answer them one after the other"
         )
-
-
-def _greedy(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
 
 
 class CompressedBatchGenerator(BatchGenerator):
@@ -102,9 +98,8 @@ class CompressedBatchGenerator(BatchGenerator):
         layers, quantization = require_servable(model, chosen, retention, kwargs)
         require_together(model)
         self._n_layers, (_, kwargs) = layers[0].n_layers, taken_from(kwargs)
-        nothing = lambda *args: None  # noqa: E731
-        callbacks = on_report or nothing, on_recall or nothing
-        self._settings = BatchSettings(model, chosen, quantization, retention, *callbacks, turns)
+        wanted = quantization, retention, on_report, on_recall, turns
+        self._settings = BatchSettings(model, chosen, *wanted)
         super().__init__(model, **kwargs | {"prefill_batch_size": 1})
         self._limit = self.prefill_step_size
         self._prompt_batch = Reading.empty(model, self.sampler)
@@ -127,7 +122,7 @@ class CompressedBatchGenerator(BatchGenerator):
             caches = [cache or make_prompt_cache(self.model) for cache in given]
             for parts, cache in zip(segments, caches):
                 self._require(sum(map(len, parts)), cache)
-            samplers = [s and Guard(s, _greedy) for s in samplers or []]
+            samplers = [s and Guard(s, greedy_sampler) for s in samplers or []]
             logits_processors = [
                 [Guard(p, lambda logits: logits) for p in given or ()]
                 for given in logits_processors or []
@@ -144,21 +139,16 @@ class CompressedBatchGenerator(BatchGenerator):
         if policy is None or not n_prompt:
             return
         if reason_for_nothing(*given, turns=self._settings.turns) is None:
-            policy.prefill_quotas(held_tokens(self.model, prompt_cache) + n_prompt, self._n_layers)
+            n = held_tokens(self.model, prompt_cache) + n_prompt
+            policy.prefill_quotas(n, self._n_layers)
 
     def _next(self) -> Any:
-        """mlx-lm's step; the time that compressions take in it counts as the prompts'."""
-        if self._settings is None:
-            return super()._next()
-        groups = self._generation_batch
-        has_room = len(groups) < self.completion_batch_size
-        unread = len(self._prompt_batch) or (has_room and self._unprocessed_sequences)
-        groups.waits = bool(self._reads_first and unread)
-        found = super()._next()
-        seconds, groups.compress_seconds = groups.compress_seconds, 0.0
-        self._counters.decode_time -= seconds
-        self._counters.prompt_time += seconds
-        return found
+        if self._settings is not None and self._reads_first:
+            groups = self._generation_batch
+            has_room = len(groups) < self.completion_batch_size
+            unread = len(self._prompt_batch) or (has_room and self._unprocessed_sequences)
+            groups.waits = bool(unread)
+        return super()._next()
 
     def _make_batch(self, n: int) -> Any:
         if self._settings is None:

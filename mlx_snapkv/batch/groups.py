@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +69,6 @@ class Group(GenerationBatch):
 
     Attributes:
         joins: others of its kind may come in, and it may join them.
-        compress_seconds: what the compression took, if there was one in the last step.
         job: of a request that can't be joined yet.
     """
 
@@ -82,12 +80,6 @@ class Group(GenerationBatch):
 
     joins = True
     job: Any = None
-    compress_seconds = 0.0
-
-    @property
-    def kind(self) -> tuple:
-        """What its requests' caches have in common."""
-        return kind_of(self.prompt_cache)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the model's attention classes for the block if any request asks for queries."""
@@ -162,12 +154,10 @@ class Single(Group):
         return self.job.request.recording()
 
     def next(self) -> list[Any]:
-        self.compress_seconds = 0.0
         responses = super().next()
         self._n_fed += 1
         if not self.uids or self.job.is_compressed or self._n_fed < self.job.request.n_ahead:
             return responses
-        started = time.perf_counter()
         try:
             self.job.compress(self.tokens[0])
             self.prompt_cache = self.job.caches
@@ -176,7 +166,6 @@ class Single(Group):
                 self.prompt_cache = list(map(batched, self.job.caches))
         except request_errors(self.job.model) as error:
             return self._without_failed(responses, {self.job.uid: error})
-        self.compress_seconds = time.perf_counter() - started
         return responses
 
     def filter(self, keep: list[int]) -> None:
@@ -217,12 +206,10 @@ class Groups:
 
     Attributes:
         waits: only requests that are still to be compressed go on.
-        compress_seconds: what compressions have taken, and nobody has accounted for yet.
     """
 
     def __init__(self) -> None:
         self.waits = False
-        self.compress_seconds = 0.0
         self._together: list[Group] = []
         self._alone: list[Group] = []  # not to be joined yet, or ever
 
@@ -246,19 +233,19 @@ class Groups:
         if not group.joins:
             self._alone.append(group)
             return
-        kind = group.kind
-        fitting = (other for other in self._together if other.kind == kind)
-        other = next(fitting, None)
-        if other is None:
-            other = Group.empty(group.model, group.fallback_sampler)
-            self._together.append(other)
+        kind = kind_of(group.prompt_cache)
+        for other in self._together:
+            if kind_of(other.prompt_cache) == kind:
+                other.extend(group)
+                return
+        other = Group.empty(group.model, group.fallback_sampler)
         other.extend(group)
+        self._together.append(other)
 
     def next(self) -> list[Any]:
         """A token of every request that goes on."""
         groups = list(self._alone) if self.waits else self._groups
         responses = [response for group in groups for response in group.next()]
-        self.compress_seconds += sum(group.compress_seconds for group in self._alone)
         self._settle()
         return responses
 

@@ -37,9 +37,9 @@ class BatchSettings:
     policy: Policy | Stages | None
     quantization: Quantization | None
     retention: RetentionConfig
-    on_report: BatchReport
-    on_recall: Callable[[int, list, list[int]], None]
-    turns: bool = False
+    on_report: BatchReport | None
+    on_recall: Callable[[int, list, list[int]], None] | None
+    turns: bool
 
 
 class Job:
@@ -60,17 +60,17 @@ class Job:
     def __init__(
         self, settings: BatchSettings, uid: int, n_prompt: int, prompt_cache: list, max_tokens: int
     ):
-        self.uid, self.model = uid, settings.model
+        self.uid, self.model, self._settings = uid, settings.model, settings
         self.error: Exception | None = None
-        self._settings = settings
         self._retained: list | None = None  # caches with all entries, to be handed on
-        self._untold: CompressionReport | None = None  # why the prompt is left as it is
+        self._unreported: CompressionReport | None = None  # why the prompt is left as it is
         given = copy.deepcopy(prompt_cache)
         wanted = settings.policy, n_prompt, given, settings.retention, settings.quantization
-        limits = {"max_tokens": max_tokens, "turns": settings.turns}
         self.request: Request | Uncompressed
         try:
-            self.request = make_request(self.model, *wanted, **limits)  # type: ignore[arg-type]
+            self.request = make_request(
+                self.model, *wanted, max_tokens=max_tokens, turns=settings.turns
+            )
         except Exception as error:
             self.error = error
             self.request = Uncompressed(self.model, given, CompressionReport(NO_POLICY, n_prompt))
@@ -78,7 +78,7 @@ class Job:
             if settings.retention.retains:
                 self._retained = self.request.reader.prompt_cache
         elif self.error is None:
-            self._untold = self.request.report
+            self._unreported = self.request.report
             self.request.caches = plain_forms(self.model, given)
         self.is_compressed = self.joins
 
@@ -94,8 +94,12 @@ class Job:
 
     def begin(self) -> None:
         """Report, once, that the prompt is not going to be compressed."""
-        report, self._untold = self._untold, None
+        report, self._unreported = self._unreported, None
         if report is not None:
+            self._report(report)
+
+    def _report(self, report: CompressionReport) -> None:
+        if self._settings.on_report is not None:
             self._settings.on_report(self.uid, report)
 
     def compress(self, tokens: list[int]) -> None:
@@ -110,7 +114,7 @@ class Job:
         if not retention.reads_on:
             request.end()
             self.request = Uncompressed(self.model, request.caches, report)
-        self._settings.on_report(self.uid, report)
+        self._report(report)
 
     def end(self, tokens: list[int]) -> None:
         """The answer has ended, or nobody wants it any more; `tokens` have been read."""
@@ -123,14 +127,13 @@ class Job:
 
     def _hand_on(self, tokens: list[int]) -> None:
         """Hand on the caches with all entries, once, unless a call of the model was broken off."""
-        retained, self._retained = self._retained, None
-        if retained is None:
+        caches, self._retained = self._retained, None
+        if caches is None or self._settings.on_recall is None:
             return
-        (n, *more) = {
-            layer.entries_in(retained).offset for layer in attention_layers(self.model, retained)
-        }
+        layers = attention_layers(self.model, caches)
+        n, *more = {layer.entries_in(caches).offset for layer in layers}
         if not more:
-            lasting = lasting_forms(self.model, retained, self._settings.retention.memory)
+            lasting = lasting_forms(self.model, caches, self._settings.retention.memory)
             self._settings.on_recall(self.uid, lasting, list(tokens[:n]))
 
     def extracted(self) -> list:

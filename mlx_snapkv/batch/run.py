@@ -99,16 +99,14 @@ class Run:
         """Answer every line that the file of answers lacks, or write what is wrong with it."""
         started = time.perf_counter()
         requests = self._requests(lines)
-        going_on = True
         try:
-            while going_on:
-                going_on = self._admit(requests)
-                if going_on:
-                    self._step()
+            while self._admit(requests):
+                self._step()
                 self.progress.seconds = time.perf_counter() - started
                 self.on_progress(self.progress)
         finally:
             self._generator.close()
+        self.on_progress(self.progress)
 
     def _requests(self, lines: Iterable[Line]) -> Iterator[Request]:
         """The lines that can be answered; the others fail at once."""
@@ -201,14 +199,15 @@ class Run:
     def _extra(self, request: Request) -> dict[str, Any]:
         """What the answer says of its compression."""
         extra, report = dict(self.about), request.report
-        if extra.get("policy") is not None and report is not None and report.compressed:
-            extra["entries"] = report.entries
-            extra["kv_bytes"] = report.kv_bytes_after
-            extra["kv_bytes_before"] = report.kv_bytes_before
-            if report.verified is not None:
-                extra["verified"] = asdict(report.verified)
-        elif extra.get("policy") is not None:
-            extra["reason"] = report.reason if report else ENDED_EARLY
+        if extra.get("policy") is not None:
+            if report is None or not report.compressed:
+                extra["reason"] = report.reason if report else ENDED_EARLY
+            else:
+                extra["entries"] = report.entries
+                extra["kv_bytes"] = report.kv_bytes_after
+                extra["kv_bytes_before"] = report.kv_bytes_before
+                if report.verified is not None:
+                    extra["verified"] = asdict(report.verified)
         if request.asked.ignored:
             extra["ignored"] = request.asked.ignored
         return extra

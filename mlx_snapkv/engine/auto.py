@@ -106,23 +106,20 @@ def recommended(
     costs = {setting: cost(setting) for setting in settings}
     most = usable if kv_memory is None else kv_memory
     fit = [s for s in settings if costs[s].total <= usable and costs[s].kv <= most]
-    best = next((s for s in fit if costs[s].beyond is None), fit[0] if fit else settings[-1])
     first = settings[0]
     if not fit:
         room = format_bytes(min(usable, most))
-        return Taken(best, f"nothing fits {room}, and it takes the least", False)
+        return Taken(settings[-1], f"nothing fits {room}, and it takes the least", False)
+    best = next((s for s in fit if costs[s].beyond is None), fit[0])
     if best is first:
-        told = f"of {n_prompt:,} tokens less than half would be evicted"
-        return Taken(best, told if few else WHY[task])
-    if first not in fit:
+        why = f"of {n_prompt:,} tokens less than half would be evicted" if few else WHY[task]
+    elif first not in fit:
         over_kv = costs[first].kv > most
         need, limit = (costs[first].kv, most) if over_kv else (costs[first].total, usable)
-        told = f"{format_bytes(need)}, and {format_bytes(limit)} may be used"
-        return Taken(best, f"{first} would take {told}")
-    return Taken(
-        best,
-        "it evicts while it reads, which keeps distances within the length that the model was trained to",
-    )
+        why = f"{first} would take {format_bytes(need)}, and {format_bytes(limit)} may be used"
+    else:
+        why = "it evicts while it reads, which keeps distances within the length that the model was trained to"
+    return Taken(best, why)
 
 
 def auto(
@@ -143,9 +140,9 @@ def auto(
     n = n_prompt or min(TYPICAL, trained_length(model) or TYPICAL)
     n_answer = min(max(0, max_tokens), TYPICAL)
     try:
-        sizes, can_compress = EntrySizes(model), True
+        sizes = EntrySizes(model)
     except UnsupportedModelError:
-        sizes, can_compress = EntrySizes(model, compresses=False), False
+        sizes = EntrySizes(model, compresses=False)
     parameters: Any = tree_flatten(model.parameters())
     weights = sum(x.nbytes for _, x in parameters)
 
@@ -154,12 +151,8 @@ def auto(
         kv = Footprint(sizes, policy).need(n, n_answer).most
         return Cost(weights + kv, kv, RetentionConfig(setting.memory).warning(model, policy, n))
 
-    return recommended(n, task, cost, free_memory(), kv_memory=kv_memory, can_compress=can_compress)
-
-
-def asks_for_auto(snapkv: Any, policy: Any) -> bool:
-    """Whether the two keywords of `generate_step` leave the choice to us."""
-    return policy == AUTO or (snapkv is True and policy is None)
+    limits = {"kv_memory": kv_memory, "can_compress": bool(sizes.layers)}
+    return recommended(n, task, cost, free_memory(), **limits)  # type: ignore[arg-type]
 
 
 def policy_for(
@@ -171,8 +164,8 @@ def policy_for(
     max_tokens: int,
     on_report: Callable[[CompressionReport], None] | None,
 ) -> tuple[Policy | Stages | None, RetentionConfig, Callable[[CompressionReport], None] | None]:
-    """The policy that the keywords ask for; with "auto", the report tells what was taken and why."""
-    if not asks_for_auto(snapkv, policy):
+    """The policy that the keywords ask for; with "auto" or `snapkv=True`, the report tells what was taken and why."""
+    if policy != AUTO and (snapkv is not True or policy is not None):
         return resolve_policy(snapkv, policy), retention, on_report
     task = QUESTION if retention.memory == "drop" else CONVERSATION
     taken = auto(model, n_prompt, task, max_tokens=max_tokens)
@@ -180,13 +173,13 @@ def policy_for(
     if found is None:
         retention = dataclasses.replace(retention, verify=None)
 
-    def told(report: CompressionReport) -> None:
+    def explained(report: CompressionReport) -> None:
         report.auto = str(taken)
         report.reason = report.reason if found else taken.why
         if on_report is not None:
             on_report(report)
 
-    return found, retention, told
+    return found, retention, explained
 
 
 def worth_comparing(n_prompt: int) -> list[str]:

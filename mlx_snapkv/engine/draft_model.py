@@ -61,17 +61,14 @@ class DraftedRequest:
             raise SnapKVError(
                 f"max_tokens must be at least 1 with a draft model, got {self.max_tokens}"
             )
-        n_prompt = len(self.prompt)
-        self._n_alone = plan_prompt(self.policy, n_prompt).n_ahead + 1
         self._one_text = OneText(self.tokenizer)
-        self._given = self.options.get("prompt_cache")
-        n = len(self.model.layers)
         self._main, self._draft = make_prompt_cache(self.model), make_prompt_cache(self.draft_model)
+        self._given = self.options.get("prompt_cache")
         if self._given is not None:
-            if len(self._given) != n + len(self._draft):
+            n, n_draft = len(self.model.layers), len(self._draft)
+            if len(self._given) != n + n_draft:
                 raise SnapKVError(
-                    f"prompt_cache must hold the caches of both models, {n} + {len(self._draft)}, "
-                    f"got {len(self._given)}"
+                    f"prompt_cache must hold the caches of both models, {n} + {n_draft}, got {len(self._given)}"
                 )
             self._main, self._draft = self._given[:n], copy.deepcopy(self._given[n:])
         both = ("main", self.model, self._main), ("draft", self.draft_model, self._draft)
@@ -79,7 +76,7 @@ class DraftedRequest:
             _refuse(role, model, [c for c in members(caches) if type(c) is not KVCache])
         n_layers = len(attention_layers(self.model, self._main))
         num_draft = self.options.get("num_draft_tokens", NUM_DRAFT_TOKENS)
-        _require_exact(self.policy, n_prompt, n_layers, num_draft)
+        _require_exact(self.policy, len(self.prompt), n_layers, num_draft)
 
     def responses(
         self, serve: Serve, on_report: Callable[[CompressionReport], None] | None
@@ -100,9 +97,10 @@ class DraftedRequest:
         started = time.perf_counter()
         self._draft_reads(self.prompt)
         draft_seconds = time.perf_counter() - started
+        n_alone = plan_prompt(self.policy, len(self.prompt)).n_ahead + 1
         said: list[GenerationResponse] = []
         with contextlib.closing(alone):  # type: ignore[type-var]
-            for response in itertools.islice(alone, self._n_alone):
+            for response in itertools.islice(alone, n_alone):
                 seconds = draft_seconds + response.prompt_tokens / response.prompt_tps
                 prompt_tps = response.prompt_tokens / seconds
                 said.append(dataclasses.replace(response, prompt_tps=prompt_tps))
@@ -208,12 +206,9 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
 class OneText(TokenizerWrapper):
     """A tokenizer whose detokenizer goes on with its text from one call of mlx-lm to the next."""
 
+    detokenizer = None  # not a new one at every call, as mlx-lm's property gives
+
     def __init__(self, tokenizer):
         if not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
-        vars(self).update(vars(tokenizer))
-        self._one = tokenizer.detokenizer
-
-    @property
-    def detokenizer(self):
-        return self._one
+        vars(self).update(vars(tokenizer), detokenizer=tokenizer.detokenizer)

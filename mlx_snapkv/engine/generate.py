@@ -39,16 +39,15 @@ def generate_step(
             docs/choose.md recommends for the prompt and this machine.
         memory: "drop", the default: entries that are not kept are gone. "recall", "recall:8bit", "recall:4bit",
             "recall:file", "recall:file:8bit", "recall:file:4bit": all of the prompt's stay, in memory, quantised or in
-            files, and in a `prompt_cache` that was given; the answer's tokens are to be read again with what follows. A
-            policy that evicts while it reads keeps to its budget, and the prompt's last tokens vote over all entries in
-            the end.
-        verify: "all": self-speculative decoding: the answer's tokens are drafted, and verified on all entries, so that
-            it is the full cache's own. None: they are not.
+            files, and in a `prompt_cache` that was given, without the answer's. A policy that evicts while it reads
+            keeps to its budget, and the prompt's last tokens vote over all entries in the end.
+        verify: "all": self-speculative decoding, for the full cache's own answer: its tokens are drafted, and verified
+            on all entries. None: they are not.
         refresh: "token", the default: with a memory, every token of the answer chooses anew, by an index of the keys,
             which entries it reads; the policy's budget says how many. "turn": the prompt chooses for the whole answer,
             which is faster.
-        far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length; it
-            takes a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
+        far: "pull": positions are compacted by the model's own RoPE, so that no distance exceeds the trained length,
+            with a policy that evicts while the prompt is read. "keep": they are not. By default they are if the prompt
             is longer than that, and it is possible.
         on_report: receives one `CompressionReport`, before the first token that the compressed cache serves.
         stream, **kwargs: mlx-lm's, untouched.
@@ -68,10 +67,9 @@ def generate_step(
         options["stream"] = stream
     prompt = prompt if isinstance(prompt, mx.array) else mx.array(prompt)
     start = functools.partial(mlx_generate.generate_step, prompt)
-    max_tokens = options.get("max_tokens", MAX_TOKENS)
-    asked = snapkv, policy, retention, max_tokens, on_report
-    chosen, retention, on_report = policy_for(model, len(prompt), *asked)
-    return served(start, model, len(prompt), max_tokens, chosen, retention, on_report, options)
+    n, max_tokens = len(prompt), options.get("max_tokens", MAX_TOKENS)
+    wanted = policy_for(model, n, snapkv, policy, retention, max_tokens, on_report)
+    return served(start, model, n, max_tokens, *wanted, options)
 
 
 def stream_generate(
@@ -101,25 +99,23 @@ def stream_generate(
             f"a draft model can't be combined with memory={retention.memory}: drop one of them"
         )
     tokens = encode_prompt(tokenizer, prompt)
+    n = len(tokens)
     asked = snapkv, policy, retention, max_tokens, on_report
-    chosen, retention, on_report = policy_for(model, len(tokens), *asked)
+    chosen, retention, on_report = policy_for(model, n, *asked)
     given = {"prompt": tokens, "max_tokens": max_tokens}
 
     def serve(tokenizer, options: dict[str, Any], on_report) -> Iterator[GenerationResponse]:
         start = functools.partial(mlx_generate.stream_generate, tokenizer=tokenizer, **given)
-        wanted = model, len(tokens), max_tokens, chosen, retention, on_report, options
-        return served(start, *wanted)
+        return served(start, model, n, max_tokens, chosen, retention, on_report, options)
 
-    drafted = {"draft_model": draft_model, **options}
-    if draft_model is None:
-        return serve(tokenizer, drafted, on_report)
-    cache = options.get("prompt_cache")
-    require_rewindable(model, cache)
-    why = reason_for_nothing(model, chosen, len(tokens), cache, max_tokens)
-    if chosen is None or why is not None or options.get("input_embeddings") is not None:
-        return serve(tokenizer, drafted, on_report)
-    request = DraftedRequest(model, draft_model, tokenizer, tokens, max_tokens, chosen, options)
-    return request.responses(serve, on_report)
+    if draft_model is not None:
+        cache = options.get("prompt_cache")
+        require_rewindable(model, cache)
+        reason = reason_for_nothing(model, chosen, n, cache, max_tokens)
+        if chosen is not None and reason is None and options.get("input_embeddings") is None:
+            wanted = draft_model, tokenizer, tokens, max_tokens, chosen, options
+            return DraftedRequest(model, *wanted).responses(serve, on_report)
+    return serve(tokenizer, {"draft_model": draft_model, **options}, on_report)
 
 
 def generate(
@@ -131,16 +127,14 @@ def generate(
         verbose: print the text as it comes, and the figures after it.
         **kwargs: as for `stream_generate`.
     """
+    callback = kwargs.pop("on_report", None) or (lambda report: None)
     reports: list[CompressionReport] = []
-    callback = kwargs.pop("on_report", None)
 
     def on_report(report: CompressionReport) -> None:
         reports.append(report)
-        if callback is not None:
-            callback(report)
+        callback(report)
 
-    text = ""
-    response = None
+    text, response = "", None
     for response in stream_generate(model, tokenizer, prompt, on_report=on_report, **kwargs):
         text += response.text
         if verbose:

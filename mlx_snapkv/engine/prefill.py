@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -70,19 +71,14 @@ def prefill(
     retention = RetentionConfig(far=far)
     retention.require(model, chosen)
     request = make_request(model, chosen, tokens.size, cache, retention, taken_from(quantised)[0])
-    if isinstance(request, Uncompressed):
-        options = {
-            "prefill_step_size": prefill_step_size,
-            "prompt_progress_callback": prompt_progress_callback,
-            **quantised,
-        }
-        with request.recording():
-            read(request.model, tokens, cache, options)
-        return cache, request.report
-    options = {
+    options: dict[str, Any] = {
         "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": request.progress(prompt_progress_callback),
     }
+    if isinstance(request, Uncompressed):
+        with request.recording():
+            read(request.model, tokens, cache, options | quantised)
+        return cache, request.report
     with request.recording():
         following = read(request.model, tokens, request.caches, options)
         request.prompt_is_read()
@@ -157,16 +153,14 @@ def read_book(
     caches = make_caches(model, memory, policy)
     request = make_request(model, policy, len(tokens), caches, retention, owned=True)
     options = {
-        "prefill_step_size": prefill_step_size,
+        "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": prompt_progress_callback,
     }
-    if isinstance(request, Uncompressed):
-        read(model, mx.array(tokens), caches, options)
-        return caches, request.report
-    options["prefill_step_size"] = request.step_size(prefill_step_size)
     with request.recording():
         read(model, mx.array(tokens), caches, options)  # no question votes: the model's own calls
     report = request.report
+    if isinstance(request, Uncompressed):
+        return caches, report
     report.entries_kept, report.pulled_to = [None] * len(caches), request.reader.pulled_to
     for layer in attention_layers(model, caches):
         cache = layer.cache_in(caches)

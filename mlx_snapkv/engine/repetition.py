@@ -32,9 +32,7 @@ class Repetition:
         self._model, self._layers, self._policy = model, layers, policy
         self._n_prompt, self._chunk = n_prompt, policy.repeats
         self._inputs: list[mx.array] = []
-        self._n_read = 0
-        self._step = 1
-        self._report: ProgressCallback = lambda done, total: None
+        self._callback: ProgressCallback = lambda done, total: None
         self.seconds = 0.0
 
     @property
@@ -44,22 +42,17 @@ class Repetition:
 
     def progress(self, callback: ProgressCallback) -> ProgressCallback:
         """For mlx-lm's loop: the tokens that are read again count as much as those that are read."""
-        self._report, total = callback, 2 * self._n_prompt
-
-        def both(done: int, n_prompt: int) -> None:
-            callback(total if done == n_prompt else done, total)
-
-        return both
+        self._callback, total = callback, 2 * self._n_prompt
+        return lambda done, n_prompt: callback(total if done == n_prompt else done, total)
 
     def read(self, inputs: mx.array, cache: list) -> mx.array:
         """The model's call for tokens `(1, L)` of the prompt; behind its last one, all are read again."""
-        if self._n_read == self._n_prompt:
-            return self._model(inputs, cache=cache)
-        self._inputs.append(inputs)
-        self._n_read += inputs.shape[1]
-        self._step = min(AT_ONCE, max(self._step, inputs.shape[1]))
         logits = self._model(inputs, cache=cache)
-        if self._n_read < self._n_prompt:
+        n_left = self._n_prompt - sum(x.shape[1] for x in self._inputs)
+        if n_left == 0:
+            return logits
+        self._inputs.append(inputs)
+        if n_left > inputs.shape[1]:
             return logits
         mx.eval(logits, [c.state for c in cache])
         started = time.perf_counter()
@@ -78,14 +71,15 @@ class Repetition:
         lead = self._policy.lead_in(tokens, start)
         again = mx.concatenate([lead, chunk])[None]
         asked = range(start, start + chunk.size)
+        step = min(AT_ONCE, max(x.shape[1] for x in self._inputs))
         before = Rewind(cache)
         most: list[mx.array] = []
-        for first in range(0, again.shape[1], self._step):
-            found = self._votes(again[:, first : first + self._step], cache, asked)
+        for first in range(0, again.shape[1], step):
+            found = self._votes(again[:, first : first + step], cache, asked)
             most = [mx.maximum(*pair) for pair in zip(most, found)] if most else found
             mx.eval(most)
-            done = start + max(0, min(first + self._step, again.shape[1]) - lead.size)
-            self._report(self._n_prompt + min(done, self._n_prompt - 1), 2 * self._n_prompt)
+            done = start + max(0, min(first + step, again.shape[1]) - lead.size)
+            self._callback(self._n_prompt + min(done, self._n_prompt - 1), 2 * self._n_prompt)
         before.restore()
         return most
 

@@ -16,8 +16,7 @@ class Verified:
     Attributes:
         tokens: fed to the model after the compression.
         drafted, accepted: tokens that were proposed, and those of them that were right.
-        seconds: what the tokens took.
-        plain_seconds: what one takes on the full cache; 0 if that is not known.
+        seconds: what the tokens took; `plain_seconds` what one takes on the full cache, 0 if that is not known.
     """
 
     tokens: int = 0
@@ -78,17 +77,17 @@ class CompressionReport:
         kv_bytes_before: of all tokens' entries at the compression, those evicted before included.
         kv_bytes_after: of the buffers of the caches that go on; `kv_dtype` is their "float16", say, or "8 bits".
         attention_share: by layer, the part (0 to 1) of the voters' attention that went to the entries kept; None for
-            policies without votes, and for those that go on evicting.
+            policies without votes, for those that go on evicting, and where the answer's tokens choose.
         prefill_seconds: from the first chunk to the compression, selection excluded.
         selection_seconds: scoring, ranking and gathering, all evictions while reading included.
         verified: the answer's drafts and their checks; None without `verify`.
         refreshed: entries per KV head, the most of any layer, that every token of the answer chooses anew; None if the
             prompt chose for the whole answer.
+        book: where the other entries are, if the prompt was read out of core.
         pulled_to: the trained length, if the prompt is longer and its positions were compacted.
         auto: what `policy="auto"` took, and why.
         full_token_seconds, token_seconds: what a token took on the full cache, before the compression, and takes since;
             None if that is not known.
-        book: where the other entries are, if the prompt was read out of core.
     """
 
     policy: str
@@ -110,8 +109,17 @@ class CompressionReport:
     token_seconds: float | None = None
 
     @property
+    def compressed(self) -> bool:
+        return self.reason is None
+
+    @property
+    def entries(self) -> int:
+        """Entries kept per KV head, the most of any layer; 0 when nothing was compressed."""
+        return max((n for n in self.entries_kept if n is not None), default=0)
+
+    @property
     def warnings(self) -> list[str]:
-        """What was no gain, a sentence each; what `verify` gained, its own line tells."""
+        """What was no gain, a sentence each; `verified` says its own gain."""
         found = []
         if self.full_token_seconds and self.token_seconds and self.verified is None:
             times = self.full_token_seconds / self.token_seconds
@@ -122,27 +130,19 @@ class CompressionReport:
         return found
 
     @property
-    def compressed(self) -> bool:
-        return self.reason is None
-
-    @property
-    def entries(self) -> int:
-        """Entries kept per KV head, the most of any layer; 0 when nothing was compressed."""
-        return max((n for n in self.entries_kept if n is not None), default=0)
-
-    @property
     def entries_text(self) -> str:
-        """The entries kept in words: one number, or the range over the layers; or those that every token reads."""
+        """The entries kept, or those that every token reads."""
         if self.refreshed is not None:
             return f"{self.refreshed} entries read by every token"
-        kept = sorted(n for n in self.entries_kept if n is not None)
-        if not kept or kept[0] == kept[-1]:
-            return f"{self.entries} entries kept"
-        return f"{kept[0]} to {kept[-1]} entries kept by layer"
+        kept = [n for n in self.entries_kept if n is not None] or [0]
+        least, most = min(kept), max(kept)
+        return (
+            f"{most} entries kept" if least == most else f"{least} to {most} entries kept by layer"
+        )
 
     @property
     def memory_text(self) -> str:
-        """The KV memory in words; buffers may have room for more than the entries kept."""
+        """The KV memory; buffers may have room for more than the entries kept."""
         kept = [n for n in self.entries_kept if n is not None]
         share = sum(kept) / max(1, len(kept) * self.prompt_tokens)
         spare = self.kv_bytes_after > 1.05 * share * self.kv_bytes_before
@@ -152,7 +152,7 @@ class CompressionReport:
 
     @property
     def recall_text(self) -> str:
-        """In words, after a comma, what became of the entries that the answer is not decoded from."""
+        """After a comma, what became of the entries that the answer is not decoded from."""
         pulled = f"pulled together beyond the {self.pulled_to} tokens that the model was trained to"
         parts = (self.book, self.verified, None if self.pulled_to is None else pulled)
         return "".join(f", {part}" for part in parts if part is not None)

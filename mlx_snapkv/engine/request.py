@@ -17,13 +17,13 @@ from ..entries.quantization import Quantization
 from ..models import attention_classes
 from ..models.patch import recording
 from ..policies import Policy, Stages
-from .answers import SelfSpeculation
 from .loop_model import HookedModel, observing, one_by_one
 from .out_of_core import OutOfCoreReader
 from .prompt_plan import ProgressCallback, fits_reason, gate
 from .readers import InMemoryReader, Reader, RetainingReader
 from .report import NO_POLICY, CompressionReport, Verified
 from .retention import DROP, RetentionConfig
+from .self_speculation import SelfSpeculation
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 
@@ -163,6 +163,9 @@ class Uncompressed:
 
     def step_size(self, limit: int) -> int:
         return limit
+
+    def progress(self, callback: ProgressCallback | None) -> ProgressCallback | None:
+        return callback
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the model's attention classes for the block, if caches ask for queries."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mlx_lm.models.cache import make_prompt_cache
+
 from ..caches.compaction import Compaction
-from ..caches.layers import AttentionLayer, attention_layers, head_sizes, members
-from ..caches.memories import in_files, make_caches, require_memory
+from ..caches.layers import attention_layers, head_sizes, members
+from ..caches.memories import in_files, require_memory
 from ..errors import SnapKVError
 from ..models import type_of
 from ..models.rope import trained_length
@@ -45,15 +47,13 @@ class RetentionConfig:
             raise SnapKVError(f"refresh must be {' or '.join(REFRESH)}, got {self.refresh!r}")
         if self.far not in (None, *FAR):
             raise SnapKVError(f"far must be {' or '.join(FAR)}, got {self.far!r}")
-        if self.verify is None:
-            return
-        if self.verify not in VERIFY:
+        if self.verify not in (None, *VERIFY):
             raise SnapKVError(f"verify must be {' or '.join(VERIFY)}, got {self.verify!r}")
-        if not self.retains:
+        if self.verify is not None and not self.retains:
             raise SnapKVError(
                 f"verify={self.verify} asks entries that memory=drop does not keep: give memory=recall"
             )
-        if in_files(self.memory):
+        if self.verify is not None and in_files(self.memory):
             raise SnapKVError(
                 "verify=all reads all entries for every token, so they must be in memory, not "
                 f"memory={self.memory}: give memory=recall, recall:8bit or recall:4bit, or leave verify out"
@@ -147,24 +147,16 @@ class RetentionConfig:
                 f"needs to know the length that the model was trained on, and mlx-lm's {name!r} has no "
                 "max_position_embeddings"
             )
-        layers = attention_layers(model, make_caches(model, "drop"))
-        rotating = [layer for layer in layers if layer.rope is not None]
-        if not rotating:
+        layers = attention_layers(model, make_prompt_cache(model))
+        ropes = {id(layer.rope): layer for layer in layers if layer.rope is not None}
+        if not ropes:
             return (
                 f"turns keys on, and the full-attention layers of model type {name!r} have no RoPE"
             )
-        if not _all_turn(model, rotating, length):
+        size = max(head_sizes(model, layers))
+        if not all(x.family.can_turn(x.attention, x.rope, size, length) for x in ropes.values()):
             return f"turns keys on, and those of model type {name!r} can't be turned twice"
         return None
 
 
 DROP = RetentionConfig()
-
-
-def _all_turn(model, layers: list[AttentionLayer], length: int) -> bool:
-    sizes = head_sizes(model, layers)
-    ropes: dict[Any, AttentionLayer] = {id(layer.rope): layer for layer in layers}
-    return all(
-        layer.family.can_turn(layer.attention, layer.rope, max(sizes), length)
-        for layer in ropes.values()
-    )

@@ -31,8 +31,7 @@ class Rewind:
 
     @property
     def kv_nbytes(self) -> int:
-        """Bytes of keys and values that nothing else holds: of caches that others have taken the place of, and of
-        entries that have given way."""
+        """Bytes of keys and values that nothing else holds: of caches that were replaced, and of evicted entries."""
         now = {id(cache) for cache in members(self._list)}
         replaced = kv_bytes([cache for cache in members(self._caches) if id(cache) not in now])
         return replaced + sum(mark.nbytes for mark in self._committed)

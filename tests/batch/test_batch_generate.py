@@ -3,10 +3,9 @@
 import importlib
 import inspect
 
-import mlx.core as mx
 import pytest
 from batch_helpers import alone
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache
 
 from mlx_snapkv import SnapKVCache, SnapKVError, batch_generate, generate
 from mlx_snapkv.batch.generator import CompressedBatchGenerator, Reading
@@ -72,18 +71,6 @@ def test_without_a_policy_it_is_mlx_lms(demo_llama, asked, capsys):
     assert [report.compressed for report in reports] == [False, False]
     batch_generate(model, tokenizer, prompts, max_tokens=3, policy=POLICY, verbose=True)
     assert "2 of 2 prompts answered" in capsys.readouterr().out
-
-
-def test_given_caches_are_left_as_they_are(demo_llama, asked):
-    model, tokenizer = demo_llama
-    prompt, _ = asked[1]
-    cache = make_prompt_cache(model)
-    model(mx.array(prompt[:100])[None], cache=cache)
-    response = batch_generate(
-        model, tokenizer, [prompt[100:]], [cache], max_tokens=20, policy=POLICY
-    )
-    assert cache[0].offset == 100
-    assert response.texts[0].strip() == generate(model, tokenizer, prompt, max_tokens=20)
 
 
 def test_empty_prompts_and_options_that_cant_be(demo_llama):

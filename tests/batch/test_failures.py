@@ -84,18 +84,6 @@ def test_functions_of_a_request(prompts, policy, number, option, function):
     assert "no such word" in str(error) or "(3, 7)" in str(error)
 
 
-def test_reports_of_a_request(prompts):
-    def on_report(uid, report):
-        if uid == 1:
-            raise OSError("no space left")
-
-    model = make_llama()
-    run = Run(model, POLICIES[0], on_report=on_report)
-    run.insert(prompts, 30)
-    error = others_answer_as_alone(run, model, prompts, POLICIES[0], failed=1)
-    assert "no space left" in str(error)
-
-
 def test_a_model_that_fails_ends_the_requests_of_that_step_and_no_others(prompts, monkeypatch):
     model, policy = make_llama(), POLICIES[0]
     run = Run(model, policy)

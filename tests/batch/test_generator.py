@@ -4,13 +4,10 @@ import mlx.core as mx
 import pytest
 from batch_helpers import Run, alone, prompts_of
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import assert_unpatched, plain
-from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVError, prefill
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
-from mlx_snapkv.caches.layers import layer_caches
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32"
 SNAPKV = f"{PLAIN},on_full=keydiff,lookahead=4"
@@ -39,19 +36,6 @@ def test_staggered_requests_answer_as_alone(tiny_model, policy):
         assert run.reports[uid].reason == reports[0].reason
         assert run.last[uid].finish_reason == "length"
     assert_unpatched()
-
-
-@pytest.mark.parametrize("policy", [f"{SNAPKV100},budget=40%", "keydiff:budget=48"])
-def test_quantised_entries_too(policy):
-    model = make_llama(hidden_size=128)
-    options = {"kv_bits": 8, "kv_group_size": 32}
-    run = Run(model, policy, **options)
-    prompts = prompts_of(*LENGTHS)
-    uids = run.insert(prompts, 30)
-    run.finish()
-    for uid, prompt in zip(uids, prompts):
-        if run.reports[uid].compressed:
-            assert run.answers[uid] == alone(model, prompt, 30, policy=policy, **options)
 
 
 def test_a_prompt_that_is_being_read_can_be_extracted_and_removed(tiny_model):
@@ -142,47 +126,6 @@ def test_without_a_policy_it_is_mlx_lms(tiny_model):
             answers[-1] += [(r.uid, r.token, r.logprobs) for r in responses]
     assert [a[:2] for a in answers[0]] == [a[:2] for a in answers[1]]
     assert all(mx.array_equal(a[2], b[2]) for a, b in zip(*answers))
-
-
-@pytest.mark.parametrize("memory", ["recall", "recall:4bit"])
-def test_with_a_memory_a_later_question_chooses_among_everything(demo_model, ask, memory):
-    """Two questions of one document at once; the second's caches are what the first one read."""
-    model, tokenizer = demo_model
-    prompt, _ = ask(tokenizer, 900, seed=6)
-    read = {}
-    policy = f"{SNAPKV},budget=60"
-    run = Run(model, policy, memory=memory, on_recall=lambda uid, *found: read.update({uid: found}))
-    run.insert([prompt], 12)
-    run.finish()
-    caches, known = read[0]
-    n = layer_caches(caches)[-1].offset
-    answer = run.answers[0]
-    assert known == (prompt + answer)[:n]
-    more = tokenizer.encode("And what else is there?", add_special_tokens=False)
-    following = (prompt + answer + more)[n:]
-    (uid,) = run.insert([following], 12, caches=[caches], all_tokens=[known])
-    run.finish()
-    assert run.answers[0] == alone(model, prompt, 12, policy=policy, memory=memory)
-    kept = make_prompt_cache(model)
-    alone(model, prompt, 12, policy=policy, memory=memory, prompt_cache=kept)
-    wanted = alone(model, following, 12, policy=policy, memory=memory, prompt_cache=kept)
-    assert run.answers[uid] == wanted
-    assert run.reports[uid].entries == 60
-    assert read[uid][0] is not caches and layer_caches(caches)[-1].offset == n
-
-
-def test_a_turn_of_what_is_read_again_as_a_whole_goes_on_as_alone():
-    model, policy = make_llama(), "kvzip:budget=60"
-    first, second = prompts_of(120, 12)
-    run = Run(model, policy, turns=True)
-    (uid,) = run.insert([first], 5)
-    run.finish()
-    caches = make_prompt_cache(model)
-    alone(model, first, 5, policy=policy, prompt_cache=caches)
-    (again,) = run.insert([second], 9, caches=[run.last[uid].prompt_cache])
-    run.finish()
-    assert run.answers[again] == alone(model, second, 9, policy=policy, prompt_cache=caches)
-    assert "only a fresh one" in run.reports[again].reason
 
 
 def test_what_cant_be_served_is_refused_before_anything_is_read(tiny_model):

@@ -1,7 +1,6 @@
 """Requests that fail on the way, and files of answers that are not as they were left."""
 
 import json
-import sys
 
 import pytest
 from batch_file_helpers import COMPLETIONS, line, read, said, write
@@ -102,24 +101,3 @@ def test_a_damaged_line_is_named_and_nothing_is_lost(failing, tmp_path):
         with AnswersFile(path, {}) as answers:
             assert (answers.n_answered, answers.n_errors) == (1, 0)
         assert path.read_bytes() == first + b"\n"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_lines_are_read_as_they_are_wanted(tmp_path):
-    """A file may be larger than the memory."""
-    body = {"prompt": "x" * 1_000_000}
-    lines = (json.dumps(line(f"{n}", COMPLETIONS, **body)) for n in range(100))
-    file = tmp_path / "r.jsonl"
-    with file.open("w") as stream:
-        stream.writelines(f"{text}\n" for text in lines)
-    before = _resident()
-    with file.open("rb") as stream:
-        requests = RequestsFile(stream)
-        assert requests.n_lines == 100
-        assert sum(found.body is not None for found in requests) == 100
-    assert _resident() - before < 30e6
-
-
-def _resident():
-    with open("/proc/self/statm") as stream:
-        return int(stream.read().split()[1]) * 4096

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 import reference
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from model_configs import REFUSED_CONFIGS, make_model
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, compress_prompt_cache
@@ -58,18 +57,6 @@ def test_mass_kept_is_the_share_of_votes(tokens):
         assert mass == pytest.approx(kept.sum() / raw.sum(), abs=1e-5)
 
 
-def test_queries_can_be_given(tiny_model, tokens):
-    recorded = prefilled(tiny_model, tokens)
-    queries = [c.queries if isinstance(c, RecordingKVCache) else None for c in recorded]
-    plain = make_prompt_cache(tiny_model)
-    tiny_model(tokens[None], cache=plain)
-    compress_prompt_cache(tiny_model, recorded, POLICY)
-    compress_prompt_cache(tiny_model, plain, POLICY, queries=queries)
-    for a, b in zip(recorded, plain):
-        if isinstance(a, SnapKVCache):
-            assert mx.array_equal(a.positions, b.positions)
-
-
 def test_missing_queries_leave_the_cache_as_it_was(tokens):
     model = make_llama()
     caches = make_prompt_cache(model)
@@ -117,21 +104,3 @@ def test_the_memory_of_the_full_entries_is_given_back():
     full = caches[0].nbytes
     compress_prompt_cache(model, caches, POLICY)
     assert mx.get_cache_memory() < full / 4
-
-
-def test_unsupported_attention_is_refused_by_name():
-    model = make_model("recurrent_gemma", REFUSED_CONFIGS["recurrent_gemma"])
-    with pytest.raises(
-        SnapKVError, match="model type 'recurrent_gemma' can't be compressed: all of its"
-    ):
-        compress_prompt_cache(model, make_prompt_cache(model), POLICY)
-
-
-def test_sliding_layers_keep_their_rotating_cache(tokens):
-    from mlx_snapkv import prefill
-
-    model = make_llama(layer_types=["full_attention", "sliding_attention"], sliding_window=8)
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32, on_full="slide")
-    caches, report = prefill(model, tokens, policy)
-    assert isinstance(caches[0], SnapKVCache) and isinstance(caches[1], RotatingKVCache)
-    assert report.entries_kept == [56, None]

@@ -1,10 +1,8 @@
 """What a book is said to take before it is read, against what it took."""
 
-from pathlib import Path
-
 import pytest
 
-from mlx_snapkv.engine.footprint import BookCost, Disk, book_cost
+from mlx_snapkv.engine.footprint import book_cost
 from mlx_snapkv.engine.generate import stream_generate
 from mlx_snapkv.engine.prefill import read_book
 from mlx_snapkv.policies import resolve_policy
@@ -68,12 +66,3 @@ def test_warnings(demo_llama):
     (short,) = book_cost(model, resolve_policy(policy=POLICY), "recall:file:4bit", 10**15).warnings
     assert "has not enough room: " in short and "--store-dir" in short
     assert not book_cost(model, resolve_policy(policy="keydiff:budget=128"), "recall", 999).warnings
-
-
-def test_in_words():
-    disk = Disk(Path("/there"), 5 * 10**9, 9 * 10**9)
-    cost = BookCost(250_000, 4608, 150 * 10**6, 5 * 10**9, (disk,))
-    assert str(cost) == (
-        "250,000 tokens to read: at most 4,608 entries resident (150 MB), 5 GB on disk in /there (9 GB free)"
-    )
-    assert not cost.warnings

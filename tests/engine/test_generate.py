@@ -89,18 +89,6 @@ def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, looka
     assert not mx.array_equal(out[n][1], expected[n][1])
 
 
-@pytest.mark.parametrize("votes", [{"lookahead": 0}, {"lookahead": 3}])
-def test_keeping_everything_but_one_row_barely_matters_and_all_rows_not_at_all(
-    tiny_model, tokens, votes
-):
-    """`top_k >= T` is the full cache; one row less goes through the whole machinery."""
-    full = plain(tiny_model, tokens)
-    assert_same(steps(tiny_model, tokens, snapkv=votes | {"top_k": 200}), full)
-    parts = {"n_sink": 4, "n_window": 100, "top_k": 95}
-    nearly = steps(tiny_model, tokens, snapkv=votes | parts)
-    assert mx.allclose(nearly[1][1], full[1][1], atol=0.2)
-
-
 def test_prompt_logits_are_never_evaluated(tokens, monkeypatch):
     """Nothing of the vocabulary's width is evaluated but the last position's log-probabilities."""
     model = make_llama(vocab_size=97)

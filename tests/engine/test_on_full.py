@@ -56,18 +56,6 @@ def test_choosing_again_keeps_one_shape_and_the_budget(tiny_model, tokens, monke
         assert {0, 1, 2, 3, *range(400 - 16, 400)} <= positions
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"on_full": "forget"}, "on_full must be grow, slide or keydiff, got 'forget'"),
-        ({"on_full": "slide", "schedule": "block"}, "schedule must be once with on_full=slide"),
-    ],
-)
-def test_a_mistake_is_one_sentence(options, words):
-    with pytest.raises(SnapKVError, match=words):
-        SnapKV(**options)
-
-
 def held(cache):
     """By KV head, the positions of the entries."""
     return [set(head) for head in cache.positions[0].tolist()]

@@ -58,20 +58,6 @@ def numbers(x):
     return np.array(x.astype(mx.float32), dtype=np.float64)
 
 
-def test_what_is_stored_is_what_was_computed(wide, tokens):
-    """Without evictions that is what mlx-lm's own cache holds, bit for bit."""
-    full = make_prompt_cache(wide)
-    plain(wide, tokens, 1, prompt_cache=full, prefill_step_size=32)
-    for memory in ("recall", "recall:file"):
-        read = Read(wide, tokens, ROOMY, memory)
-        for layer in read.layers:
-            archived, wanted = read.archived(layer), layer.cache_in(full)
-            assert archived.store.n_entries == archived.offset == 200
-            for found, all_of_them in zip(archived.store.entries(), wanted.keys_and_values()):
-                assert mx.array_equal(found[:, :, :160], all_of_them[:, :, :160])  # read alike
-                assert mx.allclose(found, all_of_them[:, :, :200], atol=1e-5)
-
-
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_every_entry_is_stored_before_it_gives_way(wide, tokens, memory, monkeypatch):
     fed: dict[int, list] = {}
@@ -188,17 +174,6 @@ def test_tokens_that_choose_anew_with_room_for_all_give_the_full_answer(wide, to
     assert sum(a == b for (a, _), (b, _) in zip(found, wanted)) >= 29  # one entry of 200 is missing
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["keydiff:budget=40,block=32", "tova:budget=40,block=32", "streaming_llm:budget=40,block=32"],
-)
-def test_a_block_policy_alone_votes_by_its_own_score(wide, tokens, policy):
-    reports = []
-    steps(wide, tokens, 8, policy=policy, memory="recall", on_report=reports.append)
-    (report,) = reports
-    assert report.entries == 40 and report.book.resident <= 72
-
-
 def test_interrupted_reading_leaves_the_prompt_cache_as_it_was(wide, tokens):
     cache = make_prompt_cache(wide)
     steps(wide, tokens[:100], 3, policy=BOOK, memory="recall:file", prompt_cache=cache)
@@ -241,8 +216,3 @@ def test_all_of_a_short_prompt_may_be_read_again(tokens, policy, kv_bits, way):
             wanted = [t for t, _ in plain(model, tokens[:n], 90)]
             same = 90 if checked else 64 - n
             assert found[:same] == wanted[:same]
-
-
-def test_statistics_of_the_prompt_last_for_a_long_answer(wide, tokens):
-    policy = "expected_attention:budget=48,block=16"
-    assert len(steps(wide, tokens, 60, policy=policy, memory="recall")) == 60

@@ -2,7 +2,7 @@ import itertools
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError, prefill
@@ -92,15 +92,6 @@ def test_gated_prompts_give_mlx_lms_own_cache(tiny_model, tokens, policy, reason
     assert plain_decode(tiny_model, last, cache) == expected
 
 
-def test_a_compressed_hybrid_is_saved_and_loaded_by_mlx_lm(tiny_model, tokens, tmp_path):
-    cache, _ = prefill(tiny_model, tokens[:-1], POLICY)
-    save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
-    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
-    assert plain_decode(tiny_model, tokens[-1:], loaded) == plain_decode(
-        tiny_model, tokens[-1:], cache
-    )
-
-
 @pytest.mark.parametrize(
     "tokens, policy, message",
     [
@@ -113,12 +104,3 @@ def test_a_compressed_hybrid_is_saved_and_loaded_by_mlx_lm(tiny_model, tokens, t
 def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message):
     with pytest.raises(SnapKVError, match=message):
         prefill(tiny_model, tokens, policy)
-
-
-@pytest.mark.parametrize("schedule", ["once", "block"])
-def test_rows_are_quantised_if_asked_for(tokens, schedule):
-    policy = f"keydiff:budget=40,block=16,schedule={schedule}"
-    cache, report = prefill(make_llama(head_dim=32), tokens, policy, kv_bits=4, kv_group_size=32)
-    assert report.compressed and [(c.bits, c.size()) for c in cache] == [(4, 40)] * 2
-    with pytest.raises(SnapKVError, match="kv_bits must be"):
-        prefill(make_llama(), tokens, policy, kv_bits=5)

@@ -5,15 +5,14 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import filled_cache
 
 import mlx_snapkv
 from mlx_snapkv import Conversation, compress_prompt_cache, generate_step, prefill
 from mlx_snapkv.caches.layers import attention_layers
-from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine import compress
-from mlx_snapkv.models.patch import recording
 
 FEW = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
 SNAPKV = f"{FEW},lookahead=4"
@@ -71,47 +70,26 @@ def stepped(kept, tiny_model, tokens):
     return run
 
 
-@pytest.mark.parametrize("policy", ONCE + BLOCK)
-@pytest.mark.parametrize("way", ["generate", "prefill", "given cache"])
-def test_every_way_in_keeps_the_same(kept, stepped, tiny_model, tokens, demo_llama, policy, way):
-    model, tokenizer = tiny_model, demo_llama[1]
-    prompt = tokens.tolist()
-    options = {"max_tokens": 8, "policy": policy}
-
-    def request():
-        if way == "generate":
-            mlx_snapkv.generate(model, tokenizer, prompt, **options)
-        elif way == "prefill":
-            prefill(model, prompt, policy)
-        else:
-            cache = make_prompt_cache(model)
-            list(generate_step(tokens, model, prompt_cache=cache, **options))
-
-    assert_same_entries(kept(request), stepped(policy))
-
-
-@pytest.mark.parametrize(
-    "policy, step", [(p, n) for p in ONCE for n in (5, 64)] + [(p, 500) for p in BLOCK]
-)
-def test_chunks_do_not_matter(kept, stepped, tiny_model, tokens, policy, step):
-    found = kept(lambda: prefill(tiny_model, tokens, policy, prefill_step_size=step))
+@pytest.mark.parametrize("policy, step", [*((p, 5) for p in ONCE), *((p, 500) for p in BLOCK)])
+def test_prefill_in_other_chunks_keeps_the_same(kept, stepped, tiny_model, tokens, policy, step):
+    found = kept(lambda: prefill(tiny_model, tokens.tolist(), policy, prefill_step_size=step))
     assert_same_entries(found, stepped(policy))
+
+
+def test_generate_and_a_given_cache_keep_the_same(kept, stepped, tiny_model, tokens, demo_llama):
+    options = {"max_tokens": 8, "policy": SNAPKV}
+    generate = mlx_snapkv.generate
+    found = kept(lambda: generate(tiny_model, demo_llama[1], tokens.tolist(), **options))
+    assert_same_entries(found, stepped(SNAPKV))
+    options["prompt_cache"] = make_prompt_cache(tiny_model)
+    found = kept(lambda: list(generate_step(tokens, tiny_model, **options)))
+    assert_same_entries(found, stepped(SNAPKV))
 
 
 @pytest.mark.parametrize("policy", IN_TURNS)
 def test_a_cache_that_was_read_and_recorded_elsewhere(kept, stepped, tiny_model, tokens, policy):
     policy = policy.replace("lookahead=4", "lookahead=0")
-    n = tokens.size
-    caches = [
-        RecordingKVCache(0, n, n) if type(c) is KVCache else c
-        for c in make_prompt_cache(tiny_model)
-    ]
-    classes = {type(layer.attention) for layer in attention_layers(tiny_model, caches)}
-    with recording(classes):
-        tiny_model(tokens[None], cache=caches)
-    given = [c.queries if isinstance(c, RecordingKVCache) else None for c in caches]
-    plain = make_prompt_cache(tiny_model)
-    tiny_model(tokens[None], cache=plain)
+    plain, given = filled_cache(tiny_model, tokens)
     found = kept(lambda: compress_prompt_cache(tiny_model, plain, policy, queries=given))
     assert_same_entries(found, stepped(policy))
 
@@ -151,7 +129,7 @@ def haystack(demo_llama):
 def conversed(demo_model, haystack, policy, memory, turns, kept):
     """What the last of so many turns keeps, and the tokens that it was about."""
     document, facts = haystack
-    talk = Conversation(*demo_model, policy=policy, memory=memory, max_tokens=8)
+    talk = Conversation(*demo_model, policy=policy, memory=memory, refresh="turn", max_tokens=8)
     talk.attach(document)
     for fact in facts[: turns - 1]:
         list(talk.send(fact.question))
@@ -174,17 +152,16 @@ def asked(demo_model, read, policy, kept):
     return kept(lambda: list(mlx_snapkv.stream_generate(*demo_model, read, **options)))
 
 
-@pytest.mark.parametrize("policy", IN_TURNS + BLOCK)
-def test_a_first_turn_keeps_what_a_request_does(kept, demo_model, haystack, policy):
-    found, read = conversed(demo_model, haystack, policy, "drop", 1, kept)
-    assert_same_entries(found, asked(demo_model, read, policy, kept))
+@pytest.mark.parametrize("policy", [MANY, *BLOCK])
+def test_a_first_turn_keeps_what_a_request_does(kept, demo_llama, haystack, policy):
+    found, read = conversed(demo_llama, haystack, policy, "drop", 1, kept)
+    assert_same_entries(found, asked(demo_llama, read, policy, kept))
 
 
-@pytest.mark.parametrize("policy", [p for p in IN_TURNS if p != MANY])
 @pytest.mark.parametrize("memory, turns", [("recall", 2), ("recall:file", 3), ("recall:8bit", 1)])
 def test_a_later_turn_keeps_what_a_request_for_the_whole_chat_does(
-    kept, demo_model, haystack, policy, memory, turns
+    kept, demo_model, haystack, memory, turns
 ):
     """Messages are longer than the observation window: only a turn's own queries vote."""
-    found, read = conversed(demo_model, haystack, policy, memory, turns, kept)
-    assert_same_entries(found, asked(demo_model, read, policy, kept), atol=1e-4)
+    found, read = conversed(demo_model, haystack, SNAPKV, memory, turns, kept)
+    assert_same_entries(found, asked(demo_model, read, SNAPKV, kept), atol=1e-4)
