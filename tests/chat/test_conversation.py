@@ -1,6 +1,6 @@
-"""Several turns: what the cache has read, what it keeps and where, and what is still known of the document."""
+"""Several turns: what the cache has read, what it keeps and where, and how turns are stopped and undone."""
 
-import copy
+import contextlib
 import gc
 import os
 import random
@@ -22,21 +22,30 @@ from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.errors import UnsupportedModelError
 
 KEYDIFF = "keydiff:budget=64,block=32"
+TWO = f"keydiff:budget=96,block=32 then {SMALL}"
+GATED = SMALL + ",min_ctx=500"  # compressed later, or never
 BITS = {"kv_bits": 8, "kv_group_size": 32}
 
 
 @pytest.fixture(scope="module")
 def haystack(demo_llama):
-    return make_haystack(demo_llama[1], random.Random(3), 4, 900)
+    return make_haystack(demo_llama[1], random.Random(3), 4, 400)
 
 
-def open_files():
-    gc.collect()  # what earlier tests have left
-    return len(os.listdir("/dev/fd"))
+@contextlib.contextmanager
+def interrupted(model, monkeypatch, after=0):
+    """Ctrl-C in the model, after so many calls."""
+    calls, original = [], type(model).__call__
 
+    def call(self, *args, **kwargs):
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        calls.append(None)
+        return original(self, *args, **kwargs)
 
-def interrupt(*args, **kwargs):
-    raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(model), "__call__", call)
+        yield
 
 
 def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack):
@@ -51,6 +60,9 @@ def test_without_a_policy_it_is_a_plain_chat(demo_model, haystack):
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     assert whole[: len(conversation.read)] == conversation.read
     assert held_tokens(model, conversation.prompt_cache) == len(conversation.read)
+    quantised = begun((model, tokenizer), haystack, **BITS, quantized_kv_start=0)
+    assert is_answered(quantised, facts[0])
+    assert any(isinstance(c, QuantizedKVCache) for c in quantised.prompt_cache)
 
 
 def test_a_model_that_can_not_be_compressed_can_be_talked_to(demo_llama, haystack, monkeypatch):
@@ -61,6 +73,11 @@ def test_a_model_that_can_not_be_compressed_can_be_talked_to(demo_llama, haystac
     assert is_answered(begun(demo_llama, haystack), haystack[1][0])
     with pytest.raises(UnsupportedModelError):
         Conversation(*demo_llama, policy=SMALL)
+
+
+def open_files():
+    gc.collect()  # what earlier tests have left
+    return len(os.listdir("/dev/fd"))
 
 
 def test_memories_answer_every_question_of_a_document_and_hold_what_they_say(demo_model, haystack):
@@ -134,20 +151,12 @@ def test_a_failure_while_reading_leaves_the_conversation_as_it_was(
     _, facts = haystack
     ways = {"policy": policy, "memory": memory, "prefill_step_size": 128, **bits}
     plain, failing = (begun(demo_model, haystack, turn, **ways) for _ in range(2))
-    calls = [0]
-    original = type(demo_model[0]).__call__
-
-    def fail(self, *args, **kwargs):
-        calls[0] += 1
-        original(self, *args, **kwargs)
-        if calls[0] == (3 if turn == 0 else 1):
-            raise KeyboardInterrupt
-
-    before = copy.deepcopy(failing.messages)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(demo_model[0]), "__call__", fail)
+    before = list(failing.messages)
+    with interrupted(demo_model[0], monkeypatch, after=0 if turn else 2):
         ask(failing, facts[2].question)
     assert failing.messages == before
+    if turn and policy == SMALL:  # the turn before it can still be undone
+        assert plain.undo() == failing.undo() == facts[0].question
     assert ask(failing, facts[3].question) == ask(plain, facts[3].question)
 
 
@@ -161,8 +170,7 @@ def test_an_interruption_before_the_cut_keeps_what_was_answered(demo_model, hays
     for conversation in (mine, plain):
         answer = conversation.send(facts[1].question)
         next(answer), next(answer)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(type(demo_model[0]), "__call__", interrupt)
+        with interrupted(demo_model[0], monkeypatch):
             list(answer)
     assert mine.messages == plain.messages and mine.messages[-1]["role"] == "assistant"
     assert 0 < kv_bytes(mine.prompt_cache) < kv_bytes(plain.prompt_cache)
@@ -171,27 +179,22 @@ def test_an_interruption_before_the_cut_keeps_what_was_answered(demo_model, hays
 
 
 @pytest.mark.parametrize(("memory", "bits"), [("drop", BITS), ("recall:file", {})])
-def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(demo_llama, memory, bits):
-    document, facts = make_haystack(demo_llama[1], random.Random(3), 4, 700)
-    ways = {"policy": SMALL + ",min_ctx=500", "memory": memory, **bits}
-    conversation = Conversation(*demo_llama, max_tokens=12, **ways)
+def test_a_turn_that_is_not_compressed_stays_full_and_plain_until_one_is(
+    demo_llama, haystack, memory, bits
+):
+    document, facts = haystack
+    policy = SMALL + ",min_ctx=200"
+    conversation = Conversation(*demo_llama, max_tokens=12, policy=policy, memory=memory, **bits)
     ask(conversation, facts[0].question)
     assert "below min_ctx" in conversation.report.reason
     assert kv_bytes(conversation.prompt_cache) > 0 == file_bytes(conversation.prompt_cache)
     assert not any(map(is_quantised, conversation.prompt_cache))
     conversation.attach(document)
     assert is_answered(conversation, facts[1]) and conversation.report.compressed
-    assert any(map(is_quantised, conversation.prompt_cache)) == (memory == "drop" and bool(bits))
+    assert any(map(is_quantised, conversation.prompt_cache)) == (memory == "drop")
 
 
-def bits_of(caches):
-    """The bits of the entries of our own caches, None for plain ones."""
-    return {getattr(c, "bits", None) for c in caches if isinstance(c, (SnapKVCache, BlockKVCache))}
-
-
-@pytest.mark.parametrize(
-    "policy", [SMALL, SMALL.replace("keydiff", "grow"), f"{KEYDIFF} then {SMALL}"]
-)
+@pytest.mark.parametrize("policy", [SMALL, SMALL.replace("keydiff", "grow"), TWO])
 def test_dropping_turns_hold_quantised_entries_and_quantise_none_twice(
     demo_model, haystack, policy
 ):
@@ -201,7 +204,8 @@ def test_dropping_turns_hold_quantised_entries_and_quantise_none_twice(
     after = packed_keys(conversation)
     both = before.keys() & after.keys()
     assert both and all(before[position] == after[position] for position in both)
-    assert bits_of(conversation.prompt_cache) == {8}
+    ours = [c for c in conversation.prompt_cache if isinstance(c, (SnapKVCache, BlockKVCache))]
+    assert {getattr(cache, "bits", None) for cache in ours} == {8}
 
 
 def packed_keys(conversation):
@@ -209,12 +213,6 @@ def packed_keys(conversation):
     model, caches = conversation.model, conversation.prompt_cache
     held = layer_cache(attention_layers(model, caches)[0].cache_in(caches)).held()
     return dict(zip(held.positions[0, 0].tolist(), held.stored_keys[0][0, 0].tolist()))
-
-
-def test_without_a_policy_mlx_lm_quantises(demo_llama, haystack):
-    conversation = begun(demo_llama, haystack, **BITS, quantized_kv_start=0)
-    assert is_answered(conversation, haystack[1][0])
-    assert all(isinstance(c, QuantizedKVCache) for c in conversation.prompt_cache)
 
 
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
@@ -235,9 +233,9 @@ def test_entries_inside_a_list_of_caches_are_saved_in_kinds_of_mlx_lm(memory):
         ({"memory": "forget"}, "memory must be drop, recall, .* or recall:file:4bit, got 'forget'"),
         ({"policy": "keydif"}, "did you mean 'keydiff'"),
         ({"max_token": 1}, r"unknown option 'max_token' of a conversation \(did you mean 'max_tok"),
-        ({"foo": 1}, "unknown option 'foo' of a conversation; known: kv_bits, kv_group_size"),
         ({"policy": "snapkv", "max_kv_size": 9}, "max_kv_size also limits the entries"),
         ({"policy": "h2o", "memory": "recall:4bit"}, "memory=recall:4bit needs a policy that"),
+        ({"policy": "kvzip"}, "kvzip reads a prompt again as a whole"),
         ({"policy": SMALL, "kv_bits": 8, "kv_group_size": 128}, r"kv_group_size must be one of \["),
     ],
 )
@@ -256,3 +254,65 @@ def test_reset_keeps_the_system_prompt_and_nothing_empty_is_said(demo_llama):
         conversation.attach(" \n")
     with pytest.raises(SnapKVError, match="the message is empty"):
         conversation.send("")
+
+
+@pytest.mark.parametrize(
+    ("policy", "memory"),
+    [
+        (None, "drop"),
+        (SMALL, "drop"),
+        (SMALL, "recall:file:4bit"),
+        (GATED, "recall:4bit"),
+        ("h2o:budget=64,block=32", "drop"),
+        (TWO, "drop"),
+    ],
+)
+def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, memory):
+    document, facts = haystack
+    plain, undone = (begun(demo_model, haystack, 1, policy=policy, memory=memory) for _ in "ab")
+    undone.attach(document[:200])
+    ask(undone, facts[1].question)
+    assert undone.undo() == facts[1].question
+    assert undone.attached == [document[:200]]
+    undone.attached.clear()
+    assert (undone.messages, undone.read) == (plain.messages, plain.read)
+    assert undone.report.prompt_tokens == plain.report.prompt_tokens
+    assert ask(undone, facts[2].question) == ask(plain, facts[2].question)
+    assert undone.messages == plain.messages
+
+
+@pytest.mark.parametrize("memory", ["drop", "recall:8bit"])
+def test_all_turns_can_be_taken_back(demo_model, haystack, memory):
+    """Earlier ones to what the messages tell: entries are kept where the memory has them, or read again."""
+    document, facts = haystack
+    ways = {"policy": SMALL, "memory": memory, "system": "Be brief."}
+    conversation = begun(demo_model, haystack, 3, **ways)
+    assert [conversation.undo(), conversation.undo()] == [f.question for f in (facts[2], facts[1])]
+    has_states = any(not c.is_trimmable() for c in begun(demo_model, haystack, 0).prompt_cache)
+    assert bool(conversation.read) == (memory != "drop" and not has_states)
+    if conversation.read:
+        assert held_tokens(demo_model[0], conversation.prompt_cache) == len(conversation.read)
+        assert is_answered(conversation, facts[1]) and conversation.undo()
+    assert conversation.undo() == facts[0].question
+    assert [m["role"] for m in conversation.messages] == ["system"]
+    assert (conversation.read, conversation.attached) == ([], [document])
+    assert kv_bytes(conversation.prompt_cache) == 0 and conversation.report is None
+    with pytest.raises(SnapKVError, match="nothing to take back"):
+        conversation.undo()
+    fresh = begun(demo_model, haystack, 0, **ways)
+    assert ask(conversation, facts[2].question) == ask(fresh, facts[2].question)
+
+
+def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, haystack):
+    document, facts = haystack
+    conversation = Conversation(*demo_llama, policy=SMALL + ",min_ctx=200", max_tokens=12)
+    ask(conversation, document[:500])
+    assert not conversation.report.compressed
+    full = kv_bytes(conversation.prompt_cache)
+    conversation.attach(document)
+    ask(conversation, facts[0].question)
+    assert conversation.report.compressed and kv_bytes(conversation.prompt_cache) < full
+    assert conversation.undo_nbytes == 0  # all entries had been held: reading again is as good
+    ask(conversation, facts[1].question)
+    assert conversation.undo_nbytes == kv_bytes(conversation.prompt_cache)
+    assert begun(demo_llama, haystack, 2, policy=SMALL, memory="recall").undo_nbytes == 0

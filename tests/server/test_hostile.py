@@ -58,23 +58,17 @@ def test_good_clients_do_not_notice_bad_requests(served):
 
 @pytest.mark.parametrize("depth", [50, 940, 1200])
 def test_nested_values_are_refused_or_answered(served, depth):
-    """Of tools' inputs and schemas, which Python's JSON can be too deep for on the way in or out."""
+    """Of tools' schemas, which Python's JSON can be too deep for on the way in or out."""
     deep = '{"a":' * depth + "1" + "}" * depth
-    call = f'{{"type": "tool_use", "id": "a", "name": "b", "input": {deep}}}'
-    message = f"""{{"max_tokens": 2, "messages": [{{"role": "user", "content": "The key"}},
-        {{"role": "assistant", "content": [{call}]}}, {{"role": "user", "content": "of"}}]}}"""
     tool = f'{{"type": "function", "name": "b", "parameters": {deep}}}'
-    response = (
+    body = (
         f'{{"input": "The key of", "max_output_tokens": 2, "tools": [{tool}], "tool_choice": "none"'
     )
-    for path, body in (
-        ("/v1/messages", message),
-        ("/v1/responses", f"{response}}}"),
-        ("/v1/responses", f'{response}, "stream": true}}'),
-    ):
-        found = served.client.post(path, content=body.encode())
-        assert found.status_code < 500, found.text[:300]
-        assert found.status_code != 200 or '"incomplete"' in found.text or '"content"' in found.text
+    for end in ("}", ', "stream": true}'):
+        found = served.client.post("/v1/responses", content=(body + end).encode())
+        assert found.status_code < 500 and (
+            found.status_code != 200 or '"incomplete"' in found.text
+        )
     assert_answers(served)
 
 
@@ -143,7 +137,6 @@ def test_a_page_of_another_site_may_not_ask(served):
 
 def test_what_clients_make_up_is_not_counted_by_its_name(served):
     """Each name would stay in memory."""
-    assert served.client.get("/v1/models/made-up").status_code in (200, 404)
     for headers in ({}, {"Host": "evil.example"}):
         assert_refused(served.post("/made-up", HELLO, headers=headers), [403, 404])
     assert_refused(served.post(CHAT, {}), [400])

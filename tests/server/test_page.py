@@ -169,15 +169,9 @@ def test_a_document_can_do_nothing(page, document):
     page(".asked summary").click()
     page.wait(lambda: page(".asked pre").text.startswith(tags))
     assert page(".asked p").text.startswith(tags)
-    assert page.run("return window.done") is None
     assert page.all("#turns script, #turns img, #turns b") == []
-
-
-@NO_BROWSER
-def test_what_is_not_the_pages_own_is_refused(page):
-    page.run(
-        "const s = document.createElement('script'); s.text = 'window.done = 1'; document.body.append(s)"
-    )
+    script = "const s = document.createElement('script'); s.text = 'window.done = 1'"
+    page.run(f"{script}; document.body.append(s)")
     failed = "fetch('http://127.0.0.1:1/').then(() => arguments[0](0), () => arguments[0](1))"
     assert page.driver.execute_async_script(failed) == 1
     assert page.run("return window.done") is None
@@ -246,18 +240,6 @@ def test_answers_are_markdown_and_never_html(page, size):
     code = MARKDOWN[MARKDOWN.index("if a") : MARKDOWN.index("\n```\n---")]
     assert page.driver.execute_async_script(read) == code
     assert page.run("return window.done") is None
-
-
-@NO_BROWSER
-def test_what_is_nested_without_end_is_shown(page):
-    for text in (
-        ">" * 5000 + "deep",
-        "- " * 2000 + "deep",
-        "**" * 3000 + "deep",
-        "`a` " * 9000 + "deep",
-    ):
-        page.run(TAKE, [{"content": text}])
-        assert page(".text").text.endswith("deep")
 
 
 @NO_BROWSER
