@@ -16,9 +16,10 @@ from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.server.access import Settings
 from mlx_snapkv.server.admission import Limits
 from mlx_snapkv.server.app import listening, serve
-from mlx_snapkv.server.engine import Engine, Loaded
+from mlx_snapkv.server.engine import Engine
 from mlx_snapkv.server.metrics import Metrics
 from mlx_snapkv.server.prefix_cache import PrefixCache
+from mlx_snapkv.server.requests import Loaded
 
 POLICY = "snapkv:budget=25%,n_sink=4,n_window=32,min_ctx=256,obs_window=32,lookahead=4"
 

@@ -22,8 +22,8 @@ from .reading import Reading
 if TYPE_CHECKING:
     from ..server.access import Settings
     from ..server.admission import Limits
-    from ..server.engine import Loaded
     from ..server.prefix_files import PrefixFiles
+    from ..server.requests import Loaded
 
 PREFIXES = "4GB"
 PREFIX_FILES = "20GB"
@@ -149,9 +149,9 @@ def serve(
                 f"serve needs {package}, which is not installed: run pip install 'mlx-snapkv[server]'"
             )
     from ..completions.request import Defaults
-    from ..server.engine import Loaded
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
+    from ..server.requests import Loaded
     from ..several.ranks import here
     from .sharded import require_alone
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..batch.memory import Memory
 from ..completions.body import Body
 from ..completions.request import CompletionRequest
 from ..engine.footprint import Need
-from .api_error import ApiError, prompt_too_long
+from ..models.rope import trained_length
+from ..planning.long_prompts import LongPrompts
+from .api_error import ApiError, log, prompt_too_long
 from .metrics import Metrics
 from .prefix_cache import PrefixCache
 from .requests import EngineRequest
 
+UNTOLD = 1 << 20  # tokens of an answer, at most, where a model does not tell what it was trained to
 USUAL_ANSWER = 2048  # tokens that memory is reserved for, if a request does not say
 
 
@@ -42,6 +45,8 @@ class Admission:
     ):
         self._limits, self._prefixes, self._n_open = limits, prefixes, metrics.open_requests
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
+        self._long = LongPrompts(model, **options)
+        self._longest = trained_length(model) or UNTOLD
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
             self._memory = Memory(model, options, limits.kv_bytes)
@@ -63,12 +68,18 @@ class Admission:
         self._places.release()
         self._n_open.dec()
 
+    def limited(self, asked: CompletionRequest) -> CompletionRequest:
+        """The same with an answer of no more tokens than the model was trained to."""
+        return replace(asked, max_tokens=min(asked.max_tokens, self._longest))
+
     def need(self, body: Body, asked: CompletionRequest) -> Need | None:
         """The memory that a request will take; None without a limit. Raises: ApiError, NeverFits: it is too long."""
         n, most = len(asked.prompt), self._limits.context
         if most is not None and n > most:
             advice = "shorten it, or start the server with a larger --max-context"
             raise prompt_too_long(f"{n} tokens > {most} maximum; {advice}")
+        for warning in self._long.warnings(n):
+            log.warning(warning)
         if self._memory is None:
             return None
         given = body.max_completion_tokens or body.max_tokens

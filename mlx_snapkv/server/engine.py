@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,34 +19,17 @@ from ..batch.groups import request_errors
 from ..caches.layers import is_compressed, kv_bytes
 from ..completions.answer import Completion
 from ..completions.body import Body, ChatBody
-from ..completions.request import (
-    CompletionRequest,
-    Defaults,
-    chat_tokens,
-    completion_request,
-)
+from ..completions.request import Defaults, chat_tokens, completion_request
 from ..engine.report import CompressionReport
 from ..errors import EntryFileError
-from ..models.rope import trained_length
-from ..planning.long_prompts import LongPrompts
 from .admission import Admission, Limits
 from .api_error import as_api_error, log, shutting_down
 from .metrics import Metrics
 from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
-from .requests import Accepted, Channel, EngineRequest, Finished, Read, Started, TokenLogprob
+from .requests import Accepted, Channel, EngineRequest, Finished, Loaded, Read, Started
 
-UNTOLD = 1 << 20  # tokens of an answer, at most, where a model does not tell what it was trained to
 LOOK = 0.1  # seconds between two looks for requests, while nothing is to do
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The one model that is served; clients see its names, of which the first is the one it was loaded by."""
-
-    model: Any
-    tokenizer: Any
-    names: tuple[str, ...]
 
 
 class Engine(ResponseGenerator):
@@ -57,14 +39,13 @@ class Engine(ResponseGenerator):
     alone; if a step fails, the requests of that step end, and serving goes on.
 
     Args:
-        load: gives the model; called in the engine's thread, to which MLX binds the arrays.
-        options: of the `CompressedBatchGenerator`: policy, memory and so on.
+        load: gives the model, in the engine's thread, to which MLX binds the arrays.
+        options: of the `CompressedBatchGenerator`.
         open_files: gives the folder that prefixes are also kept in, if there is one.
 
     Attributes:
         kv_bytes: of requests that are being read or answered, after the last step.
-        failure: what ended the server; an engine without other ranks outlives all failures.
-        server: uvicorn's, which must exit then.
+        failure: what ended the server of several ranks, after which uvicorn's `server` must exit.
     """
 
     _retries = True
@@ -83,28 +64,19 @@ class Engine(ResponseGenerator):
         open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
     ):
         self.limits, self.defaults, self.metrics = limits, defaults, metrics
-        self.prefixes, self._options = prefixes, options
+        self.prefixes, self.options = prefixes, options
         self._load, self._open_files = load, open_files
         self._ready = Future[Loaded]()
         self._running: dict[int, EngineRequest] = {}
         self._waiting: deque[EngineRequest] = deque()
         self._numbers = itertools.count()
-        metrics.track_kv_bytes(
-            requests=lambda: self.kv_bytes,
-            prefixes=lambda: prefixes.nbytes,
-            prefix_files=lambda: prefixes.file_nbytes,
-        )
+        metrics.track(self)
         super().__init__(None, prefixes)  # type: ignore[arg-type]  # whose model is loaded below
         try:
             self.loaded = self._ready.result()
         except BaseException:
             self.stop_and_join()
             raise
-
-    @property
-    def memory(self) -> str:
-        """What becomes of entries that are not kept."""
-        return self._options.get("memory", "drop")
 
     # From the event loop's thread.
 
@@ -136,11 +108,10 @@ class Engine(ResponseGenerator):
     def _run_generate(self) -> None:
         try:
             self.loaded = loaded = self._load()
-            model, options = loaded.model, self._options
+            model, options = loaded.model, self.options
             self.generator = self._new_generator()
             self._checkpoints = Checkpoints(self.prefixes, model, loaded.tokenizer, options)
             self._admission = Admission(self.limits, model, options, self.prefixes, self.metrics)
-            self._long = LongPrompts(model, **options)
             self.prefixes.files = self._open_files(loaded)
         except BaseException as error:
             self._ready.set_exception(error)
@@ -180,17 +151,16 @@ class Engine(ResponseGenerator):
 
     def _take_requests(self) -> None:
         while (given := self._next_request()) is not None:
-            channel, body = given
             try:
-                self._take(channel, body)
+                self._take(*given)
             except Exception as error:
-                self._fail(channel, error)
+                self._fail(given[0], error)
 
     def _may_start(self) -> bool:
         if not self._waiting:
             return False
-        request, held = self._waiting[0], self.generator.prompt_cache_nbytes
-        running = list(self._running.values())
+        request, running = self._waiting[0], list(self._running.values())
+        held = self.generator.prompt_cache_nbytes
         return self._is_cancelled(request) or self._admission.may_start(request, running, held)
 
     def _is_cancelled(self, request: EngineRequest) -> bool:
@@ -198,20 +168,13 @@ class Engine(ResponseGenerator):
 
     def _take(self, channel: Channel, body: Body) -> None:
         seed = secrets.randbits(64)
-        asked = self._asked(body, seed)
+        asked = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
+        asked = self._admission.limited(asked)
         need = self._admission.need(body, asked)
-        for warning in self._long.warnings(len(asked.prompt)):
-            log.warning(warning)
         places = self._checkpoints.places(body, asked.prompt)
         number = next(self._numbers)
         self._waiting.append(EngineRequest(channel, body, seed, asked, need, places, number))
         channel.put(Accepted())
-
-    def _asked(self, body: Body, seed: int) -> CompletionRequest:
-        """What a body asks, of an answer that the model was trained to at most."""
-        asked = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
-        most = trained_length(self.loaded.model) or UNTOLD
-        return replace(asked, max_tokens=min(asked.max_tokens, most))
 
     def _start(self, request: EngineRequest) -> None:
         channel, asked, prompt = request.channel, request.asked, request.asked.prompt
@@ -241,7 +204,6 @@ class Engine(ResponseGenerator):
         channel.put(Started(len(prompt), n_known))
 
     def _known(self, prompt: list[int]) -> tuple[list | None, int]:
-        """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
         return self._checkpoints.fetch(prompt)
 
     def _step(self) -> None:
@@ -275,12 +237,7 @@ class Engine(ResponseGenerator):
             del self._running[response.uid]
             self._failed(request, response.error)
             return
-        n_top = getattr(request.body, "n_top_logprobs", None)
-        if n_top is not None:
-            logprobs, tokenizer = response.logprobs, self.loaded.tokenizer
-            channel.put(TokenLogprob.of(response.token, logprobs, n_top, tokenizer))
-        for piece in answer.add(response.token, response.finish_reason):
-            channel.put(piece)
+        request.take(response, self.loaded.tokenizer)
         self.metrics.generated_tokens.inc()
         if answer.n_tokens == 1:
             self.metrics.first_token_seconds.observe(time.perf_counter() - channel.since)
@@ -328,7 +285,7 @@ class Engine(ResponseGenerator):
             on_recall=recalled,
             turns=True,
             stream=mx.default_stream(mx.default_device()),
-            **self._options,
+            **self.options,
         )
 
     def _fail(self, channel: Channel, error: Exception) -> None:
@@ -337,9 +294,8 @@ class Engine(ResponseGenerator):
     def _fail_all(self, error: Exception) -> None:
         """A step failed: end its requests, and continue with a new batch."""
         log.error("a step failed", exc_info=error)
-        running, self._running = self._running, {}
-        for request in running.values():
-            self._fail(request.channel, error)
+        while self._running:
+            self._fail(self._running.popitem()[1].channel, error)
         self.generator.close()
         self.generator = self._new_generator()
 

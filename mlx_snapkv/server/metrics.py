@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -33,10 +33,11 @@ class Metrics:
         )
         self._kv_bytes = gauge("mlx_snapkv_kv_bytes", "Bytes of keys and values", ["kind"])
 
-    def track_kv_bytes(self, **kinds: Callable[[], float]) -> None:
-        """Call these for the KV bytes of a kind whenever the figures are read."""
-        for kind, read in kinds.items():
-            self._kv_bytes.labels(kind).set_function(read)
+    def track(self, engine: Any) -> None:
+        """Ask an engine for its KV bytes whenever the figures are read."""
+        self._kv_bytes.labels("requests").set_function(lambda: engine.kv_bytes)
+        self._kv_bytes.labels("prefixes").set_function(lambda: engine.prefixes.nbytes)
+        self._kv_bytes.labels("prefix_files").set_function(lambda: engine.prefixes.file_nbytes)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and the events that its HTTP handler gets."""
+"""What is served, a request on its way through the engine, and the events that its HTTP handler gets."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from ..completions.body import Body
 from ..completions.request import CompletionRequest
 from ..engine.footprint import Need
 from ..engine.report import CompressionReport
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The one model that is served; clients see its names, of which the first is the one it was loaded by."""
+
+    model: Any
+    tokenizer: Any
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -122,3 +131,13 @@ class EngineRequest:
     def in_full(self) -> bool:
         """Whether it is answered from all entries, whatever the policy."""
         return bool(getattr(self.body, "full_cache", None))
+
+    def take(self, response: Any, tokenizer: Any) -> None:
+        """Send on what one of mlx-lm's responses makes certain of the answer."""
+        n_top = getattr(self.body, "n_top_logprobs", None)
+        if n_top is not None:
+            found = response.token, response.logprobs
+            self.channel.put(TokenLogprob.of(*found, n_top, tokenizer))
+        assert self.answer is not None
+        for piece in self.answer.add(response.token, response.finish_reason):
+            self.channel.put(piece)

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from ..completions.body import Body, CompletionBody
+from ..completions.request import completion_request
 from ..errors import SnapKVError, sentence
 from ..several.ranks import Ranks
 from .api_error import ApiError, log
@@ -94,7 +95,8 @@ class SharedEngine(Engine):
 
     def _received(self, message: dict[str, Any]) -> EngineRequest:
         body, seed = CompletionBody.model_validate(message["body"]), message["seed"]
-        asked = self._asked(body, seed)
+        asked = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
+        asked = self._admission.limited(asked)
         channel: Any = NoChannel()
         own = message["checkpoints"], message["number"]
         return EngineRequest(channel, body, seed, asked, None, *own)
@@ -123,9 +125,8 @@ class SharedEngine(Engine):
         """The ranks have diverged: the server ends."""
         self.failure, self._stop = error, True
         ends = ApiError(500, f"the server ends: {sentence(error)}", kind="server_error")
-        running, self._running = self._running, {}
-        for request in running.values():
-            request.channel.put(ends)
+        while self._running:
+            self._running.popitem()[1].channel.put(ends)
         if self.server is not None:
             self.server.should_exit = True
 

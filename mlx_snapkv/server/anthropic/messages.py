@@ -26,11 +26,11 @@ from ..formatter import Block, BlockFormatter, server_sent
 
 FREE = "a form can't be forced on an answer: drop output_config and output_format"
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-CONTENT = {"reasoning": "thinking", "text": "text", "call": "input"}
-DELTAS = {
-    "reasoning": ("thinking_delta", "thinking"),
-    "text": ("text_delta", "text"),
-    "call": ("input_json_delta", "partial_json"),
+# Of a block: its field, the type of its deltas, and their field.
+BLOCKS = {
+    "reasoning": ("thinking", "thinking_delta", "thinking"),
+    "text": ("text", "text_delta", "text"),
+    "call": ("input", "input_json_delta", "partial_json"),
 }
 ERRORS = {
     401: "authentication_error",
@@ -64,8 +64,8 @@ class Document(Part):
 
     @property
     def text(self) -> str:
-        title = "" if self.title is None else f"{self.title}\n"
-        return f"{title}{self.source.data}{BREAK}"
+        title = f"{self.title}\n" if self.title else ""
+        return title + self.source.data + BREAK
 
 
 class Thinking(Part):
@@ -254,7 +254,7 @@ class MessageFormatter(BlockFormatter):
         content = []
         for block in self.blocks:
             value = json.loads(block.text) if block.kind == "call" else block.text
-            content.append(_empty(block) | {CONTENT[block.kind]: value})
+            content.append(_empty(block) | {BLOCKS[block.kind][0]: value})
         return {**self._head, "content": content, **self._ending(), "usage": self._usage()}
 
     @staticmethod
@@ -270,7 +270,7 @@ class MessageFormatter(BlockFormatter):
         yield _event("content_block_start", index=block.index, content_block=_empty(block))
 
     def added(self, block: Block, text: str) -> Iterator[str]:
-        kind, field = DELTAS[block.kind]
+        _, kind, field = BLOCKS[block.kind]
         yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
     def closed(self, block: Block) -> Iterator[str]:

@@ -45,7 +45,7 @@ class _ServedBody(Body):
             bodies = [b.model_copy(update={"seed": self.seed + i}) for i, b in enumerate(bodies)]
         with_usage = self.stream_options is not None and self.stream_options.include_usage
         is_chat = isinstance(self, ChatBody)
-        memory = request.app.state.engine.memory
+        memory = request.app.state.engine.options.get("memory", "drop")
         how = {"is_chat": is_chat, "with_usage": with_usage, "memory": memory}
         formatter = partial(CompletionFormatter, **how)
         return await respond(request, self, bodies, formatter)
