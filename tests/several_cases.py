@@ -24,7 +24,6 @@ POLICIES = {
     "shared": f"snapkv:budget=96,{ALWAYS},heads=shared",
     "critical": f"snapkv:budget=96,{ALWAYS},critical=true",
     "pyramid": f"snapkv:budget=pyramid:96,{ALWAYS}",
-    "adaptive": f"snapkv:budget=adaptive:96,{ALWAYS}",
     "tova": "tova:budget=96,block=96",
     "random": "random:budget=96,block=96",
     "stages": "keydiff:budget=192,block=96 then snapkv:budget=80,n_sink=4,n_window=32",

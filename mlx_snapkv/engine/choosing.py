@@ -63,7 +63,7 @@ def choose_all(
             for layer in scored:
                 mx.eval(layer.scores, layer.votes)
                 layers.append(layer)
-            wanted = shared_out([layer.scores for layer in layers], quotas, shard)
+            wanted = shared_out([layer.scores for layer in layers], quotas)
         return [choose(layer, quota) for layer, quota in zip(layers, wanted)]
 
     shard.ranks.synchronize()

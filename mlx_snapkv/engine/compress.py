@@ -101,6 +101,13 @@ class Compression:
     queries: list[mx.array | None] | None = None
     on_kept: KeptCallback | None = None
 
+    def __post_init__(self):
+        if self.decode_policy.adaptive and self.layers[0].shard.kind is not None:
+            raise SnapKVError(
+                "budget=adaptive ranks the entries of all layers and heads, which several Macs don't hold together: "
+                "give a number, a share or a pyramid"
+            )
+
     def compress(
         self, report: CompressionReport, begin_answer: Callable[[], None] = lambda: None
     ) -> None:

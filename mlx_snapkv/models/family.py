@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import UnsupportedModelError
-from ..several.heads import of_heads_here
+from ..several.shard import of_heads_here
 from . import latents
 from .rope import composes, mean_rotation
 

@@ -12,8 +12,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.selection import select_positions
-from ..several.heads import largest
-from ..several.shard import TENSOR, WHOLE, Shard
 
 PYRAMID, ADAPTIVE = "pyramid", "adaptive"
 UNLIMITED = 2**30  # entries of a quota that is never reached
@@ -103,7 +101,7 @@ def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -
     return [top + spread * (n_layers - 1 - i) // (n_layers - 1) for i in range(n_layers)]
 
 
-def shared_out(scores: list[mx.array], quotas: list[Quota], shard: Shard = WHOLE) -> list[Quota]:
+def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
     """The same entries in all, shared out anew: one ranking over all layers and heads tells how many each layer gets.
 
     The heads of a layer keep equally many: the mean of how many of theirs are among the best (compare AdaKV,
@@ -112,32 +110,25 @@ def shared_out(scores: list[mx.array], quotas: list[Quota], shard: Shard = WHOLE
     Args:
         scores: by layer, `(B, n_kv_heads, T)`.
         quotas: what each would get; sink and recent entries stay as they are.
-        shard: what of the model these layers and heads are; the ranking is over all of it.
     """
-    always = [quota.n_sink + quota.n_window for quota in quotas]
     middles = [
         s[..., q.n_sink : max(q.n_sink, s.shape[-1] - q.n_window)] for s, q in zip(scores, quotas)
     ]
-    wanted = [max(0, q.entries - n) for q, n in zip(quotas, always)]
-    room, every_wanted = zip(*shard.all_layers([[m.shape[-1], n] for m, n in zip(middles, wanted)]))
-    free = min(sum(room), sum(every_wanted))
+    wanted = [max(0, q.entries - q.n_sink - q.n_window) for q in quotas]
+    room = [middle.shape[-1] for middle in middles]
+    free = min(sum(room), sum(wanted))
     if free <= 0:
         return quotas
     B, H, _ = scores[0].shape
-    rows = B * H * (shard.ranks.size if shard.kind == TENSOR else 1)
     every = mx.concatenate([middle.reshape(-1) for middle in middles])
-    least = largest(every, free * rows, shard.ranks)
-    found = mx.stack([(middle > least).sum() for middle in middles])
-    if shard.kind == TENSOR:
-        found = shard.ranks.sum(found)
-    counts: Any = shard.all_layers(found.tolist())  # type: ignore[arg-type]
-    shares = [count // rows for count in counts]
+    least = -mx.partition(-every, free * B * H - 1)[free * B * H - 1]
+    counts: Any = mx.stack([(middle > least).sum() for middle in middles]).tolist()
+    shares = [count // (B * H) for count in counts]
     left = free - sum(shares)
     # What rounding and ties have left goes to who lacks most.
-    for i in itertools.cycle(sorted(range(len(counts)), key=lambda i: -(counts[i] % rows))):
+    for i in itertools.cycle(sorted(range(len(counts)), key=lambda i: -(counts[i] % (B * H)))):
         if left == 0:
             break
         if shares[i] < room[i]:
             shares[i], left = shares[i] + 1, left - 1
-    before, _ = shard.place(len(quotas))
-    return [replace(q, entries=n + m) for q, n, m in zip(quotas, shares[before:], always)]
+    return [replace(q, entries=n + q.n_sink + q.n_window) for q, n in zip(quotas, shares)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
 from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 
 from ..errors import SnapKVError
@@ -114,3 +116,14 @@ def _split(model: Any) -> tuple[str | None, int]:
             if isinstance(module, SPLIT) and module.group.size() > 1:
                 return TENSOR, module.group.size()
     return None, 1
+
+
+def of_heads_here(output: Any) -> Callable[[mx.array], mx.array]:
+    """An output projection of this rank's heads only: without the other ranks' summands and the bias."""
+    if isinstance(output, ShardedToAllLinear):
+        return lambda x: x @ output["weight"].T
+    if isinstance(output, QuantizedShardedToAllLinear):
+        how: Any = {"group_size": output.group_size, "bits": output.bits, "mode": output.mode}
+        parts = output["weight"], output["scales"], output.get("biases")
+        return lambda x: mx.quantized_matmul(x, *parts, transpose=True, **how)
+    return output
