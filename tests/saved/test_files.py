@@ -6,6 +6,7 @@ import sys
 
 import mlx.core as mx
 import pytest
+from disk_helpers import full_disk
 from mlx_lm.models.cache import save_prompt_cache
 from model_configs import make_model
 from request_helpers import assert_same, plain, steps
@@ -116,19 +117,16 @@ def test_a_place_that_can_not_be_written_is_told(tmp_path, name):
         saved.require_writable(tmp_path / name)
 
 
-def test_a_failure_leaves_the_old_file_and_no_other(path, tokens, monkeypatch):
+def test_a_failure_leaves_the_old_file_and_no_other(path, tokens):
     model = make_llama()
     before = saved_file(path, model, tokens).read_bytes()
     cache = read(model, tokens, KEYDIFF)
     with pytest.raises(SnapKVError, match="hold 200 tokens, the prompt has 3"):
         saved.save(path, model, cache, [1, 2, 3])
 
-    def full(source, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(saved.files.os, "replace", full)
-    with pytest.raises(SnapKVError, match="No space left on device"):
+    with full_disk(len(before) // 2), pytest.raises(SnapKVError) as error:
         saved.save(path, model, cache, tokens)
+    assert str(error.value) == f"{path} can't be written: File too large"
     cache[1]._received = object()  # can't be written
     with pytest.raises(TypeError):
         saved.save(path, model, cache, tokens)
