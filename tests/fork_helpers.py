@@ -108,22 +108,19 @@ def _server() -> forkserver.ForkServer:
 class ForkedPopen(subprocess.Popen):
     """A process that the server forks; the server tells its end, which no wait of ours could."""
 
-    def _execute_child(
-        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
-        start_new_session, *more,
-    ):  # fmt: skip
+    def _execute_child(self, args, *more):
         assert args[0] == sys.executable and args[1] in ("-m", "-c"), args
-        streams = (p2cread, c2pwrite, errwrite)
-        fds = [standard if fd == -1 else fd for standard, fd in enumerate(streams)]
+        # As subprocess passes them: both ends of the three streams, the child's at places 0, 3 and 5.
+        (cwd, env), ends, leads_session = more[4:6], more[9:15], more[20]
+        fds = [number if fd == -1 else fd for number, fd in enumerate((ends[0], ends[3], ends[5]))]
         env = {os.fsencode(k): os.fsencode(v) for k, v in (env or os.environ).items()}
-        program = Program(args[1:], os.path.abspath(cwd or os.curdir), env, start_new_session)
+        program = Program(args[1:], os.path.abspath(cwd or os.curdir), env, leads_session)
         self._status, child = _server().connect_to_new_process(fds)
         with open(child, "wb") as file:
             file.write(pickle.dumps({}) + pickle.dumps(program))
         self.pid = forkserver.read_signed(self._status)
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*ends)
 
     def _internal_poll(self, *more, **_):
         return self.returncode if self._ended_within(0) else None

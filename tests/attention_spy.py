@@ -1,0 +1,109 @@
+"""The calls that reached MLX's attention, and the votes that their softmax gives."""
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_snapkv.caches.layers import attention_layers
+from mlx_snapkv.engine.request import Request
+
+
+def softmax_votes(call, n, kv_head_of):
+    """Votes `(n_kv_heads, T)` of the call's last `n` queries, in float64, with each query head's KV head given."""
+    logits = logits_of(call, n)
+    T = logits.shape[-1]
+    logits[:, np.arange(T) > np.arange(T - n, T)[:, None]] = -np.inf
+    sinks = -np.inf if call["sinks"] is None else np.array(call["sinks"], np.float64)[:, None, None]
+    every = np.concatenate([logits, np.broadcast_to(sinks, (*logits.shape[:2], 1))], axis=-1)
+    weights = np.exp(every - every.max(axis=-1, keepdims=True))
+    by_head = (weights / weights.sum(axis=-1, keepdims=True))[..., :T].sum(axis=1)
+    heads = np.array(kv_head_of)
+    return np.stack([by_head[heads == head].mean(axis=0) for head in range(heads.max() + 1)])
+
+
+def logits_of(call, n):
+    """Of the last queries, `(n_heads, n, T)` float64; positional scores came as the mask, capped ones as they are."""
+    if "scores" in call:
+        return np.array(call["scores"][0].flatten(0, 1), np.float64)[:, -n:]
+    queries, keys = (np.array(call[name].astype(mx.float32), np.float64)[0] for name in ("q", "k"))
+    keys = keys.repeat(len(queries) // len(keys), axis=0)
+    logits = queries[:, -n:] @ keys.swapaxes(-1, -2) * call["scale"]
+    if isinstance(call["mask"], mx.array) and call["mask"].dtype != mx.bool_:
+        logits = logits + np.array(call["mask"].astype(mx.float32))[0, :, -n:]
+    return logits
+
+
+def heads_read(layer, call, rows):
+    """The cache's KV head that each query head reads, by looking for the key head's rows in the cache."""
+    n_heads, n_keys, heads = call["q"].shape[1], call["k"].shape[1], range(rows.shape[1])
+    if layer.latent:
+        return [0] * n_heads
+    read = [call["k"][:, j * n_keys // n_heads] for j in range(n_heads)]
+    return [next(h for h in heads if mx.array_equal(rows[:, h], keys)) for keys in read]
+
+
+def read_and_spy(model, tokens, policy, monkeypatch):
+    """The prompt read in two chunks on recording caches, and the calls that reached MLX's attention last.
+
+    Of models that compute their own scores: the calls of the softmax, and the queries and keys before.
+    """
+    calls = []
+    attend, softmax = mx.fast.scaled_dot_product_attention, mx.softmax
+
+    def spy(queries, keys, values, *, scale, mask=None, sinks=None):
+        calls.append({"q": queries, "k": keys, "scale": scale, "sinks": sinks, "mask": mask})
+        return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+    def spy_scores(scores, *args, **kwargs):
+        calls.append({"scores": scores})
+        return softmax(scores, *args, **kwargs)
+
+    cache = make_prompt_cache(model)
+    request = Request(model, policy, tokens.size, cache)
+    with request.recording(), monkeypatch.context() as patched:
+        if any(layer.cap for layer in attention_layers(model, cache)):
+            patched.setattr(mx, "softmax", spy_scores)
+        patched.setattr(mx.fast, "scaled_dot_product_attention", spy)
+        model(tokens[None, :30], cache=request.caches)
+        calls.clear()
+        model(tokens[None, 30:], cache=request.caches)
+    return request, calls
+
+
+def calls_of(layer, cache, calls):
+    """Those by which the layer's readers came to its recorded queries, one each."""
+    parts = mx.split(cache.queries, len(layer.readers), axis=1)
+    return [_call_of(layer, cache, part, calls) for part in parts]
+
+
+def _call_of(layer, cache, queries, calls):
+    if layer.cap:  # in order of layers, and the queries are those of these scores
+        call = calls.pop(0)
+        logits = layer.cap * mx.tanh(
+            (queries * layer.attention.scale)
+            @ mx.repeat(cache.held().keys, layer.attention.repeats, axis=1).swapaxes(-1, -2)
+            / layer.cap
+        )
+        found = call["scores"].flatten(1, 2)[:, :, -8:]
+        seen = found > -1e30
+        assert mx.allclose(mx.where(seen, logits, 0), mx.where(seen, found, 0), atol=1e-5)
+        scale = layer.attention.scale
+        return call | {"q": queries, "k": cache.held().keys, "scale": scale, "sinks": None}
+    return next(c for c in calls if is_made_of(layer, cache, queries, c))
+
+
+def is_made_of(layer, cache, queries, call):
+    """Bit for bit: the queries are the call's, or in the case of latents what the call's become, and its mask's."""
+    asked = call["q"][:, :, -8:]
+    if not layer.latent:
+        return mx.array_equal(asked, queries).item()
+    module = layer.attention
+    n, rank = module.qk_nope_head_dim, module.kv_lora_rank
+    positional = queries[..., rank:]
+    if not mx.array_equal(module.embed_q(asked[..., :n]), queries[..., :rank]):
+        return False
+    if asked.shape[3] > n:
+        return mx.array_equal(asked[..., n:], positional)
+    scores = (positional * call["scale"]) @ cache.held().plain()[1].swapaxes(-1, -2)
+    mask = call["mask"][:, :, -8:]
+    return mx.allclose(mx.where(mask > -1e30, scores, mask), mask, rtol=1e-6, atol=1e-7)
