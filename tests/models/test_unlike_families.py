@@ -12,7 +12,7 @@ from request_helpers import assert_same, plain, steps
 from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.models import attention_classes, patch
+from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import POLICIES
 
@@ -148,11 +148,9 @@ def test_a_file_goes_on_as_if_nothing_had_happened(model, tmp_path):
         assert_same(steps(model, TOKENS[:9], n=10, prompt_cache=loaded), wanted)
 
 
-def test_requests_of_a_batch_vote_as_alone(model):
-    if is_type(model, "gemma2"):
-        pytest.skip("mlx-lm can't decode it in a batch")
-    policy = "tova:budget=20,block=8"
-    prompts = prompts_of(40, 33, vocab_size=120)
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4_text"])
+def test_requests_of_a_batch_vote_as_alone(name):
+    model, policy, prompts = make_model(name), "tova:budget=20,block=8", prompts_of(40, 33)
     run = Run(model, policy)
     uids = run.insert(prompts, [12, 12])
     run.finish()
@@ -160,18 +158,11 @@ def test_requests_of_a_batch_vote_as_alone(model):
         assert run.answers[uid] == alone(model, prompt, 12, policy=policy)
 
 
-def test_without_compression_nothing_is_touched(model, monkeypatch):
-    monkeypatch.setattr(patch, "_hold", lambda cls: pytest.fail(f"{cls} was patched"))
-    for options in ({}, {"policy": SNAPKV + ",min_ctx=1000"}):
-        assert_same(steps(model, TOKENS, n=4, **options), plain(model, TOKENS, n=4))
-
-
 def test_a_call_that_fails_leaves_nothing_for_the_next(monkeypatch):
     """The entries are lent, and the borrower never comes."""
-    model = make_model("gemma4_text")
+    model, calls = make_model("gemma4_text"), []
     wanted = steps(model, TOKENS, policy=SNAPKV)
     call = gemma4_text.MLP.__call__
-    calls = []
 
     def failing(self, x):
         calls.append(self)
@@ -179,10 +170,9 @@ def test_a_call_that_fails_leaves_nothing_for_the_next(monkeypatch):
             raise RuntimeError("no memory")
         return call(self, x)
 
-    monkeypatch.setattr(gemma4_text.MLP, "__call__", failing)
-    with pytest.raises(RuntimeError):
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setattr(gemma4_text.MLP, "__call__", failing)
         steps(model, TOKENS, policy=SNAPKV)
-    monkeypatch.undo()
     assert_same(steps(model, TOKENS, policy=SNAPKV), wanted)
 
 
@@ -197,8 +187,7 @@ def test_lent_entries_need_a_cache_that_knows_its_readers():
         model(TOKENS[None], cache=caches)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name, again", [("gemma2", False), ("deepseek_v3", True)])
 def test_one_mask_for_unlike_layers_is_refused_in_a_sentence(name, again):
     """The first answer takes none; a longer message after it does."""
     model = make_model(name)
