@@ -10,17 +10,17 @@ with more documents, too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from quality_page import page
-from results_page import ROOT, about, write
+from results_page import ROOT, about, options
+
+from mlx_snapkv.cli.results import write_result
 
 REAL = Path("real-models")
 SMOLLM2, GEMMA = REAL / "smollm2-135m-instruct", REAL / "gemma-3-270m"
@@ -60,76 +60,41 @@ EMBEDDED = (
 )
 
 
-@dataclass(frozen=True)
-class Part:
-    """A command and how many documents it gets of those that are asked for.
-
-    Attributes:
-        share: one in so many; a document of some takes longer.
-    """
-
-    arguments: tuple[str, ...]
-    share: int = 1
+def _each(option: str, values: Iterable[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
 
 
-def fidelity(model: Path, share: int) -> Part:
-    policies = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET]
-    settings = [word for setting in ("text", "known", "later") for word in ("--setting", setting)]
-    return Part((*_fidelity(model, (*policies, *ONE_BUDGET)), *settings), share)
+def _fidelity(model: Path, policies: Iterable[str], *more: str) -> list[str]:
+    words = ["eval", "fidelity", "--model", str(model), "--text", str(REAL / "essays")]
+    return [*words, "--length", "1400", *_each("--policy", policies), *more]
 
 
-def on_full(model: Path, share: int) -> Part:
-    return Part((*_fidelity(model, ON_FULL), "--continuation", "200"), share)
+def _ruler(model: Path, length: int) -> list[str]:
+    words = ["eval", "data", "--model", str(model), "--data", str(RULER / model.name / str(length))]
+    known = [*_each("--task", TASKS), "--setting", "known"]
+    return [*words, *known, *_each("--policy", ASKED)]
 
 
-def _fidelity(model: Path, policies: Sequence[str]) -> tuple[str, ...]:
-    return (
-        *("eval", "fidelity", "--model", str(model), "--text", str(REAL / "essays")),
-        *("--length", "1400"),
-        *(word for policy in policies for word in ("--policy", policy)),
-    )
-
-
-def ruler(model: Path, length: int, share: int) -> Part:
-    return Part(
-        (
-            *(
-                "eval",
-                "data",
-                "--model",
-                str(model),
-                "--data",
-                str(RULER / model.name / str(length)),
-            ),
-            *(word for task in TASKS for word in ("--task", task)),
-            *("--setting", "known"),
-            *(word for policy in ASKED for word in ("--policy", policy)),
-        ),
-        share,
-    )
-
-
-def suite() -> Part:
-    words = [word for policy in EMBEDDED for word in ("--policy", policy)]
-    return Part(("eval", "suite", "--model", "demo-tasks", "--setting", "both", *words), 10)
-
-
-PARTS = {
-    "fidelity-smollm2": fidelity(SMOLLM2, 1),
-    "fidelity-gemma": fidelity(GEMMA, 1),
-    "on-full-smollm2": on_full(SMOLLM2, 8),
-    "ruler-smollm2-2048": ruler(SMOLLM2, 2048, 2),
-    "ruler-smollm2-4096": ruler(SMOLLM2, 4096, 2),
-    "ruler-gemma-2048": ruler(GEMMA, 2048, 2),
-    "ruler-gemma-4096": ruler(GEMMA, 4096, 2),
-    "suite": suite(),
+COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
+SETTINGS = _each("--setting", ("text", "known", "later"))
+SUITE = "eval suite --model demo-tasks --setting both".split()
+# By name: a command, and how many documents it gets: one in so many of those asked for. Those of some take longer.
+PARTS: dict[str, tuple[list[str], int]] = {
+    "fidelity-smollm2": (_fidelity(SMOLLM2, COMPARED, *SETTINGS), 1),
+    "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
+    "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
+    "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
+    "ruler-smollm2-4096": (_ruler(SMOLLM2, 4096), 2),
+    "ruler-gemma-2048": (_ruler(GEMMA, 2048), 2),
+    "ruler-gemma-4096": (_ruler(GEMMA, 4096), 2),
+    "suite": ([*SUITE, *_each("--policy", EMBEDDED)], 10),
 }
 
 
 def measure(name: str, folder: Path, documents: int) -> dict[str, Any]:
     """A part's result, without its records."""
-    part, out = PARTS[name], folder / name
-    given = [*part.arguments, "--documents", str(max(1, documents // part.share))]
+    (words, share), out = PARTS[name], folder / name
+    given = [*words, "--documents", str(max(1, documents // share))]
     command = [sys.executable, "scripts/numpy_attention.py", *given, "--output", str(out)]
     subprocess.run(command, check=True, cwd=ROOT)
     result = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
@@ -138,9 +103,7 @@ def measure(name: str, folder: Path, documents: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--documents", type=int, default=100, help="texts; questions are half")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "quality", help="no suffix")
@@ -149,13 +112,12 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     known = args.out.with_suffix(".json")
     before = json.loads(known.read_text(encoding="utf-8"))["parts"] if known.exists() else []
-    parts = {part["part"]: part for part in before if part["part"] in PARTS}
+    parts = {part["part"]: part for part in before}
     for name in args.only:
         parts[name] = measure(name, args.folder, args.documents)
-        result = about("measure_quality.py") | {
-            "parts": [parts[each] for each in PARTS if each in parts]
-        }
-        write(args.out, result, page(result))
+        found = [parts[each] for each in PARTS if each in parts]
+        result = about("measure_quality.py") | {"parts": found}
+        write_result(args.out, result, page(result))
 
 
 if __name__ == "__main__":

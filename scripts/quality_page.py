@@ -8,8 +8,9 @@ from typing import Any
 from results_page import table, written_by
 
 from mlx_snapkv.engine.report import format_bytes
+from mlx_snapkv.evals.methods import FULL
+from mlx_snapkv.evals.tables import interval
 
-FULL = "full cache"
 HOW = """## How it was measured
 
 - **Fidelity** needs no labelled data. A piece of an essay is read once on the full cache, and every policy gets a copy.
@@ -41,17 +42,13 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _title(part: dict[str, Any]) -> str:
-    model = str(part["model"]).rpartition("/")[2]
     kinds = {"fidelity": "Fidelity", "suite": "Embedded tasks"}
-    return f"{kinds.get(part['task'], 'RULER')}, {model}" + _length(part)
-
-
-def _length(part: dict[str, Any]) -> str:
+    title = f"{kinds.get(part['task'], 'RULER')}, {str(part['model']).rpartition('/')[2]}"
     if part["task"] == "fidelity":
         after = "" if part["continuation"] == 64 else f" and {part['continuation']} after them"
-        return f", {part['length']:,} tokens{after}"
+        return f"{title}, {part['length']:,} tokens{after}"
     lengths = {s["length"] for s in part["summary"]}
-    return "".join(f", {n:,} tokens" for n in sorted(lengths - {None}))
+    return title + "".join(f", {n:,} tokens" for n in sorted(lengths - {None}))
 
 
 def _command(command: str) -> list[str]:
@@ -63,13 +60,13 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
     """KL and share of the same tokens by method, a pair of columns a setting."""
     cells = {(s["method"], s["setting"]): s for s in part["summary"]}
     settings = [s for s in SETTINGS if any(setting == s for _, setting in cells)]
-    one = next(iter(part["summary"]))
+    one = part["summary"][0]
     header = ["policy", "entries", "KV memory"]
     header += [f"{SETTINGS[s]}: {what}" for s in settings for what in ("KL", "same")]
     rows = []
     for method in dict.fromkeys(method for method, _ in cells):
         own = [cells[method, setting] for setting in settings]
-        figures = [x for s in own for x in (_interval(s["kl"], ".3f"), f"{s['same']:.3f}")]
+        figures = [x for s in own for x in (interval(s["kl"], ".3f"), f"{s['same']:.3f}")]
         rows.append([f"`{method}`", str(own[0]["entries"] or "all"), _bytes(own[0]), *figures])
     about = f"{one['pieces']} pieces of {one['texts']} essays."
     return [about, "", *table(header, rows)]
@@ -89,17 +86,12 @@ def _scores(part: dict[str, Any]) -> list[str]:
                 str(s["entries"] or "all"),
                 *(f"{100 * s['by_task'][task]:.1f}" for task in tasks),
                 f"{100 * s['score']:.1f}",
-                "" if s["method"] == FULL else _interval(s["difference"], "+.1f", 100),
+                "" if s["method"] == FULL else interval(s["difference"], "+.1f", 100),
             ]
             for s in own
         ]
         lines += [f"Question {setting}.", "", *table(header, rows), ""]
     return lines[:-1]
-
-
-def _interval(found: dict[str, Any], form: str, scale: float = 1) -> str:
-    mean, low, high = (format(scale * found[key], form) for key in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
 
 
 def _bytes(summary: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import shlex
+import string
 import subprocess
 import sys
 import threading
@@ -15,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_snapkv.cli import results
+from mlx_snapkv.cli.results import write_json
+from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.reporting.setting import setting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,18 +25,21 @@ ROOT = Path(__file__).resolve().parent.parent
 Row = dict[str, Any]
 
 
+def options(description: str | None) -> argparse.ArgumentParser:
+    raw = argparse.RawTextHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=raw)
+
+
 def shared_options(description: str | None, page: str) -> argparse.ArgumentParser:
     """The options that the measurements share: the models, and where the result goes, by default docs/`page`."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = options(description)
     parser.add_argument("--models", nargs="+", default=["demo", "demo-qwen3-next"])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / page, help="without its suffix")
     return parser
 
 
 def about(script: str, *arguments: str) -> dict[str, Any]:
-    """Command, date, commit and machine of a measurement, as a JSON object."""
+    """Command, date, commit and machine of a measurement."""
     here = setting()
     return {
         "command": shlex.join(["python", f"scripts/{script}", *arguments]),
@@ -61,7 +66,7 @@ class Result:
         print(row, flush=True)
         self._rows.append(row)
         self._out.parent.mkdir(parents=True, exist_ok=True)
-        results.write_json(self._out, self._result)
+        write_json(self._out, self._result)
 
 
 def written_by(result: dict[str, Any]) -> str:
@@ -79,10 +84,23 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in ruled]
 
 
-def write(out: Path, result: Any, page: str) -> None:
-    """Write the result to OUT.json and its page to OUT.md."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    results.write_result(out, result, page)
+class _Cells(string.Formatter):
+    """`str.format` that knows bytes and seconds, and leaves out what is None or not there."""
+
+    def get_value(self, key, args, kwargs):
+        return kwargs.get(key)
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if value is None:
+            return ""
+        known = {"bytes": format_bytes, "seconds": "{:.2f} s".format}
+        return known[spec](value) if spec in known else format(value, spec)
+
+
+def figures(rows: Iterable[Row], columns: dict[str, str]) -> list[str]:
+    """A Markdown table's lines: what each column's format says of each row."""
+    cells = [[_Cells().vformat(form, (), row) for form in columns.values()] for row in rows]
+    return table([*columns], cells)
 
 
 def load(name: str) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import policies_page
 import readme_results
-from results_page import Row, load, right, table, written_by
+from results_page import Row, figures, load, right, table, written_by
 
 from mlx_snapkv.bench import tables as bench
 from mlx_snapkv.cli.listings import CHOICES
-from mlx_snapkv.engine.report import format_bytes
+from mlx_snapkv.evals.tables import grouped
 from mlx_snapkv.reporting.table import as_markdown, setting_text
 
 
@@ -28,10 +28,6 @@ def filled(page: str) -> str:
         after = rest.split(end)[1]
         page = "\n".join([before + start, "", *TABLES[name](), "", end + after])
     return page
-
-
-def ratio(row: Row, base: Row, figure: str) -> str:
-    return f"{row[figure] / base[figure]:.2f}x"
 
 
 # What to take
@@ -87,31 +83,41 @@ def speed(name: str) -> list[str]:
 def books() -> list[str]:
     """What reading a book and asking it costs."""
     result = load("books")
-    rows = sorted(result["rows"], key=lambda row: row["context"])
+    rows = [
+        row
+        | {"speed": row["context"] / row["read_seconds"], "gathered": row["gathered"] or None}
+        | {"disk": row["disk_bytes_per_token"] or None}
+        for row in sorted(result["rows"], key=lambda row: row["context"])
+    ]
     full = max(row["context"] for row in rows if row["contender"] == "full cache")
-    reading, asking = [], []
-    for row in rows:
-        who, disk = (f"{row['context']:,}", row["contender"]), row["disk_bytes_per_token"]
-        sizes = [format_bytes(row[f"{what}_bytes"]) for what in ("peak", "process", "kv")]
-        speed = f"{row['read_seconds']:.1f} s", f"{row['context'] / row['read_seconds']:.0f}"
-        on_disk = format_bytes(disk) if disk else ""
-        reading.append((*who, f"{row['entries']:,}", *speed, *sizes, on_disk))
-        parts = [row.get(f"{part}_seconds") for part in ("vote", "gather", "read_again")]
-        seconds = [f"{x:.2f} s" if x is not None else "" for x in (row["question_seconds"], *parts)]
-        asking.append((*who, f"{row['gathered']:,}" if row["gathered"] else "", *seconds))
-    head = ("prompt", "cache", "resident", "read", "tokens/s", "peak", "process", "entries")
-    asked = ("prompt", "cache", "gathered", "question", "votes", "gathering", "read again")
+    who = {"prompt": "{context:,}", "cache": "{contender}"}
+    reading = {
+        "resident": "{entries:,}",
+        "read": "{read_seconds:.1f} s",
+        "tokens/s": "{speed:.0f}",
+        "peak": "{peak_bytes:bytes}",
+        "process": "{process_bytes:bytes}",
+        "entries": "{kv_bytes:bytes}",
+        "disk/token": "{disk:bytes}",
+    }
+    asking = {
+        "gathered": "{gathered:,}",
+        "question": "{question_seconds:seconds}",
+        "votes": "{vote_seconds:seconds}",
+        "gathering": "{gather_seconds:seconds}",
+        "read again": "{read_again_seconds:seconds}",
+    }
     return [
         *_measured(result),
         BOOKS.format(full=full),
         "",
-        *table((*head, "disk/token"), reading),
+        *figures(rows, who | reading),
         "",
         "A question of 32 tokens until its answer's first token, medians of 3: read over the resident entries, and "
         "again while its tokens choose among all. With votes: voted for, gathered, and read "
         "again over what was gathered.",
         "",
-        *table(asked, asking),
+        *figures(rows, who | asking),
     ]
 
 
@@ -120,20 +126,20 @@ def batches() -> list[str]:
     full = {row["batch"]: row for row in result["rows"] if row["cache"] == "full cache"}
     rows = []
     for row in result["rows"]:
-        base, first = full[row["batch"]], row["first_seconds"]
-        rows.append(
-            (
-                str(row["batch"]),
-                row["cache"],
-                f"{row['tokens_per_second']:.1f}, {ratio(row, base, 'tokens_per_second')}",
-                format_bytes(row["kv_bytes"]),
-                f"{row['run_seconds']:.1f} s, {ratio(row, base, 'run_seconds')}",
-                f"{first[0]:.1f} to {first[-1]:.1f} s",
-                format_bytes(row["peak_bytes"]),
-            )
-        )
-    head = ("prompts", "cache", "tokens/s", "KV memory", "whole run", "first tokens", "peak memory")
-    return [*_measured(result), *table(head, rows)]
+        first, last = row["first_seconds"][0], row["first_seconds"][-1]
+        base = full[row["batch"]]
+        ratios = {f"{x}_ratio": row[f"{x}"] / base[x] for x in ("tokens_per_second", "run_seconds")}
+        rows.append(row | ratios | {"first": first, "last": last})
+    columns = {
+        "prompts": "{batch}",
+        "cache": "{cache}",
+        "tokens/s": "{tokens_per_second:.1f}, {tokens_per_second_ratio:.2f}x",
+        "KV memory": "{kv_bytes:bytes}",
+        "whole run": "{run_seconds:.1f} s, {run_seconds_ratio:.2f}x",
+        "first tokens": "{first:.1f} to {last:.1f} s",
+        "peak memory": "{peak_bytes:bytes}",
+    }
+    return [*_measured(result), *figures(rows, columns)]
 
 
 def servers() -> list[str]:
@@ -141,96 +147,93 @@ def servers() -> list[str]:
     base = {row["clients"]: row for row in result["rows"] if row["server"] == "mlx_lm.server"}
     rows = []
     for row in result["rows"]:
-        together = row["together_tokens_per_second"]
-        gain = f"{together / base[row['clients']]['together_tokens_per_second']:.2f}x"
+        speed = row["together_tokens_per_second"]
+        gain = speed / base[row["clients"]]["together_tokens_per_second"] if speed else 0
         rows.append(
-            (
-                str(row["clients"]),
-                row["server"],
-                f"{statistics.median(row['first_seconds']):.1f} / {row['first_seconds'][-1]:.1f} s",
-                f"{statistics.median(row['follow_up_seconds']):.2f} s",
-                f"{together:.1f}, {gain}" if together else "never",
-                f"{row['cached_tokens'] / row['follow_up_tokens']:.1%}",
-                format_bytes(row["process_bytes"]),
-                f"{row['right']}/{row['questions']}",
-            )
+            row
+            | {"first": statistics.median(row["first_seconds"]), "last": row["first_seconds"][-1]}
+            | {"later": statistics.median(row["follow_up_seconds"])}
+            | {"together": f"{speed:.1f}, {gain:.2f}x" if speed else "never"}
+            | {"known": row["cached_tokens"] / row["follow_up_tokens"]}
         )
-    head = ("clients", "server", "first token", "of follow-ups", "tokens/s while all answer")
-    head += ("known", "process", "right")
-    return [*_measured(result), *table(head, rows)]
+    columns = {
+        "clients": "{clients}",
+        "server": "{server}",
+        "first token": "{first:.1f} / {last:.1f} s",
+        "of follow-ups": "{later:seconds}",
+        "tokens/s while all answer": "{together}",
+        "known": "{known:.1%}",
+        "process": "{process_bytes:bytes}",
+        "right": "{right}/{questions}",
+    }
+    return [*_measured(result), *figures(rows, columns)]
 
 
 def plan() -> list[str]:
     """Planned and used bytes, by model."""
     result = load("plan")
-    models: dict[str, list[Row]] = {}
-    for row in result["rows"]:
-        models.setdefault(row["model"], []).append(row)
+    off = lambda row: row["planned"] / row["used"] - 1  # noqa: E731
     rows = []
-    for name, mine in models.items():
-        off = [row["planned"] / row["used"] - 1 for row in mine]
-        lengths = [f"{row['tokens']:,}" for row in mine]
-        sizes = [row["used"] for row in mine]
+    for (name,), own in grouped(result["rows"], "model").items():
+        lengths = [f"{own[i]['tokens']:,}" for i in (0, -1)]
+        used = [row["used"] for row in own]
         rows.append(
-            (
-                f"`{name}`",
-                str(len(mine)),
-                " to ".join(dict.fromkeys((lengths[0], lengths[-1]))),
-                format_bytes(mine[0]["weights"]),
-                f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}",
-                f"{statistics.fmean(map(abs, off)):.1%}",
-                f"{max(off, key=abs):+.1%}",
-            )
+            {"model": name, "cases": len(own), "tokens": " to ".join(dict.fromkeys(lengths))}
+            | {"weights": own[0]["weights"], "least": min(used), "most": max(used)}
+            | {"mean": statistics.fmean(abs(off(row)) for row in own)}
+            | {"worst": max(map(off, own), key=abs)}
         )
-    every = sorted(abs(row["planned"] / row["used"] - 1) for row in result["rows"])
+    every = sorted(abs(off(row)) for row in result["rows"])
     near = sum(error < 0.1 for error in every)
     told = (
         f"Of {len(every)} cases the median error is {every[len(every) // 2]:.1%}; {near} are within 10%; "
         f"the largest is {every[-1]:.1%}."
     )
-    head = ("model", "cases", "tokens", "weights", "used", "mean error", "worst")
-    return [written_by(result), told, "", *table(head, rows)]
+    columns = {
+        "model": "`{model}`",
+        "cases": "{cases}",
+        "tokens": "{tokens}",
+        "weights": "{weights:bytes}",
+        "used": "{least:bytes} to {most:bytes}",
+        "mean error": "{mean:.1%}",
+        "worst": "{worst:+.1%}",
+    }
+    return [written_by(result), told, "", *figures(rows, columns)]
 
 
 # What is remembered
 
+REMEMBERED = {"model": "`{model}`", "cache": "{name}", "right": "{right}/{asked}"}
+
+
+def _facts(name: str) -> list[Row]:
+    return [row for row in load("facts")["rows"] if row["table"] == name]
+
 
 def memories() -> list[str]:
     """Facts found, bytes and seconds, by memory and model."""
-    result = load("facts")
-    rows = [
-        (
-            f"`{row['model']}`",
-            row["name"],
-            right(row),
-            *(format_bytes(row[f"{part}_bytes"]) for part in ("held", "file", "decoding", "peak")),
-            *(f"{row[f'{part}_seconds']:.2f} s" for part in ("first", "later")),
-        )
-        for row in result["rows"]
-        if row["table"] == "memories"
-    ]
-    head = ("model", "cache", "right", "held", "in files", "decoding", "peak", "first turn")
-    return [*_measured(result), *table((*head, "later turns"), rows)]
+    columns = REMEMBERED | {
+        "held": "{held_bytes:bytes}",
+        "in files": "{file_bytes:bytes}",
+        "decoding": "{decoding_bytes:bytes}",
+        "peak": "{peak_bytes:bytes}",
+        "first turn": "{first_seconds:seconds}",
+        "later turns": "{later_seconds:seconds}",
+    }
+    return [*_measured(load("facts")), *figures(_facts("memories"), columns)]
 
 
 def bits() -> list[str]:
-    rows = [
-        (f"`{row['model']}`", row["name"], right(row), format_bytes(row["decoding_bytes"]))
-        for row in load("facts")["rows"]
-        if row["table"] == "bits"
-    ]
-    return table(("model", "cache", "right", "KV memory"), rows)
+    return figures(_facts("bits"), REMEMBERED | {"KV memory": "{decoding_bytes:bytes}"})
 
 
 def resident() -> list[str]:
     """Facts found by the share of the entries in memory, a row for each model and way."""
-    rows = [row for row in load("facts")["rows"] if row["table"] == "resident"]
+    rows = _facts("resident")
     shares = list(dict.fromkeys(row["share"] for row in rows))
-    found = {(row["model"], row["name"], row["share"]): right(row) for row in rows}
-    ways = dict.fromkeys((row["model"], row["name"]) for row in rows)
     body = [
-        (f"`{model}`", name, *(found[model, name, share] for share in shares))
-        for model, name in ways
+        (f"`{model}`", name, *(right(row) for row in own))
+        for (model, name), own in grouped(rows, "model", "name").items()
     ]
     return table(("model", "cache", *(f"1/{share}" for share in shares)), body)
 
@@ -238,38 +241,35 @@ def resident() -> list[str]:
 def answers() -> list[str]:
     """How near answers come to the full cache's, by when they choose."""
     result = load("answers")
-    rows = result["rows"]
+    n = {row["kind"]: row["n"] for row in result["rows"]}
     body = []
-    for model, share, way in dict.fromkeys((r["model"], r["share"], r["way"]) for r in rows):
-        of = {
-            r["kind"]: r for r in rows if (r["model"], r["share"], r["way"]) == (model, share, way)
-        }
-        figures = [f"{of[k]['kl']:.3f}, {of[k]['same']:.3f}" for k in ("needles", "essays")]
-        body.append((f"`{model}`", f"1/{share}", way, *figures))
-    n = {row["kind"]: row["n"] for row in rows}
-    head = ("model", "entries read", "chosen by", f"needles ({n['needles']}): KL, same token")
-    head += (f"essays ({n['essays']}): KL, same token",)
-    return [*_measured(result), *table(head, body)]
+    for (model, share, way), own in grouped(result["rows"], "model", "share", "way").items():
+        of = {row["kind"]: f"{row['kl']:.3f}, {row['same']:.3f}" for row in own}
+        body.append((f"`{model}`", f"1/{share}", way, of["needles"], of["essays"]))
+    kinds = [f"{kind} ({n[kind]}): KL, same token" for kind in ("needles", "essays")]
+    return [*_measured(result), *table(("model", "entries read", "chosen by", *kinds), body)]
 
 
 def agents() -> list[str]:
     result = load("agents")
     rows = [
-        (
-            f"{row['package']} {result['agents'][row['package']]}",
-            f"`{row['api']}`",
-            "yes" if row["answered"] and row["tool_ran"] else "no",
-            f"{row['second_turn'][1]:,} of {row['second_turn'][0]:,}",
-            f"{row['longest']:,}",
-            str(row["refused"]),
-            f"{row['after']:,}",
-            "yes" if row["still_answers"] else "no",
-        )
+        row
+        | {"version": result["agents"][row["package"]]}
+        | {"works": "yes" if row["answered"] and row["tool_ran"] else "no"}
+        | {"still": "yes" if row["still_answers"] else "no"}
         for row in result["rows"]
     ]
-    head = ("agent", "API", "answers, runs tools", "known of the second turn's prompt")
-    head += ("longest prompt read", "refused", "last prompt", "still answers")
-    return [*_measured(result), *table(head, rows)]
+    columns = {
+        "agent": "{package} {version}",
+        "API": "`{api}`",
+        "answers, runs tools": "{works}",
+        "known of the second turn's prompt": "{second_turn[1]:,} of {second_turn[0]:,}",
+        "longest prompt read": "{longest:,}",
+        "refused": "{refused}",
+        "last prompt": "{after:,}",
+        "still answers": "{still}",
+    }
+    return [*_measured(result), *figures(rows, columns)]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
