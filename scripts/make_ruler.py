@@ -19,7 +19,6 @@ Where this differs from what lm-evaluation-harness does by itself:
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -33,6 +32,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+from results_page import options
 
 from mlx_snapkv.errors import SnapKVError
 
@@ -127,9 +127,7 @@ def _columns(task: str, sample: dict) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("tokenizer", type=Path, help="a model's folder")
     parser.add_argument("out", type=Path)
     parser.add_argument("--task", action="append", choices=TASKS, help="all without it")

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import mlx.core as mx
@@ -58,7 +58,7 @@ class Client:
 
     def __init__(self, tokenizer: Any, seed: int, n_tokens: int):
         found = make_haystack(tokenizer, random.Random(seed), 1 + FOLLOW_UPS, n_tokens)
-        self._document, self._facts = found
+        self._begin, self._facts = f"{found[0]}\n\n", found[1]
         self._no_end = {str(token): NEVER for token in tokenizer.eos_token_ids}
         self._messages: list[dict[str, str]] = []
         self.n_right = 0
@@ -66,11 +66,11 @@ class Client:
     def ask(self, url: str) -> Answer:
         """The answer to its next question."""
         fact = self._facts[len(self._messages) // 2]
-        begin = "" if self._messages else f"{self._document}\n\n"
-        self._messages.append({"role": "user", "content": f"{begin}{fact.question}"})
+        self._messages.append({"role": "user", "content": f"{self._begin}{fact.question}"})
         answer = ask(url, self._messages, self._no_end)
         self._messages.append({"role": "assistant", "content": answer.text})
         self.n_right += fact.value in answer.text
+        self._begin = ""
         return answer
 
 
@@ -107,24 +107,24 @@ def write_float32(name: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[tuple[str, int]]:
-    """A server's address and process while the block runs."""
+def running(command: list[str]) -> Iterator[tuple[str, subprocess.Popen, IO[str]]]:
+    """A server's address, process and log while the block runs; it is terminated then."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     place, url = ["--host", "127.0.0.1", "--port", str(port)], f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen([sys.executable, "-m", *command, *place], stdout=log, stderr=log)
         try:
             until, status = time.monotonic() + WAIT, 0
             while status != 200:
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
-                    raise SystemExit(f"{command[:2]} did not start: {log.read().decode()[-500:]}")
+                    raise SystemExit(f"{command[:2]} did not start: {log.read()[-500:]}")
                 time.sleep(0.1)
                 with contextlib.suppress(httpx.TransportError):
                     status = httpx.get(f"{url}/health").status_code
-            yield url, process.pid
+            yield url, process, log
         finally:
             process.terminate()
             process.wait(30)
@@ -148,8 +148,8 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
     """A row: so many clients, each with a document of about `length` tokens."""
     clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
     with (
-        running(command) as (url, pid),
-        watched(pid) as held,
+        running(command) as (url, process, _),
+        watched(process.pid) as held,
         ThreadPoolExecutor(n_clients) as pool,
     ):
         ask(url, [{"role": "user", "content": "Hello"}], {})  # until then, the model may be loading
@@ -160,9 +160,6 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
         ]
         seconds = time.perf_counter() - began
 
-    def cached(answer: Answer) -> int:
-        return (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-
     first, later = rounds[0], [answer for answers in rounds[1:] for answer in answers]
     tokens, together = tokens_while_all_answer(rounds)
     answered = sum(answer.usage["completion_tokens"] for answer in (*first, *later))
@@ -172,7 +169,9 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
         "tokens_per_second": answered / seconds,
         "together_tokens_per_second": tokens / together if together else None,
         "follow_up_tokens": statistics.mean(a.usage["prompt_tokens"] for a in later),
-        "cached_tokens": statistics.mean(cached(answer) for answer in later),
+        "cached_tokens": statistics.mean(
+            (a.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) for a in later
+        ),
         "process_bytes": max(held),
         "right": sum(client.n_right for client in clients),
         "questions": len(first) + len(later),

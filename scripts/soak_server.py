@@ -1,35 +1,168 @@
-"""A server under all that clients do, for minutes: nothing may grow, die or go unanswered; exit code 1 if it does.
+"""A server under good, bad, slow and leaving clients, for minutes: nothing may grow, die or go unanswered.
 
-python scripts/soak_server.py --minutes 10
+python scripts/soak_server.py --minutes 10         # exit code 1 if something does
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
-import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from results_page import look  # noqa: E402
-from soak_clients import Tally, run_all  # noqa: E402
+from bad_requests import BAD, CHAT, RAW, TEXT  # noqa: E402
+from measure_servers import running  # noqa: E402
+from results_page import look, options  # noqa: E402
+
+from mlx_snapkv.demo.documents import filler_sentence  # noqa: E402
 
 FLAGS = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256 --memory recall --queue 64".split()
 FLAGS += "--prefix-bytes 60MB --max-kv-bytes 80MB".split()
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+ENDS = ("data: [DONE]", "event: message_stop")
+ENDS += ("event: response.completed", "event: response.incomplete")
+SENTENCES = 120  # of a document at most, about 2,500 tokens
+SAME = {"prompt": "The key of", "max_tokens": 40}
 EVERY = 2.0  # seconds between two looks
 WARM = 1 / 3  # of the time, until which memory may grow: caches fill
 MAY_GROW = {"memory": lambda before: 1.10 * before, "files": lambda before: before + 5}
 LINES = 400  # of /metrics, whose names must not come from clients
 SETTLE = 30.0  # seconds until no request is open
+
+
+class Clients:
+    """One client of every kind is a method, which does one thing and may be called again and again.
+
+    Attributes:
+        counts, wrong: of all clients: requests by what became of them, and what was not as it should be.
+    """
+
+    def __init__(self, url: str, seed: int, counts: Counter[str], wrong: list[str]):
+        self.counts, self.wrong = counts, wrong
+        self._rng, self._url = random.Random(seed), url
+        self._client = httpx.Client(base_url=url, timeout=300)
+        self._said: list[dict[str, str]] = []
+        self._same: str | None = None
+
+    def note(self, what: str, problem: str | None = None) -> None:
+        self.counts[what] += 1
+        if problem is not None:
+            self.wrong.append(f"{what}: {problem}"[:400])
+
+    def good(self) -> None:
+        """A request of one of the APIs, about a document of a random length or as a follow-up."""
+        path, body = self._request()
+        if body["stream"]:
+            self.note("good requests", self._streamed(path, body))
+            return
+        response = self._client.post(path, json=body)
+        ok = response.status_code == 200 and response.json().get("error") is None
+        problem = f"{path}: {response.status_code} {response.text[:200]}"
+        self.note("good requests", None if ok else problem)
+
+    def _streamed(self, path: str, body: dict[str, Any]) -> str | None:
+        seen = [""]
+        with self._client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                return f"{path}: {response.status_code} {response.read().decode()[:200]}"
+            for line in response.iter_lines():
+                seen.append(line)
+                if line.startswith(("event: error", 'data: {"error"')):
+                    return f"{path}: {seen[-4:]}"
+        return None if set(ENDS) & set(seen) else f"{path}: its stream ended with {seen[-4:]}"
+
+    def same(self) -> None:
+        """The same greedy request: others' must not show in its answer."""
+        text = self._client.post(TEXT, json=SAME).json()["choices"][0]["text"]
+        self._same = self._same or text
+        self.note("equal requests", None if text == self._same else f"it answers {text!r} now")
+
+    def bad(self) -> None:
+        """One that must be refused."""
+        path, body = self._rng.choice(list(BAD.values()))
+        content = json.dumps(body).encode()
+        if self._rng.random() < 0.5:
+            path = self._rng.choice((CHAT, TEXT, MESSAGES, RESPONSES))
+            content = self._rng.choice(list(RAW.values()))
+        response = self._client.post(path, content=content)
+        try:
+            refused = 400 <= response.status_code < 500 and response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):  # it is not the API's form
+            refused = False
+        problem = f"{path}: {response.status_code} {response.text[:200]!r}"
+        self.note("bad requests", None if refused else problem)
+
+    def leaving(self) -> None:
+        """One that goes away: before it is answered, or in the middle of that."""
+        path, body = self._request()
+        try:
+            if not body["stream"]:
+                self._client.post(path, json=body, timeout=self._rng.uniform(0.01, 2))
+                return
+            with self._client.stream("POST", path, json=body) as response:
+                for n, _ in enumerate(response.iter_lines()):
+                    if n > self._rng.randrange(60):
+                        break
+        except httpx.TimeoutException:
+            pass
+        self.note("clients that left")
+
+    def slow(self) -> None:
+        """One that hardly reads what it gets, and then reads on."""
+        body = {**SAME, "max_tokens": 2000, "stream": True, "logit_bias": {"1": -100}}
+        host, port = self._url.removeprefix("http://").split(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.settimeout(120)
+            connection.connect((host, int(port)))
+            content = json.dumps(body).encode()
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            for _ in range(self._rng.randrange(3, 15)):
+                connection.recv(64)
+                time.sleep(0.5)
+            found = b""
+            while part := connection.recv(65536):
+                found = (found + part)[-200:]
+        self.note("slow readers", None if b"data: [DONE]" in found else f"{found!r}")
+
+    def _request(self) -> tuple[str, dict[str, Any]]:
+        rng = self._rng
+        text = " ".join(filler_sentence(rng) for _ in range(rng.randint(1, SENTENCES)))
+        if self._said and len(self._said) < 20 and rng.random() < 0.5:
+            text = "What is the access code of the opal oak?"
+        else:
+            self._said = []
+        self._said.append({"role": "user", "content": text})
+        n, said = rng.randint(1, 120), list(self._said)
+        requests: dict[str, dict[str, Any]] = {
+            CHAT: {"messages": said, "max_tokens": n},
+            TEXT: {"prompt": text, "max_tokens": n},
+            MESSAGES: {"model": "m", "messages": said, "max_tokens": n},
+            RESPONSES: {"model": "m", "input": text, "max_output_tokens": n},
+        }
+        self._said.append({"role": "assistant", "content": "It is 481516."})
+        path = rng.choice(list(requests))
+        return path, requests[path] | {"stream": rng.random() < 0.6}
+
+
+KINDS = [*[Clients.good] * 4, Clients.same, Clients.bad, *[Clients.leaving] * 2, Clients.slow]
 
 
 def grown(looks: list[dict[str, int]]) -> list[str]:
@@ -46,70 +179,67 @@ def grown(looks: list[dict[str, int]]) -> list[str]:
     return found
 
 
-def metric(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}\b", line))
-
-
 def unsettled(url: str) -> list[str]:
     """What is still open, or told too long, when all clients have gone."""
-    until = time.monotonic() + SETTLE
-    while (n_open := metric(url, "mlx_snapkv_open_requests")) and time.monotonic() < until:
+
+    def metrics() -> str:
+        return httpx.get(f"{url}/metrics", timeout=60).text
+
+    until, still_open = time.monotonic() + SETTLE, r"^mlx_snapkv_open_requests\b.* [^0]"
+    while re.search(still_open, metrics(), re.M) and time.monotonic() < until:
         time.sleep(0.5)
-    lines = len(httpx.get(f"{url}/metrics", timeout=60).text.splitlines())
-    found = [f"{n_open:.0f} requests are open still"] if n_open else []
+    found = ["requests are open still"] if re.search(still_open, metrics(), re.M) else []
+    lines = len(metrics().splitlines())
     found += [f"/metrics has {lines} lines"] if lines > LINES else []
     if httpx.get(f"{url}/health", timeout=60).status_code != 200:
         found.append("the thread that generates has died")
     return found
 
 
-def soak(url: str, process: subprocess.Popen[str], minutes: float, seed: int) -> list[str]:
+def soak(url: str, process: subprocess.Popen, minutes: float, seed: int) -> list[str]:
     """What was wrong."""
-    tally, looks = Tally(), []
-    threads = run_all(url, seed, 60 * minutes, tally)
+    counts, wrong, looks = Counter[str](), [], []
     until = time.monotonic() + 60 * minutes
+
+    def go_on(kind: Callable[[Clients], None], number: int) -> None:
+        clients = Clients(url, seed + number, counts, wrong)
+        while time.monotonic() < until:
+            try:
+                kind(clients)
+            except Exception as error:
+                clients.note(kind.__name__, f"{type(error).__name__}: {error}")
+                time.sleep(0.2)
+
+    threads = [threading.Thread(target=go_on, args=(kind, n)) for n, kind in enumerate(KINDS)]
+    for thread in threads:
+        thread.start()
     while time.monotonic() < until and process.poll() is None:
         looks.append(look(process.pid))
         time.sleep(EVERY)
     for thread in threads:
         thread.join(300)
     if process.poll() is not None:
-        return ["the server has ended", *tally.wrong[:5]]
-    print(", ".join(f"{n} {what}" for what, n in sorted(tally.counts.items())))
-    print(f"the slowest refusal took {tally.slowest:.1f} s")
-    wrong = [f"{len(tally.wrong)} wrong, such as:", *tally.wrong[:10]] if tally.wrong else []
-    stuck = [thread.name for thread in threads if thread.is_alive()]
-    wrong += [f"{len(stuck)} clients were never answered"] if stuck else []
-    return wrong + unsettled(url) + grown(looks)
+        return ["the server has ended", *wrong[:5]]
+    print(", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+    found = [f"{len(wrong)} wrong, such as:", *wrong[:10]] if wrong else []
+    stuck = sum(thread.is_alive() for thread in threads)
+    found += [f"{stuck} clients were never answered"] if stuck else []
+    return found + unsettled(url) + grown(looks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=FLAGS, help="of the server")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "mlx_snapkv", "serve", "--model", "demo", "--port", "0"]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [*command, *args.flags], stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        try:
-            assert process.stdout
-            line = process.stdout.readline()
-            if " at http://" in line:
-                url = line.split(" at ")[1].split()[0]
-                wrong = soak(url, process, args.minutes, args.seed)
-                process.send_signal(signal.SIGTERM)
-                process.wait(30)
-            else:
-                wrong = ["the server has not started"]
-        finally:
-            process.kill()
-            log.seek(0)
-            said = log.read()
-    if "Traceback" in said or "failed" in said or process.returncode not in (0, -signal.SIGTERM):
+    with running(["mlx_snapkv", "serve", "--model", "demo", *args.flags]) as (url, process, log):
+        wrong = soak(url, process, args.minutes, args.seed)
+        process.terminate()
+        ended = process.wait(30)
+        log.seek(0)
+        said = log.read()
+    if "Traceback" in said or "failed" in said or ended not in (0, -signal.SIGTERM):
         wrong.append(f"the log has:\n{said[-3000:]}")
     print("\n".join(wrong) if wrong else "nothing was wrong")
     sys.exit(bool(wrong))

@@ -9,7 +9,6 @@ exact-match accuracy reaches its target or its steps are used up, and leaves the
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from results_page import options
 from safetensors.numpy import save_file
 from training_batches import ANSWER, COPY, TEXT, Mix, SequenceMaker, exact_match
 from training_priming import prime
@@ -241,9 +241,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("arch", choices=list(CURRICULUM))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)

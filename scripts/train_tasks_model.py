@@ -10,7 +10,6 @@ fast: MLX then gets its large arrays without page faults.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -24,6 +23,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.llama import Model, ModelArgs
+from results_page import options
 from tokenizers import Tokenizer
 from training_batches import ANSWER, COPY, TEXT, Mix, SequenceMaker, exact_match
 from training_quick_exp import cross_entropy, quick_llama
@@ -176,9 +176,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

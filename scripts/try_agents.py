@@ -8,7 +8,6 @@ prompts, HTTP, what is read of the prompts and what was known of them, and the c
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from results_page import ROOT, Result
+from results_page import ROOT, Result, options
 
 sys.path.insert(0, str(ROOT / "tests"))
 from acting_server import SAY, acting
@@ -35,16 +34,12 @@ TIMEOUT = 400  # seconds of a turn
 
 @dataclass
 class Agent:
-    """A program and how it is used.
+    """A program of npm's under node_modules, the address that it asks, and how it is used.
 
     Attributes:
-        package: npm's.
-        api: the address that it asks.
-        program: under node_modules.
         new, again: the words before a prompt, of a new conversation and of one that goes on.
         tool: the call that runs a command, with ~ for quotes, which some agents escape.
-        files: what it is told in files of its home folder, with SERVER for the server's address.
-        environment: what it is told there.
+        files, environment: what it is told in its home folder and there, with SERVER for the server's address.
     """
 
     package: str
@@ -153,6 +148,8 @@ def tried(agent: Agent) -> dict[str, Any]:
             starts.append(len(prompts))
             words = agent.again if turn else agent.new
             said.append(_turn(agent, [*words, f"{SAY}{text}{END}"], home, served))
+        metrics = served.client.get("/metrics").text.splitlines()
+        refused = [x for x in metrics if 'status="400"' in x and "_total" in x]
         second = prompts[starts[1] : starts[2]] or [(0, 0)]  # if the agent has failed
         lengths = [n for n, _ in prompts] or [0]
         return {
@@ -162,7 +159,7 @@ def tried(agent: Agent) -> dict[str, Any]:
             "tool_ran": (work / "made.txt").exists(),
             "second_turn": second[0],
             "longest": max(lengths),
-            "refused": _n_refused(served),
+            "refused": int(sum(float(line.split()[-1]) for line in refused)),
             "after": lengths[-1],
             "still_answers": "and on" in said[-1],
         }
@@ -184,16 +181,8 @@ def _turn(agent: Agent, words: list[str], home: str, served: Served) -> str:
     return done.stdout
 
 
-def _n_refused(served: Served) -> int:
-    """Requests that got a 400."""
-    lines = served.client.get("/metrics").text.splitlines()
-    return int(sum(float(x.split()[-1]) for x in lines if 'status="400"' in x and "_total" in x))
-
-
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    ).parse_args()
+    options(__doc__).parse_args()
     versions = install([agent.package for agent in AGENTS])
     result = Result(ROOT / "docs" / "agents", agents=versions)
     for agent in AGENTS:

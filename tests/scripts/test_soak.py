@@ -5,12 +5,12 @@ import http.server
 import json
 import os
 import threading
+from collections import Counter
 
 import pytest
 
 from scripts.results_page import look
-from scripts.soak_clients import Clients, Tally
-from scripts.soak_server import grown
+from scripts.soak_server import Clients, grown
 
 MB = 1_000_000
 
@@ -65,7 +65,7 @@ def answering(status, body):
     ],
 )
 def test_what_a_server_may_not_answer(kind, status, body, wrong):
-    tally = Tally()
     with answering(status, body) as url:
-        kind(Clients(url, 2, tally))
-    assert bool(tally.wrong) is wrong and sum(tally.counts.values()) == 1
+        clients = Clients(url, 2, Counter(), [])
+        kind(clients)
+    assert bool(clients.wrong) is wrong and sum(clients.counts.values()) == 1
