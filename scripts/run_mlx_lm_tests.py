@@ -17,6 +17,7 @@ import sys
 import tarfile
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,7 +27,7 @@ FILES = ("test_models.py", "test_generate.py", "test_prompt_cache.py")
 PLUGIN = "import mlx_snapkv\n\nmlx_snapkv.patch_for_snapkv()\n"
 
 
-def fetch(folder: Path) -> Path:
+def fetched(folder: Path) -> Path:
     """The tests of the installed mlx-lm version."""
     name = f"mlx-lm=={version('mlx-lm')}"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "mlx-lm"]
@@ -51,13 +52,9 @@ def outcomes(tests: Path, hub: Path, plugins: list[str]) -> dict[str, str]:
     report = tests / "report.xml"
     options = ["-q", "--tb=no", "-p", "no:cacheprovider", f"--junitxml={report}"]
     options += [option for plugin in plugins for option in ("-p", plugin)]
-    subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *FILES],
-        cwd=tests,
-        env=os.environ
-        | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tests)},
-        stdout=subprocess.DEVNULL,
-    )
+    given = {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tests)}
+    command = [sys.executable, "-m", "pytest", *options, *FILES]
+    subprocess.run(command, cwd=tests, env=os.environ | given, stdout=subprocess.DEVNULL)
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -66,20 +63,18 @@ def outcomes(tests: Path, hub: Path, plugins: list[str]) -> dict[str, str]:
     return found
 
 
-def main() -> int:
+def main() -> None:
     with tempfile.TemporaryDirectory() as name:
-        tests, hub = fetch(Path(name)), Path(name) / "hub"
+        tests, hub = fetched(Path(name)), Path(name) / "hub"
         put_in_hub(tests, hub)
         (tests / "patched_in.py").write_text(PLUGIN)
         plain, patched = outcomes(tests, hub, []), outcomes(tests, hub, ["patched_in"])
-    for label, found in (("without", plain), ("patched in", patched)):
-        counts = {o: list(found.values()).count(o) for o in ("passed", "failed", "skipped")}
-        print(f"{label}: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
+    print(f"without: {Counter(plain.values())}; patched in: {Counter(patched.values())}")
     changed = [test for test in plain if patched.get(test) != plain[test]]
     for test in changed:
         print(f"changed: {test}: {plain[test]} -> {patched.get(test)}")
-    return 1 if changed or not plain else 0
+    sys.exit(bool(changed) or not plain)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,11 +6,11 @@ python scripts/soak_server.py --minutes 10         # exit code 1 if something do
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +34,8 @@ from mlx_snapkv.demo.documents import filler_sentence  # noqa: E402
 
 FLAGS = "--snapkv budget=25%,n_sink=4,n_window=32,min_ctx=256 --memory recall --queue 64".split()
 FLAGS += "--prefix-bytes 60MB --max-kv-bytes 80MB".split()
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+RESPONSES = "/v1/responses"
+PATHS = (CHAT, TEXT, "/v1/messages", RESPONSES)
 ENDS = ("data: [DONE]", "event: message_stop")
 ENDS += ("event: response.completed", "event: response.incomplete")
 SENTENCES = 120  # of a document at most, about 2,500 tokens
@@ -55,92 +56,62 @@ class Clients:
 
     def __init__(self, url: str, seed: int, counts: Counter[str], wrong: list[str]):
         self.counts, self.wrong = counts, wrong
-        self._rng, self._url = random.Random(seed), url
-        self._client = httpx.Client(base_url=url, timeout=300)
+        self._rng, self._client = random.Random(seed), httpx.Client(base_url=url, timeout=300)
         self._said: list[dict[str, str]] = []
         self._same: str | None = None
 
-    def note(self, what: str, problem: str | None = None) -> None:
+    def note(self, what: str, is_right: bool = True, problem: str = "") -> None:
         self.counts[what] += 1
-        if problem is not None:
+        if not is_right:
             self.wrong.append(f"{what}: {problem}"[:400])
 
     def good(self) -> None:
         """A request of one of the APIs, about a document of a random length or as a follow-up."""
         path, body = self._request()
-        if body["stream"]:
-            self.note("good requests", self._streamed(path, body))
-            return
-        response = self._client.post(path, json=body)
-        ok = response.status_code == 200 and response.json().get("error") is None
-        problem = f"{path}: {response.status_code} {response.text[:200]}"
-        self.note("good requests", None if ok else problem)
-
-    def _streamed(self, path: str, body: dict[str, Any]) -> str | None:
-        seen = [""]
         with self._client.stream("POST", path, json=body) as response:
-            if response.status_code != 200:
-                return f"{path}: {response.status_code} {response.read().decode()[:200]}"
-            for line in response.iter_lines():
-                seen.append(line)
-                if line.startswith(("event: error", 'data: {"error"')):
-                    return f"{path}: {seen[-4:]}"
-        return None if set(ENDS) & set(seen) else f"{path}: its stream ended with {seen[-4:]}"
+            text = response.read().decode()
+        is_right = response.status_code == 200
+        if body["stream"]:
+            lines = text.splitlines()
+            is_right &= not any(
+                line.startswith(("event: error", 'data: {"error"')) for line in lines
+            )
+            is_right &= bool(set(ENDS) & set(lines))
+        elif is_right:
+            is_right = response.json().get("error") is None
+        self.note("good requests", is_right, f"{path}: {response.status_code} {text[-300:]}")
 
     def same(self) -> None:
         """The same greedy request: others' must not show in its answer."""
         text = self._client.post(TEXT, json=SAME).json()["choices"][0]["text"]
         self._same = self._same or text
-        self.note("equal requests", None if text == self._same else f"it answers {text!r} now")
+        self.note("equal requests", text == self._same, f"it answers {text!r} now")
 
     def bad(self) -> None:
         """One that must be refused."""
         path, body = self._rng.choice(list(BAD.values()))
         content = json.dumps(body).encode()
         if self._rng.random() < 0.5:
-            path = self._rng.choice((CHAT, TEXT, MESSAGES, RESPONSES))
-            content = self._rng.choice(list(RAW.values()))
+            path, content = self._rng.choice(PATHS), self._rng.choice(list(RAW.values()))
         response = self._client.post(path, content=content)
         try:
             refused = 400 <= response.status_code < 500 and response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):  # it is not the API's form
             refused = False
         problem = f"{path}: {response.status_code} {response.text[:200]!r}"
-        self.note("bad requests", None if refused else problem)
+        self.note("bad requests", bool(refused), problem)
 
     def leaving(self) -> None:
-        """One that goes away: before it is answered, or in the middle of that."""
+        """One that hardly reads what it gets, and goes away: before it is answered, or in the middle of that."""
         path, body = self._request()
-        try:
+        with contextlib.suppress(httpx.TimeoutException):
             if not body["stream"]:
                 self._client.post(path, json=body, timeout=self._rng.uniform(0.01, 2))
-                return
-            with self._client.stream("POST", path, json=body) as response:
-                for n, _ in enumerate(response.iter_lines()):
-                    if n > self._rng.randrange(60):
-                        break
-        except httpx.TimeoutException:
-            pass
+            else:
+                with self._client.stream("POST", path, json=body) as response:
+                    for _ in zip(range(self._rng.randrange(60)), response.iter_lines()):
+                        time.sleep(self._rng.choice((0, 0.2)))
         self.note("clients that left")
-
-    def slow(self) -> None:
-        """One that hardly reads what it gets, and then reads on."""
-        body = {**SAME, "max_tokens": 2000, "stream": True, "logit_bias": {"1": -100}}
-        host, port = self._url.removeprefix("http://").split(":")
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            connection.settimeout(120)
-            connection.connect((host, int(port)))
-            content = json.dumps(body).encode()
-            head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-            for _ in range(self._rng.randrange(3, 15)):
-                connection.recv(64)
-                time.sleep(0.5)
-            found = b""
-            while part := connection.recv(65536):
-                found = (found + part)[-200:]
-        self.note("slow readers", None if b"data: [DONE]" in found else f"{found!r}")
 
     def _request(self) -> tuple[str, dict[str, Any]]:
         rng = self._rng
@@ -150,19 +121,16 @@ class Clients:
         else:
             self._said = []
         self._said.append({"role": "user", "content": text})
-        n, said = rng.randint(1, 120), list(self._said)
-        requests: dict[str, dict[str, Any]] = {
-            CHAT: {"messages": said, "max_tokens": n},
-            TEXT: {"prompt": text, "max_tokens": n},
-            MESSAGES: {"model": "m", "messages": said, "max_tokens": n},
-            RESPONSES: {"model": "m", "input": text, "max_output_tokens": n},
-        }
+        n, said, path = rng.randint(1, 120), list(self._said), rng.choice(PATHS)
         self._said.append({"role": "assistant", "content": "It is 481516."})
-        path = rng.choice(list(requests))
-        return path, requests[path] | {"stream": rng.random() < 0.6}
+        asked: dict[str, Any] = {"model": "m", "stream": rng.random() < 0.6}
+        if path == RESPONSES:
+            return path, asked | {"input": text, "max_output_tokens": n}
+        given = {"prompt": text} if path == TEXT else {"messages": said}
+        return path, asked | given | {"max_tokens": n}
 
 
-KINDS = [*[Clients.good] * 4, Clients.same, Clients.bad, *[Clients.leaving] * 2, Clients.slow]
+KINDS = [*[Clients.good] * 4, Clients.same, Clients.bad, *[Clients.leaving] * 3]
 
 
 def grown(looks: list[dict[str, int]]) -> list[str]:
@@ -207,7 +175,7 @@ def soak(url: str, process: subprocess.Popen, minutes: float, seed: int) -> list
             try:
                 kind(clients)
             except Exception as error:
-                clients.note(kind.__name__, f"{type(error).__name__}: {error}")
+                clients.note(kind.__name__, False, f"{type(error).__name__}: {error}")
                 time.sleep(0.2)
 
     threads = [threading.Thread(target=go_on, args=(kind, n)) for n, kind in enumerate(KINDS)]
