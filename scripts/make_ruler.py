@@ -61,12 +61,17 @@ def make_rows(
     """
     if length < LEAST_LENGTH:
         raise SnapKVError(f"--length must be at least {LEAST_LENGTH} tokens, not {length}")
-    generate, rng = _generators()[task]
+    try:
+        with patch.dict(os.environ, LOCAL_RANK="1"):  # any but 0: nltk's data are not downloaded
+            from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
+    except ImportError as error:
+        raise SnapKVError(f"pip install 'lm_eval[ruler]==0.4.13': {error}") from error
+    made = {"vt": vt_utils.get_vt_dataset, "cwe": cwe_utils.get_cw_dataset}
+    made["fwe"] = fwe_utils.fwe_download
+    generate = made.get(task) or getattr(niah_utils, task)
     random.seed(seed)
     np.random.seed(seed)
-    rng.seed(seed)
-    from lm_eval.tasks.ruler import niah_utils, prepare_niah
-
+    cwe_utils.RNG.seed(seed)
     haystack = partial(_haystack, essays, prepare_niah.get_haystack)
     with (
         patch.object(niah_utils, "get_haystack", haystack),
@@ -76,22 +81,6 @@ def make_rows(
     ):
         found = generate(tokenizer=str(tokenizer), max_seq_lengths=[length])["test"]
     return [_columns(task, found[i]) for i in range(min(samples, len(found)))]
-
-
-def _generators() -> dict[str, tuple[Callable, random.Random]]:
-    """By task: what makes its samples, and the generator of random numbers that it uses beside Python's and NumPy's."""
-    try:
-        with patch.dict(os.environ, LOCAL_RANK="1"):  # any but 0: nltk's data are not downloaded
-            from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, vt_utils
-    except ImportError as error:
-        raise SnapKVError(f"pip install 'lm_eval[ruler]==0.4.13': {error}") from error
-    other = random.Random()
-    made = {name: (getattr(niah_utils, name), other) for name in TASKS if name.startswith("niah")}
-    return made | {
-        "vt": (vt_utils.get_vt_dataset, other),
-        "cwe": (cwe_utils.get_cw_dataset, cwe_utils.RNG),
-        "fwe": (fwe_utils.fwe_download, other),
-    }
 
 
 def _haystack(essays: Path, of_others: Callable, type_haystack: str) -> list[str] | str:

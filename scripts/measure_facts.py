@@ -34,14 +34,7 @@ FEW_RECENT = "n_window=10%"  # facts are looked up anywhere in a document
 
 @dataclass(frozen=True)
 class Way:
-    """How a conversation remembers.
-
-    Attributes:
-        table: that its row stands in: "memories", "bits" or "resident".
-        name: in that row.
-        policy: None is the full cache.
-        share: one entry in so many is kept, or resident.
-    """
+    """How a conversation remembers: a row named so of a table, with one entry in so many kept, or resident."""
 
     table: str
     name: str

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from results_page import Result, shared_options
 
-from mlx_snapkv import MemoryPlan, generate_step, plan_memory
+from mlx_snapkv import generate_step, plan_memory
 from mlx_snapkv.cli.loading import load_model
 from mlx_snapkv.demo import MODELS
 
@@ -80,19 +79,6 @@ def model_named(name: str):
     return model
 
 
-def used(model, plan: MemoryPlan, **options: Any) -> int:
-    """The most bytes that a model has in use while a prompt is answered as planned."""
-    mx.eval(model.parameters())
-    gc.collect()
-    mx.clear_cache()
-    others = mx.get_active_memory() - plan.weights
-    mx.reset_peak_memory()
-    prompt = mx.random.randint(1, 60, (plan.context,))
-    for _ in generate_step(prompt, model, policy=plan.policy, **options):
-        pass
-    return mx.get_peak_memory() - others
-
-
 Case = tuple[int, str | None, int, int | None]  # tokens, policy, chunk, bits
 
 
@@ -109,16 +95,22 @@ def cases(name: str) -> list[Case]:
     return [*((1100, policy, 512, None) for policy in policies), (1100, None, 2048, None)]
 
 
-def measure(name: str) -> Iterator[dict[str, Any]]:
-    """A model's rows: what was planned, and what was used."""
-    model = model_named(name)
-    for n, policy, step, bits in cases(name):
-        options = {"max_tokens": MAX_TOKENS, "prefill_step_size": step}
-        options |= {} if bits is None else {"kv_bits": bits}
-        plan = plan_memory(model, n, policy, **options)
-        row = {"model": name, "tokens": n, "policy": policy, "bits": bits, "step": step}
-        row |= {"weights": plan.weights, "planned": plan.peak}
-        yield row | {"used": used(model, plan, **options)}
+def measure(model, case: Case) -> dict[str, Any]:
+    """What was planned, and the most bytes that a model had in use while it answered as planned."""
+    n, policy, step, bits = case
+    options = {"max_tokens": MAX_TOKENS, "prefill_step_size": step}
+    options |= {} if bits is None else {"kv_bits": bits}
+    plan = plan_memory(model, n, policy, **options)
+    mx.eval(model.parameters())
+    gc.collect()
+    mx.clear_cache()
+    others = mx.get_active_memory() - plan.weights
+    mx.reset_peak_memory()
+    for _ in generate_step(mx.random.randint(1, 60, (n,)), model, policy=plan.policy, **options):
+        pass
+    used = mx.get_peak_memory() - others
+    row = {"tokens": n, "policy": policy, "bits": bits, "step": step, "weights": plan.weights}
+    return row | {"planned": plan.peak, "used": used}
 
 
 def main() -> None:
@@ -128,8 +120,9 @@ def main() -> None:
     args = parser.parse_args()
     result = Result(args.out)
     for name in args.models:
-        for row in measure(name):
-            result.add(row)
+        model = model_named(name)
+        for case in cases(name):
+            result.add({"model": name, **measure(model, case)})
 
 
 if __name__ == "__main__":

@@ -35,19 +35,17 @@ POLICY = """
 
 {own}Shared options: {others}.
 """
+OPTION = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.M)
 
 
 def page() -> str:
     """docs/policies.md."""
     shared = meanings(Policy)
-    names = [name for name in Policy.options() if name in shared]
-    text = PAGE.format(
-        summary="\n".join(summary_table("")),
-        shared="\n".join(table(("option", "meaning"), [(f"`{n}`", shared[n]) for n in names])),
+    rows = [(f"`{name}`", shared[name]) for name in Policy.options() if name in shared]
+    head = PAGE.format(
+        summary="\n".join(summary_table("")), shared="\n".join(table(("option", "meaning"), rows))
     )
-    for cls in POLICIES.values():
-        text += _section(cls)
-    return text
+    return head + "".join(map(_section, POLICIES.values()))
 
 
 def summary_table(page_of_the_options: str) -> list[str]:
@@ -61,19 +59,8 @@ def summary_table(page_of_the_options: str) -> list[str]:
 
 def meanings(cls: type[Policy]) -> dict[str, str]:
     """What a class' docstring says of its options, one line each; those it only refers elsewhere for are left out."""
-    found: dict[str, str] = {}
-    name = None
-    _, _, section = _docstring(cls).partition("\nAttributes:\n")
-    for line in section.partition("\n\n")[0].splitlines():
-        start = re.match(r" {4}(\w+): (.*)", line)
-        if start is not None:
-            name = start[1]
-            found[name] = start[2]
-        elif re.match(r" {4}\S", line):  # several at once, which are `Policy`'s
-            name = None
-        elif name is not None:
-            found[name] += " " + line.strip()
-    return {name: _linked(text) for name, text in found.items()}
+    section = _parts(cls)[1]
+    return {name: _linked(" ".join(text.split())) for name, text in OPTION.findall(section)}
 
 
 def _section(cls: type[Policy]) -> str:
@@ -81,36 +68,31 @@ def _section(cls: type[Policy]) -> str:
     own = [name for name in values if name in found or name not in Policy.options()]
     rows = [(f"`{name}`", f"`{values[name]}`", found.get(name, "")) for name in own]
     others = [f"`{name}={value}`" for name, value in values.items() if name not in own]
-    file = f"{cls.__module__.replace('.', '/')}.py"
+    before, _, after = _parts(cls)
+    paragraphs = [_linked(part.strip()) for part in [*before.split("\n\n"), *after.split("\n\n")]]
+    cited = re.sub(r"arXiv:([\d.]+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", cls.paper)
+    summary = f"{cls.summary[:1].upper()}{cls.summary[1:]}" + (f" ({cited})." if cited else ".")
+    file = f"`{cls.__name__}` in `{cls.__module__.replace('.', '/')}.py`."
     return POLICY.format(
         name=cls.name,
-        about="\n\n".join([_cited(cls), *_prose(cls), f"`{cls.__name__}` in `{file}`."]),
+        about="\n\n".join(filter(None, [summary, *paragraphs, file])),
         own="\n".join(table(("option", "default", "meaning"), rows)) + "\n\n" if rows else "",
         others=", ".join(others) or "none, all of them are in the table",
     )
 
 
-def _prose(cls: type[Policy]) -> list[str]:
-    """The docstring's paragraphs, without the options."""
-    before, _, rest = _docstring(cls).partition("\nAttributes:\n")
-    after = rest.partition("\n\n")[2]
-    paragraphs = [*before.split("\n\n"), *after.split("\n\n")]
-    return [_linked(paragraph.strip()) for paragraph in paragraphs if paragraph.strip()]
-
-
-def _docstring(cls: type[Policy]) -> str:
+def _parts(cls: type[Policy]) -> tuple[str, str, str]:
+    """A docstring before its options, the options, and after them; nothing of one that dataclasses make."""
     text = inspect.cleandoc(vars(cls).get("__doc__") or "")
-    return "" if text.startswith(f"{cls.__name__}(") else text  # the one that dataclasses make
+    text = "" if text.startswith(f"{cls.__name__}(") else text
+    before, _, rest = text.partition("\nAttributes:\n")
+    options, _, after = rest.partition("\n\n")
+    return before, options, after
 
 
 def _linked(text: str) -> str:
     """With the pages of the docs as links."""
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
-
-
-def _cited(cls: type[Policy]) -> str:
-    cited = re.sub(r"arXiv:([\d.]+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", cls.paper)
-    return f"{cls.summary[:1].upper()}{cls.summary[1:]}" + (f" ({cited})." if cited else ".")
 
 
 def _paper_link(cls: type[Policy]) -> str:
