@@ -8,7 +8,6 @@ Each client asks about a document of its own and then three more questions, with
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import shutil
 import socket
@@ -25,6 +24,7 @@ from typing import IO, Any
 
 import httpx
 import mlx.core as mx
+import openai
 from results_page import Result, shared_options, watched
 
 from mlx_snapkv.cli.loading import load_model
@@ -60,7 +60,7 @@ class Client:
         found = make_haystack(tokenizer, random.Random(seed), 1 + FOLLOW_UPS, n_tokens)
         self._begin, self._facts = f"{found[0]}\n\n", found[1]
         self._no_end = {str(token): NEVER for token in tokenizer.eos_token_ids}
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[Any] = []
         self.n_right = 0
 
     def ask(self, url: str) -> Answer:
@@ -74,27 +74,23 @@ class Client:
         return answer
 
 
-def ask(url: str, messages: list[dict[str, str]], logit_bias: dict[str, float]) -> Answer:
-    body = {
-        "messages": messages,
-        "max_tokens": ANSWER,
-        "temperature": 0.0,
-        "logit_bias": logit_bias,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
+def ask(url: str, messages: list[Any], logit_bias: dict[str, float]) -> Answer:
     answer = Answer(time.perf_counter())
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=None) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                answer.usage = event.get("usage") or answer.usage
-                for choice in event["choices"]:
-                    if text := choice["delta"].get("content"):
-                        answer.text += text
-                        answer.pieces.append(time.perf_counter())
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=None) as client:
+        for event in client.chat.completions.create(
+            model="default_model",
+            messages=messages,
+            max_tokens=ANSWER,
+            temperature=0.0,
+            logit_bias=logit_bias,  # type: ignore[arg-type]
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        ):
+            answer.usage = event.usage.to_dict() if event.usage else answer.usage
+            if text := "".join(choice.delta.content or "" for choice in event.choices):
+                answer.text += text
+                answer.pieces.append(time.perf_counter())
     return answer
 
 
