@@ -98,9 +98,6 @@ def write_folder(checkpoint: Path, folder: Path) -> None:
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
-# Weights
-
-
 def weights(reader: GGUFReader, metadata: Metadata) -> dict[str, np.ndarray]:
     """Every tensor in float32, as mlx-lm names and expects it."""
     from gguf import dequantize
@@ -108,14 +105,14 @@ def weights(reader: GGUFReader, metadata: Metadata) -> dict[str, np.ndarray]:
     family = metadata["general.architecture"]
     found = {}
     for tensor in reader.tensors:
-        *_, part, kind = tensor.name.split(".")
         array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if family == "llama" and part in ("attn_q", "attn_k"):
-            heads = "head_count" if part == "attn_q" else "head_count_kv"
+        name = module_name(tensor.name, family)
+        if family == "llama" and name.endswith(("q_proj", "k_proj")):
+            heads = "head_count" if name.endswith("q_proj") else "head_count_kv"
             array = halves_apart(array, metadata[f"llama.attention.{heads}"])
-        if family == "gemma3" and part.endswith("norm"):
+        if family == "gemma3" and name.endswith("norm"):
             array = array - 1  # llama.cpp multiplies by the weight, Gemma by 1 + weight
-        found[f"{module_name(tensor.name, family)}.{kind}"] = array
+        found[f"{name}.{tensor.name.rpartition('.')[2]}"] = array
     return found
 
 
@@ -127,18 +124,12 @@ def module_name(name: str, family: str) -> str:
 
 
 def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of a head's rows.
+    """Undo llama.cpp's order of a head's rows, of weights `(n_heads * D, width)`.
 
     The rotation of mlx-lm's LLaMA pairs row i with row i + D/2, llama.cpp's row 2i with row 2i + 1.
-
-    Args:
-        weight: (n_heads * D, width).
     """
     pairs = weight.reshape(n_heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
-
-
-# The configuration
 
 
 def config(metadata: Metadata) -> dict[str, Any]:
@@ -159,9 +150,6 @@ def config(metadata: Metadata) -> dict[str, Any]:
         values["sliding_window"] = own["attention.sliding_window"]
         values["query_pre_attn_scalar"] = head_dim
     return values
-
-
-# The tokenizer
 
 
 def tokenizer(metadata: Metadata) -> Tokenizer:

@@ -97,9 +97,11 @@ def ask(url: str, messages: list[Any], logit_bias: dict[str, float]) -> Answer:
 def write_float32(name: str, folder: Path) -> None:
     """What all servers are given as `--model`: an embedded one in float32, as ours loads it on a CPU by itself."""
     shutil.copytree(MODELS[name], folder)
-    weights: Any = mx.load(str(MODELS[name] / "model.safetensors"))
+    file = str(folder / "model.safetensors")
+    weights: Any = mx.load(file)
     wide = {key: weight.astype(mx.float32) for key, weight in weights.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), wide, {"format": "mlx"})
+    mx.eval(wide)
+    mx.save_safetensors(file, wide, {"format": "mlx"})
 
 
 @contextlib.contextmanager
@@ -149,25 +151,19 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
         ThreadPoolExecutor(n_clients) as pool,
     ):
         ask(url, [{"role": "user", "content": "Hello"}], {})  # until then, the model may be loading
-        began = time.perf_counter()
         # All ask at once, and again when the last has its answer.
-        rounds = [
-            list(pool.map(lambda client: client.ask(url), clients)) for _ in range(1 + FOLLOW_UPS)
-        ]
-        seconds = time.perf_counter() - began
+        asked = lambda client: client.ask(url)  # noqa: E731
+        rounds = [list(pool.map(asked, clients)) for _ in range(1 + FOLLOW_UPS)]
 
     first, later = rounds[0], [answer for answers in rounds[1:] for answer in answers]
     tokens, together = tokens_while_all_answer(rounds)
-    answered = sum(answer.usage["completion_tokens"] for answer in (*first, *later))
+    details = [answer.usage.get("prompt_tokens_details") or {} for answer in later]
     return {
         "first_seconds": sorted(answer.pieces[0] - answer.sent for answer in first),
         "follow_up_seconds": sorted(answer.pieces[0] - answer.sent for answer in later),
-        "tokens_per_second": answered / seconds,
         "together_tokens_per_second": tokens / together if together else None,
         "follow_up_tokens": statistics.mean(a.usage["prompt_tokens"] for a in later),
-        "cached_tokens": statistics.mean(
-            (a.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0) for a in later
-        ),
+        "cached_tokens": statistics.mean(found.get("cached_tokens", 0) for found in details),
         "process_bytes": max(held),
         "right": sum(client.n_right for client in clients),
         "questions": len(first) + len(later),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from results_page import options
 from safetensors.numpy import save_file
-from training_batches import ANSWER, COPY, TEXT, Mix, SequenceMaker, exact_match
+from training_batches import ANSWER, COPY, TEXT, Mix, Progress, SequenceMaker, exact_match
 from training_priming import prime
 from training_tokenizer import train_tokenizer
 
@@ -169,7 +168,7 @@ class Run:
 
     def __init__(self, arch: str, seed: int, out: Path):
         torch.manual_seed(seed)
-        self.arch, self.seed, self.out = arch, seed, out
+        self.arch, self.out, self.progress = arch, out, Progress(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.tokenizer = train_tokenizer(seed)
         self.maker = SequenceMaker(self.tokenizer, seed)
@@ -183,8 +182,6 @@ class Run:
             Muon(matrices.values(), lr=PEAK_RATE): PEAK_RATE,
             torch.optim.AdamW(rest, lr=PEAK_RATE * ADAM_SHARE, **adam): PEAK_RATE * ADAM_SHARE,
         }
-        self.steps = self.tokens = 0
-        self.started = time.time()
 
     def train(self, stage: Stage) -> None:
         accuracy = 0.0
@@ -193,16 +190,13 @@ class Run:
             loss, exact = self._step(stage)
             if not math.isnan(exact):
                 accuracy += (exact - accuracy) / min(step + 1, 20)
-            if self.steps % 20 == 0:
-                minutes = (time.time() - self.started) / 60
-                told = f"step {self.steps}, {stage.mix.length} tokens: loss {loss:.4f}"
-                print(f"{told}, exact {accuracy:.4f}, {minutes:.1f} minutes", flush=True)
+            self.progress.tell(stage.mix, loss, accuracy)
             if step >= 40 and accuracy >= stage.target:
                 break
 
     def _set_rate(self, stage: Stage, step: int) -> None:
         factor = stage.lr + (stage.final_lr * stage.lr - stage.lr) * step / stage.max_steps
-        warm = min(1.0, (self.steps + 1) / 50)
+        warm = min(1.0, (self.progress.steps + 1) / 50)
         for optimizer, peak in self.optimizers.items():
             optimizer.param_groups[0]["lr"] = peak * factor * warm
 
@@ -219,8 +213,7 @@ class Run:
             if torch.isfinite(loss) and torch.isfinite(norm):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        self.tokens += int((labels >= 0).sum())
+        self.progress.count(labels)
         return loss.item(), exact
 
     def save(self) -> None:
@@ -230,14 +223,8 @@ class Run:
         self.tokenizer.save(str(self.out / "tokenizer.json"), pretty=False)
         for name in ("config.json", "tokenizer_config.json"):
             shutil.copy(SHIPPED[self.arch] / name, self.out)
-        about = {
-            "seed": self.seed,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "longest": max(stage.mix.length for stage in CURRICULUM[self.arch]),
-            "peak learning rate": PEAK_RATE,
-        }
-        (self.out / "training.json").write_text(json.dumps(about, indent=2) + "\n")
+        longest = max(stage.mix.length for stage in CURRICULUM[self.arch])
+        self.progress.write(self.out, longest=longest, **{"peak learning rate": PEAK_RATE})
 
 
 def main() -> None:

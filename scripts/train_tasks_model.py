@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.llama import Model, ModelArgs
 from results_page import options
 from tokenizers import Tokenizer
-from training_batches import ANSWER, COPY, TEXT, Mix, SequenceMaker, exact_match
+from training_batches import ANSWER, COPY, TEXT, Mix, Progress, SequenceMaker, exact_match
 from training_quick_exp import cross_entropy, quick_llama
 
 from mlx_snapkv.demo import MODELS
@@ -107,7 +106,7 @@ class Run:
 
     def __init__(self, seed: int, out: Path):
         mx.random.seed(seed)
-        self.seed, self.out = seed, out
+        self.out, self.progress = out, Progress(seed)
         self.config, self.model = start()
         tokenizer = Tokenizer.from_file(str(MODELS["demo"] / "tokenizer.json"))
         self.maker = SequenceMaker(tokenizer, seed)
@@ -118,8 +117,6 @@ class Run:
         )
         self.optimizer.init(self.model.trainable_parameters())
         self.gradients = nn.value_and_grad(self.model, loss_and_hits)
-        self.steps = self.tokens = 0
-        self.started = time.time()
 
     def train(self, stage: Stage) -> None:
         exact = math.nan
@@ -128,15 +125,12 @@ class Run:
             layer.self_attn.rope.base = stage.rope_base
         for step in range(stage.steps):
             rate = stage.lr + (stage.final_lr - stage.lr) * step / stage.steps
-            rate *= min(1.0, (self.steps + 1) / 50)
+            rate *= min(1.0, (self.progress.steps + 1) / 50)
             for optimizer, share in zip(self.optimizer.optimizers, (1.0, EMBEDDING_RATE)):
                 optimizer.learning_rate = rate * share
             loss, hit = self._step(stage)
             exact = hit if math.isnan(exact) else exact + 0.05 * (hit - exact)
-            if self.steps % 20 == 0:
-                minutes = (time.time() - self.started) / 60
-                told = f"step {self.steps}, {stage.mix.length} tokens: loss {loss:.4f}"
-                print(f"{told}, exact {exact:.4f}, {minutes:.1f} minutes", flush=True)
+            self.progress.tell(stage.mix, loss, exact)
 
     def _step(self, stage: Stage) -> tuple[float, float]:
         length = self.maker.rng.randint(stage.mix.length // stage.spread, stage.mix.length)
@@ -151,8 +145,7 @@ class Run:
         if math.isfinite(loss.item()) and math.isfinite(norm.item()):
             self.optimizer.update(self.model, gradients)
             mx.eval(self.model.parameters(), self.optimizer.state)
-        self.steps += 1
-        self.tokens += int((labels >= 0).sum())
+        self.progress.count(labels)
         correct = np.ones(kinds.size, bool)
         correct[picked] = np.array(hits)
         return loss.item(), exact_match(correct.reshape(kinds.shape), kinds)
@@ -165,14 +158,8 @@ class Run:
         (self.out / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(MODELS["demo"] / name, self.out / name)
-        about = {
-            "seed": self.seed,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "shortest": CURRICULUM[0].mix.length,
-            "longest": max(stage.mix.length for stage in CURRICULUM),
-        }
-        (self.out / "training.json").write_text(json.dumps(about, indent=2) + "\n")
+        lengths = [stage.mix.length for stage in CURRICULUM]
+        self.progress.write(self.out, shortest=lengths[0], longest=max(lengths))
 
 
 def main() -> None:

@@ -5,10 +5,14 @@ A sequence is a list of token ids with a label for each: text, an answer, or the
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -161,3 +165,24 @@ def exact_match(correct: np.ndarray, kinds: np.ndarray) -> float:
         answer = np.flatnonzero(np.diff(np.concatenate([[0], row_kind == ANSWER, [0]])))
         hits += [row_ok[a:b].all() for a, b in zip(answer[::2], answer[1::2])]
     return float(np.mean(hits)) if hits else math.nan
+
+
+class Progress:
+    """How far a run has come: it is told now and then, and written beside the weights."""
+
+    def __init__(self, seed: int):
+        self.seed, self.steps, self.tokens, self.started = seed, 0, 0, time.time()
+
+    def count(self, labels: np.ndarray) -> None:
+        self.steps += 1
+        self.tokens += int((labels >= 0).sum())
+
+    def tell(self, mix: Mix, loss: float, exact: float) -> None:
+        if self.steps % 20 == 0:
+            minutes = (time.time() - self.started) / 60
+            told = f"step {self.steps}, {mix.length} tokens: loss {loss:.4f}, exact {exact:.4f}"
+            print(f"{told}, {minutes:.1f} minutes", flush=True)
+
+    def write(self, out: Path, **more: Any) -> None:
+        about = {"seed": self.seed, "steps": self.steps, "tokens": self.tokens, **more}
+        (out / "training.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -108,14 +108,6 @@ AGENTS = [
 ]
 
 
-def install(packages: list[str]) -> dict[str, str]:
-    """Install packages; their versions."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["npm", "install", "--silent", *packages], cwd=FOLDER, check=True)
-    told = {name: FOLDER / "node_modules" / name / "package.json" for name in packages}
-    return {name: json.loads(path.read_text())["version"] for name, path in told.items()}
-
-
 def what_to_say(prompt: str) -> str:
     """What the last message asks for."""
     last = prompt.rpartition("<|user|>")[2]
@@ -140,11 +132,9 @@ def tried(agent: Agent) -> dict[str, Any]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.replace("SERVER", served.url))
         call = f"<think>A tool will do.</think><tool_call>{agent.tool}</tool_call>"
-        asked = [
-            call.replace("COMMAND", c) for c in ("echo made > made.txt", *["cat notes.txt"] * 2)
-        ]
+        make, read = (call.replace("COMMAND", c) for c in ("echo made > made.txt", "cat notes.txt"))
         said, starts = [], []
-        for turn, text in enumerate(["hello", *asked, "still here", "and on"]):
+        for turn, text in enumerate(["hello", make, read, read, "still here", "and on"]):
             starts.append(len(prompts))
             words = agent.again if turn else agent.new
             said.append(_turn(agent, [*words, f"{SAY}{text}{END}"], home, served))
@@ -183,7 +173,11 @@ def _turn(agent: Agent, words: list[str], home: str, served: Served) -> str:
 
 def main() -> None:
     options(__doc__).parse_args()
-    versions = install([agent.package for agent in AGENTS])
+    packages = [agent.package for agent in AGENTS]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["npm", "install", "--silent", *packages], cwd=FOLDER, check=True)
+    about = {name: FOLDER / "node_modules" / name / "package.json" for name in packages}
+    versions = {name: json.loads(path.read_text())["version"] for name, path in about.items()}
     result = Result(ROOT / "docs" / "agents", agents=versions)
     for agent in AGENTS:
         result.add(tried(agent))
