@@ -133,7 +133,8 @@ def _filler(
     rng: random.Random, hidden: Sequence[str], n_tokens: int, count_tokens: CountTokens
 ) -> list[str]:
     """Sentences that fill `n_tokens` together with the hidden ones."""
-    left = n_tokens - sum(count_tokens(" " + sentence) for sentence in hidden)
+    # One sentence is drawn in any case, so that a seed gives the same text as ever.
+    left = max(0, n_tokens - sum(count_tokens(" " + sentence) for sentence in hidden))
     filler: list[str] = []
     while left >= 0:
         filler.append(filler_sentence(rng))
