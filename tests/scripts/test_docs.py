@@ -122,7 +122,7 @@ def readme_run(tmp_path_factory):
 
 def test_the_readmes_commands_run_as_they_stand(readme_run):
     (demo, compared, *answers), _ = readme_run
-    assert any("SnapKV" in line and "3/3" in line for line in demo)
+    assert any(line.count("3/3") == 2 for line in demo)  # the full cache and recall
     oak, hawk = "6475938", "157815"
     assert compared.count(oak) == 4  # the full cache's and three policies'
     assert answers == [[hawk], [oak], [], [hawk]]
