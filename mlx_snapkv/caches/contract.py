@@ -8,7 +8,7 @@ from typing import Any
 from ..entries.entries import Entries
 from ..entries.key_index import KeyIndex
 from ..entries.quantization import Quantization, n_bytes, rows
-from .stores import EntryView, Store
+from .stores import Store
 
 
 @dataclass
@@ -111,7 +111,7 @@ class LosslessCache(LayerCache):
         """Move the entries to the store. Raises: SnapKVError: there is no space for them; they stay in memory then."""
 
     @abstractmethod
-    def views(self) -> list[EntryView]:
+    def views(self) -> list[Store]:
         """Where its entries can be read from, in order of position."""
 
     @abstractmethod

@@ -35,7 +35,7 @@ class FullView:
 
     def __init__(
         self,
-        views: list[EntryView],
+        views: Sequence[EntryView],
         layer: Any,
         compaction: Compaction | None = None,
         index: KeyIndex | None = None,

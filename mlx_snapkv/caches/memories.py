@@ -21,7 +21,7 @@ from .layers import (
     require_quantised_attention,
 )
 from .out_of_core import OutOfCoreKVCache
-from .recording import OffloadedKVCache, RecordingKVCache
+from .recording import RecordingKVCache
 from .stores import MemoryStore
 
 MEMORIES = (
@@ -61,10 +61,8 @@ def make_caches(model, memory: str, policy: Policy | Stages | None = None) -> li
         store = FileStore(quantization) if in_files(memory) else MemoryStore(quantization)
         if in_blocks:
             layer.put(caches, OutOfCoreKVCache(store, layer))
-        elif memory == "recall":
-            layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer))
         else:
-            layer.put(caches, OffloadedKVCache(store, layer))
+            layer.put(caches, RecordingKVCache(0, 0, KVCache.step, layer, store))
     return caches
 
 
@@ -95,8 +93,8 @@ def recalling_caches(
     caches = copies_but_entries(prompt_cache, layers)
     for layer in layers:
         found, wanted = layer.cache_in(prompt_cache), layer.cache_in(empty)
-        stays = in_files(memory) and isinstance(found, OffloadedKVCache)
-        if not (stays and type(wanted) is type(found)):
+        stays = isinstance(found, LosslessCache) and isinstance(found.store, FileStore)
+        if not (stays and in_files(memory) and type(wanted) is type(found)):
             layer.put(caches, filled(wanted, found))
     return caches
 

@@ -18,7 +18,7 @@ from .compaction import Compaction
 from .contract import LosslessCache, Mark
 from .evicting import snapshot
 from .full_view import FullView
-from .stores import EntryView, Store
+from .stores import Store
 
 _CLOSED: Any = Missing(
     "this cache came from a file without the entries beside it: load it with mlx_snapkv's saved.load or "
@@ -108,7 +108,7 @@ class OutOfCoreKVCache(LosslessCache, BlockKVCache):
     def index(self, index: KeyIndex | None) -> None:
         self._index = index
 
-    def views(self) -> list[EntryView]:
+    def views(self) -> list[Store]:
         self.offload()
         return [self.store]
 

@@ -237,7 +237,7 @@ def masked(
                 f"the heads of {family.module!r} models can't be masked one by one: leave --by-mask out"
             )
         cache = MaskedKVCache(0, 0, KVCache.step, layer)
-        cache.keys, cache.values, cache.offset = held.keys, held.values, held.offset
+        cache.share(held.growing, held.offset)
         cache.visible = heads.visible(held.held().between(0, n_prompt), quota, kinds)
         shares.append(float(cache.visible.mean()))
         layer.put(caches, cache)

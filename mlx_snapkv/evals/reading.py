@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..caches.adapter import plain_cache
 from ..caches.layers import attention_layers, copies_but_entries
@@ -123,7 +123,8 @@ class Reading:
         with recording(attention_classes(self.model)):
             self.following = read(self.model, mx.array(list(tokens)), self._caches, options)[0]
         for i, layer in enumerate(self._layers):
-            shared = layer.cache_in(self._caches).growing_cache()
+            shared = layer.cache_in(self._caches)
+            shared.growing.step = KVCache.step
             shared.recorders = _at(self._recorders, i)  # the suffixes' need nothing of the answer
         self._keep_others(len(self.tokens))
         self._answer.append(_best(self.following))

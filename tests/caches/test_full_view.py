@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_snapkv.caches.adapter import plain_cache
 from mlx_snapkv.caches.file_store import FileStore
 from mlx_snapkv.caches.full_view import FullView
-from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
+from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.entries import attention
 from mlx_snapkv.entries.quantization import Quantization
@@ -17,11 +17,16 @@ from mlx_snapkv.entries.queries import Queries
 
 B, H, D, T, SAID = 1, 2, 64, 300, 21
 
+
+def recording(store=None):
+    return RecordingKVCache(0, 0, KVCache.step, store=store)
+
+
 SOURCES = {
-    "memory": lambda: RecordingKVCache(0, 0, KVCache.step),
-    "8 bits": lambda: OffloadedKVCache(MemoryStore(Quantization(8, 64))),
-    "file": lambda: OffloadedKVCache(FileStore()),
-    "file, and newer ones in memory": lambda: OffloadedKVCache(FileStore()),
+    "memory": recording,
+    "8 bits": lambda: recording(MemoryStore(Quantization(8, 64))),
+    "file": lambda: recording(FileStore()),
+    "file, and newer ones in memory": lambda: recording(FileStore()),
 }
 
 

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 from tiny_models import make_llama
 
 from mlx_snapkv.caches.file_store import FileStore
-from mlx_snapkv.caches.recording import OffloadedKVCache, RecordingKVCache
+from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.caches.stores import MemoryStore
 from mlx_snapkv.engine.request import Request
 from mlx_snapkv.engine.retention import RetentionConfig
@@ -17,6 +17,10 @@ from mlx_snapkv.entries.quantization import Quantization
 from mlx_snapkv.policies import resolve_policy
 
 STORES = [FileStore, lambda: MemoryStore(Quantization(4, 64))]
+
+
+def recording(store):
+    return RecordingKVCache(0, 0, KVCache.step, store=store)
 
 
 def rows_of(n, seed=0):
@@ -29,7 +33,7 @@ def same(found, wanted):
 
 
 def test_turn_after_turn_a_file_gives_what_memory_gives():
-    mine, plain = OffloadedKVCache(FileStore()), KVCache()
+    mine, plain = recording(FileStore()), KVCache()
     assert mine.empty() and mine.nbytes == mine.full_nbytes == 0
     for turn in range(4):
         for n in (7, 1, 300):
@@ -47,7 +51,7 @@ def test_turn_after_turn_a_file_gives_what_memory_gives():
 @pytest.mark.parametrize("store", STORES)
 def test_trim_goes_back_into_the_store(store):
     for n in (0, 2, 3, 8, 99):
-        cache = OffloadedKVCache(store())
+        cache = recording(store())
         cache.update_and_fetch(*rows_of(10))
         cache.offload()
         cache.update_and_fetch(*rows_of(3, 1))
@@ -63,7 +67,7 @@ def test_trim_goes_back_into_the_store(store):
 @pytest.mark.parametrize("store", STORES)
 def test_a_mark_is_rolled_back_to_whether_entries_were_offloaded_since_or_not(store):
     for n_new, offloads in ((0, True), (5, False), (5, True)):
-        cache = OffloadedKVCache(store())
+        cache = recording(store())
         cache.update_and_fetch(*rows_of(10))
         cache.offload()
         if n_new:
@@ -85,7 +89,7 @@ SMALL = resolve_policy(policy="snapkv:budget=64,n_sink=4,n_window=32")
 def test_a_turn_needs_the_memory_of_a_few_layers_only(store):
     """Of the chunk, of a token before the cut, and of the cut: 6 layers at once would be 6 times as much."""
     model = make_llama(num_hidden_layers=N_LAYERS, hidden_size=256)  # heads of 64
-    caches = [OffloadedKVCache(store()) for _ in range(N_LAYERS)]
+    caches = [recording(store()) for _ in range(N_LAYERS)]
     for cache in caches:
         cache.update_and_fetch(*rows_of(N_ENTRIES))
         cache.offload()
