@@ -16,7 +16,7 @@ from typing import IO, Any, BinaryIO
 
 from ..completions.body import Body, parse
 from ..errors import SnapKVError
-from ..paths import reason, require_place
+from ..paths import naming, reason, require_place
 
 DUPLICATE = "duplicate_custom_id"
 NO_OBJECT = "invalid_json_line"
@@ -112,13 +112,7 @@ class AnswersFile:
     """The answers of a run, one a line, each on the disk before the next is begun.
 
     Nothing is written before it is entered as a context: it then belongs to this process, and a last line that was
-    not finished is dropped.
-
-    Args:
-        run: what all answers have in common: the fields of their `mlx_snapkv`, and `model`.
-
-    Attributes:
-        n_answered, n_errors: lines of each kind.
+    not finished is dropped. `run` is what all answers have in common: the fields of their `mlx_snapkv`, and `model`.
 
     Raises:
         SnapKVError: the file can't be written, belongs to another run or another process, or is not such a file.
@@ -177,13 +171,13 @@ class AnswersFile:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read()
             os.ftruncate(self._file, self._size)
-            _sync_folder(self.path)
-        except (OSError, SnapKVError) as error:
+        except BaseException as error:
             self.__exit__()
-            if isinstance(error, SnapKVError):
+            if not isinstance(error, OSError):
                 raise
-            busy = isinstance(error, BlockingIOError)
-            why = "is being written by another run: wait for it" if busy else _unwritable(error)
+            why = f"can't be written: {reason(error)}"
+            if isinstance(error, BlockingIOError):
+                why = "is being written by another run: wait for it"
             raise SnapKVError(f"{self.path} {why}") from error
         return self
 
@@ -212,19 +206,16 @@ class AnswersFile:
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
         data = json.dumps(record | {"response": response, "error": error}).encode() + b"\n"
         try:
-            with os.fdopen(os.dup(self._file), "ab") as file:
+            with naming(self.path), os.fdopen(os.dup(self._file), "ab") as file:
                 file.write(data)
-            _sync(self._file)
-        except OSError as failed:
+                file.flush()
+                _sync(self._file)
+        except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
-            raise OSError(failed.errno, f"{self.path} {_unwritable(failed)}") from failed
+            raise
         self._size += len(data)
         self._keys.add(line.key)
-
-
-def _unwritable(error: OSError) -> str:
-    return f"can't be written: {reason(error)}"
 
 
 def _sync(file: int) -> None:
@@ -234,12 +225,3 @@ def _sync(file: int) -> None:
             fcntl.fcntl(file, fcntl.F_FULLFSYNC)
             return
     os.fsync(file)
-
-
-def _sync_folder(path: Path) -> None:
-    """Have the file's name on the disk as well."""
-    folder = os.open(Path(os.path.realpath(path)).parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

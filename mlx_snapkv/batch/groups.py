@@ -87,17 +87,15 @@ class Group(GenerationBatch):
         return recording(attention_classes(self.model) if observed else [])
 
     def next(self) -> list[Any]:
-        uids = list(self.uids)
+        uids, model = list(self.uids), self.model if self.job is None else self.job.model
         try:
             with self.recording():
                 responses = super().next()
             mx.eval([getattr(c, "recorded", []) for c in members(self.prompt_cache)])
-        except request_errors(self._whole_model) as error:
+        except request_errors(model) as error:
             self.filter([])
-            return [self._failure(uid, error) for uid in uids]
-        return self._without_failed(
-            responses, of_all_ranks(self._whole_model, self._errors(responses))
-        )
+            return [failure(uid, error) for uid in uids]
+        return self._without_failed(responses, of_all_ranks(model, self._errors(responses)))
 
     def extracted(self, idx: int) -> list:
         """A request's caches as they are, for others to go on with."""
@@ -107,7 +105,7 @@ class Group(GenerationBatch):
         """The responses, of failed requests their errors; those have ended."""
         if errors:
             self.filter([i for i, uid in enumerate(self.uids) if uid not in errors])
-        return [self._failure(r.uid, errors[r.uid]) if r.uid in errors else r for r in responses]
+        return [failure(r.uid, errors[r.uid]) if r.uid in errors else r for r in responses]
 
     def _errors(self, responses: list[Any]) -> dict[int, Exception]:
         """Why requests failed in the last step, by `uid`."""
@@ -122,13 +120,11 @@ class Group(GenerationBatch):
                     errors[uid] = function.error
         return errors
 
-    @property
-    def _whole_model(self) -> Any:
-        return self.model if self.job is None else self.job.model
 
-    def _failure(self, uid: int, error: Exception) -> Any:
-        nothing: Any = None
-        return self.Response(uid, -1, nothing, "error", None, None, error)
+def failure(uid: int, error: Exception) -> Any:
+    """The last response of a request that failed."""
+    nothing: Any = None
+    return Group.Response(uid, -1, nothing, "error", None, None, error)
 
 
 def _is_nan(logprobs: mx.array) -> bool:
@@ -195,7 +191,7 @@ class Failed(Single):
     def next(self) -> list[Any]:
         self.uids = []
         assert self.job.error is not None
-        return [self._failure(self.job.uid, self.job.error)]
+        return [failure(self.job.uid, self.job.error)]
 
     def filter(self, keep: list[int]) -> None:
         self.uids = [self.uids[i] for i in keep]

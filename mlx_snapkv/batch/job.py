@@ -23,15 +23,7 @@ BatchReport = Callable[[int, CompressionReport], None]
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What all requests of a batch have in common.
-
-    Attributes:
-        quantization: how entries kept are quantised, if at all.
-        retention: what becomes of the others, and what answers do with them.
-        on_report: receives the number of a request, and its report.
-        on_recall: receives the number of a request, caches with all entries that it has read, and those tokens.
-        turns: as of `make_request`.
-    """
+    """What all requests of a batch have in common; see `CompressedBatchGenerator` and `make_request`."""
 
     model: Any
     policy: Policy | Stages | None
@@ -45,14 +37,9 @@ class BatchSettings:
 class Job:
     """What becomes of one prompt's cache, whatever else is in the batch: what becomes of it alone.
 
-    Args:
-        uid: mlx-lm's number of the request.
-        n_prompt: tokens to read.
-        prompt_cache: its cache, fresh or of earlier turns, which is left as it is.
-        max_tokens: tokens that will be generated, at most.
-
     Attributes:
-        request: how it is read and answered; once nothing more is to be done to its caches, an `Uncompressed` one.
+        uid: mlx-lm's number of the request.
+        request: how it is read and answered; an `Uncompressed` one once others can decode with it.
         error: what ended the request.
         is_compressed: nothing more is to be done to its caches.
     """
@@ -84,7 +71,7 @@ class Job:
 
     @property
     def caches(self) -> list:
-        """What mlx-lm is to be handed; they become compressed."""
+        """What mlx-lm is handed; they become compressed."""
         return self.request.caches
 
     @property

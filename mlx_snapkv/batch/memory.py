@@ -19,12 +19,7 @@ class NeverFits(SnapKVError):
 
 
 class Memory:
-    """The KV memory of a batch.
-
-    Args:
-        options: of the `CompressedBatchGenerator`; without a policy, full caches are in mlx-lm's one batch.
-        limit: bytes.
-    """
+    """The KV memory of a batch, `limit` bytes; `options` are those of its `CompressedBatchGenerator`."""
 
     def __init__(self, model, options: dict[str, Any], limit: int):
         policy, (quantization, _) = options.get("policy"), taken_from(options)
@@ -36,12 +31,7 @@ class Memory:
         self._read_on = RetentionConfig.taken_from(options)[0].reads_on
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
-        """What a request takes.
-
-        Raises:
-            NeverFits: it would not fit alone.
-            SnapKVError: the policy can't serve it.
-        """
+        """What a request takes. Raises: NeverFits: more than the limit; SnapKVError: the policy can't serve it."""
         found = self._footprint.need(n_prompt, max_tokens)
         if found.most > self.limit:
             raise NeverFits(

@@ -50,11 +50,9 @@ class Run:
 
     Attributes:
         answers: entered as a context; what it has already is not asked again.
-        options: of the `CompressedBatchGenerator`: the policy, how entries are quantised, and so on.
-        name: the model's, for the answers.
-        about: what the answers' field `mlx_snapkv` says of the run.
-        concurrency: requests at once, at most.
-        max_kv_bytes: requests wait rather than take more; None is no limit.
+        options: of the `CompressedBatchGenerator`.
+        name, about: the model's name, and what the answers' field `mlx_snapkv` says of the run.
+        concurrency, max_kv_bytes: requests at once, and the memory that they take, at most.
         seed: of the requests that are sampled and bring none, with their `custom_id`.
         on_progress: called after every step.
 

@@ -59,7 +59,7 @@ WHY = {
 
 
 class Cost(NamedTuple):
-    """What a setting takes of memory at most, and of it for entries, in bytes; a sentence if tokens are too far."""
+    """Bytes that a setting takes at most, and of them for entries; a sentence if tokens are too far."""
 
     total: int
     kv: int
@@ -92,13 +92,8 @@ def recommended(
     kv_memory: int | None = None,
     can_compress: bool = True,
 ) -> Taken:
-    """The best setting for a prompt that fits: the full cache for few tokens, else what suits the task.
-
-    Args:
-        task: one of `SETTINGS`.
-        cost: of a setting.
-        usable: bytes of this machine; `kv_memory` of them are for entries, at most.
-    """
+    """The best setting that fits in `usable` bytes, `kv_memory` of them for entries: the full cache for few tokens,
+    else what suits the task."""
     if not can_compress:
         return Taken(FULL, "this model's entries can't be compressed")
     few = n_prompt < FEW
@@ -132,10 +127,7 @@ def auto(
 ) -> Taken:
     """What to take for a prompt of an mlx-lm model on this machine; without `n_prompt`, for those to come.
 
-    Args:
-        task: QUESTION, CONVERSATION or BATCH.
-        max_tokens: of an answer.
-        kv_memory: bytes that the entries are to keep to.
+    The task is one of `SETTINGS`; `kv_memory` are the bytes that entries are to keep to.
     """
     n = n_prompt or min(TYPICAL, trained_length(model) or TYPICAL)
     n_answer = min(max(0, max_tokens), TYPICAL)

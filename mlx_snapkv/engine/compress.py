@@ -84,13 +84,8 @@ class Compression:
     """One replacement of a prompt cache's full entries.
 
     Nothing is changed before every layer has chosen; then the layers are compressed one at a time, and the full
-    entries of each are freed at once.
-
-    Attributes:
-        layers: whose caches are to be replaced, in `caches`.
-        decode_policy, quantization, queries: as of `compress_prompt_cache`.
-        plan: the entries of the prompt compete, and as many queries vote as it says, if the caches recorded them.
-        on_kept: called for every layer.
+    entries of each are freed at once. The entries of the plan's prompt compete, and its queries vote if the caches
+    recorded them.
     """
 
     layers: list[AttentionLayer]

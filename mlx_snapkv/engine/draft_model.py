@@ -34,13 +34,9 @@ Serve = Callable[..., Iterator[GenerationResponse]]
 
 @dataclass
 class DraftedRequest:
-    """One request with a policy and a draft model.
+    """One request with a policy, and a draft model of the same vocabulary, which keeps everything.
 
-    Attributes:
-        model, draft_model: mlx-lm models of one vocabulary.
-        prompt: `(T,)` token ids.
-        policy: what the main model keeps; the draft model keeps everything.
-        options: mlx-lm's, as for its `stream_generate`; `prompt_cache` holds the main model's caches, then the draft's.
+    `options` are mlx-lm's; their `prompt_cache` holds the main model's caches, then the draft's.
 
     Raises:
         SnapKVError: a model's layers can't take tokens back, or the policy's entries would depend on the drafts.

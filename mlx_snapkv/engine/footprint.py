@@ -86,14 +86,7 @@ class EntrySizes:
 
 @dataclass
 class Footprint:
-    """What requests' caches take.
-
-    Attributes:
-        sizes: of the model.
-        policy: None is full caches.
-        quantization: of compressed entries.
-        step_size: tokens to read at a time, at most.
-    """
+    """What requests' caches take: full ones without a policy, else compressed ones, quantised so."""
 
     sizes: EntrySizes
     policy: Policy | Stages | None
@@ -104,11 +97,7 @@ class Footprint:
         self.row_bytes = self.sizes.of_token(self.quantization)
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
-        """What a request takes.
-
-        Raises:
-            SnapKVError: the policy can't serve it.
-        """
+        """What a request takes. Raises: SnapKVError: the policy can't serve it."""
         sizes, policy = self.sizes, self.policy
         whole = n_prompt + max_tokens + KVCache.step  # by which full caches grow
         rest, plain = sizes.rest(whole, self.step_size), sum(sizes.plain)
@@ -180,13 +169,8 @@ class Disk(NamedTuple):
 
 @dataclass(frozen=True)
 class BookCost:
-    """What reading a book's tokens out of core will take.
-
-    Attributes:
-        tokens: to read.
-        resident: entries per KV head in memory, at most of any layer; `resident_bytes` of all layers.
-        stored_bytes: of all these tokens' entries, as they are stored: in memory unless there are `disks`.
-    """
+    """What reading a book's tokens out of core will take: resident entries per KV head, at most of any layer, their
+    bytes, and those of all entries, which are stored in memory unless there are disks."""
 
     tokens: int
     resident: int
@@ -195,12 +179,13 @@ class BookCost:
     disks: tuple[Disk, ...]
 
     def __str__(self) -> str:
-        resident = format_bytes(self.resident_bytes)
-        parts = [f"at most {self.resident:,} entries resident ({resident})"]
-        if not self.disks:
-            parts.append(f"all in memory ({format_bytes(self.stored_bytes)})")
+        parts = [
+            f"at most {self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
+        ]
         for folder, need, free in self.disks:
             parts.append(f"{format_bytes(need)} on disk in {folder} ({format_bytes(free)} free)")
+        if not self.disks:
+            parts.append(f"all in memory ({format_bytes(self.stored_bytes)})")
         return f"{self.tokens:,} tokens to read: {', '.join(parts)}"
 
     @property

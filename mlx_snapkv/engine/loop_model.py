@@ -18,10 +18,8 @@ from ..models.patch import recording
 Call = Callable[[mx.array, list], mx.array]
 
 LONG_CALL = 32  # tokens from which a call may take long
-FAST, SLOW = (
-    0.1,
-    0.5,
-)  # seconds of an evaluation: shorter ones would cost speed, longer ones keep Ctrl-C waiting
+# Seconds of an evaluation: shorter ones would cost speed, longer ones keep Ctrl-C waiting.
+FAST, SLOW = 0.1, 0.5
 TELL_EVERY = 1.0  # seconds between two calls of a callback within a chunk
 
 
@@ -55,11 +53,8 @@ class SplitCalls(WrappedModel):
     """A model that reads several tokens as if they came one by one, on caches that evict.
 
     Such a cache evicts when it is full, and earlier if several tokens at once would not fit. A call that would cross
-    that point is made in pieces, so that every eviction comes when it would come to single tokens.
-
-    Args:
-        model: an mlx-lm model.
-        marks: mark the caches before every call, so that its tokens can be rolled back.
+    that point is made in pieces, so that every eviction comes when it would come to single tokens. With `marks`, the
+    caches are marked before every call, so that its tokens can be rolled back.
     """
 
     def __init__(self, model, marks: bool = False):
@@ -108,24 +103,31 @@ def rewinding(model, prompt_cache: list) -> Iterator[SplitCalls]:
             cache.commit()
 
 
-class Pace:
-    """Evaluates a chunk some layers at a time: long ones show progress and notice Ctrl-C, and numbers stay the same.
+class PacedModel(WrappedModel):
+    """A model whose chunks are evaluated some layers at a time: long ones show progress and notice Ctrl-C, and numbers
+    stay the same.
 
     Args:
         progress: as mlx-lm's `prompt_progress_callback`; within a chunk it is called about once a second.
     """
 
-    def __init__(self, progress: Callable[[int, int], None]):
+    def __init__(self, model, progress: Callable[[int, int], None]):
+        super().__init__(model)
         self._progress, self._n_layers = progress, 1
-        self._done = self._total = 0
-        self._told = time.perf_counter()
+        self._done, self._total, self._told = 0, 0, time.perf_counter()
 
-    def update(self, done: int, total: int) -> None:
+    def tell(self, done: int, total: int) -> None:
         """The callback for mlx-lm's loop."""
         self._done, self._total, self._told = done, total, time.perf_counter()
         self._progress(done, total)
 
-    def evaluate(self, cache: list, n_tokens: int) -> None:
+    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
+        logits = self["wrapped"](inputs, cache=cache, **kwargs)
+        if inputs.shape[1] >= LONG_CALL:
+            self._evaluate(cache, inputs.shape[1])
+        return logits
+
+    def _evaluate(self, cache: list, n_tokens: int) -> None:
         """Evaluate what a chunk's graph stores, as many layers at a time as take between `FAST` and `SLOW` seconds."""
         n = 0
         while n < len(cache):
@@ -142,20 +144,6 @@ class Pace:
                 self._progress(self._done + n_tokens * n // len(cache), self._total)
 
 
-class PacedModel(WrappedModel):
-    """A model whose chunks a `Pace` evaluates."""
-
-    def __init__(self, model, pace: Pace):
-        super().__init__(model)
-        self._pace = pace
-
-    def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        logits = self["wrapped"](inputs, cache=cache, **kwargs)
-        if inputs.shape[1] >= LONG_CALL:
-            self._pace.evaluate(cache, inputs.shape[1])
-        return logits
-
-
 def pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     """mlx-lm's `start(model, **options)`, its chunks paced if it has a `prompt_progress_callback`."""
 
@@ -163,9 +151,8 @@ def pacing(start: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         progress = options.get("prompt_progress_callback")
         if progress is None:
             return start(model, **options)
-        pace = Pace(progress)
-        options["prompt_progress_callback"] = pace.update
-        return start(PacedModel(model, pace), **options)
+        paced = PacedModel(model, progress)
+        return start(paced, **options | {"prompt_progress_callback": paced.tell})
 
     return begin
 

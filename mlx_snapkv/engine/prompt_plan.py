@@ -66,13 +66,9 @@ def plan_prompt(policy: Policy | Stages, n_prompt: int, out_of_core: bool = Fals
 def gate(
     policy: Policy | Stages, n_prompt: int, prompt_cache: list | None, max_tokens: int = 0
 ) -> str | None:
-    """Why a prompt is left as it is; None if it is to be compressed.
+    """Why a prompt is left as it is; None if it is to be compressed. SnapKVError if it is empty.
 
-    Args:
-        max_tokens: tokens that will be generated, which a block policy keeps within the budget too; -1 is no end.
-
-    Raises:
-        SnapKVError: the prompt is empty.
+    A block policy keeps the answer's `max_tokens`, without an end if they are -1, within the budget, too.
     """
     if n_prompt == 0:
         raise SnapKVError("the prompt is empty: give at least one token")
@@ -104,11 +100,7 @@ def chunk_size(policy: Policy | Stages, limit: int | None, plan: PromptPlan, n_n
 
     Where it doesn't, the size leaves the voters to a short last chunk, so that the queries of a whole chunk never wait,
     in the middle of its attention, for a few of them to be copied: at most the memory of mlx-lm's own prefill is
-    needed. A prompt of one chunk stays one.
-
-    Args:
-        limit: `prefill_step_size`, if it was given.
-        n_new: tokens to read, the prompt's last.
+    needed. A prompt of one chunk stays one; `n_new` of its tokens are still to be read.
     """
     prefill_policy, _ = policy.stages
     if policy.reads_in_blocks:

@@ -33,12 +33,9 @@ class Reader(Compression):
     """Reads a prompt on `caches`, and replaces them by what stays of it.
 
     Args:
-        model: an mlx-lm model.
-        policy: what to keep.
         n_new: tokens to read.
         prompt_cache: what they are read after: earlier turns, in full or compressed, or nothing.
-        retention: what becomes of the entries that are not kept.
-        quantization: how the entries kept are quantised, if at all.
+        quantization: of the entries kept.
 
     Attributes:
         caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.

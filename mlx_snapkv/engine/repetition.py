@@ -18,13 +18,7 @@ AT_ONCE = 512  # tokens read again before they vote: until then the queries of a
 class Repetition:
     """A prompt's tokens, fed again chunk by chunk when all have been read, and rolled back each time.
 
-    Args:
-        model, layers: an mlx-lm model, patched to record, and its full-attention layers.
-        policy: its `repeats`, `lead_in` and `n_sink` say what is fed and what may be looked at.
-        n_prompt: the prompt's tokens.
-
-    Attributes:
-        seconds: what reading again has taken.
+    The policy's `repeats`, `lead_in` and `n_sink` say what is fed and what may be looked at; `seconds` is what it took.
     """
 
     def __init__(self, model: Any, layers: list[AttentionLayer], policy: Policy, n_prompt: int):

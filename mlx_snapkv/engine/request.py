@@ -29,14 +29,9 @@ NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 
 
 class Request:
-    """One request that is compressed: how its prompt is read, and how its answer is decoded.
+    """One request that is compressed; the arguments are those of its `reader`.
 
-    Args: as of `Reader`.
-
-    Attributes:
-        reader: reads the prompt, and chooses what stays of it.
-        model: for mlx-lm's loop.
-        report: what the compression did; empty before.
+    mlx-lm's loop gets `model` and `caches`; `report` says what the compression did, and is empty before.
     """
 
     def __init__(
@@ -188,8 +183,6 @@ def make_request(
 
     Args:
         prompt_cache: None is a new one.
-        retention, quantization: as of `Reader`.
-        max_tokens: of the answer.
         turns: a cache that holds tokens already is compressed again, as that of a conversation is, unless the policy
             reads a prompt again as a whole.
         owned: the cache was made for this retention; any other is copied into one that is.

@@ -21,12 +21,7 @@ _PLANNED = ("max_tokens", "prefill_step_size", "kv_group_size")
 
 
 class LongPrompts:
-    """Warns about prompts before they are read, and says what would help.
-
-    Args:
-        model: an mlx-lm model.
-        policy, memory, verify, far, options: as of `generate_step`. With `max_kv_size` there are no warnings.
-    """
+    """Warns about prompts before they are read, and says what would help; the options are those of `generate_step`."""
 
     def __init__(
         self,
@@ -56,10 +51,7 @@ class LongPrompts:
     def foretold(self, n_prompt: int, n_before: int = 0) -> str | None:
         """What will be kept of a prompt and what that saves, or why nothing is evicted and what would change that.
 
-        Without a policy, None for short prompts.
-
-        Raises:
-            SnapKVError: the memory can't be combined with the policy, or not on this model.
+        None of short prompts without a policy. SnapKVError if memory, policy and model can't be combined.
         """
         n, policy = n_before + n_prompt, self._policy
         self._retention.require(self._model, policy)

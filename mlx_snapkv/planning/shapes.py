@@ -189,25 +189,14 @@ def _first(module: Any, names: list[str]) -> int:
 
 
 def without_weights(folder: str | Path) -> nn.Module:
-    """The model of a folder, built by mlx-lm's loader from its configuration and the headers of its weights' files.
-
-    The weights are blank: only the shapes of its layers and caches are meaningful.
-
-    Raises:
-        Exception: whatever mlx-lm raises for a folder that it can't load.
-    """
+    """The model of a folder as mlx-lm loads it, with blank weights: only the shapes are meaningful."""
     model, _ = load_model(Path(folder), lazy=True)
     model.update(tree_map(_blank, model.parameters()))
     return model
 
 
 def repository_without_weights(name: str) -> nn.Module:
-    """The same for a Hugging Face repository, of which only the configuration and the headers are downloaded.
-
-    Raises:
-        huggingface_hub.errors.HfHubHTTPError, LocalEntryNotFoundError: it can't be had.
-        Exception: as of `without_weights`.
-    """
+    """The same for a Hugging Face repository, of which only the configuration and the headers are downloaded."""
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
 
     config = Path(hf_hub_download(name, "config.json"))
