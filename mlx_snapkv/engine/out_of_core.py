@@ -12,11 +12,11 @@ import time
 import mlx.core as mx
 
 from ..caches.decode import decode_cache
-from ..caches.full_view import FullView
+from ..caches.full_view import FEW, FullView
 from ..caches.layers import AttentionLayer, copies_but_entries, file_bytes
 from ..caches.refreshed import RefreshedKVCache
 from ..policies.budgets import Quota
-from .choosing import Choice, Scored, choose_all, score
+from .compress import Choice, Scored, choose_all, score
 from .readers import RetainingReader
 from .report import Book
 
@@ -32,6 +32,8 @@ class OutOfCoreReader(RetainingReader):
     def _prepare(self, quotas: list[Quota]) -> None:
         """Have the caches evict, and store what they evict."""
         policy = self.prefill_policy
+        caches = [layer.cache_in(self.caches) for layer in self.layers]
+        self._lacked_index = self.n_held > FEW and any(cache.index is None for cache in caches)
         for layer, quota in zip(self.layers, quotas):
             layer.cache_in(self.caches).limit(
                 policy,
@@ -86,6 +88,7 @@ class OutOfCoreReader(RetainingReader):
             stored_bytes=sum(cache.store.nbytes for cache in resident),
             file_bytes=file_bytes(self.prompt_cache),
             read_again=self._n_again,
+            index_made_again=self._lacked_index,
         )
         if not self.votes:
             return []

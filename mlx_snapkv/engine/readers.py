@@ -20,8 +20,7 @@ from ..errors import SnapKVError, UnsupportedModelError
 from ..models import type_of
 from ..policies import Policy, Stages
 from ..policies.budgets import Quota
-from .choosing import Choice
-from .compress import Compression
+from .compress import Choice, Compression
 from .loop_model import Call
 from .prompt_plan import chunk_size, plan_prompt
 from .repetition import Repetition

@@ -42,6 +42,7 @@ class Book:
         resident_bytes: what those take.
         stored: tokens whose entries are stored, and `stored_bytes` what they take in memory, `file_bytes` on disk.
         read_again: tokens that were read a second time, over what was gathered for them.
+        index_made_again: the entries read before had none, or one that did not fit.
         vote_seconds, gather_seconds, read_again_seconds: what each of these took.
     """
 
@@ -51,15 +52,17 @@ class Book:
     stored_bytes: int
     file_bytes: int
     read_again: int
+    index_made_again: bool = False
     vote_seconds: float = 0.0
     gather_seconds: float = 0.0
     read_again_seconds: float = 0.0
 
     def __str__(self) -> str:
         where = "on disk" if self.file_bytes else "in memory"
+        again = ", their index was missing and made again" if self.index_made_again else ""
         return (
             f"{self.resident} resident ({format_bytes(self.resident_bytes)}), "
-            f"all {self.stored} {where} ({format_bytes(self.file_bytes or self.stored_bytes)}), "
+            f"all {self.stored} {where} ({format_bytes(self.file_bytes or self.stored_bytes)}){again}, "
             f"votes {self.vote_seconds:.2f} s, gathering {self.gather_seconds:.2f} s, "
             f"{self.read_again} tokens read again {self.read_again_seconds:.2f} s"
         )

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..caches.layers import attention_layers, kv_bytes, quotas_of
 from ..caches.recording import RecordingKVCache
-from ..engine.choosing import score
+from ..engine.compress import score
 from ..engine.prompt_plan import gate
 from ..engine.report import CompressionReport
 from ..entries.attention import attention_weights

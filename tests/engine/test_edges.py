@@ -27,13 +27,10 @@ SNAPKV = f"{FEW},lookahead=4"
 SHORT = [
     f"{SNAPKV},on_full=slide,heads=shared",
     "snapkv:budget=3,n_sink=0,lookahead=4",
-    "snapkv:budget=40,n_sink=0,n_window=36,obs_window=32,lookahead=4",
-    f"{FEW},lookahead=0",
     f"{FEW},lookahead=9",
     f"snapkv:budget=adaptive:8,{SMALL},lookahead=4",
     "snapkv:budget=90%,n_sink=0,n_window=4,obs_window=4,lookahead=4",
     f"{FEW},schedule=block,block=3",
-    "tova:budget=4,n_window=1,block=2",
     "h2o:budget=4,n_window=2,schedule=once",
     "keydiff:budget=25%,block=2",
     "keydiff:budget=pyramid:5,n_window=0,block=2",

@@ -136,20 +136,6 @@ class _At184:
         return "causal"
 
 
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file:4bit"])
-def test_a_prompt_cache_goes_on(wide, tokens, memory):
-    """In two requests, the question of the second votes over the first's tokens, too."""
-    reports, cache = [], make_prompt_cache(wide)
-    keywords = {"policy": BOOK, "memory": memory, "on_report": reports.append}
-    steps(wide, tokens[:150], 6, prompt_cache=cache, **keywords)
-    assert {c.offset for c in cache if hasattr(c, "offset")} == {150}
-    steps(wide, tokens[150:], 6, prompt_cache=cache, **keywords)
-    assert [r.prompt_tokens for r in reports] == [150, 200]
-    assert all(r.entries == 40 and r.kv_bytes_after < r.kv_bytes_before for r in reports)
-    assert {c.offset for c in cache if hasattr(c, "offset")} == {200}
-    assert_unpatched()
-
-
 def test_a_book_is_not_asked_by_a_policy_that_reads_in_full(wide, tokens):
     cache = make_prompt_cache(wide)
     steps(wide, tokens[:150], 3, policy=BOOK, memory="recall:file", prompt_cache=cache)
@@ -216,3 +202,17 @@ def test_all_of_a_short_prompt_may_be_read_again(tokens, policy, kv_bits, way):
             wanted = [t for t, _ in plain(model, tokens[:n], 90)]
             same = 90 if checked else 64 - n
             assert found[:same] == wanted[:same]
+
+
+def test_an_index_that_a_book_lacks_is_made_again_and_reported(wide, tokens, monkeypatch):
+    for module in ("caches.full_view", "engine.out_of_core"):
+        monkeypatch.setattr(f"mlx_snapkv.{module}.FEW", 64)
+    cache, reports = make_prompt_cache(wide), []
+    keywords = {"policy": BOOK, "memory": "recall:file", "prompt_cache": cache}
+    for turn in (tokens[:150], tokens[150:175], tokens[175:]):
+        steps(wide, turn, 3, on_report=reports.append, **keywords)
+        if turn.size == 150:
+            for layer in attention_layers(wide, cache):
+                layer.cache_in(cache).index = None
+    assert [r.book.index_made_again for r in reports] == [False, True, False]
+    assert "their index was missing and made again" in str(reports[1])

@@ -10,7 +10,6 @@ from request_helpers import filled_cache
 
 import mlx_snapkv
 from mlx_snapkv import Conversation, compress_prompt_cache, generate_step, prefill
-from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine import compress
 
@@ -92,33 +91,6 @@ def test_a_cache_that_was_read_and_recorded_elsewhere(kept, stepped, tiny_model,
     plain, given = filled_cache(tiny_model, tokens)
     found = kept(lambda: compress_prompt_cache(tiny_model, plain, policy, queries=given))
     assert_same_entries(found, stepped(policy))
-
-
-@pytest.mark.parametrize("policy", ONCE + BLOCK)
-def test_an_answer_gives_up_the_same_entries_after_prefill(tiny_model, tokens, policy):
-    """The prompt's own; those of the answer are not the same, since its first tokens saw the whole prompt."""
-    ours = make_prompt_cache(tiny_model)
-    steps = generate_step(tokens, tiny_model, max_tokens=6, policy=policy, prompt_cache=ours)
-    answer = [token for token, _ in steps]
-    cache, _ = prefill(tiny_model, tokens, policy)
-    # The tokens that the loop has fed, one at a time as it does.
-    for token in answer[: held_offset(tiny_model, ours) - tokens.size]:
-        list(generate_step(mx.array([token]), tiny_model, max_tokens=0, prompt_cache=cache))
-    found, wanted = (entries_of(tiny_model, caches, tokens.size - 1) for caches in (cache, ours))
-    assert_same_entries(found, wanted)
-
-
-def entries_of(model, prompt_cache, before=None):
-    """By layer, positions and keys held; of the tokens before a position only."""
-    layers = attention_layers(model, prompt_cache)
-    entries = [layer.entries_in(prompt_cache).held() for layer in layers]
-    if before is not None:
-        entries = [e.between(0, int((e.positions[0, 0] < before).sum())) for e in entries]
-    return [(np.array(e.positions), np.array(e.keys)) for e in entries]
-
-
-def held_offset(model, prompt_cache):
-    return attention_layers(model, prompt_cache)[0].entries_in(prompt_cache).offset
 
 
 @pytest.fixture(scope="module")
