@@ -26,9 +26,7 @@ class FileOptions:
     requests: Annotated[
         str, Argument(help="File of requests, one a line, or - for stdin.", metavar="REQUESTS")
     ]
-    output: str = option(
-        ..., "File of answers, one a line; the same command goes on from it.", "-o"
-    )
+    output: str = option(..., "File of answers, one a line; the same command continues it.", "-o")
     concurrency: options.Concurrency = 8
     max_kv_bytes: options.MaxKVBytes = None
     seed: int | None = option(
@@ -70,9 +68,7 @@ def batch(
     ways |= policy.take(model.model, None, "batch", retention.memory, reading.say)
     chosen = ways["policy"]
     if cache.kv_bits is not None and chosen is None:
-        raise SnapKVError(
-            "--kv-bits in a batch is for compressed entries: add --policy, or drop it"
-        )
+        raise SnapKVError("--kv-bits in a batch is for compressed entries: add --policy or drop it")
     limit = options.most_bytes("--max-kv-bytes", files.max_kv_bytes)
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if retention.memory != "drop":

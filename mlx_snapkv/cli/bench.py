@@ -25,16 +25,12 @@ class BenchOptions:
     """Which policies are measured, at which lengths, and how often."""
 
     policy: list[str] | None = option(
-        None, f"Policy to compare, once or more; default: {' and '.join(POLICIES)}."
+        None, f"Repeat it for several; default: {' and '.join(POLICIES)}."
     )
     snapkv: str | None = option(None, "The same for SnapKV: its options alone.")
     context: str = option("4096,16384,32768,65536,131072", "Context lengths to decode at.")
-    prompt_tokens: str = option(
-        "8192,16384", "Prompt lengths that the full cache and all policies read.", "-p"
-    )
-    long_prompts: str = option(
-        "16384,32768,65536", "Prompt lengths that only policies read that evict meanwhile."
-    )
+    prompt_tokens: str = option("8192,16384", "Prompt lengths that all caches read.", "-p")
+    long_prompts: str = option("16384,32768,65536", "The same for block policies only.")
     num_trials: int = option(3, "Prompts read of each length.", "-n", min=1)
     steps: int = option(50, "Steps decoded per cache.", min=1, max=200)
 

@@ -104,9 +104,7 @@ class MLXCacheOptions(CacheOptions):
         if draft_model is not None:
             raise SnapKVError("--max-kv-size has no effect beside --draft-model: drop one of them")
         if self.kv_bits is not None:
-            raise SnapKVError(
-                "--kv-bits can't quantise the cache of --max-kv-size: drop one of them"
-            )
+            raise SnapKVError("--kv-bits can't quantise the cache of --max-kv-size: drop one")
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,7 @@ class PolicyOptions:
     """The policy that compresses prompts, if any does."""
 
     snapkv: Snapkv = None
-    policy: str | None = option(
-        None, 'Any policy, such as "keydiff:budget=25%"; see mlx-snapkv policies.'
-    )
+    policy: str | None = option(None, 'Any of mlx-snapkv policies, such as "keydiff:budget=25%".')
 
     def resolve(self) -> Policy | Stages | None:
         """The policy; SnapKVError for a mistake in it, or for two."""
@@ -134,9 +130,7 @@ class AutoPolicyOptions(PolicyOptions):
         'Any policy, such as "keydiff:budget=25%" (see mlx-snapkv policies); or auto, which takes what '
         "suits the prompt, the task and this machine.",
     )
-    kv_memory: str | None = option(
-        None, "KV memory, such as 2GB, that --policy auto keeps to.", metavar="SIZE"
-    )
+    kv_memory: str | None = option(None, "Entries' memory with --policy auto.", metavar="SIZE")
 
     @property
     def is_auto(self) -> bool:
@@ -181,9 +175,7 @@ class MemoryOptions:
         "(recall, recall:8bit, recall:4bit) or in files (recall:file, recall:file:8bit, recall:file:4bit). A "
         "policy that evicts while it reads, such as keydiff, then reads within its budget.",
     )
-    store_dir: Path | None = option(
-        None, "Folder for the files of --memory recall:file; by default TMPDIR."
-    )
+    store_dir: Path | None = option(None, "Folder of --memory recall:file; by default TMPDIR.")
 
     def __post_init__(self):
         if self.store_dir is None:

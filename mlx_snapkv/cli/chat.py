@@ -60,7 +60,7 @@ def run(session: Session) -> None:
     if interactive:
         session.reading.say(f"{session.model}, {session.ways}")
         session.reading.say(
-            "Several lines: paste them, or end each with a backslash. /help lists commands."
+            "Paste several lines, or end each with a backslash. /help lists commands."
         )
     for line in map(str.strip, session.lines):
         try:

@@ -54,9 +54,7 @@ def run_command(session: Session, line: str) -> None:
     """Do what a line says; SnapKVError if there is no such command, or it can't be done."""
     name, _, rest = line.partition(" ")
     if name not in COMMANDS:
-        raise UnknownOptionError(
-            f"unknown command {name}{suggestion(name, COMMANDS)}: /help lists them"
-        )
+        raise UnknownOptionError(f"unknown command {name}{suggestion(name, COMMANDS)}: try /help")
     command, rest = COMMANDS[name], rest.strip()
     if rest and not command.arguments:
         raise SnapKVError(f"{name} takes nothing, got {rest!r}")
@@ -239,9 +237,7 @@ def _export(session: Session, name: str) -> None:
             raise SnapKVError(f"/export {path} is a folder: give a file name")
         if path.exists() and path.absolute() not in session.exported:
             if not session.lines.interactive:
-                raise SnapKVError(
-                    f"/export {path}: there is such a file already, give another name"
-                )
+                raise SnapKVError(f"/export {path}: is there already, give another name")
             if not session.lines.agree(f"{path} is there already: replace it?"):
                 session.say("nothing was written")
                 return

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from ..evals.methods import Method
     from ..reporting.table import Table
 
-REMARK = (
-    "Entries are those kept per KV head; KL is to the full cache over its answer, in nats a token."
-)
+REMARK = "Entries are per KV head; KL is to the full cache over its answer, in nats a token."
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,7 @@ def _save(document: str, name: str) -> None:
     path = path_of(name, "--save-document")
     with refusing(f"--save-document {name}"):
         if path.exists() and path.read_bytes() != document.encode():
-            raise SnapKVError(
-                f"--save-document {name}: there is such a file already, give another name"
-            )
+            raise SnapKVError(f"--save-document {name}: is there already, give another name")
         put(path, document)
 
 

@@ -90,9 +90,7 @@ def generate(
         start = SavedStart(file, model.model, loaded, chosen, retention.memory, cache.quantization)
         keywords |= start.options
         if policy.is_auto:
-            reading.say(
-                f"note: --policy auto changes nothing of {file}: it goes on as it was saved"
-            )
+            reading.say(f"note: --policy auto changes nothing of {file}, which goes on as saved")
         if start.has(text):
             reading.say(f"note: {file} has this text already: give the question alone")
         encode = partial(start.encode, tokenizer, text, prompt.ignore_chat_template)

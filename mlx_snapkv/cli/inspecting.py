@@ -30,7 +30,7 @@ class InspectOptions:
 
     snapkv: cache_options.Snapkv = None
     policy: list[str] | None = option(
-        None, "Such as keydiff:budget=25%; give two to compare them.", metavar="POLICY"
+        None, "Such as keydiff:budget=25%; two are compared.", metavar="POLICY"
     )
     output: str | None = option(
         None,
@@ -48,9 +48,7 @@ class InspectOptions:
         first = [] if self.snapkv is None else [resolve_policy(self.snapkv)]
         chosen = [*first, *(resolve_policy(policy=text) for text in self.policy or [])]
         if not chosen:
-            raise SnapKVError(
-                "nothing to inspect: give a --policy, such as keydiff:budget=25%, or --snapkv"
-            )
+            raise SnapKVError("give a --policy to inspect, such as keydiff:budget=25%")
         if len(chosen) > MOST:
             raise SnapKVError(f"at most {MOST} policies fit side by side, got {len(chosen)}")
         return chosen

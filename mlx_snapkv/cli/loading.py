@@ -159,9 +159,7 @@ def _why_not_fetched(name: str, error: Exception) -> str | None:
         held = "only a part of it" if name in cached else f"no such repository ({has})"
         return f"no such folder, the Hugging Face hub {why}, and the local cache holds {held}"
     if isinstance(error, errors.GatedRepoError):
-        return (
-            f"access has to be granted: ask at https://huggingface.co/{name}, then `hf auth login`"
-        )
+        return f"access has to be granted: https://huggingface.co/{name}, then `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "no such folder, and the Hugging Face hub has no such repository; for a private one, `hf auth login`"
     if isinstance(error, errors.HfHubHTTPError):

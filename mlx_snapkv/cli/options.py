@@ -50,9 +50,7 @@ class ModelOptions:
 
     model: Model
     adapter_path: str | None = option(None, "Folder of LoRA adapters.")
-    quantize_activations: bool = option(
-        False, "Quantise activations as their layers' weights are.", "-qa"
-    )
+    quantize_activations: bool = option(False, "Quantise activations like weights.", "-qa")
     trust_remote_code: bool = option(False, "Allow a tokenizer's own code.")
 
     def load(self, **more: Any) -> tuple[Any, Any]:
@@ -68,9 +66,7 @@ class TalkingModelOptions(ModelOptions):
     """The same, and what its tokenizer is to do besides."""
 
     chat_template_config: ChatTemplateConfig = None
-    extra_eos_token: list[str] | None = option(
-        None, "Token that also ends an answer; repeat it for several."
-    )
+    extra_eos_token: list[str] | None = option(None, "Another end of answers; repeat it.")
 
     def load(self, **more: Any) -> tuple[Any, Any]:
         from .prompts import adapt_tokenizer
@@ -97,9 +93,7 @@ class ShardedModelOptions(TalkingModelOptions):
 class DraftOptions:
     """A draft model."""
 
-    draft_model: str | None = option(
-        None, "Small model of the same tokenizer that proposes tokens."
-    )
+    draft_model: str | None = option(None, "Small model of this tokenizer that proposes tokens.")
     num_draft_tokens: int = option(3, "Tokens that the draft model proposes at a time.", min=1)
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
@@ -185,9 +179,7 @@ class SamplingOptions:
         options, size = dict(vars(self)), len(tokenizer)
         for name in ("top_k", "min_tokens_to_keep"):
             if options[name] >= size:
-                raise SnapKVError(
-                    f"{flag_of(name)} must be below the vocabulary's {size}, got {options[name]}"
-                )
+                raise SnapKVError(f"{flag_of(name)} must be below the vocabulary's {size}")
         max_tokens = options.pop("max_tokens")
         special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special, **options)

@@ -25,9 +25,7 @@ TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     """The text to read, a file's and then the prompt's; `-` is standard input. SnapKVError if there is none."""
     if prompt is None and prompt_file is None:
-        raise SnapKVError(
-            "nothing to read: give --prompt TEXT, --prompt-file FILE, or --prompt - for stdin"
-        )
+        raise SnapKVError("nothing to read: give --prompt TEXT, --prompt - or --prompt-file FILE")
     if prompt == "-" and prompt_file == "-":
         raise SnapKVError("--prompt and --prompt-file can't both read standard input")
     parts = []

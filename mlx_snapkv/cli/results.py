@@ -80,9 +80,7 @@ def _is_replaced(path: Path) -> bool:
         reported.require_matplotlib()
     is_there = require_place(path)
     if is_there and not reported.is_ours(path):
-        raise SnapKVError(
-            f"--output: {path} is there already, and mlx-snapkv did not write it: give another name"
-        )
+        raise SnapKVError(f"--output: mlx-snapkv did not write {path}: give another name")
     return is_there
 
 

@@ -56,17 +56,13 @@ class SavedStart:
         is_quantised = any(cache.quantization for cache in layer_caches(caches))
         how = "compressed" if is_compressed(caches) else "quantised" if is_quantised else None
         if quantization is not None and how is not None:
-            raise SnapKVError(
-                f"{file} is {how} already, its entries stay as they are: drop --kv-bits"
-            )
+            raise SnapKVError(f"{file} is {how} already, its entries stay so: drop --kv-bits")
         self.n_tokens = n_tokens(caches)
         self.report = CompressionReport(NO_POLICY, self.n_tokens, "the saved prompt is continued")
         own = self._own_memory
         if own != "drop" and self._saved.policy != NO_POLICY:
             if policy is not None:
-                raise SnapKVError(
-                    f"{file} is a book, saved with the policy {self._saved.policy}: drop the policy"
-                )
+                raise SnapKVError(f"{file} has its own policy, {self._saved.policy}: drop yours")
             policy = resolve_policy(policy=self._saved.policy)
             memory = own if memory == "drop" else memory
         elif memory == "drop":
@@ -131,9 +127,7 @@ class SavedStart:
         self, model, policy: Policy | Stages, quantization: Quantization | None
     ) -> CompressionReport:
         if is_compressed(self._caches):
-            raise SnapKVError(
-                f"{self._file} is already compressed, by {self._saved.policy}: drop the policy"
-            )
+            raise SnapKVError(f"{self._file} is compressed already: drop the policy")
         for stage in policy.stages:
             if stage.observes:
                 others = ", ".join(n for n, cls in POLICIES.items() if not cls().observes)

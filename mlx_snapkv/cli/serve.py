@@ -40,11 +40,9 @@ class HTTPOptions:
         "What clients must send; or set MLX_SNAPKV_API_KEY. Other addresses than 127.0.0.1 need one.",
     )
     allow_origin: list[str] | None = option(
-        None, "Web page that may ask (CORS); repeat it.", metavar="URL"
+        None, "Page that may ask (CORS); repeat it.", metavar="URL"
     )
-    alias: list[str] | None = option(
-        None, "Another name that clients see; requests may use any.", metavar="NAME"
-    )
+    alias: list[str] | None = option(None, "Another name for the model; repeat it.", metavar="NAME")
     timeout: float | None = option(None, "Seconds for a request, at most.", min=0.1)
     volatile_header: list[str] = option(
         [BILLING],
@@ -72,9 +70,7 @@ class LimitOptions:
 
     concurrency: options.Concurrency = 8
     queue: int = option(64, "Requests that may wait; more get a 429.", min=0)
-    max_context: int | None = option(
-        None, "Tokens of a prompt, at most; longer ones get a 400.", min=1
-    )
+    max_context: int | None = option(None, "Longest prompt in tokens; others get a 400.", min=1)
     max_kv_bytes: options.MaxKVBytes = None
 
     def limits(self) -> Limits:
@@ -96,9 +92,7 @@ class PrefixOptions:
     prefix_dir: str | None = option(
         None, "Keep it in this folder, too, so that it outlives the server.", metavar="DIR"
     )
-    prefix_dir_bytes: str = option(
-        PREFIX_FILES, "Room for that; the oldest give way.", metavar="SIZE"
-    )
+    prefix_dir_bytes: str = option(PREFIX_FILES, "Room for that; the oldest go.", metavar="SIZE")
 
     def most_bytes(self, memory: str) -> int:
         """What --prefix-bytes says; by default for entries where this memory has them."""
@@ -145,9 +139,7 @@ def serve(
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
-            raise SnapKVError(
-                f"serve needs {package}, which is not installed: run pip install 'mlx-snapkv[server]'"
-            )
+            raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
     from ..completions.request import Defaults
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
@@ -203,7 +195,5 @@ def _run(settings: Settings | None, model: str, *given: Any) -> None:
         host, port, *_ = place.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"
-        line = (
-            f"{model} at {url} (a page to ask at) | {clients} | its API: {url}/docs | Ctrl-C stops"
-        )
+        line = f"{model} at {url} (a page to ask at) | {clients} | API: {url}/docs | Ctrl-C stops"
         serve(engine, settings, place, partial(print, line, flush=True))

@@ -34,7 +34,7 @@ def join(pipeline: bool | None, **options: Any) -> Ranks:
         be_silent()
     if ranks.size == 1 and pipeline:
         raise SnapKVError(
-            "--pipeline splits a model over several Macs: start the command by mlx.launch, or drop it"
+            "--pipeline is for several Macs: start the command by mlx.launch, or drop it"
         )
     ranks.require_same(options=" ".join(sys.argv[1:]))
     if ranks.size > 1 and pipeline is None:
@@ -48,7 +48,7 @@ def require_alone(**options: Any) -> None:
     for name, given in options.items():
         if given and here().size > 1:
             raise SnapKVError(
-                f"{flag_of(name)} does not go together with several Macs: drop it, or {ALONE_ONLY}"
+                f"{flag_of(name)} can't be used on several Macs: drop it, or {ALONE_ONLY}"
             )
 
 
