@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,13 +24,14 @@ ENDED_EARLY = "the answer ended before its prompt was compressed"
 
 @dataclass
 class Progress:
-    """What a run has done: lines of the file, and those of them that earlier runs did, and tokens."""
+    """What a run has done: lines of the file, those that earlier runs did, tokens, and how often what warned."""
 
     lines: int = 0
     before: int = 0
     prompt_tokens: int = 0
     answer_tokens: int = 0
     seconds: float = 0.0
+    warnings: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -190,6 +192,8 @@ class Run:
         if response.finish_reason is None:  # at a stop text
             self._generator.remove([response.uid])
         del self._active[response.uid]
+        if request.report is not None:
+            self.progress.warnings.update(request.report.warnings)
         body = answer_body(request.answer, self.name, self._extra(request))
         self.answers.answer(request.line, body)
         self.progress.lines += 1

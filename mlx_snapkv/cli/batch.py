@@ -84,6 +84,8 @@ def batch(
         _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)
+    for said, n in run.progress.warnings.items():
+        reading.say(f"warning: {said} ({n} of {answers.n_answered} answers)")
     if answers.n_errors and not files.allow_errors:
         raise Exit(1)
 

@@ -12,7 +12,7 @@ from typer import Option
 from ..engine.report import NO_POLICY, CompressionReport, format_bytes
 from ..errors import SnapKVError
 from . import cache_options, options
-from .prompts import opening_tokens
+from .prompts import TextOptions, opening_tokens
 from .reading import Reading
 
 
@@ -20,7 +20,7 @@ def cache_prompt(
     *,
     model: options.ModelOptions,
     output: Annotated[str, Option("--output", "-o", help="The .safetensors file to write.")],
-    prompt: options.TextOptions,
+    prompt: TextOptions,
     cache: cache_options.CacheOptions,
     policy: cache_options.PolicyOptions,
     retention: cache_options.MemoryOptions,

@@ -79,19 +79,16 @@ def _options_of(group: Any) -> Iterator[inspect.Parameter]:
         )
 
 
-def _keeps_files(given: Given) -> bool:
-    from ..caches.memories import in_files
-
-    return in_files(given["memory"]) or given.get("prompt_cache_file") is not None
-
-
 # By option, what it needs: how that is said, and whether it is there.
 NEEDS: dict[str, tuple[str, Callable[[Given], bool]]] = {
     "kv_group_size": ("--kv-bits", lambda given: given["kv_bits"] is not None),
     "quantized_kv_start": ("--kv-bits", lambda given: given["kv_bits"] is not None),
     "num_draft_tokens": ("--draft-model", lambda given: given["draft_model"] is not None),
     "refresh": ("--memory recall", lambda given: given["memory"] != "drop"),
-    "store_dir": ("--memory recall:file", _keeps_files),
+    "store_dir": (
+        "--memory recall:file",
+        lambda given: "file" in given["memory"] or given.get("prompt_cache_file") is not None,
+    ),
     "kv_memory": ("--policy auto", lambda given: given["policy"] == "auto"),
     "prefix_dir_bytes": ("--prefix-dir", lambda given: given["prefix_dir"] is not None),
 }

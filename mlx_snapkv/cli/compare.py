@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cache_options, options
 from .command import option
+from .prompts import PromptOptions
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class CompareOptions:
 def compare(
     *,
     model: options.TalkingModelOptions,
-    prompt: options.PromptOptions,
+    prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
     retention: cache_options.RetentionOptions,

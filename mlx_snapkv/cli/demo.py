@@ -18,8 +18,7 @@ from ..engine.report import format_bytes
 from ..errors import SnapKVError
 from ..paths import path_of, put, refusing
 from .loading import load_model
-from .options import MOST, DocumentSeed, Facts, Model
-from .prompts import adapt_tokenizer
+from .options import MOST, DocumentSeed, Facts, Model, adapt_tokenizer
 
 if TYPE_CHECKING:
     from ..policies import Policy

@@ -15,8 +15,7 @@ from .._version import __version__
 from ..demo import MODELS
 from ..errors import SnapKVError
 from .loading import load_model
-from .options import ChatTemplateConfig, Model
-from .prompts import adapt_tokenizer
+from .options import ChatTemplateConfig, Model, adapt_tokenizer
 from .results import Policies, ResultOptions, methods_of, results_in
 
 LEAST = 256  # tokens of a prompt

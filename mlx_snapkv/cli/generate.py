@@ -12,6 +12,7 @@ from ..engine.report import NO_POLICY, CompressionReport
 from ..errors import SnapKVError
 from . import cache_options, options
 from .command import option
+from .prompts import PromptOptions
 from .reading import Reading
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QuestionOptions(options.PromptOptions):
+class QuestionOptions(PromptOptions):
     """A text to answer, which may go on from a saved one."""
 
     prompt_cache_file: str | None = option(None, "A prompt saved by cache-prompt, to be continued.")
@@ -81,7 +82,7 @@ def generate(
     start, was_chosen = None, False
     cache.require(loaded, draft.draft_model)
     if file is None:
-        tokens = prompt.encode(tokenizer, text, reading)
+        tokens = reading.wait_for(partial(prompt.encode, tokenizer, text))
         keywords |= policy.take(loaded, len(tokens), "question", retention.memory, reading.say)
         was_chosen = policy.is_auto and keywords["policy"] is None
         asked = {"max_tokens": sampling.max_tokens, "was_chosen": was_chosen, **keywords}

@@ -10,11 +10,12 @@ from ..errors import SnapKVError
 from ..paths import put_result
 from . import cache_options, options
 from .command import option
+from .prompts import PromptOptions
 from .reading import Reading
 from .results import require_page
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.console import Console
 
     from ..inspecting.inspection import Inspection
 
@@ -57,7 +58,7 @@ class InspectOptions:
 def inspect(
     *,
     model: options.TalkingModelOptions,
-    prompt: options.PromptOptions,
+    prompt: PromptOptions,
     max_tokens: options.MaxTokens = 256,
     prefill_step_size: cache_options.PrefillStepSize = 2048,
     shown: InspectOptions,
@@ -109,13 +110,11 @@ def inspect(
 def _print(found: Inspection) -> None:
     """What was kept, drawn as wide as the terminal: a line a layer, the sentences, the answer."""
     from rich.console import Console
-    from rich.text import Text
 
-    console = Console(highlight=False)
-    console.print(Text(found.policy, style="bold"), Text(str(found.report)), "", sep="\n")
-    for line in _map(found, console.width):
-        console.print(line, no_wrap=True, crop=True)
-    console.print()
+    console = Console(highlight=False, markup=False)
+    console.print(found.policy, style="bold")
+    console.print(str(found.report), "", sep="\n")
+    _print_map(found, console)
     if found.sentences:
         best = found.sentences[0]
         measure = "nothing was chosen: these are kept whatever they say"
@@ -123,36 +122,31 @@ def _print(found: Inspection) -> None:
             measure = "by their share of the votes for the entries chosen"
         elif best.chosen:
             measure = "by the share of their entries that were chosen"
-        console.print(Text(f"Most kept sentences ({measure})", style="bold"))
+        console.print(f"Most kept sentences ({measure})", style="bold")
         for rank, sentence in enumerate(found.sentences[:SENTENCES], start=1):
             share = sentence.votes or sentence.chosen
             shown = f"{share:.1%}" if share else "fixed"
-            line = Text(f"{rank:3}  {shown:>5}  {' '.join(sentence.text.split())}", no_wrap=True)
-            line.truncate(max(40, console.width), overflow="ellipsis")
-            console.print(line)
+            line = f"{rank:3}  {shown:>5}  {' '.join(sentence.text.split())}"
+            console.print(line, no_wrap=True, overflow="ellipsis")
         console.print()
-    console.print(Text("Answer", style="bold"))
-    console.print(Text(found.answer), soft_wrap=True)
+    console.print("Answer", style="bold")
+    console.print(found.answer, soft_wrap=True)
 
 
-def _map(found: Inspection, width: int) -> list[Text]:
-    from rich.text import Text
-
+def _print_map(found: Inspection, console: Console) -> None:
     names = [f"layer {layer}" for layer in found.layers]
     margin = max(map(len, names)) + 1
     ends = ["" if share is None else f"{share:5.0%}" for share in found.shares]
-    density = found.density(max(8, min(WIDEST, width - margin - 7)))
-    lines = []
+    density = found.density(max(8, min(WIDEST, console.width - margin - 7)))
     for name, row, end in zip(names, density, ends, strict=True):
         # A little is to be seen, too: half of the shades are for the first quarter.
         shades = "".join(SHADES[-int(-(share**0.5) * (len(SHADES) - 1) // 1)] for share in row)
-        lines.append(Text.assemble(f"{name:<{margin}}", (shades, "cyan"), f" {end}"))
+        console.print(f"{name:<{margin}}{shades} {end}", no_wrap=True, crop=True)
     last = f"token {found.n_tokens - 1}"
     scale = f"token 0{last:>{max(len(last) + 1, density.shape[1] - 7)}}"
-    heading = "votes" if any(ends) else ""
-    lines.append(Text(f"{'':<{margin}}{scale} {heading}", style="dim"))
+    console.print(f"{'':<{margin}}{scale} {'votes' * any(ends)}", style="dim", no_wrap=True)
     if found.layers_without:
         which = f"layer{'s' * (len(found.layers_without) > 1)} {', '.join(map(str, found.layers_without))}"
         why = "no entries to keep or drop (linear attention, or a sliding window)"
-        lines.append(Text(f"{which}: {why}", style="dim", overflow="fold", no_wrap=False))
-    return lines
+        console.print(f"{which}: {why}", style="dim")
+    console.print()

@@ -87,23 +87,12 @@ def load_without_weights(name: str):
     if not os.path.exists(folder):
         with contextlib.suppress(Exception):  # it is asked for below, if it is not here
             folder = hf_repo_to_path(name)
-    there = os.path.exists(folder)
     try:
+        there = os.path.exists(folder)
         model = without_weights(folder) if there else repository_without_weights(name)
     except Exception as error:  # as above
         raise SnapKVError(f"--model {name}: {_why(name, folder, error, 'planned')}") from error
     _make_fast(name, model)
-    return model
-
-
-def load_draft_model(name: str, tokenizer, trust_remote_code: bool):
-    """The draft model; SnapKVError if it can't be loaded, or has not the vocabulary of the main model's tokenizer."""
-    model, its_own = load_model(name, None, trust_remote_code, option="--draft-model")
-    if its_own.vocab_size != tokenizer.vocab_size:
-        raise SnapKVError(
-            f"--draft-model {name}: its tokenizer has {its_own.vocab_size} tokens and the model's "
-            f"{tokenizer.vocab_size}; a draft model needs the model's own tokenizer"
-        )
     return model
 
 

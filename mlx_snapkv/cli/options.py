@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Context, Option
 
@@ -12,11 +16,10 @@ from ..demo import MODELS
 from ..errors import SnapKVError, UnknownOptionError, suggestion
 from .command import flag_of, option
 
-if TYPE_CHECKING:
-    from .reading import Reading
-
 MOST = 10_000_000  # tokens of a prompt
 BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+# Of a chat template's own parameters, those that may be given beside its free ones.
+TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 TOKENS = {"k": 1 << 10, "m": 1 << 20}
 
 Model = Annotated[
@@ -69,8 +72,6 @@ class TalkingModelOptions(ModelOptions):
     extra_eos_token: list[str] | None = option(None, "Another end of answers; repeat it.")
 
     def load(self, **more: Any) -> tuple[Any, Any]:
-        from .prompts import adapt_tokenizer
-
         model, tokenizer = super().load(**more)
         adapt_tokenizer(tokenizer, self.extra_eos_token, self.chat_template_config)
         return model, tokenizer
@@ -97,50 +98,19 @@ class DraftOptions:
     num_draft_tokens: int = option(3, "Tokens that the draft model proposes at a time.", min=1)
 
     def load(self, tokenizer: Any, trust_remote_code: bool) -> dict[str, Any]:
-        """What `stream_generate` is to know of a draft model; see `load_draft_model`."""
-        from .loading import load_draft_model
+        """What `stream_generate` is to know of it; SnapKVError if it has not the vocabulary of the tokenizer."""
+        from .loading import load_model
 
-        if self.draft_model is None:
+        name = self.draft_model
+        if name is None:
             return {}
-        model = load_draft_model(self.draft_model, tokenizer, trust_remote_code)
+        model, its_own = load_model(name, None, trust_remote_code, option="--draft-model")
+        if its_own.vocab_size != tokenizer.vocab_size:
+            raise SnapKVError(
+                f"--draft-model {name}: its tokenizer has {its_own.vocab_size} tokens and the model's "
+                f"{tokenizer.vocab_size}; a draft model needs the model's own tokenizer"
+            )
         return {"draft_model": model, "num_draft_tokens": self.num_draft_tokens}
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """A text to read."""
-
-    prompt: str | None = option(None, "Text, or - for stdin.", "-p")
-    prompt_file: str | None = option(None, "Text file to read; a --prompt is put after it.")
-    system_prompt: SystemPrompt = None
-
-    def read(self) -> str:
-        """The file's text, then the prompt's; see `read_prompt`."""
-        from .prompts import read_prompt
-
-        return read_prompt(self.prompt, self.prompt_file)
-
-
-@dataclass(frozen=True)
-class PromptOptions(TextOptions):
-    """A text to answer."""
-
-    prefill_response: str | None = option(None, "What the answer is to begin with.")
-    ignore_chat_template: IgnoreChatTemplate = False
-
-    def encode(self, tokenizer: Any, text: str, reading: Reading) -> list[int]:
-        """Token ids of a prompt with this text; see `prompts.encode`."""
-        from .prompts import encode
-
-        how: Any = {"prefill_response": self.prefill_response}
-        given = tokenizer, text, self.system_prompt, self.ignore_chat_template
-        return reading.wait_for(partial(encode, *given, **how))
-
-    def load(self, model: TalkingModelOptions, reading: Reading) -> tuple[Any, Any, list[int]]:
-        """A model, its tokenizer, and the prompt's token ids."""
-        text = self.read()
-        loaded, tokenizer = model.load()
-        return loaded, tokenizer, self.encode(tokenizer, text, reading)
 
 
 @dataclass(frozen=True)
@@ -184,6 +154,31 @@ class SamplingOptions:
         special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(xtc_special_tokens=special, **options)
         return {"max_tokens": max_tokens, "sampler": sampler}
+
+
+def adapt_tokenizer(
+    tokenizer, extra_eos_token: Sequence[str] | None, chat_template_config: str | None
+) -> None:
+    """Add tokens that end an answer, and options for the chat template, a JSON object."""
+    for token in extra_eos_token or []:
+        known = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
+        if (int(token) if token.isdecimal() else token) not in known:
+            raise SnapKVError(f"--extra-eos-token {token!r}: this tokenizer has no such token")
+        tokenizer.add_eos_token(token)
+    if chat_template_config is None:
+        return
+    options = None
+    with contextlib.suppress(ValueError):
+        options = json.loads(chat_template_config)
+    if not isinstance(options, dict):
+        raise SnapKVError(
+            "--chat-template-config must be a JSON object, "
+            f"such as '{{\"enable_thinking\": false}}', got {chat_template_config!r}"
+        )
+    own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
+    for name in options.keys() & own.keys() - TEMPLATE_OPTIONS:
+        raise SnapKVError(f"--chat-template-config can't set {name!r}: the command does")
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
 
 
 def seed_sampling(seed: int | None) -> None:

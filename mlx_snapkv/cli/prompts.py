@@ -3,43 +3,99 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import BinaryIO
+from functools import partial
+from typing import Any, BinaryIO
 
 from ..chat.prompts import common_prefix
 from ..errors import SnapKVError, brief
 from ..paths import path_of, refusing
+from .command import flag_of, option
+from .options import IgnoreChatTemplate, SystemPrompt, TalkingModelOptions
+from .reading import Reading
 
 # Beginnings of questions: what their prompts share can be read before the question is known.
 PROBES = ("Why", "1", "(", "\u4e2d", "\nand", " so")
-# Of the template's own parameters, those that may be given beside its free ones.
-TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 
 
-def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
-    """The text to read, a file's and then the prompt's; `-` is standard input. SnapKVError if there is none."""
-    if prompt is None and prompt_file is None:
-        raise SnapKVError("nothing to read: give --prompt TEXT, --prompt - or --prompt-file FILE")
-    if prompt == "-" and prompt_file == "-":
-        raise SnapKVError("--prompt and --prompt-file can't both read standard input")
-    parts = []
-    if prompt_file is not None:
-        file = _read_stdin() if prompt_file == "-" else read_file("--prompt-file", prompt_file)
-        parts.append(file)
-    if prompt is not None:
-        # As mlx-lm does: \n and \t may be typed on the command line.
-        typed = prompt.replace("\\n", "\n").replace("\\t", "\t")
-        parts.append(_read_stdin() if prompt == "-" else require_text(typed, "--prompt"))
-    text = "\n\n".join(parts)
-    if not text.strip():
-        raise SnapKVError("the prompt is empty: give some text")
-    return text
+@dataclass(frozen=True)
+class TextOptions:
+    """A text to read."""
+
+    prompt: str | None = option(None, "Text, or - for stdin.", "-p")
+    prompt_file: str | None = option(None, "Text file to read; a --prompt is put after it.")
+    system_prompt: SystemPrompt = None
+
+    def read(self) -> str:
+        """The file's text, then the prompt's; SnapKVError if there is none, or it can't be read."""
+        if self.prompt is None and self.prompt_file is None:
+            raise SnapKVError(
+                "nothing to read: give --prompt TEXT, --prompt - or --prompt-file FILE"
+            )
+        if self.prompt == "-" and self.prompt_file == "-":
+            raise SnapKVError("--prompt and --prompt-file can't both read standard input")
+        parts = []
+        if self.prompt_file is not None:
+            is_stdin = self.prompt_file == "-"
+            parts.append(_stdin() if is_stdin else read_file("--prompt-file", self.prompt_file))
+        if self.prompt is not None:
+            # As mlx-lm does: \n and \t may be typed on the command line.
+            typed = self.prompt.replace("\\n", "\n").replace("\\t", "\t")
+            parts.append(_stdin() if typed == "-" else require_text(typed, "--prompt"))
+        text = "\n\n".join(parts)
+        if not text.strip():
+            raise SnapKVError("the prompt is empty: give some text")
+        return text
+
+
+@dataclass(frozen=True)
+class PromptOptions(TextOptions):
+    """A text to answer."""
+
+    prefill_response: str | None = option(None, "What the answer is to begin with.")
+    ignore_chat_template: IgnoreChatTemplate = False
+
+    def load(self, model: TalkingModelOptions, reading: Reading) -> tuple[Any, Any, list[int]]:
+        """A model, its tokenizer, and the prompt's token ids."""
+        text = self.read()
+        loaded, tokenizer = model.load()
+        return loaded, tokenizer, reading.wait_for(partial(self.encode, tokenizer, text))
+
+    def encode(self, tokenizer: Any, text: str, today: datetime | None = None) -> list[int]:
+        """Token ids of a text, through the chat template unless there is none or it is to be ignored.
+
+        Args:
+            today: the date for templates that tell it to the model; by default that of the call.
+        """
+        raw = self.ignore_chat_template or not tokenizer.has_chat_template
+        for name in ("system_prompt", "prefill_response"):
+            if raw and getattr(self, name) is not None:
+                flag = flag_of(name)
+                raise SnapKVError(
+                    f"{flag} needs a chat template: drop it or --ignore-chat-template"
+                )
+        messages = [{"role": "user", "content": text}]
+        if self.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        ending = {"add_generation_prompt": True}
+        if self.prefill_response is not None:
+            messages.append({"role": "assistant", "content": self.prefill_response})
+            ending = {"add_generation_prompt": False, "continue_final_message": True}
+        try:
+            if raw:
+                tokens = tokenizer.encode(text)
+            else:
+                dated = _dated(tokenizer, today)
+                tokens = tokenizer.apply_chat_template(messages, **ending, **dated)
+        except Exception as error:  # templates are code of the model's authors
+            raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
+        if not tokens:
+            raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
+        return tokens
 
 
 def read_file(option: str, path: str) -> str:
@@ -49,7 +105,7 @@ def read_file(option: str, path: str) -> str:
         return _decoded(stream, f"{option} {path}")
 
 
-def _read_stdin() -> str:
+def _stdin() -> str:
     if sys.stdin is None:
         raise SnapKVError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
     return _decoded(sys.stdin.buffer, "standard input")
@@ -72,44 +128,6 @@ def require_text(text: str, source: str) -> str:
     raise SnapKVError(f"{source} is not UTF-8 text: convert it to text first")
 
 
-def encode(
-    tokenizer,
-    text: str,
-    system_prompt: str | None,
-    ignore_chat_template: bool,
-    today: datetime | None = None,
-    prefill_response: str | None = None,
-) -> list[int]:
-    """Token ids of the prompt, through the chat template unless there is none or it is to be ignored.
-
-    Args:
-        today: the date for templates that tell it to the model; by default that of the call.
-        prefill_response: what the answer is to begin with.
-    """
-    raw = ignore_chat_template or not tokenizer.has_chat_template
-    templated = {"--system-prompt": system_prompt, "--prefill-response": prefill_response}
-    for option, given in templated.items():
-        if raw and given is not None:
-            raise SnapKVError(f"{option} needs a chat template: drop it or --ignore-chat-template")
-    messages = [{"role": "user", "content": text}]
-    if system_prompt is not None:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    ending = {"add_generation_prompt": True}
-    if prefill_response is not None:
-        messages.append({"role": "assistant", "content": prefill_response})
-        ending = {"add_generation_prompt": False, "continue_final_message": True}
-    try:
-        if raw:
-            tokens = tokenizer.encode(text)
-        else:
-            tokens = tokenizer.apply_chat_template(messages, **ending, **_dated(tokenizer, today))
-    except Exception as error:  # templates are code of the model's authors
-        raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error
-    if not tokens:
-        raise SnapKVError("the chat template made an empty prompt: try --ignore-chat-template")
-    return tokens
-
-
 def _dated(tokenizer, today: datetime | None) -> dict[str, str]:
     """The template as an option, its calls for today's date replaced by `today`'s."""
     template = tokenizer.chat_template
@@ -123,7 +141,8 @@ def encode_question(
     tokenizer, text: str, question: str, system_prompt: str | None, today: datetime | None
 ) -> list[int]:
     """Token ids of a whole prompt: a text and a question about it, as `generate` puts them together."""
-    return encode(tokenizer, f"{text}\n\n{question}", system_prompt, False, today)
+    asked = PromptOptions(system_prompt=system_prompt)
+    return asked.encode(tokenizer, f"{text}\n\n{question}", today)
 
 
 def opening_tokens(
@@ -135,28 +154,3 @@ def opening_tokens(
     if not shared:
         raise SnapKVError("this model's chat template puts nothing before a question to be saved")
     return shared
-
-
-def adapt_tokenizer(
-    tokenizer, extra_eos_token: Sequence[str] | None, chat_template_config: str | None
-) -> None:
-    """Add tokens that end an answer, and options for the chat template, a JSON object."""
-    for token in extra_eos_token or []:
-        known = range(len(tokenizer)) if token.isdecimal() else tokenizer.get_vocab()
-        if (int(token) if token.isdecimal() else token) not in known:
-            raise SnapKVError(f"--extra-eos-token {token!r}: this tokenizer has no such token")
-        tokenizer.add_eos_token(token)
-    if chat_template_config is None:
-        return
-    options = None
-    with contextlib.suppress(ValueError):
-        options = json.loads(chat_template_config)
-    if not isinstance(options, dict):
-        raise SnapKVError(
-            "--chat-template-config must be a JSON object, "
-            f"such as '{{\"enable_thinking\": false}}', got {chat_template_config!r}"
-        )
-    own = inspect.signature(tokenizer._tokenizer.apply_chat_template).parameters
-    for name in options.keys() & own.keys() - TEMPLATE_OPTIONS:
-        raise SnapKVError(f"--chat-template-config can't set {name!r}: the command does")
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)

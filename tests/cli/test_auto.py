@@ -6,6 +6,7 @@ from batch_file_helpers import COMPLETIONS, line
 from mlx_snapkv.engine import auto
 
 SMALL = auto.Setting("snapkv:top_k=64,lookahead=0")
+AUTO = ["--model", "demo", "--policy", "auto"]
 
 
 @pytest.fixture
@@ -20,46 +21,39 @@ def few(monkeypatch):
 
 def test_generate_says_what_it_takes(call, story, few):
     path, facts = story
-    asked = ("generate", "--model", "demo", "--prompt-file", str(path), "-p", facts[0].question)
-    code, out, err = call(*asked, "--policy", "auto")
+    asked = ["generate", *AUTO, "--prompt-file", str(path), "-p", facts[0].question]
+    code, out, err = call(*asked)
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"auto: {SMALL}, because the question chooses" in err and "90 entries kept" in err
-    code, out, err = call(*asked, "--policy", "auto", "--kv-memory", "3MB")
+    code, out, err = call(*asked, "--kv-memory", "3MB")
     assert "auto: keydiff:" in err and "would take" in err and "3 MB may be used" in err
-    code, _, err = call(*asked, "--kv-memory", "3MB")
+    code, _, err = call(*asked, "--policy", "none", "--kv-memory", "3MB")
     assert code == 2 and "--kv-memory does nothing without --policy auto" in err
 
 
 def test_a_short_prompt_keeps_the_full_cache(call):
-    asked = ("generate", "--model", "demo", "-p", "Hello", "-m", "2", "--verify", "all")
-    code, _, err = call(*asked, "--memory", "recall", "--policy", "auto")
+    asked = ["-p", "Hello", "-m", "2", "--verify", "all", "--memory", "recall"]
+    code, _, err = call("generate", *AUTO, *asked)
     assert code == 0 and "auto: the full cache, because of " in err
     assert "prompt tokens, full cache | prompt " in err
 
 
 def test_a_chat_and_a_batch_take_it(call, batch, story, few):
     path, facts = story
-    typed = f"/file {path}\n{facts[0].question}\n".encode()
-    code, out, err = call("chat", "--model", "demo", "--policy", "auto", stdin=typed)
+    code, out, err = call("chat", *AUTO, stdin=f"/file {path}\n{facts[0].question}\n".encode())
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"auto: {SMALL}, --memory recall, because every token" in err
-    code, records, err = batch(
-        [line("a", COMPLETIONS, prompt=path.read_text())], "--policy", "auto"
-    )
+    code, records, err = batch([line("a", COMPLETIONS, prompt=path.read_text())], *AUTO[2:])
     assert code == 0 and f"auto: {SMALL}, because small caches" in err
     assert records["a"]["response"]["body"]["mlx_snapkv"]["entries"] == 90
 
 
 def test_where_auto_chooses_nothing(call, story, tmp_path):
     path, facts = story
-    saved, read = (
-        str(tmp_path / "saved.safetensors"),
-        ("--model", "demo", "--prompt-file", str(path)),
-    )
-    assert call("cache-prompt", *read, "-o", saved)[0] == 0
-    asked = ("-p", facts[0].question, "--prompt-cache-file", saved, "--policy", "auto")
-    code, out, err = call("generate", "--model", "demo", *asked)
+    saved, text = str(tmp_path / "saved.safetensors"), ("--prompt-file", str(path))
+    assert call("cache-prompt", "--model", "demo", *text, "-o", saved)[0] == 0
+    code, out, err = call("generate", *AUTO, "-p", facts[0].question, "--prompt-cache-file", saved)
     assert (code, out.strip()) == (0, facts[0].value)
     assert f"note: --policy auto changes nothing of {saved}" in err
-    code, _, err = call("compare", *read, "--policy", "auto")
+    code, _, err = call("compare", *AUTO, *text)
     assert code == 2 and "policy auto is for what answers" in err

@@ -195,3 +195,10 @@ def test_kv_memory_has_a_limit(batch):
     assert [answer(found[name]) for name in ("small", "b")] == ["4829", "4829"]
     message = said(found["large"])["message"]
     assert re.search(r"need [\d.]+ MB of KV memory, and max_kv_bytes is 2.5 MB: raise it", message)
+
+
+def test_a_policy_that_gains_nothing_is_told_at_the_end(batch):
+    requests = [text(f"{n}", 4, max_tokens=4) for n in range(2)]
+    _, _, err = batch(requests, "--policy", "keydiff:budget=95%,block=64")
+    said = "warning: the entries kept take more memory than the full cache would (2 of 2 answers)"
+    assert err.splitlines()[-1] == said

@@ -115,7 +115,7 @@ def test_what_a_book_can_not_be_asked_with(call, save, story, path):
     save(path, *BOOK, "recall:file")
     for options, message in (
         (["--memory", "recall:4bit"], "stored otherwise: give --memory recall:file or recall"),
-        (["--policy", "keydiff:budget=64"], f"a book, saved with the policy {POLICY}: drop the policy"),
+        (["--policy", "keydiff:budget=64"], f"has its own policy, {POLICY}: drop yours"),
     ):  # fmt: skip
         code, out, err = ask(call, path, story[1][0], *options)
         assert (code, out) == (2, "") and message in err.splitlines()[-1]

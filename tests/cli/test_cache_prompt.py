@@ -14,7 +14,7 @@ from request_helpers import plain
 
 from mlx_snapkv import Conversation, SnapKVError
 from mlx_snapkv.cli.loading import load_model
-from mlx_snapkv.cli.prompts import encode, opening_tokens
+from mlx_snapkv.cli.prompts import encode_question, opening_tokens
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.prefill import mlx_generate
@@ -147,7 +147,7 @@ def test_every_question_follows_the_saved_tokens(question):
     _, tokenizer = load_model("demo")
     for text in ("It was cold.", "It was cold.\n\n ", "x"):
         start = opening_tokens(tokenizer, text, "Be brief.")
-        whole = encode(tokenizer, f"{text}\n\n{question}", "Be brief.", False)
+        whole = encode_question(tokenizer, text, question, "Be brief.", None)
         assert whole[: len(start)] == start and len(start) > 4
 
 
@@ -167,8 +167,8 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         ([], ["--system-prompt", "x"], "--system-prompt can't be combined"),
         ([], ["--ignore-chat-template"], "--ignore-chat-template is settled"),
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
-        (HALF, ["--policy", "keydiff"], "already compressed, by keydiff"),
-        (HALF, ["--kv-bits", "4"], "is compressed already, its entries"),
+        (HALF, ["--policy", "keydiff"], "is compressed already: drop the policy"),
+        (HALF, ["--kv-bits", "4"], "is compressed already, its entries stay so"),
     ],
 )  # fmt: skip
 def test_what_a_saved_prompt_can_not_be_asked_with(cache, ask, saved, options, message):

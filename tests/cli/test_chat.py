@@ -153,7 +153,7 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
     notes.write_text("mine")
     said = [f"/file {path}", facts[0].question, f'/export "{talk}"', facts[1].question]
     code, _, err = script([*said, f"/export {talk}", f"/export {notes}"], *POLICY)
-    assert code == 2 and f"/export {notes}: there is such a file already" in err
+    assert code == 2 and f"/export {notes}: is there already" in err
     text = talk.read_text()
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings == ["# Chat with demo", *["## Question", "## Answer"] * 2]

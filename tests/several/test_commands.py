@@ -51,7 +51,7 @@ def test_rank_0_chats_for_both(tmp_path):
     ("command", "sentence"),
     [
         (["batch", "r.jsonl", "-o", "a.jsonl"], "mlx-snapkv batch does not run on several Macs"),
-        (["serve", "--prefix-dir", "known"], "--prefix-dir does not go together with several Macs"),
+        (["serve", "--prefix-dir", "known"], "--prefix-dir can't be used on several Macs"),
         (["generate", "--prompt", "x", "--prompt-cache-file", "a.safetensors"],
          "saved prompt caches can't be loaded on several Macs: start it without mlx.launch"),
         (["generate", "--model", "demo-qwen3-next", "--prompt", "x"], "add --pipeline"),
