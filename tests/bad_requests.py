@@ -19,30 +19,20 @@ def message(**fields):
 
 BAD = {
     "stop of numbers": chat(stop=[1]),
-    "stop is an object": chat(stop={"a": 1}),
     "a list of lists as prompt": text(prompt=[[1], "a"]),
-    "a list of texts as prompt": text(prompt=["a", "b"]),
     "no prompt": (TEXT, {"max_tokens": 4}),
     "empty list as prompt": text(prompt=[]),
     "tokens out of range": text(prompt=[10**9]),
-    "negative tokens": text(prompt=[-1]),
     "top_k beyond the vocabulary": text(top_k=10**6),
-    "top_p": text(top_p=2),
     "logit_bias out of range": chat(logit_bias={"99999999": 5}),
-    "logit_bias no number": chat(logit_bias={"a": 5}),
     "logit_bias infinite": chat(logit_bias={"5": float("inf")}),
-    "negative max_tokens": chat(max_tokens=-1),
     "max_tokens 0": chat(max_tokens=0),
     "max_tokens a text": chat(max_tokens="many"),
     "NaN temperature": chat(temperature=float("nan")),
-    "huge temperature": chat(temperature=1e30),
     "n": chat(n=1000),
-    "n 0": chat(n=0),
     "logprobs a text": chat(logprobs="yes"),
     "top_logprobs": chat(logprobs=True, top_logprobs=10**6),
-    "seed a text": chat(seed="s"),
     "no messages": (CHAT, {}),
-    "empty messages": chat(messages=[]),
     "messages no list": chat(messages="hi"),
     "a message that is none": chat(messages=[5]),
     "no role": chat(messages=[{"content": "hi"}]),
@@ -51,10 +41,7 @@ BAD = {
         content=[{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
     ),
     "no content": message(),
-    "null content": message(content=None),
-    "an empty list of parts": message(content=[]),
     "half a pair": message(content="\ud800"),
-    "content a number": message(content=5),
     "tool calls that are none": message(
         role="assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]
     ),
@@ -65,14 +52,12 @@ BAD = {
     "stream_options": chat(stream=True, stream_options=5),
     "chat_template_kwargs": chat(chat_template_kwargs={"tokenize": False}),
     "a body that is a list": (CHAT, []),
-    "a body that is null": (CHAT, None),
 }
 RAW = {
     "no JSON": b"{nope",
     "empty": b"",
     "not UTF-8": b'{"messages": "\xff\xfe"}',
     "nested": DEEP.encode(),
-    "nested in a field": f'{{"messages": {DEEP}}}'.encode(),
     "nested a thousand deep": ('{"a":' * 1000 + "1" + "}" * 1000).encode(),
 }
 

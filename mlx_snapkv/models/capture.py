@@ -82,11 +82,11 @@ _thread = _Thread()
 @contextlib.contextmanager
 def capturing(call: Call) -> Iterator[Call]:
     """Make it this thread's current call, for the block."""
-    outer, _thread.call = _thread.call, call
+    _thread.call = call
     try:
         yield call
     finally:
-        _thread.call = outer
+        _thread.call = None
 
 
 def forget() -> None:

@@ -26,7 +26,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize(
-    "shape", [{"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2, "n": 1}, {"n": 37, "dtype": mx.float16}]
+    "shape", [{"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2, "n": 1}, {"n": 2}, {"n": 37, "dtype": mx.float16}]
 )  # fmt: skip
 def test_equals_the_float64_reference(shape):
     entries = make_entries(**shape)
@@ -93,6 +93,7 @@ def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monk
     assert mx.array_equal(entries.latest_votes(99)[0], entries.votes)
     assert np.allclose(Entries(None, None, every.latest(7)).queries, alone.heads)
     assert every.latest(7).places == alone.places and every.latest(99).places == every.places
+    assert dataclasses.replace(every, start=5).latest(7).start == 18
 
 
 def test_sinks_take_their_share_of_the_softmax():

@@ -1,3 +1,4 @@
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -68,6 +69,15 @@ def test_buffers_have_one_size(tokens):
         first = caches[0].keys.shape
         run_in_chunks(model, tokens[64:], caches, 64)
     assert caches[0].keys.shape == first
+
+
+def test_queries_before_a_gap_are_forgotten(tokens):
+    model = make_llama()
+    caches = recording_caches(model, 0, 200)
+    for start, classes in ((0, [llama.Attention]), (20, []), (40, [llama.Attention])):
+        with recording(classes):
+            model(tokens[None, start : start + 20], cache=caches)
+    assert caches[0].query_positions == range(40, 60) and caches[0].queries.shape[2] == 20
 
 
 def test_recording_changes_nothing(tiny_model, tokens):
@@ -149,6 +159,16 @@ def test_without_a_model_every_family_is_patched():
             assert vars(owner)[name] is not original
     finally:
         unpatch_snapkv()
+
+
+def test_what_someone_else_has_patched_over_ours_stays():
+    cls = llama.Attention
+    with recording([cls]):
+        cls.__call__ = theirs = functools.partialmethod(cls.__call__)
+    try:
+        assert vars(cls)["__call__"] is theirs
+    finally:
+        cls.__call__ = ORIGINALS[cls, "__call__"]
 
 
 def test_a_call_wrapped_by_someone_else_is_still_captured(tokens, monkeypatch):

@@ -12,7 +12,7 @@ from request_helpers import assert_same, plain, steps
 from mlx_snapkv import SnapKVError, prefill, saved
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models import attention_classes, capture
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import POLICIES
 
@@ -173,6 +173,7 @@ def test_a_call_that_fails_leaves_nothing_for_the_next(monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(RuntimeError):
         patched.setattr(gemma4_text.MLP, "__call__", failing)
         steps(model, TOKENS, policy=SNAPKV)
+    assert not capture._thread.lent
     assert_same(steps(model, TOKENS, policy=SNAPKV), wanted)
 
 
