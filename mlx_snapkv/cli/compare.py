@@ -20,7 +20,7 @@ REMARK = "Entries are per KV head; KL is to the full cache over its answer, in n
 
 
 @dataclass(frozen=True)
-class CompareOptions:
+class CompareOptions(options.ShownOptions):
     """What is compared, and how it is shown."""
 
     policy: list[str] | None = option(
@@ -29,8 +29,6 @@ class CompareOptions:
         metavar="POLICY",
     )
     output: str | None = option(None, "A page of it (.html).", "-o", metavar="FILE")
-    quiet: options.Quiet = False
-    as_json: options.AsJson = False
 
 
 def compare(

@@ -27,12 +27,10 @@ class QuestionOptions(PromptOptions):
 
 
 @dataclass(frozen=True)
-class OutputOptions:
-    """What is printed beside the answer, and how."""
+class OutputOptions(options.ShownOptions):
+    """The same, as mlx-lm has it, too."""
 
-    quiet: options.Quiet = False
     verbose: str = option("True", "mlx-lm's name for it: False is --quiet.")
-    as_json: options.AsJson = False
 
     def __post_init__(self):
         if self.verbose.lower() not in ("true", "t", "false", "f"):

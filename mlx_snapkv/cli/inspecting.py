@@ -26,7 +26,7 @@ WIDEST = 160  # columns of a map
 
 
 @dataclass(frozen=True)
-class InspectOptions:
+class InspectOptions(options.ShownOptions):
     """What is inspected, and how it is shown."""
 
     snapkv: cache_options.Snapkv = None
@@ -39,8 +39,6 @@ class InspectOptions:
         "-o",
         metavar="FILE",
     )
-    quiet: options.Quiet = False
-    as_json: options.AsJson = False
 
     def policies(self) -> list[Any]:
         """Raises: SnapKVError: there is none, or there are too many."""

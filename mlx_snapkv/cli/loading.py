@@ -14,6 +14,13 @@ from ..errors import SnapKVError, brief
 from ..paths import path_of
 from .process import listen
 
+# What the errors of the Hugging Face hub mean.
+HUB = {
+    "LocalEntryNotFoundError": "the Hugging Face hub can't be reached, and the local cache does not hold it",
+    "GatedRepoError": "access has to be granted on its page of the Hugging Face hub, then `hf auth login`",
+    "RepositoryNotFoundError": "the Hugging Face hub has no such repository; for a private one, `hf auth login`",
+    "HfHubHTTPError": "the Hugging Face hub failed",
+}
 # A tokenizer has one of these.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json"
@@ -127,33 +134,13 @@ def _why(name: str, folder: Path, error: Exception, done: str) -> str:
     if not folder.exists():
         from mlx_lm.utils import hf_repo_to_path
 
-        problem = _why_not_fetched(name, error)
-        if problem is not None or done == "planned":
-            return problem or f"can't be planned: {brief(error)}"
+        for kind in type(error).__mro__:
+            if kind.__name__ in HUB:
+                return f"no such folder, and {HUB[kind.__name__]} ({brief(error)})"
+        if done == "planned":
+            return f"can't be planned: {brief(error)}"
         folder = hf_repo_to_path(name)
     return f"can't be {done}: {_fault(folder, error)}"
-
-
-def _why_not_fetched(name: str, error: Exception) -> str | None:
-    """What the Hugging Face hub said; None if the error is about something else."""
-    from huggingface_hub import constants, errors, scan_cache_dir
-
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        offline = constants.HF_HUB_OFFLINE
-        why = "is not asked since HF_HUB_OFFLINE is set" if offline else "can't be reached"
-        cached: list[str] = []
-        with contextlib.suppress(errors.CacheNotFound):
-            cached = sorted(r.repo_id for r in scan_cache_dir().repos if r.repo_type == "model")
-        has = f"it has {', '.join(cached)}" if cached else f"{constants.HF_HUB_CACHE} is empty"
-        held = "only a part of it" if name in cached else f"no such repository ({has})"
-        return f"no such folder, the Hugging Face hub {why}, and the local cache holds {held}"
-    if isinstance(error, errors.GatedRepoError):
-        return f"access has to be granted: https://huggingface.co/{name}, then `hf auth login`"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "no such folder, and the Hugging Face hub has no such repository; for a private one, `hf auth login`"
-    if isinstance(error, errors.HfHubHTTPError):
-        return f"no such folder, and the Hugging Face hub failed: {brief(error)}"
-    return None
 
 
 def _fault(folder: Path, error: Exception) -> str:

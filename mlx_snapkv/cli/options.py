@@ -114,6 +114,14 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
+class ShownOptions:
+    """What is shown beside the answers."""
+
+    quiet: Quiet = False
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """How an answer's tokens are chosen, and how many at most."""
 
