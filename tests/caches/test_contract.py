@@ -265,6 +265,9 @@ def test_wrong_positions_and_arrays_of_rotating_caches_and_states_are_problems()
     cache = block(KeyDiff(), quantization=HOW)
     feed(cache, 3)
     assert problem_of(cache, like) is None
+    broken = copy.copy(cache)
+    broken.offset = 2.5
+    assert "numbers that contradict each other" in problem_of(broken, like)
     for wrong in (mx.zeros_like(cache._kept_positions), cache._kept_positions + 1000):
         cache._kept_positions = wrong
         assert "positions that can't be" in problem_of(cache, like)
@@ -338,8 +341,7 @@ class Driven:
         feed_split(other, 7)
 
     def save(self):
-        self.commit()
-        self.cache = saved(self.cache)
+        self.cache, self.since_mark = saved(self.cache), None
 
     def replayed(self):
         """A fresh cache that has been fed the same, and nothing else."""
