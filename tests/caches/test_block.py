@@ -144,15 +144,16 @@ def test_a_committed_mark_is_reopened_and_knows_its_bytes():
     assert cache.offset == 12 and cache.positions.tolist() == before
 
 
-def test_evictions_since_a_mark_are_rolled_back_whatever_is_fed_instead():
+def test_evictions_since_a_mark_are_rolled_back_again_and_again():
     cache = make_cache(rows=8, block=4)
     cache.update_and_fetch(*rows_of(0, 11))
+    held = cache.keys_and_values()[0]
     cache.mark()
     for seed in (0, 1):
-        first, second = rows_of(11, 1, seed), rows_of(12, 1, seed)
-        for rows in (first, second):  # the second evicts
-            cache.update_and_fetch(*rows)
+        first = rows_of(11, 1, seed)
+        cache.update_and_fetch(*first)
+        cache.update_and_fetch(*rows_of(12, 1, seed))  # evicts
         cache.rollback(1)
-        assert mx.array_equal(cache.keys_and_values()[0][:, :, -1:], first[0])
+        wanted = mx.concatenate([held, first[0]], axis=2)
+        assert mx.array_equal(cache.keys_and_values()[0], wanted)
         cache.rollback(1)
-    assert cache.offset == 11 and cache.size() == 11
