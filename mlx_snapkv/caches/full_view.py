@@ -1,5 +1,6 @@
 """The full view: all entries of a layer, wherever they are, while an answer is decoded from a few."""
 
+import copy
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,8 +20,8 @@ SAMPLED = 16  # places all over the text, whose keys' spread it is made for
 FEW = 8192  # entries whose exact votes cost no more than an index
 
 
-class FullView:
-    """A layer's entries, to be voted for and gathered.
+class FullView(Entries):
+    """All entries of a layer, which are read a block at a time.
 
     Args:
         views: where they are read from, in order of position; they stay as they are.
@@ -28,9 +29,6 @@ class FullView:
         compaction: how far apart queries and keys may be; None is as far as they are.
         index: of the keys, by which the likeliest entries are found; not where they are few.
         n_entries: how many of them, the first; None is all.
-
-    Attributes:
-        waits: what is read takes memory of its own, so that it should be used before more is read.
     """
 
     def __init__(
@@ -41,20 +39,20 @@ class FullView:
         index: KeyIndex | None = None,
         n_entries: int | None = None,
     ):
-        self.layer = layer
-        self._latent = layer is not None and layer.latent
+        super().__init__(None, None, layer=layer)
         self._compaction = compaction
         self._entries = JoinedView(views)
         self._n = n_entries
-        self.waits = self._entries.waits
         self.index = index if len(self) > FEW else None
 
     def __len__(self) -> int:
         return self._entries.n_entries if self._n is None else self._n
 
     def voted_by(self, observed: Queries | None) -> Entries:
-        """All entries, as a policy scores them; its votes, if it asks for them, are made in blocks."""
-        return _ViewedEntries(self, None if observed is None else self.asked_by(observed))
+        """The entries, as a policy scores them."""
+        voted = copy.copy(self)
+        voted.observed = None if observed is None else self.asked_by(observed)
+        return voted
 
     def asked_by(self, observed: Queries) -> Queries:
         """Queries as they vote over all entries, which come as they were read."""
@@ -86,74 +84,56 @@ class FullView:
             return None
         length = SAMPLE // SAMPLED
         starts = range(0, n, math.ceil(n / SAMPLED))
-        sample = [self.keys(start, min(start + length, n)) for start in starts]
+        sample = [self.read_keys(start, min(start + length, n)) for start in starts]
         index = KeyIndex(mx.concatenate(sample, axis=2), queries)
         for start in range(0, n, READ_TOKENS):
-            index.append(self.keys(start, min(start + READ_TOKENS, n)))
+            index.append(self.read_keys(start, min(start + READ_TOKENS, n)))
         index.n_made_of = n
         return index
 
-    def keys(self, start: int, stop: int) -> mx.array:
-        """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
+    def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         keys = self._entries.read(KEYS, start, stop)
-        if not self._latent:
-            return keys
-        return mx.concatenate([keys, self._entries.read(VALUES, start, stop)], axis=-1)
+        if self._latent:
+            keys = mx.concatenate([keys, self._entries.read(VALUES, start, stop)], axis=-1)
+        return mx.depends(keys, list(after)) if after else keys
 
-    def values(self, start: int, stop: int) -> mx.array:
-        """The values of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`."""
-        return self._entries.read(KEYS if self._latent else VALUES, start, stop)
-
-    def blocks(self) -> KeyBlocks:
-        """All keys, to be read a block at a time."""
-        one = self.keys(0, 1)
-        B, H, _, D = one.shape
-        return KeyBlocks((B, H, len(self), D), one.dtype, self.keys, self.waits)
-
-
-class _ViewedEntries(Entries):
-    """All entries of a full view; votes are made of keys that are read a block at a time."""
-
-    def __init__(self, view: FullView, observed: Queries | None):
-        super().__init__(None, None, observed=observed, layer=view.layer)
-        self._view = view
-
-    def __len__(self) -> int:
-        return len(self._view)
-
-    @cached_property
-    def positions(self) -> mx.array:
-        B, H, T, _ = self._view.blocks().shape
-        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
+    def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        values = self._entries.read(KEYS if self._latent else VALUES, start, stop)
+        return mx.depends(values, list(after)) if after else values
 
     @cached_property
     def keys(self) -> mx.array:
-        return self._view.keys(0, len(self))
+        return self.read_keys(0, len(self))
 
     @cached_property
     def values(self) -> mx.array:
-        return self._view.values(0, len(self))
+        return self.read_values(0, len(self))
 
-    def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        return mx.depends(self._view.keys(start, stop), list(after))
-
-    def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        return mx.depends(self._view.values(start, stop), list(after))
+    @cached_property
+    def positions(self) -> mx.array:
+        B, H, T, _ = self.blocks().shape
+        return mx.broadcast_to(mx.arange(T, dtype=mx.uint32), (B, H, T))
 
     @property
     def waits(self) -> bool:
-        return self._view.waits
+        return self._entries.waits
+
+    def blocks(self) -> KeyBlocks:
+        """All keys, to be read a block at a time."""
+        one = self.read_keys(0, 1)
+        B, H, _, D = one.shape
+        return KeyBlocks((B, H, len(self), D), one.dtype, self.read_keys, self.waits)
 
     @property
     def _voted_keys(self) -> KeyBlocks:
-        return self._view.blocks()
+        return self.blocks()
 
     def _votes_of_last(self, *counts: int) -> mx.array:
-        index, asked, budget = self._view.index, self.voters, self.budget or len(self)
+        index, asked, budget = self.index, self.voters, self.budget or len(self)
         if index is None or len(self) <= CANDIDATES * budget:
-            return latest_votes(self._voted_keys, asked, counts)
+            return latest_votes(self.blocks(), asked, counts)
 
         def keys_at(positions: mx.array) -> mx.array:
-            return self._view.seen_from(positions, asked.places.start).keys
+            return self.seen_from(positions, asked.places.start).keys
 
         return index.latest_votes(asked, counts, budget, keys_at)
