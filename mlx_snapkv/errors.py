@@ -23,11 +23,7 @@ class TrimError(SnapKVError):
 
 
 class EntryFileError(SnapKVError):
-    """Entries in files can't be kept, or are not what was saved: no mistake of whoever asks.
-
-    Attributes:
-        path: the file, if it has a name.
-    """
+    """Entries in files, perhaps at `path`, can't be kept, or are not what was saved: no mistake of whoever asks."""
 
     def __init__(self, message: str, path: Path | None = None):
         super().__init__(message)

@@ -24,11 +24,7 @@ def path_of(name: str | Path, option: str | None = None) -> Path:
 
 
 def require_place(path: Path) -> bool:
-    """Whether a file is there already, which writing would replace.
-
-    Raises:
-        SnapKVError: no file can be written there.
-    """
+    """Whether a file is there already, which writing would replace; SnapKVError if none can be written there."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

@@ -33,18 +33,12 @@ HIDDEN = -1e30
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """Keys that are read a block at a time, from wherever they are.
-
-    Attributes:
-        shape: `(B, n_kv_heads, T, head_dim)`.
-        read: `read(start, stop)` gives those entries' keys, `(B, n_kv_heads, stop - start, head_dim)`.
-        waits: what is read takes memory, so that each block is computed before the next is read.
-    """
+    """Keys `(B, n_kv_heads, T, head_dim)` that are read a block at a time, from wherever they are."""
 
     shape: tuple[int, int, int, int]
     dtype: mx.Dtype
-    read: Callable[[int, int], mx.array]
-    waits: bool
+    read: Callable[[int, int], mx.array]  # from start to stop
+    waits: bool  # what is read takes memory, so that each block is computed before the next is read
 
 
 Keys = mx.array | KeyBlocks
@@ -78,9 +72,9 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
 
 
 def above_average(keys: Keys, observed: Queries) -> mx.array:
-    """How many queries give each entry at least 1/t of their attention, `(B, n_kv_heads, T)` float32.
+    """How many queries give each entry at least 1/t of their attention, of t entries that they see.
 
-    Of a query that sees t entries; averaged over the query heads of a GQA group.
+    `(B, n_kv_heads, T)` float32, averaged over the query heads of a GQA group.
     """
     queries, group = _grouped(keys, observed)
     seen = mx.minimum(_own_places(observed, group) + 1, keys.shape[2])

@@ -33,39 +33,29 @@ class Entries:
     Besides the fields: `keys`, `values`, `positions`, `queries`, `raw_queries`, `attention`, `votes` and
     `above_average`; the last five are a SnapKVError without observed queries.
 
-    Attributes:
-        stored_keys, stored_values: the layer's entries in order of position, as its cache stores them. A layer with
-            `latent` entries (MLA) stores latents and the positional part of keys: `keys` are then both, side by side,
-            and `values` the latents.
-        observed: the queries that vote; None if there are none.
-        given_positions: uint32 `(B, n_kv_heads, T)`, the entries' positions in the prompt if some are missing.
-        received: float32 `(B, n_kv_heads, T)`, the attention received so far, if it was counted.
-        given_repeated: float32 `(B, n_kv_heads, T)`, if the prompt was read again; see `repeated`.
-        given_rotations: uint32 `(B, n_kv_heads, T)`, the positions that keys are turned to if not to their own.
-        quantization: how the entries are stored.
-        layer: whose entries they are, an `AttentionLayer`: `.attention`, the mlx-lm attention module; `.rope`, its RoPE
-            module or None; `.number`, its place among the model's `.n_layers` full-attention layers; and what
-            computes with these. Asking for one is a SnapKVError if no layer was given.
-        statistics: `Statistics` of the prompt's pre-RoPE queries, if the policy has a `query_statistics`; else asking
-            for one is a SnapKVError.
-        budget: how many are to stay per KV head; None if it is not known.
-        n_window: how many of the newest stay in any case; None if it is not known.
-        shared_votes: votes of the same queries, computed before, by numbers of entries, places and counts; None if
-            they are not shared.
+    Entries are in order of position, as a cache stores them. A layer with `latent` entries (MLA) stores latents and the
+    positional part of keys: `keys` are then both, side by side, and `values` the latents.
+
+    The layer is an `AttentionLayer`: `.attention`, the mlx-lm attention module; `.rope`, its RoPE module or None;
+    `.number`, its place among the model's `.n_layers` full-attention layers; and what computes with these. Asking for
+    one of them is a SnapKVError if no layer was given, and so are statistics that the policy did not ask for.
     """
 
     stored_keys: Stored
     stored_values: Stored
-    observed: Queries | None = None
+    observed: Queries | None = None  # those that vote
+    # `(B, n_kv_heads, T)` each: uint32 positions in the prompt, if some are missing; float32 attention received so far,
+    # and while the prompt was read again (see `repeated`); uint32 positions that keys are turned to, if not their own.
     given_positions: mx.array | None = None
     received: mx.array | None = None
     given_repeated: mx.array | None = None
     given_rotations: mx.array | None = None
     quantization: Quantization | None = None
     layer: Any = None
-    statistics: Any = None
-    budget: int | None = None
-    n_window: int | None = None
+    statistics: Any = None  # `Statistics`
+    budget: int | None = None  # entries that are to stay per KV head, if that is known
+    n_window: int | None = None  # of the newest, that stay in any case, if that is known
+    # Votes of the same queries, computed before, by numbers of entries, places and counts.
     shared_votes: dict[tuple[int, ...], mx.array] | None = None
 
     def __post_init__(self):
@@ -110,11 +100,7 @@ class Entries:
         return replace(self.packed(None), stored_keys=latents, stored_values=positional)
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, without a copy of all.
-
-        Args:
-            after: what is to be computed before, so that the memory of one block is enough.
-        """
+        """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after what is given."""
         keys = self._read(self.stored_keys, start, stop, after)
         if not self._latent:
             return keys
@@ -189,11 +175,7 @@ class Entries:
 
     @cached_property
     def raw_queries(self) -> mx.array:
-        """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE.
-
-        Raises:
-            SnapKVError: the layer is not known, or the queries' positions aren't.
-        """
+        """`(B, n_heads, n, head_dim)` float32: the observed queries as they were before the layer's RoPE."""
         start = self.voters.start
         if start is None and self.given_positions is not None:
             raise SnapKVError(
@@ -209,10 +191,7 @@ class Entries:
 
     @cached_property
     def votes(self) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: `attention`, summed over queries and averaged over a GQA group.
-
-        It is not made from `attention`, and needs far less memory.
-        """
+        """`(B, n_kv_heads, T)` float32: `attention`, in blocks, summed over queries and averaged over a GQA group."""
         return self._votes_of_last(len(self.voters.places))[0]
 
     def latest_votes(self, *counts: int) -> list[mx.array]:
@@ -232,15 +211,11 @@ class Entries:
 
     @property
     def _voted_keys(self) -> Keys:
-        """The keys that queries vote for."""
         return self.keys
 
     @cached_property
     def above_average(self) -> mx.array:
-        """`(B, n_kv_heads, T)` float32: how many observed queries give an entry at least 1/t, of t that they see.
-
-        Averaged over a GQA group.
-        """
+        """`(B, n_kv_heads, T)` float32: see `attention.above_average`."""
         return above_average(self._voted_keys, self.voters)
 
     def taken(self, chosen: mx.array) -> Entries:

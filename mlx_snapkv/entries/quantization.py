@@ -20,15 +20,10 @@ Stored = Any
 
 @dataclass(frozen=True)
 class Quantization:
-    """How entries are quantised.
+    """How entries are quantised."""
 
-    Attributes:
-        bits: per value, one of `BITS`.
-        group_size: values that share a scale and a bias; it divides the head size.
-    """
-
-    bits: int
-    group_size: int
+    bits: int  # per value, one of `BITS`
+    group_size: int  # values that share a scale and a bias; it divides the head size
 
     def pack(self, entries: mx.array) -> Stored:
         """Entries `(B, n_kv_heads, T, head_dim)`, quantised."""
@@ -43,11 +38,7 @@ class Quantization:
 
 
 class Quantised:
-    """What mlx-lm's attention asks of a cache: with quantised entries it has these, and else it has not.
-
-    Attributes:
-        quantization: how the entries are stored; None is plain.
-    """
+    """What mlx-lm's attention asks of a cache: with quantised entries it has these, and else it has not."""
 
     quantization: Quantization | None
 

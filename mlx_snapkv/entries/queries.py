@@ -18,42 +18,27 @@ Read = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Pages:
-    """Entries before `until`, too far away for the queries as they are: each page sees them otherwise.
+    """Entries before `until`, too far away for the queries as they are: each page sees them otherwise."""
 
-    Attributes:
-        size: entries of a page.
-        until: a whole number of pages.
-        asked: `asked(page)` gives the queries `(B, n_heads, n, head_dim)` as that page sees them.
-    """
-
-    size: int
-    until: int
-    asked: Callable[[int], mx.array]
+    size: int  # entries of a page
+    until: int  # a whole number of pages
+    asked: Callable[[int], mx.array]  # the queries `(B, n_heads, n, head_dim)` as a page sees them
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries observed at an attention's own call.
+    """Queries observed at an attention's own call."""
 
-    Attributes:
-        heads: `(B, n_heads, n, head_dim)`, post-RoPE, in an order that puts each KV head's readers together.
-        places: the index among the entries of each query's own token; query `i` sees entries up to it. It may
-            reach past the last entry.
-        scale: what the attention multiplies its logits by.
-        sinks: `(n_heads,)` logits of attention sinks: they take a share of the softmax but have no entry.
-        start: the position of the first query's token in the prompt; None is `places.start`, which is right
-            while no entry is missing.
-        pages: entries that are to see the queries otherwise; None is none.
-        cap: logits are bent to stay within it, as `cap * tanh(logit / cap)`; None leaves them.
-    """
-
-    heads: mx.array
+    heads: mx.array  # `(B, n_heads, n, head_dim)`, post-RoPE, each KV head's readers together
+    # The index among the entries of each query's own token, up to which it sees them; perhaps past the last entry.
     places: range
-    scale: float = math.nan
+    scale: float = math.nan  # what the attention multiplies its logits by
+    # `(n_heads,)` logits of attention sinks, which take a share of the softmax but have no entry.
     sinks: mx.array | None = None
+    # The first query's position in the prompt; None is `places.start`, which is right while no entry is missing.
     start: int | None = None
-    pages: Pages | None = None
-    cap: float | None = None
+    pages: Pages | None = None  # entries that are to see the queries otherwise
+    cap: float | None = None  # logits are bent to stay within it, as `cap * tanh(logit / cap)`
 
     def of(self, function: Read, **changes: Any) -> Queries:
         """The same with a function of the heads, also of those that pages see."""
@@ -81,19 +66,14 @@ class Queries:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Moments of the pre-RoPE queries, each head for itself.
+    """Moments of the pre-RoPE queries, each head for itself."""
 
-    Attributes:
-        mean: `(B, n_heads, head_dim)` float32.
-        covariance: `(B, n_heads, head_dim, head_dim)` float32, divided by the number of queries.
-        scale: what the attention multiplies its logits by.
-        stop: position of the next token.
-    """
-
-    mean: mx.array
-    covariance: mx.array
-    scale: float = math.nan
-    stop: int = 0
+    mean: mx.array  # `(B, n_heads, head_dim)` float32
+    covariance: (
+        mx.array
+    )  # `(B, n_heads, head_dim, head_dim)` float32, divided by the number of queries
+    scale: float  # what the attention multiplies its logits by
+    stop: int  # position of the next token
 
 
 Callback = Callable[["Recorder", mx.array], None]
@@ -113,9 +93,8 @@ def on_queries(callback: Callback) -> Iterator[None]:
 class OnQueries:
     """What a KV cache may do with the queries of an attention module's call, besides `record`."""
 
-    waits_for_readers: bool = (
-        False  # the queries of some layers that read the newest entries are missing
-    )
+    # The queries of some layers that read the newest entries are missing.
+    waits_for_readers: bool = False
 
     def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """The entries that the attention function sees, instead of those that it was given."""

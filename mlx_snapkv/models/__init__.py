@@ -10,15 +10,13 @@ from .table import REFUSED, SUPPORTED
 
 @dataclass
 class Found:
-    """A layer that owns a cache: its attention module, or None to leave it alone.
-
-    Attributes:
-        borrowers: the attention modules that read its entries, besides its own.
-    """
+    """A layer that owns a cache: its attention module, or None to leave it alone."""
 
     attention: Any
     family: AttentionFamily
-    borrowers: list[Any] = field(default_factory=list)
+    borrowers: list[Any] = field(
+        default_factory=list
+    )  # the other attention modules that read its entries
 
 
 def attention_classes(model) -> list[type]:

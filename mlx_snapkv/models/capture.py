@@ -21,19 +21,15 @@ from .family import AttentionFamily
 
 @dataclass
 class Call:
-    """A call of an attention module that was handed a recording cache.
+    """A call of an attention module that was handed a recording cache."""
 
-    Attributes:
-        recorder: that cache.
-        arguments: of the call, by place.
-        captured: the results of its RoPE, or of its splits, in order.
-    """
-
-    recorder: Any
+    recorder: Any  # that cache
     attention: Any
     family: AttentionFamily
-    arguments: tuple
-    captured: list[Any] = field(default_factory=list)
+    arguments: tuple  # by place
+    captured: list[Any] = field(
+        default_factory=list
+    )  # the results of its RoPE, or of its splits, in order
 
     def record(
         self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
@@ -65,14 +61,11 @@ class Call:
 
 
 class _Thread(threading.local):
-    """A thread's current call, and the entries that wait for others to read them.
-
-    Attributes:
-        lent: by the id of an array of keys, itself, and the recorder that gave it.
-    """
+    """A thread's current call, and the entries that wait for others to read them."""
 
     def __init__(self):
         self.call: Call | None = None
+        # By the id of an array of keys: itself, and the recorder that gave it.
         self.lent: dict[int, tuple[Any, Any]] = {}
 
 

@@ -158,16 +158,10 @@ class AttentionFamily:
     def output_weights(
         self, attention, kv_head: int, n_kv_heads: int, n_heads: int, like: mx.array
     ) -> mx.array:
-        """The output projection's weights for the values of a KV head, for each query head that reads it.
+        """The output projection's weights for values like these of a KV head, for each query head that reads it.
 
-        The module is called on unit vectors, so that quantised and adapted weights count too. Without its bias, and
-        without the norm or gate that a few families apply before it.
-
-        Args:
-            like: the values, `(B, n_kv_heads, T, head_dim)`.
-
-        Returns:
-            `(group, head_dim, hidden_size)`, of the values' type.
+        `(group, head_dim, hidden_size)`. The module is called on unit vectors, so that quantised and adapted weights
+        count too. Without its bias, and without the norm or gate that a few families apply before it.
         """
         if self.latent:
             return latents.output_weights(attention, self.output_of(attention), n_heads, like)

@@ -14,17 +14,11 @@ PROBE = "_mlx_snapkv_probe"
 
 @dataclass(frozen=True)
 class Probe:
-    """What a RoPE object does to the unit vectors, kept with the object; `(head_dim,)` each.
+    """What a RoPE object does to the unit vectors, kept with the object; `(head_dim,)` each."""
 
-    Attributes:
-        signs: float32, -1 for the first dimension of a pair that turns together.
-        power: float32, the squared amplitude.
-        partners: the dimension that it turns with; one that never turns is its own partner.
-    """
-
-    signs: mx.array
-    power: mx.array
-    partners: mx.array
+    signs: mx.array  # float32, -1 for the first dimension of a pair that turns together
+    power: mx.array  # float32, the squared amplitude
+    partners: mx.array  # the dimension that it turns with; one that never turns is its own partner
 
 
 def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.array:
@@ -35,9 +29,7 @@ def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.arra
     multiplies them by. A module whose angles depend on the number of tokens ("dynamic" ones do, beyond the trained
     length) is undone as if it had been given these.
 
-    Args:
-        rope: a RoPE module of a model, called as `rope(x, offset)`; None turned nothing.
-        offset: position of the first of the `n`.
+    `rope` is called as `rope(x, offset)`, where `offset` is the position of the first of the `n`; None turned nothing.
     """
     x = x.astype(mx.float32)
     if rope is None or not x.size:
@@ -79,11 +71,8 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
 def turn(rope: Rope, x: mx.array, steps: mx.array) -> mx.array:
     """`x` `(B, n_heads, n, head_dim)`, which `rope` has turned, turned on by `steps` positions.
 
-    Same shape and dtype; what is turned by 0 steps is as it was, bit for bit.
-
-    Args:
-        rope: a RoPE module for which `composes` is true, called as `rope(x, offset)` with an offset for each sequence.
-        steps: integers `(B, n_heads, n)`, at least 0.
+    Same shape and dtype; what is turned by 0 steps is as it was, bit for bit. Steps are integers `(B, n_heads, n)`, at
+    least 0, and `rope` one that `composes` and takes an offset for each sequence.
     """
     D = x.shape[-1]
     if not x.size:  # which CUDA takes no offsets for

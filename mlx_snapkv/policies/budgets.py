@@ -107,9 +107,7 @@ def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
     The heads of a layer keep equally many: the mean of how many of theirs are among the best (compare AdaKV,
     arXiv:2407.11550, section 3, whose heads keep different numbers). It waits for the scores.
 
-    Args:
-        scores: by layer, `(B, n_kv_heads, T)`.
-        quotas: what each would get; sink and recent entries stay as they are.
+    Scores are `(B, n_kv_heads, T)` by layer, and quotas what each would get; sink and recent entries stay as they are.
     """
     middles = [
         s[..., q.n_sink : max(q.n_sink, s.shape[-1] - q.n_window)] for s, q in zip(scores, quotas)

@@ -63,9 +63,7 @@ class ExpectedAttention(Policy):
     def _queries_to_come(self, entries: Entries, keys: mx.array) -> tuple[mx.array, mx.array]:
         """Moments of what a key is multiplied by, scale and turn included, for the query heads of each KV head.
 
-        Returns:
-            the mean, `(B, n_kv_heads, head_dim, group)`, and half the covariance, side by side for the group,
-            `(B, n_kv_heads, head_dim, group * head_dim)`.
+        The mean `(B, n_kv_heads, head_dim, group)`, and half the covariance, side by side for the group.
         """
         B, H, _, D = keys.shape
         layer, found = entries.layer, entries.statistics

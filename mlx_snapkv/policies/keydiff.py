@@ -99,11 +99,7 @@ def _squared(keys: mx.array) -> mx.array:
 def _by_block(
     entries: Entries, function: Callable[[mx.array], mx.array], width: int = 0
 ) -> mx.array:
-    """`function` of the keys in float32, block by block, joined along axis 2.
-
-    Args:
-        width: numbers computed from each key, if more than `head_dim`; `BLOCK_BYTES` hold those of a block.
-    """
+    """`function` of the keys in float32, block by block, where it makes `width` numbers of each key."""
     B, H, _, D = entries.read_keys(0, 1).shape
     size = max(64, BLOCK_BYTES // (4 * B * H * max(D, width)))
     return entries.by_block(

@@ -199,7 +199,6 @@ def two_stages(
     Args:
         weights: float32 `(B, n_kv_heads, n)`, not negative: mean attention that the entries receive from a query.
         n_certain: entries that the first stage chooses; 0 or less is none.
-        n_heads: query heads.
     """
     n = weights.shape[-1]
     scores = (weights + EPSILON) * projected_norms(entries, start, start + n, n_heads)
@@ -214,8 +213,7 @@ def two_stages(
 def projected_norms(entries: Entries, start: int, stop: int, n_heads: int) -> mx.array:
     """L1 norms of the values of the entries `[start, stop)` after the output projection.
 
-    Float32 `(B, n_kv_heads, stop - start)`, averaged over the query heads of a GQA group; computed block by block, a KV
-    head at a time.
+    Float32 `(B, n_kv_heads, stop - start)`, averaged over the query heads of a GQA group.
     """
     one = entries.read_values(start, start + 1)
     weights = [
