@@ -83,15 +83,6 @@ class Request:
         with recording(self._observed if observes else []):
             yield
 
-    @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        """The same for all tokens of the answer; when the block is left, it has ended."""
-        try:
-            with self.recording():
-                yield
-        finally:
-            self.end()
-
     def end(self) -> None:
         """The answer has ended: leave the caller's caches ready to go on from."""
         if self._speculation is not None:

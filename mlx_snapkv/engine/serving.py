@@ -166,15 +166,18 @@ def _compressed(
     if item is None:
         return
     timed = _Timed(items)
-    with request.decoding():
-        yield item
-        for item in timed:
-            report.token_seconds = timed.mean
-            if isinstance(item, GenerationResponse):  # its speed is without the compression
-                decoding = item.generation_tokens / item.generation_tps - seconds
-                tps = item.generation_tokens / decoding
-                item = dataclasses.replace(item, generation_tps=tps)
+    try:
+        with request.recording():
             yield item
+            for item in timed:
+                report.token_seconds = timed.mean
+                if isinstance(item, GenerationResponse):  # its speed is without the compression
+                    n = item.generation_tokens
+                    tps = n / (n / item.generation_tps - seconds)
+                    item = dataclasses.replace(item, generation_tps=tps)
+                yield item
+    finally:
+        request.end()
 
 
 class _Timed:

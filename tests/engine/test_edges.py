@@ -1,7 +1,5 @@
 """Requests at the edges: prompts of a few tokens, answers of one, arguments that people mistake."""
 
-import copy
-
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -185,45 +183,3 @@ def test_a_later_turn_never_holds_more_than_the_budget_and_a_block(demo_llama, p
         list(talk.send("word " * 20))
     ahead = plan_prompt(chosen, 1).n_ahead if chosen.name == "snapkv" else 0
     assert max(held) <= chosen.budget + max(chosen.block, ahead)
-
-
-@pytest.mark.parametrize("memory", ["recall", "recall:8bit", "recall:file", "drop"])
-@pytest.mark.parametrize("turn", [0, 2])
-def test_a_turn_that_fails_between_two_layers(demo_model, memory, turn, monkeypatch):
-    """Its second chunk: some layers have read it, others have not."""
-    model = demo_model[0]
-    options = {"policy": f"snapkv:budget=20,{SMALL},lookahead=4", "memory": memory, "max_tokens": 7}
-    talk, other = (Conversation(*demo_model, **options, prefill_step_size=8) for _ in range(2))
-    for n in range(turn):
-        for conversation in (talk, other):
-            list(conversation.send(f"The word is {n}, or is it?"))
-    before = list(talk.read), copy.deepcopy(talk.messages), held(talk)
-    last, calls = model.layers[-1], []
-    original = type(last).__call__
-
-    def fail(self, *args, **kwargs):
-        calls.extend([True] if self is last else [])
-        if self is last and len(calls) == 2:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(last), "__call__", fail)
-        list(talk.send("What was the word that nobody would ever have said aloud?"))
-    assert (talk.read, talk.messages) == before[:2]
-    for was, now in zip(before[2], held(talk), strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(was, now, strict=True))
-    answers = [[r.token for r in c.send("And what was the other one?")] for c in (talk, other)]
-    assert answers[0] == answers[1]
-    for mine, theirs in zip(held(talk), held(other), strict=True):
-        assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(mine, theirs, strict=True))
-
-
-def held(talk):
-    """What a conversation's caches hold: by layer, keys, values, positions."""
-    layers = [
-        layer.entries_in(talk.prompt_cache)
-        for layer in attention_layers(talk.model, talk.prompt_cache)
-    ]
-    entries = [layer.held() for layer in layers if layer.n_entries]
-    return [[np.array(x) for x in (e.keys, e.values, e.positions)] for e in entries]

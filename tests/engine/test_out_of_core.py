@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import reference
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from request_helpers import assert_unpatched, plain, steps
+from request_helpers import plain, steps
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import SnapKVError, generate_step
+from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
@@ -158,30 +158,6 @@ def test_tokens_that_choose_anew_with_room_for_all_give_the_full_answer(wide, to
     policy = f"keydiff:budget=400,block=32 then {snapkv}"
     found = steps(wide, tokens, 30, policy=policy, memory=memory)
     assert sum(a == b for (a, _), (b, _) in zip(found, wanted)) >= 29  # one entry of 200 is missing
-
-
-def test_interrupted_reading_leaves_the_prompt_cache_as_it_was(wide, tokens):
-    cache = make_prompt_cache(wide)
-    steps(wide, tokens[:100], 3, policy=BOOK, memory="recall:file", prompt_cache=cache)
-
-    def go_on():
-        return steps(wide, tokens[100:], 5, policy=BOOK, memory="recall:file", prompt_cache=cache)
-
-    def stop(done, total):
-        if done > 50:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        keywords = {"policy": BOOK, "memory": "recall:file", "prompt_cache": cache}
-        list(generate_step(tokens[100:], wide, prompt_progress_callback=stop, **keywords))
-    layers = attention_layers(wide, cache)
-    assert {layer.cache_in(cache).store.n_entries for layer in layers} == {100}
-    found = go_on()
-    other = make_prompt_cache(wide)
-    steps(wide, tokens[:100], 3, policy=BOOK, memory="recall:file", prompt_cache=other)
-    cache = other
-    assert [t for t, _ in found] == [t for t, _ in go_on()]
-    assert_unpatched()
 
 
 SHORT = ["keydiff:budget=64,block=64,n_window=60", "streaming_llm:budget=64,block=16"]

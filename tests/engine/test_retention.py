@@ -79,25 +79,6 @@ def test_a_compressed_prompt_cache_has_nothing_to_recall(wide, tokens, memory):
         steps(wide, tokens, policy=POLICY, memory=memory, prompt_cache=cache)
 
 
-@pytest.mark.parametrize("verify", [None, "all"])
-def test_whoever_stops_reading_leaves_the_conversation_as_it_should_be(demo_llama, ask, verify):
-    model, tokenizer = demo_llama
-    tokens, fact = ask(tokenizer, 600, seed=1)
-    text = tokenizer.decode(tokens)
-    told = {"policy": POLICY, "memory": "recall", "max_tokens": 12}
-    answers = []
-    for stop in (3, None):
-        conversation = Conversation(model, tokenizer, verify=verify, **told)
-        for n, _ in enumerate(conversation.send(text), start=1):
-            if n == stop:
-                break
-        held = {c.offset for c in conversation.prompt_cache}
-        assert len(held) == 1 and held == {len(conversation.read)}
-        answers.append("".join(r.text for r in conversation.send(fact.question)))
-    assert fact.value in answers[0] and fact.value in answers[1]
-    assert_unpatched()
-
-
 def test_a_failing_vote_leaves_the_conversation_as_it_was_read(demo_llama, ask):
     """The store's file is cut short while an answer is under way: one sentence, and the turn's prompt is read."""
     model, tokenizer = demo_llama
