@@ -37,13 +37,9 @@ BY_MASK = ("adakv", "fastgen")
 class Stages:
     """Keep the prompt within a budget, block by block, by one policy, then let another choose from what is left.
 
-    Attributes:
-        prefill_policy: chooses while the prompt is read, with schedule="block"; `min_ctx` is its own. It keeps
-            at least the sink and the recent entries that the other one wants.
-        decode_policy: chooses when the prompt has been read, and decides who votes then and how the answer is decoded.
-
-    Raises:
-        SnapKVError: `prefill_policy` is not a block policy, or `decode_policy` needs all entries.
+    The first, with schedule="block" and its own `min_ctx`, keeps at least the sink and recent entries that the other
+    wants, which chooses when the prompt has been read, and decides who votes then and how the answer is decoded. It is
+    a SnapKVError if the first is no block policy, or the other needs all entries.
     """
 
     prefill_policy: Policy

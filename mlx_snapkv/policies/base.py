@@ -36,33 +36,23 @@ class Policy(ABC):
             tokens would make more than `budget + block` entries. "once" reads the whole prompt first; while
             decoding, the recent window slides, unless `on_full` says otherwise.
         block: tokens read at a time, at most, under "block".
-
-    Class attributes, for policies that ask for more than keys and values:
-        obs_window: how many of the last queries vote.
-        accumulates_attention: all queries vote; the votes are in `Entries.received`.
-        query_statistics: how many first tokens to leave out of the statistics of pre-RoPE queries in
-            `Entries.statistics`; None computes none.
-        repeats: tokens in a chunk of a second reading, whose queries vote, for `Entries.repeated`; None is no
-            second reading.
-        lookahead: answer tokens decoded on all entries before the compression, which vote, too.
-        prefill_chunk: tokens in a prefill chunk under "once"; None follows `prefill_step_size`.
-        closes_gaps: entries are seen as if none were missing between them, where they may be moved at all.
-        on_full: what happens to the answer's entries under "once" when the recent window is full.
-        schedules: those that the policy supports.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     paper: ClassVar[str]
 
-    obs_window: ClassVar[int] = 0
-    accumulates_attention: ClassVar[bool] = False
+    # What policies that ask for more than keys and values set.
+    obs_window: ClassVar[int] = 0  # how many of the last queries vote
+    accumulates_attention: ClassVar[bool] = False  # all queries vote, see `Entries.received`
+    # First tokens that `Entries.statistics` leave out; None computes none.
     query_statistics: ClassVar[int | None] = None
+    # Tokens in a chunk of a second reading, whose queries vote, for `Entries.repeated`; None is no second reading.
     repeats: ClassVar[int | None] = None
-    lookahead: ClassVar[int] = 0
-    prefill_chunk: ClassVar[int | None] = None
-    closes_gaps: ClassVar[bool] = False
-    on_full: ClassVar[str] = "slide"
+    lookahead: ClassVar[int] = 0  # answer tokens that vote, decoded on all entries
+    prefill_chunk: ClassVar[int | None] = None  # under "once"; None follows `prefill_step_size`
+    closes_gaps: ClassVar[bool] = False  # entries are seen as if none were missing between them
+    on_full: ClassVar[str] = "slide"  # the answer's entries under "once", when the window is full
     schedules: ClassVar[tuple[str, ...]] = SCHEDULES
 
     budget: int | str = option(
