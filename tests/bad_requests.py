@@ -1,63 +1,122 @@
 """Requests that a server must refuse with a 4xx, whatever else it does."""
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, MESSAGES, RESPONSES = (
+    f"/v1/{name}" for name in ("chat/completions", "completions", "messages", "responses")
+)
 HELLO = {"messages": [{"role": "user", "content": "The key of"}], "max_tokens": 4}
+TOOL = {"name": "open", "input_schema": {"type": "object"}}
+FUNCTION = {"type": "function", "name": "open", "parameters": {"most": float("inf")}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-def chat(**fields):
-    return CHAT, {**HELLO, **fields}
+def chat(words, **fields):
+    return CHAT, {**HELLO, **fields}, words
 
 
-def text(**fields):
-    return TEXT, {"prompt": "The key of", "max_tokens": 4, **fields}
+def text(words, **fields):
+    return TEXT, {"prompt": "The key of", "max_tokens": 4, **fields}, words
 
 
-def message(**fields):
-    return chat(messages=[{"role": "user", **fields}])
+def said(words, role="user", **fields):
+    return chat(words, messages=[{"role": role, **fields}])
 
 
-BAD = {
-    "stop of numbers": chat(stop=[1]),
-    "a list of lists as prompt": text(prompt=[[1], "a"]),
-    "no prompt": (TEXT, {"max_tokens": 4}),
-    "empty list as prompt": text(prompt=[]),
-    "tokens out of range": text(prompt=[10**9]),
-    "top_k beyond the vocabulary": text(top_k=10**6),
-    "logit_bias out of range": chat(logit_bias={"99999999": 5}),
-    "logit_bias infinite": chat(logit_bias={"5": float("inf")}),
-    "max_tokens 0": chat(max_tokens=0),
-    "max_tokens a text": chat(max_tokens="many"),
-    "NaN temperature": chat(temperature=float("nan")),
-    "n": chat(n=1000),
-    "logprobs a text": chat(logprobs="yes"),
-    "top_logprobs": chat(logprobs=True, top_logprobs=10**6),
-    "no messages": (CHAT, {}),
-    "messages no list": chat(messages="hi"),
-    "a message that is none": chat(messages=[5]),
-    "no role": chat(messages=[{"content": "hi"}]),
-    "unknown role": message(role="wizard", content="hi"),
-    "an image": message(
-        content=[{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
-    ),
-    "no content": message(),
-    "half a pair": message(content="\ud800"),
-    "tool calls that are none": message(
-        role="assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]
-    ),
-    "tools that are none": chat(tools=[5]),
-    "a tool schema that is none": chat(tools=[{"type": "function", "function": 5}]),
-    "a forced tool": chat(tool_choice="required"),
-    "response_format": chat(response_format={"type": "json_schema", "json_schema": {}}),
-    "stream_options": chat(stream=True, stream_options=5),
-    "chat_template_kwargs": chat(chat_template_kwargs={"tokenize": False}),
-    "a body that is a list": (CHAT, []),
-}
+def anthropic(words, **fields):
+    return MESSAGES, {**HELLO, **fields}, words
+
+
+def block(words, *blocks):
+    return anthropic(words, messages=[{"role": "user", "content": blocks}])
+
+
+def response(words, **fields):
+    return RESPONSES, {"input": "The key of", "max_output_tokens": 4, **fields}, words
+
+
+def item(words, *items):
+    return response(words, input=items)
+
+
+# The url, the body, and what is said of it.
+BAD = [
+    chat("stop must be a string or a list of strings, got [1]", stop=[1]),
+    chat("stop must be a string", stop={"a": 1}),
+    text("prompt must be one text, or the list of its token ids", prompt=[[1], "a"]),
+    text("prompt must be one text", prompt=["a", "b"]),
+    text("prompt must be one text", prompt=[]),
+    (TEXT, {"max_tokens": 4}, "prompt is missing"),
+    text("prompt must have token ids from 0 to", prompt=[10**9]),
+    text("prompt must have token ids from 0 to", prompt=[-1]),
+    text("top_k must be below the vocabulary's", top_k=10**6),
+    text("top_p should be less than or equal to 1, got 2", top_p=2),
+    chat("logit_bias must have token ids from 0 to", logit_bias={"99999999": 5}),
+    chat("logit_bias.a", logit_bias={"a": 5}),
+    chat("logit_bias.5 should be a finite number", logit_bias={"5": float("inf")}),
+    chat("max_tokens should be greater", max_tokens=-1),
+    chat("max_tokens should be greater than or equal to 1, got 0", max_tokens=0),
+    chat("max_tokens should be a valid integer, got 'many'", max_tokens="many"),
+    chat("temperature should be", temperature=float("nan")),
+    chat("temperature should be", temperature=1e30),
+    chat("n should be less than or equal to 8", n=1000),
+    chat("n should be greater", n=0),
+    chat("logprobs should be a valid boolean", logprobs="yes"),
+    chat("top_logprobs should be less", logprobs=True, top_logprobs=10**6),
+    chat("seed should be a valid integer", seed="s"),
+    (CHAT, {}, "messages is missing"),
+    chat("messages must not be empty", messages=[]),
+    chat("messages should be a valid list", messages="hi"),
+    chat("messages.0 should be a valid object", messages=[5]),
+    chat("messages.0.role is missing", messages=[{"content": "hi"}]),
+    said("messages.0.role should be 'system'", role="wizard", content="hi"),
+    said("content must be text, or a list of parts", content=[IMAGE]),
+    said("messages.0: content must not be empty"),
+    said("content must not be empty", content=None),
+    said("content must not be empty", content=[]),
+    said("not UTF-8", content="\ud800"),
+    said("messages.0: content must be text", content=5),
+    said("failed", "assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]),
+    chat("tools.0 should be a valid object", tools=[5]),
+    chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # this model's template
+    chat("tool_choice must be auto or none", tool_choice="required"),
+    chat("response_format must be text", response_format={"type": "json_schema"}),
+    chat("stream_options should be", stream=True, stream_options=5),
+    chat("can't set 'tokenize'", chat_template_kwargs={"tokenize": False}),
+    chat("audio is not supported: drop the field", audio={"voice": "x"}),
+    (CHAT, [], "body must be an object, got []"),
+    (CHAT, None, ""),
+    block("its type must be text or document or thinking", IMAGE),
+    block("content must not be empty"),
+    block("messages.0.content.0.text should be a valid string", {"type": "text", "text": 5}),
+    anthropic("messages.0.role should be", messages=[{"role": "wizard", "content": "hi"}]),
+    anthropic("none can be continued", messages=[{"role": "assistant", "content": "a"}]),
+    anthropic("max_tokens should be greater", max_tokens=0),
+    anthropic("stop_sequences.0", stop_sequences=[1]),
+    anthropic("tool_choice must be auto or none", tool_choice={"type": "any"}),
+    anthropic("a name and an input_schema", tools=[{"name": "open"}]),
+    anthropic("of an object", tools=[{"name": "open", "input_schema": {"type": "array"}}]),
+    anthropic("takes no tools", tools=[TOOL]),
+    anthropic("can't be forced on an answer", output_config={"format": {"type": "x"}}),
+    anthropic("system.0.type should be", system=[IMAGE]),
+    anthropic("not UTF-8", system="\ud800"),
+    response("input must be text or a list", input=5),
+    response("input must not be empty", input=[]),
+    item("content.0.type should be 'input_text'", {"role": "user", "content": [IMAGE]}),
+    item("input.0 can't be read", {"type": "item_reference", "id": "a"}),
+    item("input.0.call_id is missing", {"type": "function_call", "name": "a"}),
+    response("send the whole conversation", previous_response_id="resp_1"),
+    response("tools.0.name is missing", tools=[{"type": "function"}]),
+    response("tools must have a type each", tools=[5]),
+    response("parameters must have finite numbers", tools=[FUNCTION]),
+    response("text.format must be text", text={"format": {"type": "json_object"}}),
+    response("metadata.a should be a valid string", metadata={"a": 5}),
+]
 RAW = {
     "no JSON": b"{nope",
     "empty": b"",
     "not UTF-8": b'{"messages": "\xff\xfe"}',
     "nested": DEEP.encode(),
+    "nested in a field": f'{{"messages": {DEEP}}}'.encode(),
     "nested a thousand deep": ('{"a":' * 1000 + "1" + "}" * 1000).encode(),
 }
 

@@ -105,11 +105,7 @@ class Conversation:
         require_servable(self.model, self.policy, self._retention, self.generation)
 
     def verify_answers(self, verify: str | None) -> None:
-        """Let later answers be verified so, or not at all.
-
-        Raises:
-            SnapKVError: the conversation's memory or policy does not allow it.
-        """
+        """Let later answers be verified so, or not at all. Raises: SnapKVError: the memory or policy forbids it."""
         replace(self._retention, verify=verify).require_policy(self.policy)
         self.verify = verify
 
@@ -132,10 +128,7 @@ class Conversation:
         self._before_last: Before | None = None
 
     def attach(self, text: str) -> int:
-        """Put a document in front of the next message, whose question then chooses among its entries.
-
-        Returns:
-            The number of its tokens.
+        """Put a document in front of the next message, whose question then chooses among its entries; its tokens.
 
         Raises:
             SnapKVError: the text is empty.
@@ -210,11 +203,7 @@ class Conversation:
         return 0 if self._before_last is None else self._before_last.kv_nbytes
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a `.safetensors` file, as a whole or not at all.
-
-        Raises:
-            SnapKVError: the file can't be written, or nothing has been said yet.
-        """
+        """Write the conversation to a `.safetensors` file, as a whole or not at all. Raises: SnapKVError."""
         saved_chat.save(path, self)
 
     @classmethod

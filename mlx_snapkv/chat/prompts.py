@@ -26,13 +26,8 @@ def rendered(tokenizer, messages: list[dict[str, str]], **options: Any) -> Any:
 
 
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:
-    """What mlx-lm's own `generate` feeds after a prompt that `mlx_lm.cache_prompt` saved.
-
-    Without a chat template, the second beginning-of-text token that mlx-lm would put in is left out.
-
-    Raises:
-        SnapKVError: the chat template fails, or leaves the question out.
-    """
+    """What mlx-lm's own `generate` feeds after a prompt that `mlx_lm.cache_prompt` saved, but no second
+    beginning-of-text token. Raises: SnapKVError: the chat template fails, or leaves the question out."""
     if not ignore_chat_template and tokenizer.has_chat_template:
         options = {"tokenize": False, "add_generation_prompt": True}
         chats = ([{"role": "user", "content": text}] for text in (MARKER, question))

@@ -52,8 +52,7 @@ class CompletionRequest:
         sampler: None is greedy.
         processors: of the logits, in mlx-lm's order.
         stop: texts that end the answer, and are no part of it.
-        state: mlx-lm's `TextStateMachine` state that the answer begins in: "normal" or "reasoning".
-        tools: that the answer may call.
+        state: of mlx-lm's `TextStateMachine` at the beginning: "normal" or "reasoning".
         chat: whether a message is answered, or a text continued.
         ignored: unknown fields of the body.
     """
@@ -72,10 +71,7 @@ class CompletionRequest:
 def completion_request(
     body: Body, tokenizer, defaults: Defaults, seed: int | None = None
 ) -> CompletionRequest:
-    """What a body asks of this tokenizer's model.
-
-    Args:
-        seed: 64 bits, for a body without one; None draws one.
+    """What a body asks of this tokenizer's model; `seed`, of 64 bits, is for a body without one.
 
     Raises:
         SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
@@ -115,11 +111,7 @@ def chat_tokens(
     *,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Messages in the chat template, as a body wants it; they are changed on the way.
-
-    Raises:
-        SnapKVError: the template refuses, or there is none.
-    """
+    """Messages, which are changed, in the chat template. Raises: SnapKVError: it refuses, or there is none."""
     tools = _tools(body)
     if not tokenizer.has_chat_template:
         raise SnapKVError("this model has no chat template: ask it by /v1/completions")
@@ -189,12 +181,7 @@ class SeededSampler:
     """A sampler that draws what mlx-lm's loop draws after `mx.random.seed(seed)`, whatever else a batch samples.
 
     mlx has one generator for the whole process. Before each draw it is set to the state of this request's own
-    sequence, which is computed apart: nothing waits for the model.
-
-    Args:
-        sampler: of log-probabilities; it draws from mlx's global generator.
-        seed: 64 bits.
-        draws: how often it draws for a token.
+    sequence, which is computed apart: nothing waits for the model. `sampler` draws `draws` times for a token.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array], seed: int, draws: int):

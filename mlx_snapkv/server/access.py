@@ -28,9 +28,7 @@ class Settings:
     """How the server was started.
 
     Attributes:
-        api_key: what clients must send; only a local address can do without.
         origins: web pages that may ask (CORS).
-        body_bytes: a body's limit.
         timeout: seconds for a request; None is no limit.
         volatile_headers: names of the lines that are cut from the start of system prompts.
 
@@ -110,8 +108,7 @@ class Gate:
         self._metrics.responses.labels(path, str(status)).inc()
 
     def _require_own_host(self, headers: Headers) -> None:
-        """Against web pages. After DNS rebinding a page sends its own name as the host; a page of another site can
-        send requests, even though it can't read the responses."""
+        """After DNS rebinding a page sends its own name as the host; one of another site sends its origin."""
         host = headers.get("host", "")
         if _name(host) not in self._hosts:
             raise ApiError(403, f"the Host header names {host[:80]!r}, which this server is not")

@@ -35,7 +35,7 @@ class ApiError(HTTPException):
 
 
 def prompt_too_long(why: str) -> ApiError:
-    """Agents recognise the code or the first words, and continue with a shorter conversation."""
+    """Agents know the code or the first words, and shorten the conversation."""
     sentence = f"prompt is too long: {why}"
     return ApiError(400, sentence, code="context_length_exceeded", param="messages")
 

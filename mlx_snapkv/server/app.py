@@ -137,11 +137,7 @@ def serve(
 ) -> None:
     """Serve until a signal, or until `should_exit` of the engine's `server` is set; answers under way end then.
 
-    Args:
-        on_start: called once requests are accepted.
-
-    Raises:
-        Exception: what ended the engine.
+    Calls `on_start` once requests are accepted, and raises what ended the engine.
     """
     config = uvicorn.Config(
         create_app(engine, settings),

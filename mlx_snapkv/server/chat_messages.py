@@ -57,11 +57,8 @@ class ChatMessages:
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """The assistant's call of a tool; `arguments` are JSON."""
-        call = {
-            "id": call_id,
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
         self._of("assistant").setdefault("tool_calls", []).append(call)
 
     def result(self, call_id: str, text: str) -> None:

@@ -46,8 +46,7 @@ class PrefixCache:
 
     Attributes:
         files: where prefixes outlive the server; None is nowhere.
-        nbytes: in memory.
-        file_nbytes: in nameless files; what several caches share counts for each.
+        nbytes, file_nbytes: in memory, and in nameless files; what caches share counts for each.
     """
 
     files: PrefixFiles | None = None
@@ -189,7 +188,8 @@ class Checkpoints:
 
     def answered(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
         """Keep the caches of an answered request, also in a file."""
-        if self._keeps_nothing:
+        # Others would compress what is left of an answer from all entries without an observation window.
+        if self._keeps_nothing or (request.in_full and not self._keeps_all):
             return
         self.read(request, tokens, caches)
         files, full = self._prefixes.files, request.full

@@ -76,12 +76,11 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 class PrefixFiles:
-    """Prompt caches in a folder of their own; only files of this setting are used, and the oldest make room.
+    """Prompt caches in a folder for its owner alone; the oldest make room.
 
     Args:
-        folder: created, for its owner alone, if it does not exist.
         most_bytes: for all files in it, those of other settings and servers included.
-        setting: what must agree besides the model: tokenizer, policy, memory.
+        setting: what files that are used must agree in besides the model: tokenizer, policy, memory.
 
     Raises:
         SnapKVError: the folder can't be created or read.

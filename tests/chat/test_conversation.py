@@ -1,9 +1,8 @@
-"""Several turns: what the cache has read, what it keeps and where, and how turns are stopped and undone."""
+"""Several turns: what the cache has read, what it keeps and where, and how turns are stopped."""
 
 import contextlib
 import gc
 import os
-import random
 
 import mlx.core as mx
 import pytest
@@ -17,19 +16,12 @@ from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import attention_layers, file_bytes, kv_bytes, members
 from mlx_snapkv.caches.memories import make_caches, saved_forms
-from mlx_snapkv.demo.questions import make_haystack
 from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.errors import UnsupportedModelError
 
 KEYDIFF = "keydiff:budget=64,block=32"
 TWO = f"keydiff:budget=96,block=32 then {SMALL}"
-GATED = SMALL + ",min_ctx=500"  # compressed later, or never
 BITS = {"kv_bits": 8, "kv_group_size": 32}
-
-
-@pytest.fixture(scope="module")
-def haystack(demo_llama):
-    return make_haystack(demo_llama[1], random.Random(3), 4, 400)
 
 
 @contextlib.contextmanager
@@ -254,65 +246,3 @@ def test_reset_keeps_the_system_prompt_and_nothing_empty_is_said(demo_llama):
         conversation.attach(" \n")
     with pytest.raises(SnapKVError, match="the message is empty"):
         conversation.send("")
-
-
-@pytest.mark.parametrize(
-    ("policy", "memory"),
-    [
-        (None, "drop"),
-        (SMALL, "drop"),
-        (SMALL, "recall:file:4bit"),
-        (GATED, "recall:4bit"),
-        ("h2o:budget=64,block=32", "drop"),
-        (TWO, "drop"),
-    ],
-)
-def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, memory):
-    document, facts = haystack
-    plain, undone = (begun(demo_model, haystack, 1, policy=policy, memory=memory) for _ in "ab")
-    undone.attach(document[:200])
-    ask(undone, facts[1].question)
-    assert undone.undo() == facts[1].question
-    assert undone.attached == [document[:200]]
-    undone.attached.clear()
-    assert (undone.messages, undone.read) == (plain.messages, plain.read)
-    assert undone.report.prompt_tokens == plain.report.prompt_tokens
-    assert ask(undone, facts[2].question) == ask(plain, facts[2].question)
-    assert undone.messages == plain.messages
-
-
-@pytest.mark.parametrize("memory", ["drop", "recall:8bit"])
-def test_all_turns_can_be_taken_back(demo_model, haystack, memory):
-    """Earlier ones to what the messages tell: entries are kept where the memory has them, or read again."""
-    document, facts = haystack
-    ways = {"policy": SMALL, "memory": memory, "system": "Be brief."}
-    conversation = begun(demo_model, haystack, 3, **ways)
-    assert [conversation.undo(), conversation.undo()] == [f.question for f in (facts[2], facts[1])]
-    has_states = any(not c.is_trimmable() for c in begun(demo_model, haystack, 0).prompt_cache)
-    assert bool(conversation.read) == (memory != "drop" and not has_states)
-    if conversation.read:
-        assert held_tokens(demo_model[0], conversation.prompt_cache) == len(conversation.read)
-        assert is_answered(conversation, facts[1]) and conversation.undo()
-    assert conversation.undo() == facts[0].question
-    assert [m["role"] for m in conversation.messages] == ["system"]
-    assert (conversation.read, conversation.attached) == ([], [document])
-    assert kv_bytes(conversation.prompt_cache) == 0 and conversation.report is None
-    with pytest.raises(SnapKVError, match="nothing to take back"):
-        conversation.undo()
-    fresh = begun(demo_model, haystack, 0, **ways)
-    assert ask(conversation, facts[2].question) == ask(fresh, facts[2].question)
-
-
-def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, haystack):
-    document, facts = haystack
-    conversation = Conversation(*demo_llama, policy=SMALL + ",min_ctx=200", max_tokens=12)
-    ask(conversation, document[:500])
-    assert not conversation.report.compressed
-    full = kv_bytes(conversation.prompt_cache)
-    conversation.attach(document)
-    ask(conversation, facts[0].question)
-    assert conversation.report.compressed and kv_bytes(conversation.prompt_cache) < full
-    assert conversation.undo_nbytes == 0  # all entries had been held: reading again is as good
-    ask(conversation, facts[1].question)
-    assert conversation.undo_nbytes == kv_bytes(conversation.prompt_cache)
-    assert begun(demo_llama, haystack, 2, policy=SMALL, memory="recall").undo_nbytes == 0

@@ -138,8 +138,9 @@ def test_an_answer_from_all_entries_is_the_full_caches(demo_llama, memory):
     assert first["mlx_snapkv"]["entries"] == again["mlx_snapkv"]["entries"] == 64
     assert full["mlx_snapkv"]["entries"] is None and full["mlx_snapkv"]["memory"] == memory
     assert first["choices"][0]["text"] == again["choices"][0]["text"]
-    n_known = full["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert (n_known > 300) == (memory != "drop")
+    for each in (full, again):
+        n_known = each["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert n_known > 300 if memory != "drop" else n_known == 0
 
 
 def test_an_answer_is_no_longer_than_the_model_was_trained_to(served):

@@ -22,7 +22,8 @@ from ..chat_messages import (
     without_volatile_headers,
 )
 from ..exchange import respond
-from ..formatter import Block, BlockFormatter, server_sent
+from ..formatter import Block as AnswerBlock
+from ..formatter import BlockFormatter, server_sent
 
 FREE = "a form can't be forced on an answer: drop output_config and output_format"
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -93,28 +94,20 @@ class ToolResult(Part):
     content: Annotated[list[Plain], BeforeValidator(as_parts)] = Field(default_factory=list)
 
 
-UserBlock = Annotated[Text | Document | ToolResult, Field(discriminator="type")]
-AssistantBlock = Annotated[
-    Text | ToolUse | Thinking | RedactedThinking, Field(discriminator="type")
+Block = Annotated[
+    Text | Document | Thinking | RedactedThinking | ToolUse | ToolResult,
+    Field(discriminator="type"),
 ]
 
 
-class UserMessage(Part):
-    role: Literal["user"]
-    content: Annotated[list[UserBlock], BeforeValidator(as_parts), Field(min_length=1)]
+class Message(Part):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(as_parts)]
 
-
-class AssistantMessage(Part):
-    role: Literal["assistant"]
-    content: Annotated[list[AssistantBlock], BeforeValidator(as_parts)]
-
-
-class SystemMessage(Part):
-    role: Literal["system"]
-    content: Annotated[list[Plain], BeforeValidator(as_parts)]
-
-
-Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        require(bool(self.content) or self.role != "user", "content must not be empty", [])
+        return self
 
 
 class Tool(Part):
@@ -266,14 +259,14 @@ class MessageFormatter(BlockFormatter):
     def stream_error(self, error: ApiError) -> str:
         return server_sent(self.error(error), "error")
 
-    def opened(self, block: Block) -> Iterator[str]:
+    def opened(self, block: AnswerBlock) -> Iterator[str]:
         yield _event("content_block_start", index=block.index, content_block=_empty(block))
 
-    def added(self, block: Block, text: str) -> Iterator[str]:
+    def added(self, block: AnswerBlock, text: str) -> Iterator[str]:
         _, kind, field = BLOCKS[block.kind]
         yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
-    def closed(self, block: Block) -> Iterator[str]:
+    def closed(self, block: AnswerBlock) -> Iterator[str]:
         yield _event("content_block_stop", index=block.index)
 
     def _ending(self) -> dict[str, Any]:
@@ -297,7 +290,7 @@ def _event(kind: str, **fields: Any) -> str:
     return server_sent({"type": kind, **fields}, kind)
 
 
-def _empty(block: Block) -> dict[str, Any]:
+def _empty(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.call is None:

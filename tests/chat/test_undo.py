@@ -1,0 +1,72 @@
+"""Taking back turns: the last one exactly, earlier ones to what the messages tell."""
+
+import pytest
+from chat_helpers import SMALL, ask, begun, is_answered
+
+from mlx_snapkv import Conversation, SnapKVError
+from mlx_snapkv.caches.layers import kv_bytes
+from mlx_snapkv.engine.request import held_tokens
+
+GATED = SMALL + ",min_ctx=500"  # compressed later, or never
+TWO = f"keydiff:budget=96,block=32 then {SMALL}"
+
+
+@pytest.mark.parametrize(
+    ("policy", "memory"),
+    [
+        (None, "drop"),
+        (SMALL, "drop"),
+        (SMALL, "recall:file:4bit"),
+        (GATED, "recall:4bit"),
+        (TWO, "drop"),
+    ],
+)
+def test_a_turn_that_is_taken_back_was_never_said(demo_model, haystack, policy, memory):
+    document, facts = haystack
+    plain, undone = (begun(demo_model, haystack, 1, policy=policy, memory=memory) for _ in "ab")
+    undone.attach(document[:200])
+    ask(undone, facts[1].question)
+    assert undone.undo() == facts[1].question
+    assert undone.attached == [document[:200]]
+    undone.attached.clear()
+    assert (undone.messages, undone.read) == (plain.messages, plain.read)
+    assert undone.report.prompt_tokens == plain.report.prompt_tokens
+    assert ask(undone, facts[2].question) == ask(plain, facts[2].question)
+    assert undone.messages == plain.messages
+
+
+@pytest.mark.parametrize("memory", ["drop", "recall:8bit"])
+def test_all_turns_can_be_taken_back(demo_model, haystack, memory):
+    """Earlier ones to what the messages tell: entries are kept where the memory has them, or read again."""
+    document, facts = haystack
+    ways = {"policy": SMALL, "memory": memory, "system": "Be brief."}
+    conversation = begun(demo_model, haystack, 3, **ways)
+    assert [conversation.undo(), conversation.undo()] == [f.question for f in (facts[2], facts[1])]
+    has_states = any(not c.is_trimmable() for c in begun(demo_model, haystack, 0).prompt_cache)
+    assert bool(conversation.read) == (memory != "drop" and not has_states)
+    if conversation.read:
+        assert held_tokens(demo_model[0], conversation.prompt_cache) == len(conversation.read)
+        assert is_answered(conversation, facts[1]) and conversation.undo()
+    assert conversation.undo() == facts[0].question
+    assert [m["role"] for m in conversation.messages] == ["system"]
+    assert (conversation.read, conversation.attached) == ([], [document])
+    assert kv_bytes(conversation.prompt_cache) == 0 and conversation.report is None
+    with pytest.raises(SnapKVError, match="nothing to take back"):
+        conversation.undo()
+    fresh = begun(demo_model, haystack, 0, **ways)
+    assert ask(conversation, facts[2].question) == ask(fresh, facts[2].question)
+
+
+def test_what_is_kept_for_it_is_no_more_than_the_conversation_keeps(demo_llama, haystack):
+    document, facts = haystack
+    conversation = Conversation(*demo_llama, policy=SMALL + ",min_ctx=200", max_tokens=12)
+    ask(conversation, document[:500])
+    assert not conversation.report.compressed
+    full = kv_bytes(conversation.prompt_cache)
+    conversation.attach(document)
+    ask(conversation, facts[0].question)
+    assert conversation.report.compressed and kv_bytes(conversation.prompt_cache) < full
+    assert conversation.undo_nbytes == 0  # all entries had been held: reading again is as good
+    ask(conversation, facts[1].question)
+    assert conversation.undo_nbytes == kv_bytes(conversation.prompt_cache)
+    assert begun(demo_llama, haystack, 2, policy=SMALL, memory="recall").undo_nbytes == 0
