@@ -71,7 +71,7 @@ def ask(client: httpx.Client, kind: str, rng: random.Random) -> str | None:
                 time.sleep(rng.choice((0, 0.2)))  # it hardly reads
         return None
     if kind == "bad":
-        path, body = rng.choice(list(BAD.values()))
+        path, body, _ = rng.choice(BAD)
         content = json.dumps(body).encode()
         if rng.random() < 0.5:
             path, content = rng.choice(PATHS), rng.choice(list(RAW.values()))

@@ -40,8 +40,8 @@ def item(words, *items):
 
 # The url, the body, and what is said of it.
 BAD = [
-    chat("stop must be a string or a list of strings, got [1]", stop=[1]),
-    chat("stop must be a string", stop={"a": 1}),
+    chat("stop.0 should be a valid string, got 1", stop=[1]),
+    chat("stop should be a valid list", stop={"a": 1}),
     text("prompt must be one text, or the list of its token ids", prompt=[[1], "a"]),
     text("prompt must be one text", prompt=["a", "b"]),
     text("prompt must be one text", prompt=[]),
@@ -70,11 +70,11 @@ BAD = [
     chat("messages.0.role is missing", messages=[{"content": "hi"}]),
     said("messages.0.role should be 'system'", role="wizard", content="hi"),
     said("content must be text, or a list of parts", content=[IMAGE]),
-    said("messages.0: content must not be empty"),
+    said("messages.0.content must not be empty"),
     said("content must not be empty", content=None),
     said("content must not be empty", content=[]),
     said("not UTF-8", content="\ud800"),
-    said("messages.0: content must be text", content=5),
+    said("messages.0.content must be text", content=5),
     said("failed", "assistant", content="hi", tool_calls=[{"function": {"arguments": "{"}}]),
     chat("tools.0 should be a valid object", tools=[5]),
     chat("takes no tools", tools=[{"type": "function", "function": 5}]),  # this model's template
@@ -93,10 +93,12 @@ BAD = [
     anthropic("max_tokens should be greater", max_tokens=0),
     anthropic("stop_sequences.0", stop_sequences=[1]),
     anthropic("tool_choice must be auto or none", tool_choice={"type": "any"}),
-    anthropic("a name and an input_schema", tools=[{"name": "open"}]),
+    anthropic("tools.0 must have a name and an input_schema", tools=[{"name": "open"}]),
     anthropic("of an object", tools=[{"name": "open", "input_schema": {"type": "array"}}]),
     anthropic("takes no tools", tools=[TOOL]),
-    anthropic("can't be forced on an answer", output_config={"format": {"type": "x"}}),
+    anthropic(
+        "output_config.format can't be forced on an answer", output_config={"format": {"type": "x"}}
+    ),
     anthropic("system.0.type should be", system=[IMAGE]),
     anthropic("not UTF-8", system="\ud800"),
     response("input must be text or a list", input=5),
@@ -104,11 +106,11 @@ BAD = [
     item("content.0.type should be 'input_text'", {"role": "user", "content": [IMAGE]}),
     item("input.0 can't be read", {"type": "item_reference", "id": "a"}),
     item("input.0.call_id is missing", {"type": "function_call", "name": "a"}),
-    response("send the whole conversation", previous_response_id="resp_1"),
+    response("previous_response_id can't be honoured", previous_response_id="resp_1"),
     response("tools.0.name is missing", tools=[{"type": "function"}]),
     response("tools must have a type each", tools=[5]),
-    response("parameters must have finite numbers", tools=[FUNCTION]),
-    response("text.format must be text", text={"format": {"type": "json_object"}}),
+    response("tools.0.parameters must have finite numbers", tools=[FUNCTION]),
+    response("text must have the format text", text={"format": {"type": "json_object"}}),
     response("metadata.a should be a valid string", metadata={"a": 5}),
 ]
 RAW = {

@@ -20,28 +20,24 @@ from ..errors import SnapKVError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
+TEXT = {"type": "text"}
 SHOWN = 60  # characters of a value that is refused
 
 
-def require(ok: bool, sentence: str, value: Any) -> None:
-    """Raise ValueError unless ok, with the sentence and the value got."""
+def require(ok: bool, rule: str, value: Any) -> None:
+    """Raise ValueError unless ok, with the rule, which goes on from the field's name, and the value got."""
     if not ok:
-        raise ValueError(f"{sentence}, got {_shown(value)}")
+        raise ValueError(f"{rule}, got {_shown(value)}")
 
 
-def must(holds: Callable[[Any], bool], sentence: str) -> AfterValidator:
-    """A rule for a field; the sentence says what it must be."""
+def must(holds: Callable[[Any], bool], rule: str) -> AfterValidator:
+    """A rule for a field; see `require`."""
 
     def validate(value: Any) -> Any:
-        require(holds(value), sentence, value)
+        require(holds(value), rule, value)
         return value
 
     return AfterValidator(validate)
-
-
-def _drop(value: Any, info: ValidationInfo) -> Any:
-    require(not value, f"{info.field_name} is not supported: drop the field", value)
-    return value
 
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -49,14 +45,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
-Unsupported = Annotated[Any, AfterValidator(_drop)]
-
-
-def _stops(value: Any) -> Any:
-    stops = [value] if isinstance(value, str) else value
-    ok = stops is None or (isinstance(stops, list) and all(isinstance(s, str) for s in stops))
-    require(ok, "stop must be a string or a list of strings", value)
-    return [s for s in stops if s] if stops else None
+Texts = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]
 
 
 class Body(BaseModel):
@@ -78,7 +68,7 @@ class Body(BaseModel):
     xtc_probability: Probability | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stops)] = None
+    stop: Texts | None = None
     logit_bias: dict[TokenId, Finite] | None = None
     frequency_penalty: Finite | None = None
     frequency_context_size: Positive | None = None
@@ -111,9 +101,9 @@ class Message(BaseModel):
     @classmethod
     def _text(cls, value: Any, info: ValidationInfo) -> Any:
         empty = value in (None, []) and info.data.get("role") != "assistant"
-        require(not empty, "content must not be empty", value)
+        require(not empty, "must not be empty", value)
         ok = isinstance(value or "", str) or (isinstance(value, list) and all(map(_is_text, value)))
-        require(ok, "content must be text, or a list of parts of the type text", value)
+        require(ok, "must be text, or a list of parts of the type text", value)
         return value
 
 
@@ -124,17 +114,10 @@ class ChatBody(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[
         Any,
-        must(
-            lambda value: value in (None, "auto", "none"),
-            "tool_choice must be auto or none: no tool can be forced",
-        ),
+        must((None, "auto", "none").__contains__, "must be auto or none: no tool can be forced"),
     ] = None
     response_format: Annotated[
-        Any,
-        must(
-            lambda value: value in (None, {"type": "text"}),
-            "response_format must be text: no form can be forced on an answer",
-        ),
+        Any, must((None, TEXT).__contains__, "must be text: no form can be forced on an answer")
     ] = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: Unsupported = None
@@ -158,9 +141,7 @@ def _is_prompt(value: Any) -> bool:
 class CompletionBody(Body):
     """The body of `/v1/completions`."""
 
-    prompt: Annotated[
-        Any, must(_is_prompt, "prompt must be one text, or the list of its token ids")
-    ]
+    prompt: Annotated[Any, must(_is_prompt, "must be one text, or the list of its token ids")]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None
@@ -214,8 +195,7 @@ def problem(error: Mapping[str, Any], body: Any) -> str:
     if not isinstance(body, dict):
         return f"body must be an object, got {_shown(body)}"
     if kind == "value_error":
-        outer = f"{place.rpartition('.')[0]}: " if "." in place else ""
-        return outer + str(error["ctx"]["error"])
+        return f"{place} {error['ctx']['error']}"
     if kind == "missing":
         return f"{place} is missing"
     if kind == "too_short":

@@ -92,7 +92,7 @@ def completion_request(
         body.max_completion_tokens or body.max_tokens or defaults.max_tokens,
         _sampler(body, tokenizer, defaults, seed),
         make_logits_processors(bias or None, **penalties),
-        body.stop or [],
+        [text for text in body.stop or [] if text],
         _initial_state(tokenizer, prompt) if is_chat else "normal",
         _tools(body) if isinstance(body, ChatBody) else None,
         is_chat,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ...completions.body import ChatBody, Positive, Probability, as_body, must, require
 from ..api_error import ApiError
@@ -25,7 +25,6 @@ from ..exchange import respond
 from ..formatter import Block as AnswerBlock
 from ..formatter import BlockFormatter, server_sent
 
-FREE = "a form can't be forced on an answer: drop output_config and output_format"
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Of a block: its field, the type of its deltas, and their field.
 BLOCKS = {
@@ -104,10 +103,11 @@ class Message(Part):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(as_parts)]
 
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        require(bool(self.content) or self.role != "user", "content must not be empty", [])
-        return self
+    @field_validator("content")
+    @classmethod
+    def _says_something(cls, value: Any, info: ValidationInfo) -> Any:
+        require(bool(value) or info.data.get("role") != "user", "must not be empty", value)
+        return value
 
 
 class Tool(Part):
@@ -120,7 +120,7 @@ class Tool(Part):
         dict[str, Any] | None,
         must(
             lambda schema: (schema or {}).get("type", "object") == "object",
-            "input_schema must be the JSON schema of an object",
+            "must be the JSON schema of an object",
         ),
     ] = None
 
@@ -128,7 +128,7 @@ class Tool(Part):
     def _whole(self) -> Tool:
         whole = self.name is not None and self.input_schema is not None
         ok = whole or self.type not in (None, "custom")
-        require(ok, "a tool must have a name and an input_schema", self.model_dump())
+        require(ok, "must have a name and an input_schema", self.model_dump())
         return self
 
 
@@ -140,6 +140,13 @@ class ThinkingConfig(Part):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+Free = Annotated[Any, must(lambda value: value is None, "can't be forced on an answer: drop it")]
+
+
+class OutputConfig(Part):
+    format: Free = None
+
+
 class CountedMessages(Part):
     """The body of `/v1/messages/count_tokens`."""
 
@@ -149,17 +156,15 @@ class CountedMessages(Part):
         Field(min_length=1),
         must(
             lambda messages: messages[-1].role != "assistant",
-            "messages must not end with the assistant's: none can be continued",
+            "must not end with the assistant's: none can be continued",
         ),
     ]
     system: Annotated[list[Text], BeforeValidator(as_parts)] = Field(default_factory=list)
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
-    output_config: Annotated[
-        dict[str, Any] | None, must(lambda value: (value or {}).get("format") is None, FREE)
-    ] = None
-    output_format: Annotated[Any, must(lambda value: value is None, FREE)] = None
+    output_config: OutputConfig | None = None
+    output_format: Free = None
 
     def chat(self, **sampling: Any) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""

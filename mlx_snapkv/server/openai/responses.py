@@ -74,7 +74,7 @@ def _items(value: Any) -> Any:
     """A text is a user's message; an item without a type is a message."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    require(isinstance(value, list), "input must be text or a list", value)
+    require(isinstance(value, list), "must be text or a list", value)
     return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
 
 
@@ -83,7 +83,7 @@ def _functions(value: Any) -> Any:
     if not isinstance(value, list):
         return value or []
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
-    require(all(isinstance(kind, str) for kind in kinds), "tools must have a type each", value)
+    require(all(isinstance(kind, str) for kind in kinds), "must have a type each", value)
     return [tool for tool, kind in zip(value, kinds) if kind == "function"]
 
 
@@ -100,8 +100,12 @@ class Function(Part):
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
-            raise ValueError("parameters must have finite numbers") from None
+            raise ValueError("must have finite numbers") from None
         return value
+
+
+STATELESS = "can't be honoured: nothing is stored here, so send the whole conversation as input"
+Stored = Annotated[Any, must(lambda value: not value, STATELESS)]
 
 
 class ResponsesBody(Part):
@@ -121,20 +125,13 @@ class ResponsesBody(Part):
         dict[str, Any] | None,
         must(
             lambda text: (text or {}).get("format") in (None, {"type": "text"}),
-            "text.format must be text: no form can be forced on an answer",
+            "must have the format text: no form can be forced on an answer",
         ),
     ] = None
-    previous_response_id: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-
-    @field_validator("previous_response_id", "conversation", "prompt", "background")
-    @classmethod
-    def _not_stored(cls, value: Any, info: Any) -> Any:
-        sentence = f"{info.field_name} can't be honoured: nothing is stored here"
-        require(not value, f"{sentence}, so send the whole conversation as input", value)
-        return value
+    previous_response_id: Stored = None
+    conversation: Stored = None
+    prompt: Stored = None
+    background: Stored = None
 
     def chat(self) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
