@@ -1,0 +1,112 @@
+"""One cache of every kind, fed the same tokens."""
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from mlx_snapkv import H2O, TOVA, BlockKVCache, KeyDiff, SnapKVCache
+from mlx_snapkv.caches.file_store import FileStore
+from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.caches.stores import MemoryStore
+from mlx_snapkv.entries.quantization import Quantization
+from mlx_snapkv.entries.queries import Recorder
+from mlx_snapkv.policies.budgets import Quota
+
+B, H, D = 1, 2, 32
+SCALE = 0.3
+HOW = Quantization(8, 32)
+START = 20  # tokens that every cache has been fed
+PINNED = [0, 1, 5, 9, 11]
+N_WINDOW = 8
+
+
+def rows(start, n):
+    """Keys and values `(B, H, n, D)` and queries `(B, 2 * H, n, D)` of the tokens at these positions."""
+    made = [np.random.default_rng(t).normal(size=(4 * H, 1, D)) for t in range(start, start + n)]
+    made = mx.array(np.concatenate(made, axis=1).astype(np.float32))[None]
+    return made[:, :H], made[:, H : 2 * H], made[:, 2 * H :]
+
+
+def window(policy=None, quantization=None, n_window=N_WINDOW, **options):
+    """A compressed prompt of `START` tokens."""
+    keys, values, queries = rows(0, START)
+    kept = mx.array([*PINNED, *range(START - N_WINDOW, START)])
+    keys, values = keys[:, :, kept], values[:, :, kept]
+    if quantization is not None:
+        keys, values = quantization.pack(keys), quantization.pack(values)
+    if policy is not None:
+        sink = mx.broadcast_to(mx.arange(len(PINNED)) < 2, (B, H, len(PINNED)))
+        options = {"policy": policy, "block": 4, "reserved": sink} | options
+    positions = mx.broadcast_to(mx.array(PINNED, mx.uint32), (B, H, len(PINNED)))
+    cache = SnapKVCache(
+        keys,
+        values,
+        positions,
+        offset=START,
+        n_window=n_window,
+        quantization=quantization,
+        **options,
+    )
+    cache.record(queries, SCALE)
+    return cache
+
+
+def reserving():
+    reserved = mx.broadcast_to(mx.array([True, True, True, False, True]), (B, H, 5))
+    return window(KeyDiff(), reserved=reserved)
+
+
+def block(policy, **options):
+    return fed(BlockKVCache(policy, Quota(12, 2, 2), 6, **options))
+
+
+def fed(cache):
+    feed(cache, START)
+    return cache
+
+
+def offloaded(store):
+    cache = fed(RecordingKVCache(0, 0, 30, store=store))
+    cache.offload()
+    return cache
+
+
+EVICTING = {
+    "window": window,
+    "window that is not full": lambda: window(n_window=11),
+    "window that chooses, of 8 bits": lambda: window(KeyDiff(), HOW),
+    "window that chooses, not full": lambda: window(KeyDiff(), n_window=11),
+    "window that reserves": reserving,
+    "block of 8 bits": lambda: block(KeyDiff(), quantization=HOW),
+    "block that votes": lambda: block(TOVA()),
+    "block that counts": lambda: block(H2O()),
+}
+FULL = {
+    "recording": lambda: fed(RecordingKVCache(0, 10**6, 30)),
+    "offloaded, in a file": lambda: offloaded(FileStore()),
+    "offloaded, of 8 bits": lambda: offloaded(MemoryStore(HOW)),
+    "mlx-lm's": lambda: fed(KVCache()),
+    "mlx-lm's of 8 bits": lambda: fed(QuantizedKVCache(32, 8)),
+}
+STATES = {
+    "mlx-lm's state": lambda: fed(ArraysCache(2)),
+    "mlx-lm's sliding window": lambda: fed(RotatingKVCache(8, keep=2)),
+}
+VOTING = {"block that votes"}
+HOLDING = EVICTING | FULL
+KINDS = HOLDING | STATES
+
+
+def feed(cache, n):
+    """Attend as a model does, mask first; the outputs of `n` new tokens."""
+    if isinstance(cache, ArraysCache):
+        new = rows(0, n)[0].sum(axis=2, keepdims=True)
+        cache[0] = new if cache[0] is None else 0.5 * cache[0] + new
+        return cache[0]
+    keys, values, queries = rows(cache.offset, n)
+    mask = cache.make_mask(n, return_array=False, window_size=None)
+    keys, values = cache.update_and_fetch(keys, values)
+    if isinstance(cache, Recorder):
+        cache.record(queries, SCALE)
+    return scaled_dot_product_attention(queries, keys, values, cache, SCALE, mask)
