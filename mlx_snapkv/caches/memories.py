@@ -92,10 +92,7 @@ def recalling_caches(
     layers = attention_layers(model, empty)
     caches = copies_but_entries(prompt_cache, layers)
     for layer in layers:
-        found, wanted = layer.cache_in(prompt_cache), layer.cache_in(empty)
-        stays = isinstance(found, LosslessCache) and isinstance(found.store, FileStore)
-        if not (stays and in_files(memory) and type(wanted) is type(found)):
-            layer.put(caches, filled(wanted, found))
+        layer.put(caches, filled(layer.cache_in(empty), layer.cache_in(prompt_cache)))
     return caches
 
 
@@ -129,7 +126,7 @@ def plain_forms(model, caches: list) -> list:
 
 
 def filled(empty: Any, found: Any) -> Any:
-    """A cache of `empty`'s kind with the entries of a loaded one, which is itself given back if it is compressed.
+    """A cache of `empty`'s kind with the entries of another, which is itself given back if it is of that kind already.
 
     Raises:
         SnapKVError: it does not hold all entries, or they are stored otherwise.
@@ -137,7 +134,9 @@ def filled(empty: Any, found: Any) -> Any:
     if _is_out_of_core(found) and not found.empty():
         return _reopened(empty, found)
     loaded = layer_cache(found)
-    if loaded.is_compressed:
+    both = isinstance(found, RecordingKVCache) and isinstance(empty, RecordingKVCache)
+    in_files = both and isinstance(found.store, FileStore) and isinstance(empty.store, FileStore)
+    if loaded.is_compressed or in_files:
         return found
     if not has_all_entries(found):
         raise SnapKVError(

@@ -89,8 +89,8 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
         """Add `(B, n_kv_heads, L, head_dim)` keys and values; all there are."""
         if self._n_stored:
             mx.eval(keys, values)  # and with them the layer before, whose entries can then go
-        self.growing.update_and_fetch(keys, values)
-        return self._computed()
+        fetched = self.growing.update_and_fetch(keys, values)
+        return self._computed() if self._n_stored else fetched
 
     def _computed(self) -> tuple[mx.array, mx.array]:
         """`keys_and_values`; what the store gives is computed one after the other, for less memory."""

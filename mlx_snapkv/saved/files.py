@@ -110,8 +110,12 @@ def load(path: str | Path, model) -> SavedPrompt:
     path = _safetensors(path)
     found = sealed.metadata(path)
     ours = not {_MARK, sealed.KEY}.isdisjoint(found)
-    if ours:
-        _require_format(path, found)
+    if ours and not sealed.is_whole(path):
+        raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
+    if ours and found[_MARK] != str(FORMAT):
+        raise SnapKVError(
+            f"{path} has format {found[_MARK]}, this version reads {FORMAT}: save the prompt again"
+        )
     try:
         prompt_cache = load_prompt_cache(str(path))
         mx.eval([cache.state for cache in prompt_cache])
@@ -175,16 +179,6 @@ def _safetensors(path: str | Path) -> Path:
             f"a saved prompt cache's name must end in .safetensors, got {str(path)!r}"
         )
     return path
-
-
-def _require_format(path: Path, found: dict[str, str]) -> None:
-    """Raises: SnapKVError: the file is damaged, or of another version's format."""
-    if not sealed.is_whole(path):
-        raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
-    if found[_MARK] != str(FORMAT):
-        raise SnapKVError(
-            f"{path} has format {found[_MARK]}, this version reads {FORMAT}: save the prompt again"
-        )
 
 
 def _pack(data: bytes) -> str:
