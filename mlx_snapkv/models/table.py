@@ -60,130 +60,126 @@ _MLA: dict[str, Any] = {
 }
 _HYBRID_MLA = _MLA | {"note": f"{_LATENTS}; {_LINEAR}"}
 
-FAMILIES: dict[str, Family] = {
-    family.module: family
-    for family in (
-        *_alike(
-            """Klear:KlearAttention apertus:ApertusAttention bailing_moe:BailingMoeAttention bitnet cohere dbrx
-            deepseek:DeepseekAttention dots1:Dots1Attention ernie4_5 ernie4_5_moe exaone:AttentionModule gemma
-            glm:GLMAttention glm4:Glm4Attention glm4_moe gpt_neox granite granitemoe:GraniteMoeAttention
-            helium:HeliumAttention internlm2 internlm3 lille-130m:Lille130mAttention mimo
-            minicpm minimax:MiniMaxAttention mixtral:MixtralAttention nemotron olmo2 olmoe openelm phi3 phimoe qwen2
-            qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 telechat3:Telechat3Attention"""
+_FAMILIES = (
+    *_alike(
+        """Klear:KlearAttention apertus:ApertusAttention bailing_moe:BailingMoeAttention bitnet cohere dbrx
+        deepseek:DeepseekAttention dots1:Dots1Attention ernie4_5 ernie4_5_moe exaone:AttentionModule gemma
+        glm:GLMAttention glm4:Glm4Attention glm4_moe gpt_neox granite granitemoe:GraniteMoeAttention
+        helium:HeliumAttention internlm2 internlm3 lille-130m:Lille130mAttention mimo
+        minicpm minimax:MiniMaxAttention mixtral:MixtralAttention nemotron olmo2 olmoe openelm phi3 phimoe qwen2
+        qwen2_moe qwen3 qwen3_moe seed_oss starcoder2 telechat3:Telechat3Attention"""
+    ),
+    *_alike("phi:PhiAttention phixtral:RoPEAttention stablelm", scale=None),
+    *_alike("hunyuan hunyuan_v1_dense", normed="key_layernorm"),
+    Family("qwen", rope="rotary_emb"),
+    *_alike("gptj:GPTJAttention", scale="scale_attn"),
+    *_alike("gpt2 gpt_bigcode", rope=None, note="learned positions"),
+    *_alike("nanochat talkie", rope=_of_frequencies),
+    Family("plamo", tiled=True, rope="rotary_emb", note="query heads are tiled over KV heads"),
+    Family("nanbeige", note="every pass of its loop has entries of its own"),
+    *_alike(
+        "afmoe gemma3_text laguna mellum olmo3:Olmo3Attention plamo3 spark2_5 step3p5:Step3p5Attention",
+        note=_SLIDING,
+    ),
+    *_alike("llama ministral3", note=_SLIDING, idle=_uses_sliding_window),
+    Family("cohere2", rotates="use_sliding_window", note=_SLIDING),
+    *_alike("exaone4 muse_glimmer", rotates="use_rope", note=_SLIDING),
+    Family(
+        "exaone_moe",
+        rotates="use_rope",
+        note=_SLIDING,
+        refusal=_unless(
+            lambda found: any(a.is_sliding_window for a in found),
+            "without sliding-window layers it still asks its first layer for a sliding-window mask",
         ),
-        *_alike("phi:PhiAttention phixtral:RoPEAttention stablelm", scale=None),
-        *_alike("hunyuan hunyuan_v1_dense", normed="key_layernorm"),
-        Family("qwen", rope="rotary_emb"),
-        *_alike("gptj:GPTJAttention", scale="scale_attn"),
-        *_alike("gpt2 gpt_bigcode", rope=None, note="learned positions"),
-        *_alike("nanochat talkie", rope=_of_frequencies),
-        Family("plamo", tiled=True, rope="rotary_emb", note="query heads are tiled over KV heads"),
-        Family("nanbeige", note="every pass of its loop has entries of its own"),
-        *_alike(
-            "afmoe gemma3_text laguna mellum olmo3:Olmo3Attention plamo3 spark2_5 step3p5:Step3p5Attention",
-            note=_SLIDING,
+    ),
+    Family("llama4", rotates="use_rope", note="chunked-attention layers stay as they are"),
+    Family("llama4_text", rotates="use_rope"),
+    Family("mimo_v2_flash", sinks="attention_sink_bias", note=_SLIDING),
+    *_alike(
+        "gpt_oss:AttentionBlock",
+        scale="sm_scale",
+        sinks="sinks",
+        note=f"attention sinks take part in the votes; {_SLIDING}",
+    ),
+    Family("baichuan_m1", note=f"{_SLIDING}, and so does the convolution of keys and values"),
+    Family(
+        "gear",
+        note=f"{_SLIDING}, and so do convolutions",
+        refusal=_unless(
+            lambda found: not any(a.attn_logit_softcapping for a in found),
+            "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention",
         ),
-        *_alike("llama ministral3", note=_SLIDING, idle=_uses_sliding_window),
-        Family("cohere2", rotates="use_sliding_window", note=_SLIDING),
-        *_alike("exaone4 muse_glimmer", rotates="use_rope", note=_SLIDING),
-        Family(
-            "exaone_moe",
-            rotates="use_rope",
-            note=_SLIDING,
-            refusal=_unless(
-                lambda found: any(a.is_sliding_window for a in found),
-                "without sliding-window layers it still asks its first layer for a sliding-window mask",
-            ),
+    ),
+    Family(
+        "gemma4_text",
+        note=f"{_SLIDING}; {_BORROWED}",
+        borrows=lambda attention: not attention.has_kv,
+        kind=lambda attention: attention.is_sliding,
+        plain_only=_unless(lambda found: all(a.has_kv for a in found), _LENT),
+    ),
+    Family(
+        "gemma3n",
+        "Gemma3nAttention",
+        note=f"{_SLIDING}; {_BORROWED}",
+        borrows=lambda attention: attention.is_kv_shared_layer,
+        kind=lambda attention: attention.is_sliding,
+    ),
+    Family(
+        "iquestloopcoder",
+        method="attention",
+        again=1,
+        note="both passes of its loop vote",
+        plain_only=_always(_LENT),
+    ),
+    Family(
+        "plamo2",
+        attends="mx.fast",
+        note=_LINEAR,
+        plain_only=_always("this model calls MLX's attention past mlx-lm's quantised one"),
+    ),
+    Family(
+        "gemma2",
+        attends="",
+        captures="rope",
+        cap="attn_logit_softcapping",
+        note="votes are of its capped logits",
+        plain_only=_always("this model computes scores itself, past mlx-lm's quantised attention"),
+    ),
+    *_alike(
+        """deepseek_v3:DeepseekV3Attention glm4_moe_lite:Glm4MoeLiteAttention longcat_flash:LongcatFlashMLA""",
+        **_MLA,
+    ),
+    *_alike("bailing_hybrid:MultiLatentAttention bailing_moe_v3:BailingMLA", **_HYBRID_MLA),
+    *_alike(
+        "kimi_k3:KimiK3MLAAttention kimi_linear:KimiMLAAttention",
+        **(_HYBRID_MLA | {"rope": None, "rotary_tail": None, "captures": "split"}),
+    ),
+    Family("mistral4", "Mistral4Attention", factor=1, **_MLA),
+    *_alike(
+        """bailing_moe_linear falcon_h1:FalconH1Attention granitemoehybrid:GraniteMoeHybridAttention olmo_hybrid
+        qwen3_next:Qwen3NextAttention""",
+        note=_LINEAR,
+    ),
+    *_alike("jamba:JambaAttention nemotron_h:NemotronHAttention", rope=None, note=_LINEAR),
+    *_alike("lfm2 lfm2_moe", note="convolution layers stay as they are"),
+    *_alike(
+        "deepseek_v2:DeepseekV2Attention youtu_llm:YoutuLLMAttention",
+        rotary_tail=_TAIL,
+        note=_PER_HEAD,
+    ),
+    Family("minicpm3", scale="softmax_scale", rotary_tail=_TAIL, note=_PER_HEAD),
+    Family(
+        "nemotron-nas",
+        note="layers whose attention is replaced by a linear one stay as they are",
+        refusal=_unless(
+            lambda found: found[0] is not None,
+            "it makes all masks from its first cache, and its first layer has no attention to fill it",
         ),
-        Family("llama4", rotates="use_rope", note="chunked-attention layers stay as they are"),
-        Family("llama4_text", rotates="use_rope"),
-        Family("mimo_v2_flash", sinks="attention_sink_bias", note=_SLIDING),
-        *_alike(
-            "gpt_oss:AttentionBlock",
-            scale="sm_scale",
-            sinks="sinks",
-            note=f"attention sinks take part in the votes; {_SLIDING}",
-        ),
-        Family("baichuan_m1", note=f"{_SLIDING}, and so does the convolution of keys and values"),
-        Family(
-            "gear",
-            note=f"{_SLIDING}, and so do convolutions",
-            refusal=_unless(
-                lambda found: not any(a.attn_logit_softcapping for a in found),
-                "with attn_logit_softcapping it computes scores of its own instead of calling mlx-lm's attention",
-            ),
-        ),
-        Family(
-            "gemma4_text",
-            note=f"{_SLIDING}; {_BORROWED}",
-            borrows=lambda attention: not attention.has_kv,
-            kind=lambda attention: attention.is_sliding,
-            plain_only=_unless(lambda found: all(a.has_kv for a in found), _LENT),
-        ),
-        Family(
-            "gemma3n",
-            "Gemma3nAttention",
-            note=f"{_SLIDING}; {_BORROWED}",
-            borrows=lambda attention: attention.is_kv_shared_layer,
-            kind=lambda attention: attention.is_sliding,
-        ),
-        Family(
-            "iquestloopcoder",
-            method="attention",
-            again=1,
-            note="both passes of its loop vote",
-            plain_only=_always(_LENT),
-        ),
-        Family(
-            "plamo2",
-            attends="mx.fast",
-            note=_LINEAR,
-            plain_only=_always("this model calls MLX's attention past mlx-lm's quantised one"),
-        ),
-        Family(
-            "gemma2",
-            attends="",
-            captures="rope",
-            cap="attn_logit_softcapping",
-            note="votes are of its capped logits",
-            plain_only=_always(
-                "this model computes scores itself, past mlx-lm's quantised attention"
-            ),
-        ),
-        *_alike(
-            """deepseek_v3:DeepseekV3Attention glm4_moe_lite:Glm4MoeLiteAttention longcat_flash:LongcatFlashMLA""",
-            **_MLA,
-        ),
-        *_alike("bailing_hybrid:MultiLatentAttention bailing_moe_v3:BailingMLA", **_HYBRID_MLA),
-        *_alike(
-            "kimi_k3:KimiK3MLAAttention kimi_linear:KimiMLAAttention",
-            **(_HYBRID_MLA | {"rope": None, "rotary_tail": None, "captures": "split"}),
-        ),
-        Family("mistral4", "Mistral4Attention", factor=1, **_MLA),
-        *_alike(
-            """bailing_moe_linear falcon_h1:FalconH1Attention granitemoehybrid:GraniteMoeHybridAttention olmo_hybrid
-            qwen3_next:Qwen3NextAttention""",
-            note=_LINEAR,
-        ),
-        *_alike("jamba:JambaAttention nemotron_h:NemotronHAttention", rope=None, note=_LINEAR),
-        *_alike("lfm2 lfm2_moe", note="convolution layers stay as they are"),
-        *_alike(
-            "deepseek_v2:DeepseekV2Attention youtu_llm:YoutuLLMAttention",
-            rotary_tail=_TAIL,
-            note=_PER_HEAD,
-        ),
-        Family("minicpm3", scale="softmax_scale", rotary_tail=_TAIL, note=_PER_HEAD),
-        Family(
-            "nemotron-nas",
-            note="layers whose attention is replaced by a linear one stay as they are",
-            refusal=_unless(
-                lambda found: found[0] is not None,
-                "it makes all masks from its first cache, and its first layer has no attention to fill it",
-            ),
-            idle=_replaces_attention,
-        ),
-    )
-}
+        idle=_replaces_attention,
+    ),
+)
+FAMILIES: dict[str, Family] = {family.module: family for family in _FAMILIES}
 
 # Model types whose decoder layers come from another type's file.
 _BORROWERS: dict[str, tuple[str, ...]] = {
