@@ -136,11 +136,6 @@ class AutoPolicyOptions(PolicyOptions):
     def is_auto(self) -> bool:
         return self.policy == "auto" and self.snapkv is None
 
-    @property
-    def kv_bytes(self) -> int | None:
-        """What `kv_memory` says."""
-        return most_bytes("--kv-memory", self.kv_memory)
-
     def resolve(self) -> Policy | Stages | None:
         """The policy; None as long as it is to be taken."""
         return None if self.is_auto else super().resolve()
@@ -157,7 +152,8 @@ class AutoPolicyOptions(PolicyOptions):
             return {}
         require_alone(policy=self.policy)
         model = load_without_weights(model) if isinstance(model, str) else model
-        taken = auto(model, n_prompt, task, kv_memory=self.kv_bytes)
+        kv_memory = most_bytes("--kv-memory", self.kv_memory)
+        taken = auto(model, n_prompt, task, kv_memory=kv_memory)
         say(in_flags(str(taken)))
         found = taken.policy(0 if n_prompt else FEW)
         if found is None:

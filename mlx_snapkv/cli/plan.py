@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .cache_options import AutoPolicyOptions, CacheOptions
 from .command import option
-from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
+from .options import AsJson, MaxTokens, Model, most_bytes, n_bytes, n_tokens, tokens_text
 
 if TYPE_CHECKING:
     from ..engine.machine import Machine
@@ -67,7 +67,7 @@ def plan(
     chosen = policy.resolve()
     named = None if chosen is None else policy.policy or str(chosen)
     length = None if asked.context is None else n_tokens("--context", asked.context)
-    machine, kv_memory = asked.machine(), policy.kv_bytes
+    machine, kv_memory = asked.machine(), most_bytes("--kv-memory", policy.kv_memory)
     loaded = load_without_weights(model)
     trained = trained_length(loaded)
     how = {name: value for name, value in vars(cache).items() if name != "kv_bits"}

@@ -21,7 +21,6 @@ from .reading import Reading
 
 if TYPE_CHECKING:
     from ..server.access import Settings
-    from ..server.admission import Limits
     from ..server.prefix_files import PrefixFiles
     from ..server.requests import Loaded
 
@@ -73,12 +72,6 @@ class LimitOptions:
     max_context: int | None = option(None, "Longest prompt in tokens; others get a 400.", min=1)
     max_kv_bytes: options.MaxKVBytes = None
 
-    def limits(self) -> Limits:
-        from ..server.admission import Limits
-
-        most = options.most_bytes("--max-kv-bytes", self.max_kv_bytes)
-        return Limits(self.concurrency, self.queue, self.max_context, most)
-
 
 @dataclass(frozen=True)
 class PrefixOptions:
@@ -93,13 +86,6 @@ class PrefixOptions:
         None, "Keep it in this folder, too, so that it outlives the server.", metavar="DIR"
     )
     prefix_dir_bytes: str = option(PREFIX_FILES, "Room for that; the oldest go.", metavar="SIZE")
-
-    def most_bytes(self, memory: str) -> int:
-        """What --prefix-bytes says; by default for entries where this memory has them."""
-        from ..caches.memories import in_files
-
-        usual = PREFIX_FILES if in_files(memory) else PREFIXES
-        return n_bytes("--prefix-bytes", self.prefix_bytes or usual)
 
     def files(self, setting: dict[str, str], found: Loaded) -> PrefixFiles | None:
         """The folder of prefixes, if there is one, for this model and what is set about its entries."""
@@ -140,7 +126,9 @@ def serve(
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise SnapKVError(f"serve needs {package}: run pip install 'mlx-snapkv[server]'")
+    from ..caches.memories import in_files
     from ..completions.request import Defaults
+    from ..server.admission import Limits
     from ..server.metrics import Metrics
     from ..server.prefix_cache import PrefixCache
     from ..server.requests import Loaded
@@ -152,8 +140,10 @@ def serve(
     settings = http.settings() if ranks.rank == 0 else None
     ways = {"policy": policy.resolve(), **retention.keywords()}
     ways |= policy.take(model.model, None, "conversation", retention.memory, Reading().say)
-    n_prefix_bytes = prefixes.most_bytes(ways["memory"])
+    usual = PREFIX_FILES if in_files(ways["memory"]) else PREFIXES
+    n_prefix_bytes = n_bytes("--prefix-bytes", prefixes.prefix_bytes or usual)
     n_bytes("--prefix-dir-bytes", prefixes.prefix_dir_bytes)  # which finds mistakes
+    most = options.most_bytes("--max-kv-bytes", limits.max_kv_bytes)
 
     def load() -> Loaded:
         loaded, tokenizer = model.load()
@@ -171,7 +161,7 @@ def serve(
         ways | vars(cache),
         # Of several ranks, rank 0 says what is given up for room.
         PrefixCache(sys.maxsize if ranks.rank else n_prefix_bytes, ranks.first),
-        limits.limits(),
+        Limits(limits.concurrency, limits.queue, limits.max_context, most),
         Defaults(**vars(sampling)),
         Metrics(),
         partial(prefixes.files, setting),

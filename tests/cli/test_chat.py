@@ -1,5 +1,6 @@
 """The chat as people use it: from a script, and in a pseudo-terminal."""
 
+import contextlib
 import os
 import pty
 import random
@@ -66,10 +67,11 @@ def test_a_quiet_chat_keeps_entries_in_a_file_and_leaves_stderr_to_commands(scri
 
 def test_verify_is_chosen_shown_and_refused(script, document):
     path, facts = document
-    lines = [f"/file {path}", "/verify all", facts[0].question, "/stats", "/verify none", "/verify"]
+    lines = [f"/file {path}", "/verify all", facts[0].question, "/stats"]
+    lines += ["/reset", "/verify", "/verify none", "/verify"]
     code, out, err = script(lines, *POLICY)
     assert (code, out) == (0, [facts[0].value])
-    assert "verify: all" in err and re.search(r", \d+% of the tokens drafted", err)
+    assert err.count("verify: all") == 2 and re.search(r", \d+% of the tokens drafted", err)
     assert err.count("verify: none") == 2
     code, _, err = script(["/verify all"], *SNAPKV, "--memory", "recall:file")
     assert code == 2 and "must be in memory" in err
@@ -89,11 +91,12 @@ def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch)
 def test_reset_policy_and_system_start_again(script, document):
     path, facts = document
     lines = [f"/file {path}", facts[0].question, "/reset", "/stats", "/policy none", "/policy"]
-    code, out, err = script([*lines, "/system Be brief.", "/quit", "never sent"], *POLICY)
+    lines += ["/reset", "/policy", "/system Be brief.", "/quit", "never sent"]
+    code, out, err = script(lines, *POLICY)
     assert (code, out) == (0, [facts[0].value])
-    for words in ("is forgotten", "nothing has been said yet", "with policy none", "policy: none"):
+    for words in ("nothing has been said yet", "with policy none", "with that system prompt"):
         assert words in err
-    assert "with that system prompt" in err
+    assert err.count("is forgotten") == err.count("policy: none") == 2
 
 
 def test_a_files_own_settings_end_with_it(script, document, tmp_path):
@@ -217,16 +220,19 @@ class Terminal:
                 os.write(self.fd, b"\x1b[1;1R")
         self.seen = self.seen.partition(text)[2]
 
-    def type(self, text):
-        os.write(self.fd, text.encode())
+    def drive(self, *steps):
+        """Type one text after the other, and wait for what comes of each."""
+        for typed, wanted in steps:
+            os.write(self.fd, typed.encode())
+            self.wait_for(wanted)
 
-    def exit_code(self):
-        try:
+    def leave(self, typed="/quit\r"):
+        """End the chat."""
+        os.write(self.fd, typed.encode())
+        with contextlib.suppress(OSError):  # the other end is closed
             while os.read(self.fd, 65536):
                 pass
-        except OSError:  # the other end is closed
-            pass
-        return self.process.wait()
+        assert self.process.wait() == 0
 
     def close(self):
         self.process.kill()
@@ -249,112 +255,85 @@ def terminal():
 def test_in_a_terminal_mistakes_do_not_end_it_and_end_of_file_does(terminal, document):
     path, facts = document
     chat = terminal(*POLICY)
-    chat.wait_for("demo, policy snapkv:")
-    chat.wait_for(", memory recall")
-    chat.wait_for("/help lists commands")
-    chat.wait_for(PROMPT)
-    chat.type("\x03")
-    chat.wait_for("Ctrl-D or /quit leaves the chat")
-    chat.wait_for(PROMPT)
-    chat.type("given up\x03")
-    chat.wait_for(PROMPT)
+    for said in ("demo, policy snapkv:", ", memory recall", "/help lists commands", PROMPT):
+        chat.wait_for(said)
+    chat.drive(("\x03", "Ctrl-D or /quit leaves the chat"), ("", PROMPT), ("given up\x03", PROMPT))
     assert "leaves the chat" not in chat.all.partition("leaves the chat")[2]
-    chat.type("/fiel\r")
-    chat.wait_for("did you mean '/file'?")
-    chat.type(f"/file {path}\r")
-    chat.wait_for("to be read with your next message")
-    chat.type(f"{facts[1].question}\r")
-    chat.wait_for(facts[1].value)
-    chat.wait_for(PROMPT)
-    chat.type("\x04")
-    assert chat.exit_code() == 0
+    chat.drive(
+        ("/fiel\r", "did you mean '/file'?"),
+        (f"/file {path}\r", "to be read with your next message"),
+        (f"{facts[1].question}\r", facts[1].value),
+        ("", PROMPT),
+    )
+    chat.leave("\x04")
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal, document):
     path, _ = document
     chat = terminal(*POLICY, "-m", "100000")
     chat.wait_for(PROMPT)
-    chat.type("once upon a time\r")  # the model babbles without end
-    chat.wait_for("reading the prompt")
-    chat.wait_for("\x1b[?25h")  # the bar is gone, and the cursor is back
-    chat.wait_for(". ")
+    chat.drive(("once upon a time\r", "reading the prompt"))  # the model babbles without end
+    chat.drive(("", "\x1b[?25h"), ("", ". "))  # the bar is gone, and the cursor is back
     chat.process.send_signal(signal.SIGINT)
-    chat.wait_for("the conversation goes on")
-    chat.type("/stats\r")
-    chat.wait_for("tokens/s")
-    chat.type(f"/file {path}\r")
-    chat.wait_for("to be read")
-    chat.type("/quit\r")
-    assert chat.exit_code() == 0
+    chat.drive(("", "the conversation goes on"), ("/stats\r", "tokens/s"))
+    chat.drive((f"/file {path}\r", "to be read"))
+    chat.leave()
 
 
 def test_tab_completes_commands_and_file_names(terminal, document):
-    path, _ = document
-    chat = terminal(cwd=path.parent)
-    chat.wait_for(PROMPT)
-    chat.type("/he\t\r")
-    chat.wait_for("leave (also Ctrl-D)")
-    chat.type("/policy keyd\t\r")
-    chat.wait_for("policy keydiff")
-    chat.type("/file no\t\r")
-    chat.wait_for("notes of today.txt: ")
-    chat.type("/quit\r")
-    assert chat.exit_code() == 0
+    chat = terminal(cwd=document[0].parent)
+    chat.drive(
+        ("", PROMPT),
+        ("/he\t\r", "leave (also Ctrl-D)"),
+        ("/policy keyd\t\r", "policy keydiff"),
+        ("/file no\t\r", "notes of today.txt: "),
+    )
+    chat.leave()
 
 
 def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, document, tmp_path):
     path, facts = document
-    mine = tmp_path / "mine.md"
+    mine, talk = tmp_path / "mine.md", tmp_path / "talk.safetensors"
     mine.write_text("mine")
     chat = terminal(*POLICY)
-    chat.wait_for(PROMPT)
-    chat.type("/system Be brief.\r")  # nothing is lost by it
-    chat.wait_for("with that system prompt")
-    chat.type(f"/file {path}\r")
-    chat.type(f"{facts[0].question}\r")
-    chat.wait_for(facts[0].value)
-    for command in ("/reset", "/load x.safetensors", "/policy none", "/system Be long."):
-        chat.type(f"{command}\r")
-        chat.wait_for("This conversation is not saved: replace it? [y/N]")
-        chat.type("\x03" if command == "/reset" else "\r")
-        chat.wait_for("the conversation goes on")
-    chat.type(f"/export {mine}\r")
-    chat.wait_for("lready: replace it? [y/N]")
-    chat.type("n\r")
-    chat.wait_for("nothing was written")
+    question, kept = "This conversation is not saved: replace it? [y/N]", "the conversation goes on"
+    chat.drive(
+        ("", PROMPT),
+        ("/system Be brief.\r", "with that system prompt"),  # nothing is lost by it
+        (f"/file {path}\r", "to be read"),
+        (f"{facts[0].question}\r", facts[0].value),
+        *(("/reset\r", question), ("\x03", kept)),
+        *(("/load x.safetensors\r", question), ("\r", kept)),
+        *(("/policy none\r", question), ("\r", kept)),
+        *(("/system Be long.\r", question), ("\r", kept)),
+        (f"/export {mine}\r", "lready: replace it? [y/N]"),
+        ("n\r", "nothing was written"),
+        (f"/save {talk}\r", "saved in"),
+        ("/reset\r", "the conversation is forgotten"),
+        (f"/file {path}\r", "to be read"),
+        (f"{facts[1].question}\r", facts[1].value),
+        (f"/load {talk}\r", "[y/N]"),
+        ("y\r", "tokens loaded"),
+    )
     assert mine.read_text() == "mine"
-    chat.type(f"/save {tmp_path}/talk.safetensors\r")
-    chat.wait_for("saved in")
-    chat.type("/reset\r")
-    chat.wait_for("the conversation is forgotten")
-    chat.type(f"/file {path}\r")
-    chat.type(f"{facts[1].question}\r")
-    chat.wait_for(facts[1].value)
-    chat.type(f"/load {tmp_path}/talk.safetensors\r")
-    chat.wait_for("[y/N]")
-    chat.type("y\r")
-    chat.wait_for("tokens loaded")
-    chat.type("/quit\r")
-    assert chat.exit_code() == 0
+    chat.leave()
 
 
 def test_a_dumb_terminal_gets_no_escape_codes(terminal, document):
     path, facts = document
     chat = terminal(*POLICY, term="dumb")
     chat.wait_for("> ")
-    chat.type("\x03")
+    leaves = "Ctrl-D or /quit leaves the chat"
+    os.write(chat.fd, b"\x03")
     try:
-        chat.wait_for("Ctrl-D or /quit leaves the chat", seconds=2)
+        chat.wait_for(leaves, seconds=2)
     except AssertionError:  # a signal before it reads is noticed with the next one
-        chat.type("\x03")
-        chat.wait_for("Ctrl-D or /quit leaves the chat")
-    chat.type(f"/file {path}\n")
-    chat.wait_for("to be read")
-    chat.type(f"{facts[1].question}\n")
-    chat.wait_for(facts[1].value)
-    chat.type("/reset\n")
-    chat.wait_for("[y/N]")
-    chat.type("y\n")
-    chat.wait_for("is forgotten")
-    chat.type("\x04")
-    assert chat.exit_code() == 0 and "\x1b" not in chat.all
+        chat.drive(("\x03", leaves))
+    chat.drive(
+        (f"/file {path}\n", "to be read"),
+        (f"{facts[1].question}\n", facts[1].value),
+        ("/reset\n", "[y/N]"),
+        ("y\n", "is forgotten"),
+    )
+    chat.leave("\x04")
+    assert "\x1b" not in chat.all
