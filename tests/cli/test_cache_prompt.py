@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from datetime import datetime
 
 import mlx.core as mx
 import pytest
@@ -137,6 +138,10 @@ def test_a_template_that_tells_the_date_gives_the_day_of_saving(cache, ask, tmp_
     file, _ = cache("dated.safetensors", model=str(model))
     code, _, err = ask(file, model=str(model))
     assert code == 0, err
+    saving = datetime(2026, 1, 2, 3, 4, 5, 678)
+    _, tokenizer = load_model(str(model))
+    start = opening_tokens(tokenizer, "It was cold.", None, saving)
+    assert "000678" in tokenizer.decode(start)
     config.write_text(original.replace("{{ bos_token }}", "{{ bos_token }}hello "))
     code, _, err = ask(file, model=str(model))
     assert code == 2 and "does not begin with the tokens" in err
