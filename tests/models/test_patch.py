@@ -11,6 +11,7 @@ from tiny_models import make_llama
 
 from mlx_snapkv import patch_for_snapkv, unpatch_snapkv
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
 ORIGINALS = {
@@ -26,10 +27,6 @@ def nothing_stays_patched():
     yield
     for (owner, name), original in ORIGINALS.items():
         assert vars(owner)[name] is original
-
-
-def attention_classes(model):
-    return {type(layer.self_attn) for layer in model.layers if hasattr(layer, "self_attn")}
 
 
 def recording_caches(model, first, last):
