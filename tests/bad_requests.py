@@ -96,9 +96,7 @@ BAD = [
     anthropic("tools.0 must have a name and an input_schema", tools=[{"name": "open"}]),
     anthropic("of an object", tools=[{"name": "open", "input_schema": {"type": "array"}}]),
     anthropic("takes no tools", tools=[TOOL]),
-    anthropic(
-        "output_config.format can't be forced on an answer", output_config={"format": {"type": "x"}}
-    ),
+    anthropic("output_config.format must be text", output_config={"format": {"type": "x"}}),
     anthropic("system.0.type should be", system=[IMAGE]),
     anthropic("not UTF-8", system="\ud800"),
     response("input must be text or a list", input=5),
@@ -108,9 +106,9 @@ BAD = [
     item("input.0.call_id is missing", {"type": "function_call", "name": "a"}),
     response("previous_response_id can't be honoured", previous_response_id="resp_1"),
     response("tools.0.name is missing", tools=[{"type": "function"}]),
-    response("tools must have a type each", tools=[5]),
+    response("tools.0 should be a valid object", tools=[5]),
     response("tools.0.parameters must have finite numbers", tools=[FUNCTION]),
-    response("text must have the format text", text={"format": {"type": "json_object"}}),
+    response("text.format must be text", text={"format": {"type": "json_object"}}),
     response("metadata.a should be a valid string", metadata={"a": 5}),
 ]
 RAW = {

@@ -46,6 +46,9 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
 Texts = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+PlainText = Annotated[
+    Any, must((None, TEXT).__contains__, "must be text: no form can be forced on an answer")
+]
 Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]
 
 
@@ -116,9 +119,7 @@ class ChatBody(Body):
         Any,
         must((None, "auto", "none").__contains__, "must be auto or none: no tool can be forced"),
     ] = None
-    response_format: Annotated[
-        Any, must((None, TEXT).__contains__, "must be text: no form can be forced on an answer")
-    ] = None
+    response_format: PlainText = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: Unsupported = None
     audio: Unsupported = None

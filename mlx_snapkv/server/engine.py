@@ -20,7 +20,6 @@ from ..caches.layers import is_compressed, kv_bytes
 from ..completions.answer import Completion
 from ..completions.body import Body, ChatBody
 from ..completions.request import Defaults, chat_tokens, completion_request
-from ..engine.report import CompressionReport
 from ..errors import EntryFileError
 from .admission import Admission, Limits
 from .api_error import as_api_error, log, shutting_down
@@ -271,18 +270,12 @@ class Engine(ResponseGenerator):
             self._fail(request.channel, error)
 
     def _new_generator(self) -> CompressedBatchGenerator:
-        def reported(uid: int, report: CompressionReport) -> None:
-            self._running[uid].report = report
-
-        def recalled(uid: int, caches: list, tokens: list[int]) -> None:
-            self._checkpoints.read(self._running[uid], tokens, caches)
-
         return CompressedBatchGenerator(
             self.loaded.model,
             stop_tokens=[[token] for token in self.loaded.tokenizer.eos_token_ids],
             completion_batch_size=self.limits.concurrency,
-            on_report=reported,
-            on_recall=recalled,
+            on_report=lambda uid, report: setattr(self._running[uid], "report", report),
+            on_recall=lambda uid, *found: self._checkpoints.read(self._running[uid], *found),
             turns=True,
             stream=mx.default_stream(mx.default_device()),
             **self.options,

@@ -180,7 +180,7 @@ class Checkpoints:
         if self._keeps_all and n == request.checkpoints[-1]:  # it stands for the whole prompt
             request.full = list(tokens), caches
 
-    def read(self, request: EngineRequest, tokens: list[int], caches: list) -> None:
+    def read(self, request: EngineRequest, caches: list, tokens: list[int]) -> None:
         """Keep the caches of a request that has read its prompt, unless a checkpoint stands for it."""
         if request.full is None:
             request.full = tokens, caches
@@ -191,7 +191,7 @@ class Checkpoints:
         # Others would compress what is left of an answer from all entries without an observation window.
         if self._keeps_nothing or (request.in_full and not self._keeps_all):
             return
-        self.read(request, tokens, caches)
+        self.read(request, caches, tokens)
         files, full = self._prefixes.files, request.full
         if files is not None and full is not None and full[0]:
             files.write(*full)

@@ -63,13 +63,13 @@ def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_ot
 
 def test_what_cannot_be_cut_serves_its_continuation_and_goes_by_age():
     prefixes = PrefixCache(1 << 30)
+    prefixes.insert(list(range(5000, 5320)), of(320))
     for question in range(1000, 1003):
         prefixes.insert([*DOCUMENT, question], of(321, RotatingKVCache))
     assert prefixes.fetch([*DOCUMENT, 1001, 1], 1)[1] == 321
     assert prefixes.fetch([*DOCUMENT, 1, 1], 1) == (None, 0)
-    prefixes.insert(DOCUMENT[:-9], of(311))
-    prefixes.trim_to(n_sequences=2)
-    assert kept(prefixes) == [[1002], []]
+    prefixes.trim_to(n_sequences=3)
+    assert kept(prefixes) == [[1000], [1001], [1002]]
 
 
 def test_what_is_larger_than_all_room_drives_nothing_out(caplog):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ...completions.body import ChatBody, Positive, Probability, as_body, must, require
+from ...completions.body import ChatBody, PlainText, Positive, Probability, as_body, must, require
 from ..api_error import ApiError
 from ..chat_messages import (
     BREAK,
@@ -22,8 +22,7 @@ from ..chat_messages import (
     without_volatile_headers,
 )
 from ..exchange import respond
-from ..formatter import Block as AnswerBlock
-from ..formatter import BlockFormatter, server_sent
+from ..formatter import Block, BlockFormatter, server_sent
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Of a block: its field, the type of its deltas, and their field.
@@ -93,7 +92,7 @@ class ToolResult(Part):
     content: Annotated[list[Plain], BeforeValidator(as_parts)] = Field(default_factory=list)
 
 
-Block = Annotated[
+ContentBlock = Annotated[
     Text | Document | Thinking | RedactedThinking | ToolUse | ToolResult,
     Field(discriminator="type"),
 ]
@@ -101,7 +100,7 @@ Block = Annotated[
 
 class Message(Part):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(as_parts)]
+    content: Annotated[list[ContentBlock], BeforeValidator(as_parts)]
 
     @field_validator("content")
     @classmethod
@@ -110,19 +109,19 @@ class Message(Part):
         return value
 
 
+ObjectSchema = Annotated[
+    dict[str, Any],
+    must(lambda v: v.get("type", "object") == "object", "must be the JSON schema of an object"),
+]
+
+
 class Tool(Part):
     """A client's tool; those that run at Anthropic have no schema here, and are left out."""
 
     type: str | None = None
     name: Name | None = None
     description: str | None = None
-    input_schema: Annotated[
-        dict[str, Any] | None,
-        must(
-            lambda schema: (schema or {}).get("type", "object") == "object",
-            "must be the JSON schema of an object",
-        ),
-    ] = None
+    input_schema: ObjectSchema | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Tool:
@@ -140,11 +139,8 @@ class ThinkingConfig(Part):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-Free = Annotated[Any, must(lambda value: value is None, "can't be forced on an answer: drop it")]
-
-
 class OutputConfig(Part):
-    format: Free = None
+    format: PlainText = None
 
 
 class CountedMessages(Part):
@@ -164,7 +160,7 @@ class CountedMessages(Part):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: Free = None
+    output_format: PlainText = None
 
     def chat(self, **sampling: Any) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
@@ -264,14 +260,14 @@ class MessageFormatter(BlockFormatter):
     def stream_error(self, error: ApiError) -> str:
         return server_sent(self.error(error), "error")
 
-    def opened(self, block: AnswerBlock) -> Iterator[str]:
+    def opened(self, block: Block) -> Iterator[str]:
         yield _event("content_block_start", index=block.index, content_block=_empty(block))
 
-    def added(self, block: AnswerBlock, text: str) -> Iterator[str]:
+    def added(self, block: Block, text: str) -> Iterator[str]:
         _, kind, field = BLOCKS[block.kind]
         yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
-    def closed(self, block: AnswerBlock) -> Iterator[str]:
+    def closed(self, block: Block) -> Iterator[str]:
         yield _event("content_block_stop", index=block.index)
 
     def _ending(self) -> dict[str, Any]:
@@ -295,7 +291,7 @@ def _event(kind: str, **fields: Any) -> str:
     return server_sent({"type": kind, **fields}, kind)
 
 
-def _empty(block: AnswerBlock) -> dict[str, Any]:
+def _empty(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.call is None:

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
-from ...completions.body import ChatBody, Positive, Probability, as_body, must, require
+from ...completions.body import ChatBody, PlainText, Positive, Probability, as_body, must, require
 from ..api_error import ApiError
 from ..chat_messages import ChatMessages, Part, as_parts, function_tool
 from ..exchange import respond
@@ -82,26 +82,26 @@ def _functions(value: Any) -> Any:
     """The tools that are functions; clients list others, which only OpenAI's service runs."""
     if not isinstance(value, list):
         return value or []
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
-    require(all(isinstance(kind, str) for kind in kinds), "must have a type each", value)
-    return [tool for tool, kind in zip(value, kinds) if kind == "function"]
+    return [t for t in value if not isinstance(t, dict) or t.get("type") == "function"]
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.dumps(value, allow_nan=False))
+    except ValueError:
+        return False
 
 
 class Function(Part):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    # Responses repeat it.
+    parameters: Annotated[dict[str, Any] | None, must(_is_json, "must have finite numbers")] = None
 
-    @field_validator("parameters")
-    @classmethod
-    def _as_json(cls, value: Any) -> Any:
-        """Responses repeat it."""
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            raise ValueError("must have finite numbers") from None
-        return value
+
+class TextConfig(Part):
+    format: PlainText = None
 
 
 STATELESS = "can't be honoured: nothing is stored here, so send the whole conversation as input"
@@ -121,13 +121,7 @@ class ResponsesBody(Part):
     top_p: Probability | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
-    text: Annotated[
-        dict[str, Any] | None,
-        must(
-            lambda text: (text or {}).get("format") in (None, {"type": "text"}),
-            "must have the format text: no form can be forced on an answer",
-        ),
-    ] = None
+    text: TextConfig | None = None
     previous_response_id: Stored = None
     conversation: Stored = None
     prompt: Stored = None
@@ -149,13 +143,12 @@ class ResponsesBody(Part):
                 case FunctionCallOutput():
                     messages.result(item.call_id, "".join(_texts(item.output)))
         tools = [function_tool(tool, tool.parameters) for tool in self.tools]
+        names = {"tool_choice", "temperature", "top_p"}
         body = {
+            **self.model_dump(include=names),
             "messages": messages.all,
             "tools": tools or None,
-            "tool_choice": self.tool_choice,
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
         }
         return as_body(ChatBody, body)
 
