@@ -1,22 +1,42 @@
-"""What the caches that evict entries have in common, and how an eviction is rolled back."""
+"""What the caches that evict entries have in common: how an eviction is rolled back, and what a file holds of them."""
 
+import dataclasses
+import json
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantised, Stored, arrays, n_bytes, n_rows, pack, rows
-from ..entries.queries import Queries
+from ..entries.quantization import (
+    Quantised,
+    Quantization,
+    Stored,
+    arrays,
+    n_bytes,
+    n_rows,
+    pack,
+    rows,
+)
+from ..entries.queries import Queries, Recorder
 from ..errors import SnapKVError, TrimError
-from ..policies import Policy
+from ..policies import Policy, resolve_policy
+from ..policies.budgets import Quota
 from .compaction import Compaction
 from .contract import LayerCache, Mark
-from .state import SavedState
+
+_DECODERS = {
+    "policy": lambda text: resolve_policy(policy=text),
+    "quantization": lambda how: Quantization(*how),
+    "compaction": lambda how: Compaction(*how),
+    "quota": lambda numbers: Quota(*numbers),
+    "_steady": lambda ends: range(*ends),
+}
 
 
-class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
+class EvictingCache(Recorder, Quantised, LayerCache, _BaseCache):
     """A cache that evicts entries when it is full.
 
     Attributes:
@@ -29,6 +49,8 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         rotations: positions that the keys are turned to, as `positions` are; None if to those.
         n_after_next: entries held after one more token.
     """
+
+    TRANSIENT: ClassVar[frozenset[str]] = frozenset({"layer", "_by_reader", "_mark"})
 
     keys: Any
     values: Any
@@ -109,6 +131,25 @@ class EvictingCache(SavedState, Quantised, LayerCache, _BaseCache):
         if n:
             self._roll_back(n)
 
+    @property
+    def state(self) -> tuple:
+        """For mlx-lm's files, of strings and arrays: all attributes but the transient, which are as in a new cache."""
+        lasting = {name: x for name, x in vars(self).items() if name not in self.TRANSIENT}
+        arrays = {name: x for name, x in lasting.items() if _is_array(x)}
+        kinds = {name: type(x).__name__ for name, x in arrays.items()}
+        others = {name: x for name, x in lasting.items() if name not in arrays}
+        return json.dumps([kinds, others], default=_encoded), *arrays.values()
+
+    @state.setter
+    def state(self, v: Sequence) -> None:
+        self.start_recording()
+        kinds, others = json.loads(v[0])
+        for (name, kind), value in zip(kinds.items(), v[1:], strict=True):
+            setattr(self, name, tuple(value) if kind == "tuple" else value)
+        for name, value in others.items():
+            decode = _DECODERS.get(name)
+            setattr(self, name, value if decode is None or value is None else decode(value))
+
     def is_trimmable(self) -> bool:
         """Only since a mark: mlx-lm takes true for "any number of tokens"."""
         return self._mark is not None
@@ -187,3 +228,17 @@ def _kept(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_kept, value))
     return value
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_is_array, value))
+    return isinstance(value, mx.array)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Policy):
+        return str(value)
+    if isinstance(value, range):
+        return value.start, value.stop
+    return dataclasses.astuple(value)
