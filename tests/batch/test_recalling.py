@@ -117,11 +117,6 @@ def test_what_does_not_go_together_is_refused_at_once(model, options, words):
         CompressedBatchGenerator(model, **options)
 
 
-def test_a_memory_that_the_model_can_not_have_is_refused_at_once():
-    with pytest.raises(SnapKVError, match="memory=recall:8bit needs heads of a size"):
-        CompressedBatchGenerator(make_qwen(), policy=SNAPKV, memory="recall:8bit")
-
-
 def test_a_hybrids_tokens_choose_and_it_refuses_to_check_all():
     model = make_qwen()
     options = {"memory": "recall:file"}

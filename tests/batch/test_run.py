@@ -68,14 +68,6 @@ def test_without_a_policy_those_beside_it_end_too_and_the_run_goes_on(failing, t
     assert {n: said(r) for n, r in expected.items()} == {n: said(found[n]) for n in "bc"}
 
 
-def test_a_prompt_of_which_a_share_is_less_than_sink_and_window(failing, tmp_path):
-    share = "snapkv:budget=50%,n_sink=4,n_window=16,obs_window=16,lookahead=4"
-    found = answered(*failing, [ids("short", n=20), ids("long", n=80)], tmp_path, share)
-    assert found["short"]["error"] is None and found["long"]["error"] is None
-    about = found["short"]["response"]["body"]["mlx_snapkv"]
-    assert about["entries"] == 10 and "reason" not in about
-
-
 def test_a_damaged_line_is_named_and_nothing_is_lost(failing, tmp_path):
     path = tmp_path / "a.jsonl"
     answered(*failing, [ids("a"), ids("b")], tmp_path, POLICY)

@@ -145,3 +145,14 @@ def test_the_length_that_a_configuration_tells():
     model.args.rope_scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
     assert trained_length(model) == 131072
     assert trained_length(object()) is None
+
+
+def test_positions_stay_or_are_compacted_as_far_says(short):
+    model, tokenizer = short
+    document, _ = make_haystack(tokenizer, random.Random(1), 1, 800)
+    tokens = tokenizer.encode(document)
+    for n, far, pulled in ((800, "keep", None), (800, None, LENGTH), (400, None, None)):
+        _, report = prefill(model, tokens[:n], READ, far=far)
+        assert report.compressed and report.pulled_to == pulled
+    cache, _ = prefill(model, tokens[:400], READ, far="pull")
+    assert all(c.compaction.length == LENGTH for c in cache)

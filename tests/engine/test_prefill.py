@@ -5,8 +5,9 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny_models import make_llama, make_qwen
 
-from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError, prefill
+from mlx_snapkv import BlockKVCache, KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill
 from mlx_snapkv.engine.prefill import mlx_generate
+from mlx_snapkv.engine.prompt_plan import PromptPlan, chunk_size
 
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
 
@@ -104,3 +105,17 @@ def test_gated_prompts_give_mlx_lms_own_cache(tiny_model, tokens, policy, reason
 def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message):
     with pytest.raises(SnapKVError, match=message):
         prefill(tiny_model, tokens, policy)
+
+
+def test_chunks_are_multiples_that_leave_the_voters_a_short_last_one():
+    plan = PromptPlan(1000, 744, 1000)
+    assert (
+        chunk_size(SnapKV(), 512, plan, 1000) == 352
+    )  # 744 = 2 * 352 + 40, the least that is left
+    assert chunk_size(KeyDiff(schedule="once"), 512, plan, 1000) == 512  # nobody votes
+    assert chunk_size(KeyDiff(block=100), 512, plan, 1000) == 100
+
+
+def test_a_prompt_of_min_ctx_tokens_is_compressed(tokens):
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=200)
+    assert prefill(make_llama(), tokens, policy)[1].compressed
