@@ -73,8 +73,8 @@ class RecordingKVCache(LosslessCache, Recorder, _BaseCache):
 
     def share(self, cache: Any, n: int) -> None:
         """Hold the first `n` entries of another cache, whose arrays are shared until they are written."""
-        self.growing = plain_cache(cache.keys, cache.values)
-        self.growing.offset = n
+        step, self.growing = self.growing.step, plain_cache(cache.keys, cache.values)
+        self.growing.offset, self.growing.step = n, step
         self.store = MemoryStore(cache=self.growing)
 
     def filled(self, other: RecordingKVCache, n: int) -> RecordingKVCache:
@@ -205,11 +205,6 @@ class SharedKVCache(RecordingKVCache):
     def __init__(self, recorders: Sequence[RecordingKVCache], capacity: int, layer: Any = None):
         super().__init__(0, 0, capacity, layer)
         self.recorders = recorders
-
-    def go_on_from(self, cache: KVCache, capacity: int) -> None:
-        """Hold the entries of another cache, whose arrays are shared until they are written."""
-        self.share(cache, cache.offset)
-        self.growing.step = max(KVCache.step, capacity - self.offset)
 
     def _take_queries(
         self, queries: mx.array, scale: float, sinks: mx.array | None, read: Read

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 
 from ..entries.attention import attention_votes
 from ..entries.entries import Entries
-from ..entries.quantization import n_bytes, rows
+from ..entries.quantization import join, n_bytes, rows
 from ..entries.queries import OnQueries, Queries, Read
 from ..entries.selection import n_of_groups, top_of_groups
 from ..errors import TrimError
@@ -96,7 +96,7 @@ class RefreshedKVCache(OnQueries, LayerCache):
     ) -> tuple[mx.array, mx.array]:
         always = self._always.keys_and_values()
         if self._n_chosen == 0 or self._first == self._stop:
-            return always[0], always[1]
+            return always
         tokens = range(self.offset - heads.shape[2], self.offset)
         asked = self._everything.asked_by(Queries(heads, tokens, scale, sinks, cap=self.layer.cap))
         if self._index is not None:
@@ -106,8 +106,7 @@ class RefreshedKVCache(OnQueries, LayerCache):
         middle = scores[..., self._first : self._stop]
         places = top_of_groups(middle, self._n_chosen) + self._first
         chosen = self._everything.seen_from(places, tokens.start).plain()
-        keys, values = (mx.concatenate(list(pair), axis=2) for pair in zip(chosen, always))
-        return keys, values
+        return join(chosen, always)
 
     def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """What was chosen, if the attention function was given what the cache gave, and nobody else reads that."""

@@ -104,10 +104,10 @@ class Reading:
         self._n_ahead = {plan_prompt(policy, len(tokens)).n_ahead for policy in recorders}
         for i, layer in enumerate(self._layers):
             wanted = [r for some in (recorders, *self._suffixes.values()) for r in _at(some, i)]
-            shared = SharedKVCache(wanted, len(tokens) + MORE, layer)
             before = layer.cache_in(caches)
+            shared = SharedKVCache(wanted, len(tokens) + MORE - before.offset, layer)
             if not before.empty():
-                shared.go_on_from(before, len(tokens) + MORE)
+                shared.share(before, before.offset)
             layer.put(caches, shared)
 
     def feed(
