@@ -1,10 +1,14 @@
 """The command line as several tests call it."""
 
+import contextlib
 import io
+import os
+import pty
 import random
 import sys
 import tempfile
 
+import fork_helpers
 import pytest
 from batch_file_helpers import read, write
 
@@ -34,6 +38,27 @@ def story(demo_llama, tmp_path_factory):
     path = tmp_path_factory.mktemp("book") / "story.txt"
     path.write_text(text)
     return path, facts
+
+
+@pytest.fixture
+def on_terminal():
+    """on_terminal(*args, stdout=, start=, **variables) -> what the command says on a terminal, stdout if not given."""
+
+    def run(*args, stdout=None, start=fork_helpers.Popen, **variables):
+        fd, its = pty.openpty()
+        command = [sys.executable, "-m", "mlx_snapkv", *args]
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", **variables}
+        process = start(command, stdout=stdout or its, stderr=its, env=environment)
+        os.close(its)
+        said = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(fd, 1 << 16):
+                said += data
+        os.close(fd)
+        assert process.wait() == 0, said
+        return said.decode(errors="ignore")
+
+    return run
 
 
 @pytest.fixture

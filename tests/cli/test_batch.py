@@ -1,13 +1,9 @@
 """The real command: files of requests, answered, ended half way, and gone on with."""
 
 import json
-import os
-import pty
 import re
 import subprocess
-import sys
 
-import fork_helpers
 import mlx.core as mx
 import pytest
 from batch_file_helpers import (
@@ -175,17 +171,10 @@ def test_a_template_that_refuses_is_the_lines_mistake(batch):
     assert words in said(found["a"])["message"] and answer(found["b"]) == "482913"
 
 
-def test_progress_on_a_terminal(tmp_path):
+def test_progress_on_a_terminal(on_terminal, tmp_path):
     file = write(tmp_path / "r.jsonl", [chat(f"{n}", n) for n in range(5)])
-    terminal, its = pty.openpty()
-    command = [sys.executable, "-m", "mlx_snapkv", "batch", str(file), "-o", f"{file}.a", *DEMO]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
-    done = fork_helpers.run(command, stdout=subprocess.DEVNULL, stderr=its, env=environment)
-    shown = os.read(terminal, 1 << 16).decode(errors="ignore")
-    os.close(its)
-    os.close(terminal)
-    assert done.returncode == 0
-    assert "answering" in shown and "5/5" in shown and "tokens/s read" in shown
+    said = on_terminal("batch", str(file), "-o", f"{file}.a", *DEMO, stdout=subprocess.DEVNULL)
+    assert "answering" in said and "5/5" in said and "tokens/s read" in said
 
 
 def test_kv_memory_has_a_limit(batch):

@@ -1,10 +1,6 @@
-import contextlib
-import os
 import re
 import shlex
-import sys
 
-import fork_helpers
 import pytest
 
 SMALL = ["demo", "--tokens", "1024", "--questions"]
@@ -32,20 +28,11 @@ def test_the_demo_shows_what_is_kept_what_is_gone_and_the_speed(call, monkeypatc
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "dumb"])
-def test_its_colours_are_the_terminals_own(term):
-    fd, its = os.openpty()
-    command = [sys.executable, "-m", "mlx_snapkv", *SMALL, "1"]
-    environment = os.environ | {"TERM": term, "COLORTERM": "truecolor"}
-    process = fork_helpers.Popen(command, stdout=its, stderr=its, env=environment)
-    os.close(its)
-    shown = b""
-    with contextlib.suppress(OSError):  # the other end is closed
-        while data := os.read(fd, 65536):
-            shown += data
-    os.close(fd)
-    assert process.wait() == 0 and b"1/16, recall" in shown
-    codes = set(re.findall(rb"\x1b\[([\d;]*)m", shown))
+def test_its_colours_are_the_terminals_own(on_terminal, term):
+    said = on_terminal(*SMALL, "1", TERM=term, COLORTERM="truecolor")
+    codes = set(re.findall(r"\x1b\[([\d;]*)m", said))
+    assert "1/16, recall" in said
     if term == "dumb":
-        assert b"\x1b" not in shown
+        assert "\x1b" not in said
     else:  # green among them, and no colour of a fixed shade
-        assert b"32" in codes and codes <= {b"0", b"1", b"2", b"3", b"31", b"32", b"39"}
+        assert "32" in codes and codes <= {"0", "1", "2", "3", "31", "32", "39"}

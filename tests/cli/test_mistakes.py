@@ -24,18 +24,14 @@ generate --prompt x --model demo --far pull              | --far pull needs a po
 generate --prompt x --model demo --far near              | --far must be keep or pull, got 'near'
 generate --prompt x --model demo --memory recall:file --store-dir nowhere | --store-dir nowhere is no folder: make it
 generate --prompt "" --model demo                        | the prompt is empty: give some text
-generate --prompt - --model demo                         | the prompt is empty: give some text
 generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt - or
 generate --prompt - --prompt-file - --model demo         | can't both read standard input
-generate --prompt-file /no/file --model demo             | --prompt-file /no/file: No such file or directory
 generate --prompt-file /dev/zero --model demo            | --prompt-file /dev/zero is not UTF-8 text
 generate --prompt-file / --model demo                    | --prompt-file /: Is a directory
 generate --prompt-file {}/picture --model demo           | is not UTF-8 text
 generate --prompt-file ~no-such-user/x --model demo      | --prompt-file ~no-such-user/x: no such home folder
 generate --prompt \udcff --model demo                    | --prompt is not UTF-8 text
 generate --prompt x --model demo --system-prompt \udcff  | the chat template or tokenizer failed
-generate --prompt x --model demo --temp warm             | Invalid value for '--temp'
-generate --prompt x --model demo --max-tokens 0          | Invalid value for '--max-tokens'
 generate --prompt x --model demo --top-k 100000000       | --top-k must be below the vocabulary's 1536
 generate --prompt x --model demo --kv-bits 5             | --kv-bits must be 2, 3, 4, 6 or 8, got 5
 generate --prompt x --model demo --kv-bits 8 --kv-group-size 128 | --kv-group-size must be one of [32, 64]
@@ -53,7 +49,6 @@ generate --prompt x --model {}                           | no config.json there
 generate --prompt x --model demo-qwen3-next --draft-model demo | the main model's (qwen3_next) can't
 chat --model demo --verify all --memory recall           | --verify all needs a policy
 cache-prompt --prompt x --model demo -o {}/no/b.safetensors | there is no folder
-cache-prompt --prompt x --model demo -o {}/text          | must end in .safetensors
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall:file | and no policy was given
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --snapkv top_k=60 | reads the text in full
 cache-prompt --prompt x --model demo -o {}/b.safetensors --memory recall --policy keydiff --kv-bits 8 | recall:file:8bit
@@ -63,26 +58,20 @@ batch {}/none -o {}/a.jsonl --model demo                 | No such file or direc
 batch {} -o {}/a.jsonl --model demo                      | is a folder
 batch {}/text -o {}/a.jsonl --model demo                 | a JSON object a line, and line 1 is not JSON
 batch {}/picture -o {}/a.jsonl --model demo              | line 1 is not UTF-8
-batch {}/requests -o {}/no/a --model demo                | there is no folder
 batch {}/requests -o /dev/full --model demo              | is no regular file
 batch {}/requests -o {}/requests --model demo            | mlx-snapkv did not write it
 batch {}/requests -o {}/a.jsonl --model demo --kv-bits 4 | --kv-bits in a batch is for compressed entries
 batch {}/requests -o {}/a.jsonl --model demo --max-kv-bytes many | --max-kv-bytes must be a number of bytes, such as 500
-batch {}/requests -o {}/a.jsonl --model demo --concurrency 0 | --concurrency
 serve --model demo --memory recall --policy keydiff --prefix-dir ~no-such-user/x | --prefix-dir ~no-such-user/x: no such
-demo --tokens 5                                          | Invalid value for '--tokens'
 demo --tokens 1024 --save-document {}/text               | --save-document {}/text: is there already
 plan --model demo --context 0                            | --context must be a number of tokens from 1 to 10000000
-plan --model demo --memory -1                            | --memory must be a number of bytes
 plan --model demo --memory 16                            | from 1,000,000, such as 500MB or 4GB, got '16'
 plan --model demo --policy kvzip:budget=25% --context 4k | kvzip reads a prompt twice
 bench --context 4k                                       | --context must be whole numbers from 1024 to 10000000, with
 bench --output /dev/null/x                               | --output /dev/null/x: 
 bench --output ""                                        | names a folder
-eval infinitebench                                       | infinitebench
 eval needle --policy snapkv:top_k=8000                   | would compress nothing here: the prompt's 4096 entries
 eval needle --length 4k                                  | --length must be whole numbers from 256 to 10000000, with
-eval needle --length ""                                  | --length is empty
 eval needle --length 256 --needles 50                    | --length must be at least
 eval needle --haystack /dev/null                         | --haystack /dev/null: there is no text in it
 eval needle --output /dev/null/x                         | --output /dev/null/x: 
@@ -92,7 +81,6 @@ eval needle --policy fastgen                             | fastgen can't be used
 eval suite --task triple                                 | --task must be single, look-alikes
 eval suite --by-mask keydiff:budget=64                   | are given with --policy
 eval data --data ~no-such-user/x                         | --data ~no-such-user/x: no such home folder
-eval fidelity --policy tova                              | --text
 eval fidelity --text {}/text                             | --policy
 eval fidelity --text /nowhere --policy tova:budget=9% --model none | --text /nowhere: No such file
 eval fidelity --text {}/picture --policy tova:budget=9% --model none | is not UTF-8 text: convert it

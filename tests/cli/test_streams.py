@@ -1,8 +1,6 @@
 """Standard streams that are closed, full or not read, and Ctrl-C, as the shell gives them."""
 
-import contextlib
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -58,24 +56,15 @@ def test_a_long_text_is_told_and_ctrl_c_is_heard_while_it_is_tokenised(tmp_path)
 
 
 @pytest.mark.skipif(not list(Path("/usr/lib").glob(OPENBLAS)), reason="OpenBLAS is not here")
-def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(tmp_path):
+def test_a_slow_blas_is_told_on_a_terminal_with_a_long_prompt(on_terminal, tmp_path):
     file = tmp_path / "long.txt"
     file.write_text("It was cold at the market. " * 400)
     (library,) = Path("/usr/lib").glob(OPENBLAS)
-    command = [*MODULE, *PLAIN, "-m", "1", "--prompt-file", str(file)]
+    hint = f"Long prompts are read several times faster with LD_PRELOAD={library}"
+    asked = {"stdout": subprocess.DEVNULL, "start": subprocess.Popen}
     for preloaded, told in (("", 1), (str(library), 0)):
-        terminal, its = pty.openpty()
-        environment = os.environ | {"LD_PRELOAD": preloaded, "TERM": "xterm"}
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=its, env=environment)
-        os.close(its)
-        said = b""
-        with contextlib.suppress(OSError):  # its other end is closed
-            while data := os.read(terminal, 1 << 16):
-                said += data
-        os.close(terminal)
-        assert process.wait() == 0
-        hint = f"Long prompts are read several times faster with LD_PRELOAD={library}"
-        assert said.decode(errors="ignore").replace("\r\n", "").count(hint) == told
+        said = on_terminal(*PLAIN, "--prompt-file", str(file), LD_PRELOAD=preloaded, **asked)
+        assert said.replace("\r\n", "").count(hint) == told
 
 
 def interrupted(ready, *args):
