@@ -130,7 +130,7 @@ class AutoPolicyOptions(PolicyOptions):
         'Any policy, such as "keydiff:budget=25%" (see mlx-snapkv policies); or auto, which takes what '
         "suits the prompt, the task and this machine.",
     )
-    kv_memory: str | None = option(None, "Entries' memory with --policy auto.", metavar="SIZE")
+    kv_memory: str | None = option(None, "KV memory for --policy auto, as 2GB.", metavar="SIZE")
 
     @property
     def is_auto(self) -> bool:

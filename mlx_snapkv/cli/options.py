@@ -69,7 +69,7 @@ class TalkingModelOptions(ModelOptions):
     """The same, and what its tokenizer is to do besides."""
 
     chat_template_config: ChatTemplateConfig = None
-    extra_eos_token: list[str] | None = option(None, "Another end of answers; repeat it.")
+    extra_eos_token: list[str] | None = option(None, "Token that also ends answers; repeat it.")
 
     def load(self, **more: Any) -> tuple[Any, Any]:
         model, tokenizer = super().load(**more)

@@ -1,7 +1,6 @@
 """The forked processes that stand in for fresh ones."""
 
 import os
-import signal
 import subprocess
 import sys
 
