@@ -37,7 +37,11 @@ QUERIES = 128  # whose attention is computed at a time
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWise(Policy, registered=False):
-    """A method whose options are shares, from 0 to 1, of a budget that its heads don't get in equal parts."""
+    """A method whose options are shares, from 0 to 1, of a budget that its heads don't get in equal parts.
+
+    Attributes:
+        scores: the policy that scores the entries, and whose queries vote: all of the prompt's, unless it is another.
+    """
 
     obs_window: ClassVar[int] = 2**30
     schedules: ClassVar[tuple[str, ...]] = ("once",)
@@ -62,7 +66,6 @@ class HeadWise(Policy, registered=False):
 
     @property
     def scores(self) -> Policy:
-        """The policy that scores the entries, and whose queries vote."""
         return self
 
     @abstractmethod
@@ -207,16 +210,14 @@ class MaskedKVCache(RecordingKVCache):
         """The mask of queries `(B, n_heads, L, D)` on keys `(B, n_kv_heads, T, D)`, given one of any of MLX's kinds."""
         B, H, T = keys.shape[:3]
         n_heads, L = queries.shape[1:3]
-        if self.visible.shape[1] != H:
-            raise UnsupportedModelError("this model's heads can't be masked: it repeats their keys")
         later = mx.ones((B, H, T - self.visible.shape[2]), mx.bool_)
-        seen = mx.concatenate([self.visible, later], axis=-1)[:, :, None]
-        seen = mx.repeat(seen, n_heads // H, axis=1)
+        seen = mx.concatenate([self.visible, later], axis=-1)
+        seen = mx.repeat(seen[:, :, None], n_heads // H, axis=1)
         if isinstance(mask, str):
             mask = mx.arange(T - L, T)[:, None] >= mx.arange(T)
-        if mask is None or mask.dtype == mx.bool_:
-            return seen if mask is None else seen & mask
-        return mx.where(seen, mask, -mx.inf)
+        if mask is None:
+            return seen
+        return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, -mx.inf)
 
 
 def masked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..caches.layers import AttentionLayer, attention_layers
+from ..caches.layers import attention_layers
 from ..caches.recording import RecordingKVCache
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
@@ -159,55 +160,31 @@ def inspect_prompt(
         raise SnapKVError(f"max_tokens must be at least 1, got {max_tokens}")
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
-    for layer in layers:
-        # It records no queries itself, but has the attention's calls seen where nothing is dropped.
-        layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
-    recorder = Recorder(layers, tokens.size, max_tokens)
-    given = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
-    start = functools.partial(mlx_generate.stream_generate, **given)
-    wanted = model, tokens.size, max_tokens, chosen, DROP, recorder.on_report
     options = {
         "prompt_cache": caches,
         "prefill_step_size": prefill_step_size,
         "prompt_progress_callback": prompt_progress_callback,
     }
-    responses = []
-    with recording(attention_classes(model)), on_queries(recorder.on_queries):
-        for response in served(start, *wanted, options, on_kept=recorder.on_kept):
-            recorder.record()
-            responses.append(response)
+    recorder = Recorder(layers, tokens.size, max_tokens)
+    responses = list(_recorded(model, tokenizer, tokens, max_tokens, chosen, recorder, options))
+    others = sorted({*range(len(caches))} - {layer.index for layer in layers})
     read: Any = tokens.tolist()
-    return _inspection(chosen, tokenizer, read, layers, len(caches), recorder, responses)
-
-
-def _inspection(
-    policy: Policy | Stages | None,
-    tokenizer: TokenizerWrapper,
-    tokens: list[int],
-    layers: list[AttentionLayer],
-    n_caches: int,
-    recorder: Recorder,
-    responses: list[GenerationResponse],
-) -> Inspection:
-    """What was recorded of a request, with the texts of its tokens."""
-    n = len(tokens)
     said = [response.token for response in responses if response.finish_reason != "stop"]
-    whole, spans = token_spans(tokenizer, tokens + said)
+    n = len(read)
+    whole, spans = token_spans(tokenizer, read + said)
     end = spans[n - 1][1]
-    indices = tuple(layer.index for layer in layers)
     sentences: tuple[Sentence, ...] = ()
-    if policy is not None and recorder.kept:
-        quotas = policy.stages[1].quotas(n, len(layers))
-        counts = recorder.counts(quotas, n)
-        special = np.isin(tokens, sorted(special_tokens(tokenizer)))
+    if chosen is not None and recorder.kept:
+        counts = recorder.counts(chosen.stages[1].quotas(n, len(layers)), n)
+        special = np.isin(read, sorted(special_tokens(tokenizer)))
         sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
     return Inspection(
         policy=recorder.report.policy,
-        tokens=tuple(tokens),
+        tokens=tuple(read),
         text=whole[:end],
         spans=tuple(spans[:n]),
-        layers=indices,
-        layers_without=tuple(i for i in range(n_caches) if i not in indices),
+        layers=tuple(layer.index for layer in layers),
+        layers_without=tuple(others),
         heads=tuple(recorder.n_heads),
         positions=recorder.positions,
         sentences=sentences,
@@ -216,3 +193,26 @@ def _inspection(
         answer_tokens=tuple(whole[max(a, end) : b] for a, b in spans[n:]),
         attended=recorder.attended(len(said)),
     )
+
+
+def _recorded(
+    model: Any,
+    tokenizer: TokenizerWrapper,
+    tokens: mx.array,
+    max_tokens: int,
+    policy: Policy | Stages | None,
+    recorder: Recorder,
+    options: dict[str, Any],
+) -> Iterator[GenerationResponse]:
+    """The answer of `stream_generate`, recorded; `options` are those of mlx-lm's."""
+    caches = options["prompt_cache"]
+    for layer in attention_layers(model, caches):
+        # It records no queries itself, but has the attention's calls seen where nothing is dropped.
+        layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
+    asked = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
+    start = functools.partial(mlx_generate.stream_generate, **asked)
+    wanted = model, tokens.size, max_tokens, policy, DROP, recorder.on_report
+    with recording(attention_classes(model)), on_queries(recorder.on_queries):
+        for response in served(start, *wanted, options, on_kept=recorder.on_kept):
+            recorder.record()
+            yield response

@@ -47,20 +47,18 @@ class Recorder:
         votes: for these, the same shape, if there were any.
         n_heads: KV heads of each layer; 0 of one that has not been called.
         report: the compression's, or why there was none.
-        n_before: tokens that were predicted before the compression; None until it comes.
     """
 
     def __init__(self, layers: list[AttentionLayer], n_prompt: int, most: int):
-        self._n_layers = len(layers)
-        self._n_prompt = n_prompt
-        self._size = n_prompt + most + 1
+        self._n_layers, self._n_prompt, self._size = len(layers), n_prompt, n_prompt + most + 1
+        self._n_most = min(MOST, n_prompt)
         self._pending: dict[int, dict[int, mx.array]] = {}
         self._rows: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._n_before: int | None = None
         self.kept: dict[int, np.ndarray] = {}
         self.votes: dict[int, np.ndarray] = {}
         self.n_heads = [0] * len(layers)
         self.report = CompressionReport(NO_POLICY, n_prompt)
-        self.n_before: int | None = None
 
     def on_kept(self, layer: AttentionLayer, positions: mx.array, votes: mx.array | None) -> None:
         """What a layer keeps: positions `(1, n_kv_heads, n)`, and their votes."""
@@ -72,7 +70,7 @@ class Recorder:
         """The compression's report; the tokens to come are predicted from what was kept."""
         self.report = report
         if report.compressed:
-            self.n_before = len({*self._rows, *self._pending})
+            self._n_before = len({*self._rows, *self._pending})
 
     def on_queries(self, cache: Any, queries: mx.array) -> None:
         """An attention's call: of the prompt's last token, and of every one behind it, the weights."""
@@ -83,9 +81,8 @@ class Recorder:
         H, T = entries.keys.shape[1:3]
         asked = cache.voters(queries, range(position, position + 1), entries.keys.shape)
         weights = attention_weights(entries.keys, asked).reshape(1, H, -1, T).mean(axis=2) / H
-        by_position = (
-            mx.zeros(self._size).at[entries.positions.reshape(-1)].add(weights.reshape(-1))
-        )
+        places = entries.positions.reshape(-1)
+        by_position = mx.zeros(self._size).at[places].add(weights.reshape(-1))
         self.n_heads[cache.layer.number] = H
         self._pending.setdefault(position, {})[cache.layer.number] = by_position
 
@@ -101,8 +98,7 @@ class Recorder:
     def _most(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of weights `(n_layers + 1, size)`: the largest of the prompt's, where they are, and the answer's share."""
         prompt = weights[:, : self._n_prompt]
-        n = min(MOST, self._n_prompt)
-        places = np.argpartition(-prompt, n - 1, axis=1)[:, :n]
+        places = np.argpartition(-prompt, self._n_most - 1, axis=1)[:, : self._n_most]
         order = np.argsort(-np.take_along_axis(prompt, places, axis=1), axis=1, kind="stable")
         places = np.take_along_axis(places, order, axis=1)
         found = np.take_along_axis(prompt, places, axis=1)
@@ -110,15 +106,13 @@ class Recorder:
 
     def attended(self, n_answer: int) -> Attended:
         """What the tokens of an answer attended to."""
-        n = min(MOST, self._n_prompt)
-        shape = n_answer, self._n_layers + 1, n
+        shape = n_answer, self._n_layers + 1, self._n_most
         positions, weights = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
         own = np.zeros(shape[:2], np.float32)
         for i in range(n_answer):
-            row = self._rows.get(self._n_prompt - 1 + i)
-            if row is not None:
+            if (row := self._rows.get(self._n_prompt - 1 + i)) is not None:
                 positions[i], weights[i], own[i] = row
-        n_before = n_answer if self.n_before is None else min(self.n_before, n_answer)
+        n_before = n_answer if self._n_before is None else min(self._n_before, n_answer)
         return Attended(positions, weights, own, n_before)
 
     @property

@@ -32,27 +32,18 @@ def path(tmp_path):
 def test_records_are_there_again(path):
     results = Results(SETTING, path)
     assert results.get(asked("p", 1)) == record(1)
-    assert results.get(asked("p", 2)) is None
-    assert results.get(asked("q", 1)) is None
+    assert results.get(asked("p", 2)) is None and results.get(asked("q", 1)) is None
 
 
-@pytest.mark.parametrize("cut", [1, 40])
-def test_an_unfinished_last_line_is_dropped(path, cut):
+@pytest.mark.parametrize("kept", [-1, -40, 7])
+def test_an_unfinished_line_is_dropped(path, kept):
+    """The last one; the first one starts the file anew."""
     whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
+    path.write_bytes(whole[:kept])
     results = Results(SETTING, path)
-    assert results.get(asked("p", 0)) == record(0)
-    assert results.get(asked("p", 1)) is None
-    results.add(record(1))
-    assert path.read_bytes() == whole
-
-
-def test_an_unfinished_first_line_starts_anew(path):
-    whole = path.read_bytes()
-    path.write_bytes(whole[:7])
-    results = Results(SETTING, path)
-    results.add(record(0))
-    results.add(record(1))
+    for n in (0, 1) if kept > 0 else (1,):
+        assert results.get(asked("p", n)) is None
+        results.add(record(n))
     assert path.read_bytes() == whole
 
 
