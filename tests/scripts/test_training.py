@@ -19,12 +19,6 @@ PAIRS = {
         (3, 9),
         (1,),
     ),
-    "attention": (
-        lambda q, k: quick_exp.attention(q, k, k, scale=0.3, mask="causal"),
-        lambda q, k: mx.fast.scaled_dot_product_attention(q, k, k, scale=0.3, mask="causal"),
-        (2, 4, 7, 8),
-        (2, 2, 7, 8),
-    ),
     "attention with a cache": (
         lambda q, k: quick_exp.attention(q, k, k, scale=0.3, mask="causal"),
         lambda q, k: mx.fast.scaled_dot_product_attention(q, k, k, scale=0.3, mask="causal"),
