@@ -8,13 +8,9 @@
 Writes OUT/<length>/<task>.jsonl with the columns that kvpress' data sets share: `context`, `question`,
 `answer_prefix`, `answer` (a list), `max_new_tokens`; and `task` and `length`. The three texts, one after the other, are
 RULER's prompt: the question is its last line. The same tokenizer, length and seed make the same rows on every machine,
-and fewer samples are the first of more.
-
-Where this differs from what lm-evaluation-harness does by itself:
-- The essays are those of `--essays`, not a download.
-- Sentences, between which needles are put, end after `.`, `!` or `?`, since nltk's splitter needs a download.
-- cwe has RULER's solved example in front, which lm-evaluation-harness 0.4.13 counts but leaves out.
-- qa_squad and qa_hotpot are left out: their questions would have to be downloaded.
+and fewer samples are the first of more. Nothing is downloaded: essays are those of `--essays`, sentences end after `.`,
+`!` or `?`, and qa_squad and qa_hotpot are left out. cwe has RULER's solved example in front, which
+lm-evaluation-harness 0.4.13 counts but leaves out.
 """
 
 from __future__ import annotations
@@ -53,7 +49,6 @@ def make_rows(
     Args:
         tokenizer: a folder that transformers' AutoTokenizer reads.
         length: tokens of a prompt and its answer, at most; cwe and fwe may have up to 75 more, as lm_eval counts.
-        seed: of everything random.
         essays: a folder of .txt files, the haystack of most niah tasks.
 
     Raises:

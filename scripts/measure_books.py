@@ -32,14 +32,14 @@ Case = tuple[int, str, int, dict[str, Any]]  # tokens, name, resident entries, o
 
 
 def cases(lengths: list[int]) -> list[Case]:
-    stages, resident = Stages(READS, VOTES), READS.quotas(0, 1)[0].entries
-    book = {"policy": stages, "memory": "recall:file"}
-    fewer = {"policy": stages, "memory": "recall:file:4bit"}
-    whole = {"policy": VOTES, "memory": "recall:file"}
-    n, *_ = lengths
-    found: list[Case] = [(length, "book", resident, book) for length in lengths]
-    found += [(n, "book, 4 bits", resident, fewer), (n, "read in full, file", n, whole)]
-    return [*found, *((n // part, "full cache", n // part, {}) for part in (4, 2, 1))]
+    n, resident = lengths[0], READS.quotas(0, 1)[0].entries
+    book = {"policy": Stages(READS, VOTES), "memory": "recall:file"}
+    return [
+        *((length, "book", resident, book) for length in lengths),
+        (n, "book, 4 bits", resident, book | {"memory": "recall:file:4bit"}),
+        (n, "read in full, file", n, book | {"policy": VOTES}),
+        *((n // part, "full cache", n // part, {}) for part in (4, 2, 1)),
+    ]
 
 
 def measure(model, case: Case) -> Row:

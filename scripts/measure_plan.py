@@ -68,7 +68,7 @@ HELD_OUT: dict[str, dict[str, Any]] = {
 def model_named(name: str):
     """An embedded, a random or a real model: of a random one's name, the first word is its family."""
     if name in MODELS or name in REAL:
-        return load_model(name if name in MODELS else str(FOLDER / name))[0]
+        return load_model(str(FOLDER / name) if name in REAL else name)[0]
     family, *kind = name.split()
     config = CONFIGS[family] if family in CONFIGS else REFUSED_CONFIGS[family]
     model = make_model(family, {**LARGER, **config, **HELD_OUT.get(name, {})})

@@ -17,8 +17,8 @@ def results() -> list[str]:
     return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
 
 
-def _source(page: str, command: str) -> tuple[str, str]:
-    return f"[{page}](docs/{page}.md)", f"`{command}`"
+def _row(what: str, full: str, compressed: str, page: str, command: str) -> tuple[str, ...]:
+    return what, full, compressed, f"[{page}](docs/{page}.md)", f"`{command}`"
 
 
 def _fidelity() -> list[tuple[str, ...]]:
@@ -34,55 +34,50 @@ def _fidelity() -> list[tuple[str, ...]]:
             told = f"SnapKV {kl[SNAPKV]:.3f}, StreamingLLM {kl[WINDOW]:.3f}"
             pieces = f"{own[0]['pieces']} pieces of essays, {part['length']:,} tokens"
             named = f"KL to the full cache with 1/8 of the entries, {what}, nats a token (`{model}`, {pieces})"
-            rows.append((named, "0", told, *_source("quality", "make eval")))
+            rows.append(_row(named, "0", told, "quality", "make eval"))
     return rows
 
 
 def _answers() -> list[tuple[str, ...]]:
     """KL of the full cache's own answers, by when they choose what they read."""
-    result = load("answers")
-    lines = []
+    rows = []
     for kind, what in (("needles", "RULER's needles"), ("essays", "summaries")):
-        own = [row for row in result["rows"] if row["kind"] == kind and row["share"] == 16]
+        own = [r for r in load("answers")["rows"] if r["kind"] == kind and r["share"] == 16]
         told = "; ".join(f"{row['way']} {row['kl']:.3f}" for row in own)
         about = f"`{own[0]['model']}`, {own[0]['n']} answers"
         named = f"KL to the full cache, each token reading 1/16 of the entries, {what} ({about})"
-        lines.append((named, "0", f"chosen by {told}", *_source("recall", "make eval")))
-    return lines
+        rows.append(_row(named, "0", f"chosen by {told}", "recall", "make eval"))
+    return rows
 
 
 def _speed() -> list[tuple[str, ...]]:
     result = load("benchmarks")
-    rows, older = result["speed"], "; older settings" if result.get("notes") else ""
+    older = "; older settings" if result.get("notes") else ""
 
-    def pair(context: int, policy: str) -> list[Row]:
-        own = [row for row in rows if row["context"] == context]
-        return [
-            next(row for row in own if row["contender"].lower().startswith(name))
-            for name in ("full cache", policy)
-        ]
+    def found(context: int, name: str) -> Row:
+        own = [row for row in result["speed"] if row["context"] == context]
+        return next(row for row in own if row["contender"].lower().startswith(name))
 
-    decoded, read = pair(CONTEXT, "snapkv"), pair(LONG, "keydiff")
-    source = _source("benchmarks", "make bench")
-    speeds = [f"{1 / row['step_seconds']:.1f}" for row in decoded]
-    seconds = [f"{row['read_seconds']:.1f} s" for row in read]
+    decoded = [found(CONTEXT, name) for name in ("full cache", "snapkv")]
+    read = [found(LONG, name) for name in ("full cache", "keydiff")]
     share = f"SnapKV with 1/{round(CONTEXT / decoded[1]['entries'])} of the entries (random LLaMA{older})"
     what = f"tokens decoded per second after {CONTEXT:,} tokens, {share}"
     reading = f"time to read {LONG:,} tokens, `{read[1]['contender']}` (random LLaMA)"
-    return [
-        (what, *speeds, *source),
-        ("KV memory then", *(format_bytes(row["kv_bytes"]) for row in decoded), *source),
-        (reading, *seconds, *source),
-        ("peak memory then", *(format_bytes(row["peak_bytes"]) for row in read), *source),
-    ]
+    rows = {
+        what: [f"{1 / row['step_seconds']:.1f}" for row in decoded],
+        "KV memory then": [format_bytes(row["kv_bytes"]) for row in decoded],
+        reading: [f"{row['read_seconds']:.1f} s" for row in read],
+        "peak memory then": [format_bytes(row["peak_bytes"]) for row in read],
+    }
+    return [_row(name, *pair, "benchmarks", "make bench") for name, pair in rows.items()]
 
 
 def _facts() -> list[tuple[str, ...]]:
     result = load("facts")
-    rows = {(r["table"], r["name"], r["share"]): r for r in result["rows"] if r["model"] == "demo"}
-    source = _source("recall", "make eval")
-    full = rows["memories", "full cache", 16]
-    kept = [(way, rows["memories", f"SnapKV, {way}", 16]) for way in ("recall", "drop")]
+    rows = {
+        r["name"]: r for r in result["rows"] if (r["table"], r["model"]) == ("memories", "demo")
+    }
     asked = f"{result['facts']} facts of {result['tokens']:,} tokens asked for one a turn"
-    found = ", ".join(f"{way} {right(row)}" for way, row in kept)
-    return [(f"{asked}, SnapKV with 1/16 (`demo`)", right(full), found, *source)]
+    found = ", ".join(f"{way} {right(rows[f'SnapKV, {way}'])}" for way in ("recall", "drop"))
+    named = f"{asked}, SnapKV with 1/16 (`demo`)"
+    return [_row(named, right(rows["full cache"]), found, "recall", "make eval")]

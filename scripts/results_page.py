@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_snapkv.cli.results import write_json
 from mlx_snapkv.engine.report import format_bytes
 from mlx_snapkv.reporting.setting import setting
@@ -73,9 +75,8 @@ def written_by(result: dict[str, Any]) -> str:
     """The sentence that a page begins with."""
     where = [f"commit {result['commit']}", result["machine"]]
     where += [f"{name} {number}" for name, number in result.get("versions", {}).items()]
-    return (
-        f"Written by `{result['command']}` on {result['date']}, never typed ({', '.join(where)})."
-    )
+    made = f"`{result['command']}` on {result['date']}"
+    return f"Written by {made}, never typed ({', '.join(where)})."
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -115,10 +116,7 @@ def right(row: Row) -> str:
 
 def clock() -> float:
     """Seconds: where the processor computes, its own, so that what else a machine does is left out."""
-    import mlx.core as mx
-
-    on_cpu = mx.default_device().type == mx.cpu
-    return time.process_time() if on_cpu else time.perf_counter()
+    return time.process_time() if mx.default_device().type == mx.cpu else time.perf_counter()
 
 
 def look(pid: int) -> dict[str, int]:

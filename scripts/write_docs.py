@@ -5,27 +5,111 @@ python scripts/write_docs.py     # or: make docs
 
 from __future__ import annotations
 
-import commands_page
-import models_page
+import re
+from collections.abc import Iterator
+from typing import Any
+
 import policies_page
 import tables
-from results_page import ROOT
+import typer
+from results_page import ROOT, table
+from typer.cli import get_docs_for_click
 
-WHOLE = {
-    "docs/policies.md": policies_page.page,
-    "docs/commands.md": commands_page.page,
-    "docs/models.md": models_page.page,
-}
+from mlx_snapkv.cli.app import app
+from mlx_snapkv.models.table import REFUSED, SUPPORTED, refused, supported
+
+NAME = "mlx-snapkv"
+COMMANDS = """# The commands
+
+Written by `python scripts/write_docs.py` from the command line itself, never typed. `mlx-snapkv COMMAND --help` prints
+the same. A mistake is one line on stderr and exit code 2.
+"""
+
+MODELS = """# Model types
+
+{n_supported} of mlx-lm's model types can be compressed, and {n_refused} are refused by name. \
+The conformance test (`tests/models/test_conformance.py`) runs each supported type as a tiny random model: \
+the recorded queries equal those of its attention call bit for bit, the votes equal those of its softmax, \
+and decoding with everything kept equals mlx-lm's. \
+Real checkpoints were tried of `llama` (SmolLM2) and `gemma3_text` (Gemma 3) alone; \
+of `llama` and `qwen3_next` there are the embedded models.
+
+`python scripts/write_docs.py` writes this page; `mlx-snapkv models` prints the same.
+
+## Supported
+
+{supported}
+
+## What is special
+
+- **Latent entries (MLA).** A layer stores one latent for all heads, and the positional part of one key. To a policy \
+the key is both, concatenated, which a query multiplies after the head's `embed_q` and RoPE; the value is the latent. \
+Every policy is then defined as usual. Statistics of queries (`expected_attention`) and projected values (`critical`) \
+are exact too, but large: per layer, `n_heads` times the square of a key's size, and `n_heads` times the latent's size \
+times the hidden size.
+- **Layers that read others' entries.** Their queries vote together with those of the layer that owns the entries; \
+every reading head has the same weight.
+- **Capped logits** (gemma2). Votes come from the capped logits; `expected_attention` is refused.
+- **Quantised entries** (`kv_bits`, `memory=recall:8bit`) are refused where mlx-lm's forward pass reads plain entries: \
+for latents, in gemma2, plamo2 and iquestloopcoder, and in gemma4 with borrowing layers.
+
+## Refused
+
+{refused}
+"""
 
 
 def pages() -> dict[str, str]:
     """By path, the files as they should be."""
-    found = {path: page() for path, page in WHOLE.items()}
+    found = {
+        "docs/policies.md": policies_page.page(),
+        "docs/commands.md": commands_page(),
+        "docs/models.md": models_page(),
+    }
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         if "<!-- " in text:
             found[str(path.relative_to(ROOT))] = tables.filled(text)
     return found
+
+
+def models_page() -> str:
+    return MODELS.format(
+        n_supported=len(SUPPORTED),
+        n_refused=len(REFUSED),
+        supported="\n".join(table(("model type", "also loads", "note"), supported())),
+        refused="\n".join(table(("model type", "also loads", "why"), refused())),
+    )
+
+
+def commands_page() -> str:
+    command = typer.main.get_command(app)
+    text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name=NAME), name=NAME)
+    text = re.sub(r"\*\*Usage\*\*:\n\n```console\n.*?```\n\n", "", text, flags=re.S)
+    text = re.sub(r"\* `--help`: Show this message and exit\.\n", "", text)
+    text = re.sub(r"\*\*Options\*\*:\n\n(?!\*)", "", text)
+    text = re.sub(r" <[^>`]*>`", "`", text)
+    # Examples are blocks of code.
+    text = re.sub(rf"^(?:\x08\n|(?=\s*{NAME} ))((?:.+\n)+)", _example, text, flags=re.M)
+    return COMMANDS + text.partition("\n")[2].rstrip() + "\n"
+
+
+def _example(found: re.Match[str]) -> str:
+    lines = (line.removeprefix("  ") for line in found[1].splitlines())
+    return "\n".join(["```", *lines, "```", ""])
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with the name it is called by."""
+    yield from _below(typer.main.get_command(app), "")
+
+
+def _below(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if not hasattr(command, "commands"):
+        yield name, command
+        return
+    for part, below in command.commands.items():
+        yield from _below(below, f"{name} {part}".strip())
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 import shlex
 
-import commands_page
 import pytest
+import write_docs
 
 from mlx_snapkv.cli.listings import CHOICES
 
-COMMANDS = dict(commands_page.commands())
+COMMANDS = dict(write_docs.commands())
 ASKED = [choice for choice in CHOICES if choice.command.split()[1] in ("generate", "chat")]
 
 

@@ -4,8 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Annotated
 
-import commands_page
 import typer
+import write_docs
 
 from mlx_snapkv.cli.command import in_flags, option, with_options
 
@@ -58,7 +58,7 @@ COMMANDS = ("generate", "chat", "batch", "serve", "cache-prompt", "inspect", "pl
 
 def test_a_flag_is_the_same_in_every_command():
     meanings = defaultdict(set)
-    for name, command in commands_page.commands():
+    for name, command in write_docs.commands():
         for each in command.params if name in COMMANDS else ():
             flag = each.opts[0]
             if not {flag, f"{flag} of {name}"} & OWN:

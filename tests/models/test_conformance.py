@@ -8,9 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
-import models_page
 import numpy as np
 import pytest
+import write_docs
 from attention_spy import calls_of, heads_read, read_and_spy, softmax_votes
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
@@ -209,7 +209,7 @@ def bounded(cache):
 
 def test_the_docs_page_and_the_other_names_that_mlx_lm_loads():
     page = Path(__file__).parents[2] / "docs" / "models.md"
-    assert page.read_text(encoding="utf-8") == models_page.page()
+    assert page.read_text(encoding="utf-8") == write_docs.models_page()
     assert ("llama", "iquestcoder, mistral, xverse") in [row[:2] for row in supported()]
 
 

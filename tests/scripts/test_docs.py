@@ -7,7 +7,6 @@ import shlex
 import sys
 from pathlib import Path
 
-import commands_page
 import fork_helpers
 import policies_page
 import pytest
@@ -21,7 +20,7 @@ from mlx_snapkv.policies import POLICIES, Policy, resolve_policy
 
 ROOT = Path(__file__).parents[2]
 HAND_WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = dict(commands_page.commands())
+COMMANDS = dict(write_docs.commands())
 PLACEHOLDERS = ("...", "COMMAND")
 
 
