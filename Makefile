@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
 RUN := $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)/python
 
-.PHONY: help demo test lint docs bench eval mlx-lm-tests soak agents real-models clean
+.PHONY: help demo test lint docs bench eval mlx-lm-tests agents real-models clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /	/' | expand -t 14
@@ -52,9 +52,6 @@ bench: $(VENV)/.installed-dev ## speed and memory of caches, books, batches and 
 
 mlx-lm-tests: $(VENV)/.installed-dev ## mlx-lm's own tests, with this package patched in and without
 	$(RUN) scripts/run_mlx_lm_tests.py
-
-soak: $(VENV)/.installed-dev ## a server under good, bad, slow and leaving clients: nothing may grow or die (10 minutes)
-	$(RUN) scripts/soak_server.py
 
 agents: $(VENV)/.installed-dev ## Claude Code, Codex and opencode against the server; writes docs/agents.json and its table (needs npm; ten minutes)
 	$(RUN) scripts/try_agents.py

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import mlx.core as mx
@@ -105,8 +105,8 @@ def write_float32(name: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[tuple[str, subprocess.Popen, IO[str]]]:
-    """A server's address, process and log while the block runs; it is terminated then."""
+def running(command: list[str]) -> Iterator[tuple[str, int]]:
+    """A server's address and process while the block runs."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -122,7 +122,7 @@ def running(command: list[str]) -> Iterator[tuple[str, subprocess.Popen, IO[str]
                 time.sleep(0.1)
                 with contextlib.suppress(httpx.TransportError):
                     status = httpx.get(f"{url}/health").status_code
-            yield url, process, log
+            yield url, process.pid
         finally:
             process.terminate()
             process.wait(30)
@@ -146,8 +146,8 @@ def measure(command: list[str], tokenizer: Any, length: int, n_clients: int) -> 
     """A row: so many clients, each with a document of about `length` tokens."""
     clients = [Client(tokenizer, seed, length) for seed in range(n_clients)]
     with (
-        running(command) as (url, process, _),
-        watched(process.pid) as held,
+        running(command) as (url, pid),
+        watched(pid) as held,
         ThreadPoolExecutor(n_clients) as pool,
     ):
         ask(url, [{"role": "user", "content": "Hello"}], {})  # until then, the model may be loading

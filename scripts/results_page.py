@@ -119,27 +119,26 @@ def clock() -> float:
     return time.process_time() if mx.default_device().type == mx.cpu else time.perf_counter()
 
 
-def look(pid: int) -> dict[str, int]:
-    """What a process takes: bytes of memory, and open files where the system tells."""
+def look(pid: int) -> int:
+    """The bytes of memory that a process takes."""
     status = Path(f"/proc/{pid}/status")
     if not status.exists():
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-        return {"memory": int(told.stdout) * 1024}
+        return int(told.stdout) * 1024
     own = re.search(r"^RssAnon:\s+(\d+)", status.read_text(), re.M)
     if own is None:
         raise OSError(f"process {pid} has ended")
-    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    return {"memory": int(own[1]) * 1024, "files": files}
+    return int(own[1]) * 1024
 
 
 @contextlib.contextmanager
 def watched(pid: int) -> Iterator[list[int]]:
     """The bytes that a process holds while the block runs, looked up now and then."""
-    held, over = [look(pid)["memory"]], threading.Event()
+    held, over = [look(pid)], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.05):
-            held.append(look(pid)["memory"])
+            held.append(look(pid))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

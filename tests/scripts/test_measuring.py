@@ -1,5 +1,7 @@
 """The measurements of our own pages, on little: what they count, not how fast anything is."""
 
+import os
+
 import pytest
 from mlx_lm.generate import BatchGenerator
 from model_configs import make_model
@@ -8,6 +10,7 @@ from mlx_snapkv import CompressedBatchGenerator, SnapKV
 from mlx_snapkv.bench.contenders import Contender, compressed
 from scripts import measure_batches, measure_books, measure_facts, measure_servers
 from scripts.measure_servers import Answer, tokens_while_all_answer
+from scripts.results_page import look
 
 ENTRY = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, KV heads, head size, float32
 
@@ -82,3 +85,7 @@ def test_a_book_is_on_disk_and_the_full_cache_in_memory():
     assert ours["gathered"] == 128 + 1024 + 512 and full["gathered"] == 0
     parts = [ours[f"{part}_seconds"] for part in ("vote", "gather", "read_again")]
     assert 0 < sum(parts) < ours["question_seconds"] and "vote_seconds" not in full
+
+
+def test_a_process_is_looked_at():
+    assert look(os.getpid()) > 10_000_000
