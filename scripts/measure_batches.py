@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
-from results_page import Result, shared_options
+from results_page import Result, Row, shared_options
 
 from mlx_snapkv import CompressedBatchGenerator
 from mlx_snapkv.bench.contenders import Contender, compressed, decoding_cache, random_prompt
@@ -31,7 +31,7 @@ def generator(model, contender: Contender, batch: int) -> BatchGenerator:
     return CompressedBatchGenerator(model, reads_first=True, policy=contender.policy, **options)
 
 
-def whole_run(model, length: int, batch: int, contender: Contender) -> dict[str, Any]:
+def whole_run(model, length: int, batch: int, contender: Contender) -> Row:
     """Seconds until all prompts are answered and until each one's first token, and peak memory."""
     prompts: list[Any] = [random_prompt(length).tolist() for _ in range(batch)]
     caches = [make_prompt_cache(model) for _ in prompts]
@@ -49,9 +49,7 @@ def whole_run(model, length: int, batch: int, contender: Contender) -> dict[str,
     return {"run_seconds": seconds, "first_seconds": sorted(first.values()), "peak_bytes": peak}
 
 
-def decoding_together(
-    model, length: int, batch: int, contender: Contender, steps: int
-) -> dict[str, Any]:
+def decoding_together(model, length: int, batch: int, contender: Contender, steps: int) -> Row:
     """The median step of all requests, and the bytes of their arrays; the caches hold random entries."""
     cache = decoding_cache(model, contender, length)
     limit = 2 * batch + WARM_UP + steps  # so that none ends before

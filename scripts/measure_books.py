@@ -54,9 +54,8 @@ def measure(model, case: Case) -> Row:
     with watched(os.getpid()) as held:
         seconds, report = ask(model, random_prompt(length), cache, ANSWER, **options)
         disk = file_bytes(cache) / held_tokens(model, cache)
-        asked = [
-            ask(model, random_prompt(QUESTION), cache, ANSWER, **options) for _ in range(ASKED)
-        ]
+        questions = [random_prompt(QUESTION) for _ in range(ASKED)]
+        asked = [ask(model, question, cache, ANSWER, **options) for question in questions]
     row = {
         "context": length,
         "contender": name,

@@ -104,8 +104,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--facts", type=int, default=10, help="of a document")
     args = parser.parse_args()
-    fixed = {name: getattr(args, name) for name in ("tokens", "documents", "facts")}
-    result = Result(args.out, **fixed)
+    result = Result(args.out, tokens=args.tokens, documents=args.documents, facts=args.facts)
     for name in args.models:
         model, tokenizer = load_model(name)
         for way in ways(args.tokens):

@@ -67,7 +67,14 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
     for method in dict.fromkeys(method for method, _ in cells):
         own = [cells[method, setting] for setting in settings]
         figures = [x for s in own for x in (interval(s["kl"], ".3f"), f"{s['same']:.3f}")]
-        rows.append([f"`{method}`", str(own[0]["entries"] or "all"), _bytes(own[0]), *figures])
+        rows.append(
+            [
+                f"`{method}`",
+                str(own[0]["entries"] or "all"),
+                format_bytes(own[0]["kv_bytes"]),
+                *figures,
+            ]
+        )
     about = f"{one['pieces']} pieces of {one['texts']} essays."
     return [about, "", *table(header, rows)]
 
@@ -92,7 +99,3 @@ def _scores(part: dict[str, Any]) -> list[str]:
         ]
         lines += [f"Question {setting}.", "", *table(header, rows), ""]
     return lines[:-1]
-
-
-def _bytes(summary: dict[str, Any]) -> str:
-    return "" if summary["kv_bytes"] is None else format_bytes(summary["kv_bytes"])

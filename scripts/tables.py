@@ -126,17 +126,16 @@ def batches() -> list[str]:
     full = {row["batch"]: row for row in result["rows"] if row["cache"] == "full cache"}
     rows = []
     for row in result["rows"]:
-        first, last = row["first_seconds"][0], row["first_seconds"][-1]
         base = full[row["batch"]]
         ratios = {f"{x}_ratio": row[f"{x}"] / base[x] for x in ("tokens_per_second", "run_seconds")}
-        rows.append(row | ratios | {"first": first, "last": last})
+        rows.append(row | ratios | {"last": row["first_seconds"][-1]})
     columns = {
         "prompts": "{batch}",
         "cache": "{cache}",
         "tokens/s": "{tokens_per_second:.1f}, {tokens_per_second_ratio:.2f}x",
         "KV memory": "{kv_bytes:bytes}",
         "whole run": "{run_seconds:.1f} s, {run_seconds_ratio:.2f}x",
-        "first tokens": "{first:.1f} to {last:.1f} s",
+        "first tokens": "{first_seconds[0]:.1f} to {last:.1f} s",
         "peak memory": "{peak_bytes:bytes}",
     }
     return [*_measured(result), *figures(rows, columns)]

@@ -99,17 +99,13 @@ def _example(found: re.Match[str]) -> str:
     return "\n".join(["```", *lines, "```", ""])
 
 
-def commands() -> Iterator[tuple[str, Any]]:
+def commands(command: Any = None, name: str = "") -> Iterator[tuple[str, Any]]:
     """Every command that does something, with the name it is called by."""
-    yield from _below(typer.main.get_command(app), "")
-
-
-def _below(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    command = command or typer.main.get_command(app)
+    for part, below in getattr(command, "commands", {}).items():
+        yield from commands(below, f"{name} {part}".strip())
     if not hasattr(command, "commands"):
         yield name, command
-        return
-    for part, below in command.commands.items():
-        yield from _below(below, f"{name} {part}".strip())
 
 
 if __name__ == "__main__":
