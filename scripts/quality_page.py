@@ -67,14 +67,8 @@ def _fidelity(part: dict[str, Any]) -> list[str]:
     for method in dict.fromkeys(method for method, _ in cells):
         own = [cells[method, setting] for setting in settings]
         figures = [x for s in own for x in (interval(s["kl"], ".3f"), f"{s['same']:.3f}")]
-        rows.append(
-            [
-                f"`{method}`",
-                str(own[0]["entries"] or "all"),
-                format_bytes(own[0]["kv_bytes"]),
-                *figures,
-            ]
-        )
+        size = str(own[0]["entries"] or "all"), format_bytes(own[0]["kv_bytes"])
+        rows.append([f"`{method}`", *size, *figures])
     about = f"{one['pieces']} pieces of {one['texts']} essays."
     return [about, "", *table(header, rows)]
 

@@ -31,8 +31,7 @@ def outcomes(tests: Path, hub: Path, *options: str) -> set[str]:
     pytest = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-p", "no:cacheprovider", *options]
     run = {"cwd": tests, "env": os.environ | given, "capture_output": True, "text": True}
     lines = subprocess.run([*pytest, *FILES], **run).stdout.splitlines()
-    found = (re.match(r"(\S+::\S+ (?:PASSED|FAILED|ERROR|SKIPPED))", line) for line in lines)
-    return {line[1] for line in found if line}
+    return {line[0] for x in lines if (line := re.match(r"\S+::\S+ [A-Z]+", x))}
 
 
 def main() -> None:
