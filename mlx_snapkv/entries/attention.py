@@ -63,7 +63,8 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
     late = mx.tile(late.astype(mx.float32), (1, group))
     B, H, T, D = keys.shape
-    if isinstance(keys, mx.array) and 4 * B * H * T * (queries.shape[2] + D) <= HELD_BYTES:
+    held = queries.shape[2] + (0 if keys.dtype == mx.float32 else D)
+    if isinstance(keys, mx.array) and 4 * B * H * T * held <= HELD_BYTES:
         weights, share = _weights(keys, observed, queries)
         votes = (share[..., None, :] * late) @ weights
     else:
