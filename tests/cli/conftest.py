@@ -40,6 +40,15 @@ def story(demo_llama, tmp_path_factory):
     return path, facts
 
 
+@pytest.fixture(scope="module")
+def document(demo_llama, tmp_path_factory):
+    """A file with facts, and the facts."""
+    text, facts = make_haystack(demo_llama[1], random.Random(3), 3, 700)
+    path = tmp_path_factory.mktemp("chat") / "notes of today.txt"
+    path.write_text(text)
+    return path, facts
+
+
 @pytest.fixture
 def on_terminal():
     """on_terminal(*args, stdout=, start=, **variables) -> what the command says on a terminal, stdout if not given."""

@@ -1,33 +1,11 @@
-"""The chat as people use it: from a script, and in a pseudo-terminal."""
+"""The chat from a script."""
 
-import contextlib
-import os
-import pty
-import random
 import re
-import select
-import signal
-import subprocess
-import sys
 
-import fork_helpers
 import pytest
-
-from mlx_snapkv.demo.questions import make_haystack
 
 SNAPKV = ["--snapkv", "budget=100,n_sink=4,n_window=32,obs_window=32,lookahead=4"]
 POLICY = [*SNAPKV, "--memory", "recall"]
-PROMPT = "\x1b[?2004h"  # pasted text is asked for as such
-COMMAND = [sys.executable, "-m", "mlx_snapkv", "chat", "--model", "demo", "-m", "24"]
-
-
-@pytest.fixture(scope="module")
-def document(demo_llama, tmp_path_factory):
-    """A file with facts, and the facts."""
-    text, facts = make_haystack(demo_llama[1], random.Random(3), 3, 700)
-    path = tmp_path_factory.mktemp("chat") / "notes of today.txt"
-    path.write_text(text)
-    return path, facts
 
 
 @pytest.fixture
@@ -36,7 +14,7 @@ def script(call):
 
     def run(lines, *options):
         stdin = "\n".join(lines).encode(errors="surrogateescape")
-        code, out, err = call(*COMMAND[3:], *options, stdin=stdin)
+        code, out, err = call("chat", "--model", "demo", "-m", "24", *options, stdin=stdin)
         return code, out.splitlines(), err
 
     return run
@@ -188,152 +166,3 @@ def test_a_conversation_is_exported_as_markdown(script, document, tmp_path):
 def test_a_mistake_in_a_script_ends_it_with_one_line(script, line, words):
     code, out, err = script([line, "never sent"])
     assert (code, out) == (2, []) and words in err and len(err.strip().splitlines()) == 1
-
-
-def test_a_closed_standard_input_is_one_line():
-    shell = ["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND]
-    closed = subprocess.run(shell, capture_output=True, text=True)
-    assert (closed.returncode, closed.stdout) == (2, "")
-    assert closed.stderr.startswith("mlx-snapkv: standard input is closed")
-
-
-class Terminal:
-    """A chat in a pseudo-terminal."""
-
-    def __init__(self, *options, term="xterm", cwd=None):
-        self.fd, its = pty.openpty()
-        self.process = fork_helpers.Popen(
-            [*COMMAND, *options], stdin=its, stdout=its, stderr=its, start_new_session=True,
-            env=os.environ | {"TERM": term}, cwd=cwd,
-        )  # fmt: skip
-        os.close(its)
-        self.seen = self.all = ""
-
-    def wait_for(self, text, seconds=fork_helpers.AT_MOST):
-        while text not in self.seen:
-            ready, _, _ = select.select([self.fd], [], [], seconds)
-            assert ready, f"{text!r} never came: {self.seen!r}"
-            came = os.read(self.fd, 65536).decode(errors="replace")
-            self.seen, self.all = self.seen + came, self.all + came
-            if "\x1b[6n" in self.seen:  # prompt_toolkit asks where the cursor is
-                self.seen = self.seen.replace("\x1b[6n", "")
-                os.write(self.fd, b"\x1b[1;1R")
-        self.seen = self.seen.partition(text)[2]
-
-    def drive(self, *steps):
-        """Type one text after the other, and wait for what comes of each."""
-        for typed, wanted in steps:
-            os.write(self.fd, typed.encode())
-            self.wait_for(wanted)
-
-    def leave(self, typed="/quit\r"):
-        """End the chat."""
-        os.write(self.fd, typed.encode())
-        with contextlib.suppress(OSError):  # the other end is closed
-            while os.read(self.fd, 65536):
-                pass
-        assert self.process.wait() == 0
-
-    def close(self):
-        self.process.kill()
-        os.close(self.fd)
-
-
-@pytest.fixture
-def terminal():
-    made = []
-
-    def start(*options, **how):
-        made.append(Terminal(*options, **how))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.close()
-
-
-def test_in_a_terminal_mistakes_do_not_end_it_and_end_of_file_does(terminal, document):
-    path, facts = document
-    chat = terminal(*POLICY)
-    for said in ("demo, policy snapkv:", ", memory recall", "/help lists commands", PROMPT):
-        chat.wait_for(said)
-    chat.drive(("\x03", "Ctrl-D or /quit leaves the chat"), ("", PROMPT), ("given up\x03", PROMPT))
-    assert "leaves the chat" not in chat.all.partition("leaves the chat")[2]
-    chat.drive(
-        ("/fiel\r", "did you mean '/file'?"),
-        (f"/file {path}\r", "to be read with your next message"),
-        (f"{facts[1].question}\r", facts[1].value),
-        ("", PROMPT),
-    )
-    chat.leave("\x04")
-
-
-def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal, document):
-    path, _ = document
-    chat = terminal(*POLICY, "-m", "100000")
-    chat.wait_for(PROMPT)
-    chat.drive(("once upon a time\r", "reading the prompt"))  # the model babbles without end
-    chat.drive(("", "\x1b[?25h"), ("", ". "))  # the bar is gone, and the cursor is back
-    chat.process.send_signal(signal.SIGINT)
-    chat.drive(("", "the conversation goes on"), ("/stats\r", "tokens/s"))
-    chat.drive((f"/file {path}\r", "to be read"))
-    chat.leave()
-
-
-def test_tab_completes_commands_and_file_names(terminal, document):
-    chat = terminal(cwd=document[0].parent)
-    chat.drive(
-        ("", PROMPT),
-        ("/he\t\r", "leave (also Ctrl-D)"),
-        ("/policy keyd\t\r", "policy keydiff"),
-        ("/file no\t\r", "notes of today.txt: "),
-    )
-    chat.leave()
-
-
-def test_an_unsaved_conversation_is_not_replaced_without_a_question(terminal, document, tmp_path):
-    path, facts = document
-    mine, talk = tmp_path / "mine.md", tmp_path / "talk.safetensors"
-    mine.write_text("mine")
-    chat = terminal(*POLICY)
-    question, kept = "This conversation is not saved: replace it? [y/N]", "the conversation goes on"
-    chat.drive(
-        ("", PROMPT),
-        ("/system Be brief.\r", "with that system prompt"),  # nothing is lost by it
-        (f"/file {path}\r", "to be read"),
-        (f"{facts[0].question}\r", facts[0].value),
-        *(("/reset\r", question), ("\x03", kept)),
-        *(("/load x.safetensors\r", question), ("\r", kept)),
-        *(("/policy none\r", question), ("\r", kept)),
-        *(("/system Be long.\r", question), ("\r", kept)),
-        (f"/export {mine}\r", "lready: replace it? [y/N]"),
-        ("n\r", "nothing was written"),
-        (f"/save {talk}\r", "saved in"),
-        ("/reset\r", "the conversation is forgotten"),
-        (f"/file {path}\r", "to be read"),
-        (f"{facts[1].question}\r", facts[1].value),
-        (f"/load {talk}\r", "[y/N]"),
-        ("y\r", "tokens loaded"),
-    )
-    assert mine.read_text() == "mine"
-    chat.leave()
-
-
-def test_a_dumb_terminal_gets_no_escape_codes(terminal, document):
-    path, facts = document
-    chat = terminal(*POLICY, term="dumb")
-    chat.wait_for("> ")
-    leaves = "Ctrl-D or /quit leaves the chat"
-    os.write(chat.fd, b"\x03")
-    try:
-        chat.wait_for(leaves, seconds=2)
-    except AssertionError:  # a signal before it reads is noticed with the next one
-        chat.drive(("\x03", leaves))
-    chat.drive(
-        (f"/file {path}\n", "to be read"),
-        (f"{facts[1].question}\n", facts[1].value),
-        ("/reset\n", "[y/N]"),
-        ("y\n", "is forgotten"),
-    )
-    chat.leave("\x04")
-    assert "\x1b" not in chat.all
