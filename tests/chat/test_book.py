@@ -66,34 +66,22 @@ def test_a_full_disk_ends_the_turn_only(demo_llama):
     assert is_answered(conversation, second)
 
 
-def interrupted(conversation, question, monkeypatch, at):
-    """Ctrl-C while the question's document is read, or while it votes."""
-    if at == "reading":
-
-        def stop(done, total):
-            if done > total / 2:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            list(conversation.send(question, prompt_progress_callback=stop))
-        return
-
-    def choose(self, observed):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(FullView, "asked_by", choose)
-        ask(conversation, question)
-
-
-@pytest.mark.parametrize("at", ["reading", "choosing"])
-def test_ctrl_c_leaves_the_conversation_as_it_was(demo_model, monkeypatch, at):
+def test_ctrl_c_in_the_vote_leaves_the_conversation_as_it_was(demo_model, monkeypatch):
     conversation, (first, second) = a_book(*demo_model, 1024, 2)
-    interrupted(conversation, first.question, monkeypatch, at)
+
+    def interrupted(question):
+        def choose(self, observed):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(FullView, "asked_by", choose)
+            ask(conversation, question)
+
+    interrupted(first.question)
     assert not conversation.messages and not conversation.read and conversation.attached
     assert is_answered(conversation, first)
     known = conversation.read
-    interrupted(conversation, second.question * 40, monkeypatch, at)
+    interrupted(second.question * 40)
     assert conversation.read == known and held(conversation) == {len(known)}
     assert is_answered(conversation, second)
 
@@ -110,7 +98,7 @@ def test_below_the_gate_everything_is_resident_until_it_is_passed(demo_llama):
 
 
 def test_a_turn_with_a_document_of_its_own_can_be_taken_back(demo_model):
-    """Entries have given way to it, and come back; also when a later message was given up."""
+    """Entries have given way to it, and come back; also when a later message was given up while it was read."""
     plain, (first, second) = a_book(*demo_model, 1024, 2, memory="recall:8bit")
     conversation, _ = a_book(*demo_model, 1024, 2, memory="recall:8bit")
     for each in (plain, conversation):
@@ -118,7 +106,13 @@ def test_a_turn_with_a_document_of_its_own_can_be_taken_back(demo_model):
     known = conversation.read
     conversation.attach(make_haystack(demo_model[1], random.Random(8), 1, 700)[0])
     ask(conversation, second.question)
-    interrupted(conversation, second.question * 40, None, "reading")
+
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(conversation.send(second.question * 40, prompt_progress_callback=stop))
     assert conversation.undo_nbytes <= kv_bytes(conversation.prompt_cache)
     assert conversation.undo() == second.question
     conversation.attached.clear()
