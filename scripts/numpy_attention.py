@@ -3,7 +3,7 @@
     python scripts/numpy_attention.py eval fidelity --model real-models/smollm2-135m-instruct ...
 
 MLX's CPU backend takes exponentials one by one: 75 ms for a softmax that NumPy's vectors finish in 3. With this a real
-model of 135 million parameters reads about twice as fast, in float32, and its log-probabilities change by less than
+model of 135 million parameters reads faster, in float32, and its log-probabilities change by less than
 1e-4. Scripts that measure quality use it; the package does not, and a Mac does not need it.
 """
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,21 +59,19 @@ def measure_speed(
     """
     rows: dict[tuple[int, str], Row] = {}
 
-    def add(context: int, contender: Contender, figures: dict[str, Any]) -> None:
-        row = {"context": context, "contender": contender.name, "entries": contender.entries}
-        rows[context, contender.name] = row | figures | rows.get((context, contender.name), {})
+    def add(context: int, found: Iterable[tuple[Contender, dict[str, Any]]]) -> None:
+        for contender, figures in found:
+            row = {"context": context, "contender": contender.name, "entries": contender.entries}
+            rows[context, contender.name] = row | figures | rows.get((context, contender.name), {})
+        done(list(rows.values()))
 
     start("decoding", len(plan.contexts))
     for n in plan.contexts:
-        for contender, figures in decoding(model, n, plan.policies, plan.steps):
-            add(n, contender, figures)
-        done(list(rows.values()))
+        add(n, decoding(model, n, plan.policies, plan.steps))
     lengths = sorted({*plan.prompts, *plan.long_prompts})
     start("reading", len(lengths))
     for n in lengths:
-        for contender, figures in reading(model, random_prompt(n), plan.readers(n), plan.trials):
-            add(n, contender, figures)
-        done(list(rows.values()))
+        add(n, reading(model, random_prompt(n), plan.readers(n), plan.trials))
     return sorted(rows.values(), key=lambda row: row["context"])
 
 
