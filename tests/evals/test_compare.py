@@ -78,3 +78,14 @@ def test_a_prompt_that_fits_the_budget_is_the_full_caches(demo_llama, ask):
     methods = [Method(), Method(resolve_policy(policy="snapkv:top_k=4096"))]
     full, other = map(Comparison(model, tokenizer, prompt, methods, 4).answer, methods)
     assert "fit the budget" in other.reason and (full.text, full.kl) == (other.text, other.kl)
+
+
+def test_a_verified_answer_is_the_full_caches_and_its_kl_that_of_the_draft(demo_llama, ask):
+    model, tokenizer = demo_llama
+    prompt, _ = ask(tokenizer, 300, 0)
+    policy = resolve_policy(policy="streaming_llm:budget=16,schedule=once")
+    recall = {"memory": "recall", "refresh": "turn"}
+    methods = [Method(), Method(policy, recall), Method(policy, recall | {"verify": "all"})]
+    full, drafted, verified = map(Comparison(model, tokenizer, prompt, methods, 6).answer, methods)
+    assert verified.tokens == full.tokens and verified.differs is None
+    assert verified.kl == pytest.approx(drafted.kl, abs=1e-5) and verified.kl > 1e-4

@@ -27,16 +27,15 @@ def adakv_reference(scores, quota, safeguard):
     H, T = scores.shape
     n = min(quota.entries, T)
 
-    def rank(head, t):
-        always = t < quota.n_sink or t >= T - quota.n_window
-        return (not always, -scores[head, t], head, t)
+    def rank(place):
+        head, t = place
+        return (quota.n_sink <= t < T - quota.n_window, -scores[head, t], head, t)
 
     safe = set()
     for head in range(H):
-        best = sorted(range(T), key=lambda t: (*rank(head, t)[:2], t))
-        safe |= {(head, t) for t in best[: int(safeguard * n)]}
+        safe |= set(sorted(((head, t) for t in range(T)), key=rank)[: int(safeguard * n)])
     others = {(h, t) for h in range(H) for t in range(T)} - safe
-    chosen = safe | set(sorted(others, key=lambda x: rank(*x))[: H * n - len(safe)])
+    chosen = safe | set(sorted(others, key=rank)[: H * n - len(safe)])
     return [sorted(t for h, t in chosen if h == head) for head in range(H)]
 
 
@@ -59,29 +58,19 @@ def entries(rng, H=3, group=2, T=24, D=8):
 
 def fastgen_reference(keys, queries, special, marks, method):
     """The policy of each head, and what it keeps, by its whole attention map in float64."""
-    H, T, D = keys.shape
-    group = len(queries) // H
-    found = []
-    for head in range(H):
-        maps = []
-        for q in queries[head * group : (head + 1) * group].astype(np.float64):
-            logits = np.where(
-                np.tri(T, dtype=bool), q @ keys[head].T.astype(np.float64) / np.sqrt(D), -np.inf
-            )
-            weights = np.exp(logits - logits.max(-1, keepdims=True))
-            maps.append(weights / weights.sum(-1, keepdims=True))
-        weights = np.mean(maps, axis=0)
+    (H, T, D), found = keys.shape, []
+    causal = np.tri(T, dtype=bool)
+    for head, own in enumerate(queries.reshape(H, -1, T, D).astype(np.float64)):
+        logits = np.where(causal, own @ keys[head].T.astype(np.float64) / np.sqrt(D), -np.inf)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights = (weights / weights.sum(-1, keepdims=True)).mean(axis=0)
         frequent = np.zeros(T, bool)
         frequent[np.argsort(-weights.sum(axis=0))[: int(method.frequent * T)]] = True
         n_local = int(method.local * T)
-        band = np.array([[i - n_local < j <= i for j in range(T)] for i in range(T)])
+        band = causal & ~np.tri(T, k=-n_local, dtype=bool)
         columns = [special, special | marks, special | marks | frequent]
-        seen = [np.broadcast_to(c, (T, T)) for c in columns] + [
-            columns[-1] | band,
-            np.ones((T, T), bool),
-        ]
-        last = np.arange(T) >= T - n_local
-        kept = [*columns, columns[-1] | last, np.ones(T, bool)]
+        seen = [*columns, columns[-1] | band, np.ones((T, T), bool)]
+        kept = [*columns, columns[-1] | (np.arange(T) >= T - n_local), np.ones(T, bool)]
         shares = [(weights * mask).sum() / T for mask in seen]
         chosen = next(i for i, share in enumerate(shares) if share >= method.recovery - 1e-9)
         found.append((chosen, kept[chosen]))

@@ -21,18 +21,20 @@ SPECIAL, NORMAL, USER_DEFINED, BYTE = 3, 1, 4, 6
 def write_gguf(path, family, args, tokenizer, tensors):
     """A GGUF file of a model's dimensions, a tokenizer's fields and tensors by llama.cpp's names."""
     writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(args.num_hidden_layers)
-    writer.add_context_length(64)
-    writer.add_embedding_length(args.hidden_size)
-    writer.add_feed_forward_length(args.intermediate_size)
-    writer.add_head_count(args.num_attention_heads)
-    writer.add_head_count_kv(args.num_key_value_heads)
-    writer.add_key_length(args.head_dim)
-    writer.add_rope_freq_base(args.rope_theta)
-    writer.add_layer_norm_rms_eps(args.rms_norm_eps)
+    fields = {
+        "block_count": args.num_hidden_layers,
+        "context_length": 64,
+        "embedding_length": args.hidden_size,
+        "feed_forward_length": args.intermediate_size,
+        "head_count": args.num_attention_heads,
+        "head_count_kv": args.num_key_value_heads,
+        "key_length": args.head_dim,
+        "rope_freq_base": args.rope_theta,
+        "layer_norm_rms_eps": args.rms_norm_eps,
+    }
     if family == "gemma3":
-        writer.add_sliding_window(args.sliding_window)
-    for name, value in tokenizer.items():
+        fields["sliding_window"] = args.sliding_window
+    for name, value in (fields | tokenizer).items():
         getattr(writer, f"add_{name}")(value)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
