@@ -22,7 +22,7 @@ QUESTION, CONVERSATION, BATCH = "question", "conversation", "batch"
 
 
 class Setting(NamedTuple):
-    """What to keep, a policy as it is typed or None for the full cache, and what becomes of the other entries."""
+    """A policy as it is typed, or None for the full cache, and what becomes of the entries that it does not keep."""
 
     policy: str | None
     memory: str = "drop"

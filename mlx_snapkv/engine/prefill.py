@@ -137,9 +137,7 @@ def read_book(
 ) -> tuple[list, CompressionReport]:
     """Read a text for questions to come, out of core; a turn of a conversation can go on from its caches.
 
-    Args:
-        memory: where the entries are stored.
-        prefill_step_size, prompt_progress_callback, far: as of `prefill`.
+    The options are those of `prefill`; `memory` says where the entries are stored.
 
     Returns:
         The caches, and a report of what is resident, whose `reason` is set if everything is.
