@@ -113,6 +113,7 @@ class Compression:
     ) -> None:
         """Compress `caches`, let the answer begin, and fill in the report."""
         started = time.perf_counter()
+        self.layers[0].shard.ranks.synchronize()  # also where nobody votes: tokens that choose compute on
         choices = self.choose()
         report.entries_kept = [None] * len(self.caches)
         report.attention_share = [None] * len(self.caches)
@@ -263,7 +264,6 @@ def choose_all(
             wanted = shared_out([layer.scores for layer in layers], quotas)
         return [choose(layer, quota) for layer, quota in zip(layers, wanted)]
 
-    shard.ranks.synchronize()
     return shard.ranks.agreed(choices, SnapKVError)
 
 
