@@ -113,7 +113,8 @@ class Compression:
     ) -> None:
         """Compress `caches`, let the answer begin, and fill in the report."""
         started = time.perf_counter()
-        self.layers[0].shard.ranks.synchronize()  # also where nobody votes: tokens that choose compute on
+        # Also where nobody votes: the tokens that choose instead are computed on all ranks.
+        self.layers[0].shard.ranks.synchronize()
         choices = self.choose()
         report.entries_kept = [None] * len(self.caches)
         report.attention_share = [None] * len(self.caches)
