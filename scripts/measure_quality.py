@@ -45,6 +45,7 @@ ASKED = (
     "snapkv:budget=12.5%",
     "snapkv:budget=6.25%",
     "snapkv:budget=256",
+    "snapkv:budget=12.5%,lookahead=0",
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
