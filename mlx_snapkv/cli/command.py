@@ -121,7 +121,7 @@ class Command(TyperCommand):
             if option.name in settings.keys() & dropped - typed:
                 ctx.params[option.name] = option.default
                 del settings[option.name]
-        if ctx.params.get("policy") == "none":
+        if ctx.params.get("policy") in ("none", ["none"]):
             ctx.params["policy"] = None
         return rest
 

@@ -65,6 +65,10 @@ class SavedStart:
                 raise SnapKVError(f"{file} has its own policy, {self._saved.policy}: drop yours")
             policy = resolve_policy(policy=self._saved.policy)
             memory = own if memory == "drop" else memory
+        elif memory != "drop" and is_compressed(caches):
+            raise SnapKVError(
+                f"{file} is compressed already, its evicted entries are gone: drop --memory"
+            )
         elif memory == "drop":
             if policy is not None:
                 self.report = self._compress(model, policy, quantization)

@@ -174,6 +174,7 @@ def test_a_text_that_was_read_again_answers_every_question(ask, book, cache):
         ([], ["--model", "demo-qwen3-next"], "was made with another model or other weights"),
         (HALF, ["--policy", "keydiff"], "is compressed already: drop the policy"),
         (HALF, ["--kv-bits", "4"], "is compressed already, its entries stay so"),
+        (HALF, ["--memory", "recall"], "is compressed already, its evicted entries are gone"),
     ],
 )  # fmt: skip
 def test_what_a_saved_prompt_can_not_be_asked_with(cache, ask, saved, options, message):

@@ -65,6 +65,12 @@ def test_auto_is_for_the_commands_that_choose(run):
     assert code == 0 and out.endswith(": generate, chat, batch, serve, plan\n")
 
 
+def test_none_is_no_policy_where_several_may_be_named(run):
+    asked = ["compare", "--model", "demo", "--prompt", LEAD, "-m", "2", "--json", "-q"]
+    code, out, _ = run("policy = 'keydiff'\n", *asked, MLX_SNAPKV_POLICY="none")
+    assert code == 0 and [way["name"] for way in json.loads(out)["ways"]][1] != "keydiff"
+
+
 def test_what_a_saved_prompt_has_settled_is_no_mistake(run, tmp_path):
     saved = str(tmp_path / "s.safetensors")
     text = 'model = "demo"\nsnapkv = "top_k=8"\nsystem-prompt = "Answer."\nmemory = "drop"\n'
