@@ -14,6 +14,8 @@ from mlx_snapkv import SnapKVError
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.memories import make_caches
 from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
+from mlx_snapkv.caches.refreshed import RefreshedKVCache
+from mlx_snapkv.engine.out_of_core import CHOOSING
 from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.request import Request
 from mlx_snapkv.engine.retention import RetentionConfig
@@ -192,3 +194,17 @@ def test_an_index_that_a_book_lacks_is_made_again_and_reported(wide, tokens, mon
                 layer.cache_in(cache).index = None
     assert [r.book.index_made_again for r in reports] == [False, True, False]
     assert "their index was missing and made again" in str(reports[1])
+
+
+def test_a_book_s_last_tokens_choose_together_and_the_last_one_alone(tokens, monkeypatch):
+    chosen, choose = [], RefreshedKVCache.record
+
+    def noted(self, queries, *args, **options):
+        if self.layer.index == 0:
+            chosen.append(queries.shape[2])
+        return choose(self, queries, *args, **options)
+
+    monkeypatch.setattr(RefreshedKVCache, "record", noted)
+    policy = "keydiff:budget=100,block=64 then snapkv:budget=90,n_window=60,obs_window=8"
+    steps(make_llama(head_dim=32), tokens, 3, policy=policy, memory="recall")
+    assert chosen[0] == CHOOSING - 1 and set(chosen[1:]) == {1}
