@@ -9,6 +9,7 @@ import typer
 
 from ..errors import SnapKVError
 from . import cache_options, options
+from .command import in_flags
 
 if TYPE_CHECKING:
     from .chat_session import Session
@@ -71,7 +72,7 @@ def run(session: Session) -> None:
         except SnapKVError as error:
             if not interactive:
                 raise
-            session.say(str(error))
+            session.say(in_flags(str(error)))
         except KeyboardInterrupt:
             if not interactive or here().size > 1:
                 raise

@@ -203,7 +203,10 @@ class Session:
         self.saved()
 
     def start_again(self, said: str, **changes: Any) -> None:
-        """Forget the conversation, and what the file it came from may have brought with it, if it may be lost."""
+        """Forget the conversation, and what the file it came from may have brought with it, if it may be lost.
+
+        With other settings, what is attached still waits.
+        """
         if not self.may_replace():
             return
         now = self.conversation
@@ -213,7 +216,9 @@ class Session:
         if options["policy"] is not None and options["memory"] != "drop":
             options["verify"] = now.verify
         self.replace(Conversation(now.model, now.tokenizer, **options, **now.generation))
-        self.say(said)
+        if changes:
+            self.conversation.attached = now.attached
+        self.say(said + self.waiting)
 
     def sample(self, name: str, value: str) -> None:
         """Sample answers with another value of one setting from now on."""

@@ -68,11 +68,14 @@ def test_a_policy_that_gains_nothing_is_told_once(script, document, monkeypatch)
 
 def test_reset_policy_and_system_start_again(script, document):
     path, facts = document
-    lines = [f"/file {path}", facts[0].question, "/reset", "/stats", "/policy none", "/policy"]
+    """A document that waits is for the next message, whatever answers it; /reset forgets it."""
+    file = f"/file {path}"
+    lines = [file, facts[0].question, "/reset", "/stats", file, "/policy none", "/policy"]
     lines += ["/reset", "/policy", "/system Be brief.", "/quit", "never sent"]
     code, out, err = script(lines, *POLICY)
     assert (code, out) == (0, [facts[0].value])
-    for words in ("nothing has been said yet", "with policy none", "with that system prompt"):
+    waiting = "with policy none, and the document will be read with your next message"
+    for words in ("nothing has been said yet", waiting, "with that system prompt\n"):
         assert words in err
     assert err.count("is forgotten") == err.count("policy: none") == 2
 

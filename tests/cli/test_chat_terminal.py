@@ -114,6 +114,7 @@ def test_tab_completes_commands_and_file_names(terminal, document):
         ("", PROMPT),
         ("/he\t\r", "leave (also Ctrl-D)"),
         ("/policy keyd\t\r", "policy keydiff"),
+        ("/verify all\r", "give --memory recall"),
         ("/file no\t\r", "notes of today.txt: "),
     )
     chat.leave()
