@@ -4,8 +4,7 @@
     python scripts/make_ruler.py MODEL real-models/ruler/NAME --length 2048
     python scripts/measure_answers.py --models MODEL; make docs
 
-Each way gets the full cache's own answer, token by token, and its predictions are compared with the full cache's:
-needles are RULER's questions, essays are to be summarised. All but a prompt's end is read once.
+Each way gets the full cache's own answer, token by token, and its predictions are compared with the full cache's.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ WAYS = {
     "every token, by the index": ("token", 0),
 }
 
-Case = tuple[
-    str, str, str, int
-]  # its kind, what the user says, the answer's first words, and tokens of the answer
+# Its kind, what the user says, the answer's first words, and tokens of the answer.
+Case = tuple[str, str, str, int]
 
 
 def cases(folder: Path, ruler: Path, asked: int) -> Iterator[Case]:
