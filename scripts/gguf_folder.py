@@ -133,7 +133,6 @@ def halves_apart(weight: np.ndarray, n_heads: int) -> np.ndarray:
 
 
 def config(metadata: Metadata) -> dict[str, Any]:
-    """config.json."""
     family = metadata["general.architecture"]
     own = {name.removeprefix(f"{family}."): value for name, value in metadata.items()}
     hidden, heads = own["embedding_length"], own["attention.head_count"]
@@ -223,7 +222,6 @@ def _numbered(vocabulary: list[str]) -> dict[str, int]:
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
-    """special_tokens_map.json."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     vocabulary = metadata["tokenizer.ggml.tokens"]
     ids = {ours: metadata[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in names.items()}

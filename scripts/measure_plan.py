@@ -83,7 +83,6 @@ Case = tuple[int, str | None, int, int | None]  # tokens, policy, chunk, bits
 
 
 def cases(name: str) -> list[Case]:
-    """What is measured on a model."""
     if name in MODELS:
         n = 1500 if name == "demo-qwen3-next" else 6000
         policies = [(n, policy, 512, None) for policy in (None, *EMBEDDED_POLICIES)]

@@ -39,7 +39,6 @@ OPTION = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.M)
 
 
 def page() -> str:
-    """docs/policies.md."""
     shared = meanings(Policy)
     rows = [(f"`{name}`", shared[name]) for name in Policy.options() if name in shared]
     head = PAGE.format(

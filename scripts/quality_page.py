@@ -20,8 +20,8 @@ HOW = """## How it was measured
   compression (`lookahead`) count as 0. *later*: the piece is compressed before the question comes.
 - **RULER's** tasks are made by lm-evaluation-harness (`scripts/make_ruler.py`) and have its score: the share of the
   references that stand in the output. A task that the full cache can't do shows nothing, whatever its row says.
-  SnapKV's default decodes an answer's first 32 tokens on all entries; `lookahead=0`, the published setting and the
-  policies that look at no queries do not.
+  SnapKV's default decodes an answer's first 32 tokens on all entries, and RULER's references mostly stand in those;
+  `lookahead=0`, the published setting and StreamingLLM do not.
 - Intervals are 95%, paired by text or question, and bootstrapped over documents.
 - SmolLM2-135M-Instruct and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may
   differ: measure yours with the same commands.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from results_page import Row, load, right, table
 
 from mlx_snapkv.engine.report import format_bytes
+from mlx_snapkv.evals.methods import FULL
 
-# Which of the figures are shown.
 CONTEXT, LONG = 32768, 16384
-SNAPKV, WINDOW = "snapkv:budget=12.5%", "streaming_llm:budget=12.5%,schedule=once"
+SNAPKV = "snapkv:budget=12.5%"
+WAYS = {"SnapKV": SNAPKV, "StreamingLLM": "streaming_llm:budget=12.5%,schedule=once"}
 
 
 def results() -> list[str]:
-    """What was measured, the full cache beside what is compressed."""
-    rows = [*_fidelity(), *_answers(), *_speed(), *_facts()]
+    rows = [*_quality(), *_answers(), *_speed(), *_facts()]
     return table(("measured", "full cache", "compressed", "page", "printed by"), rows)
 
 
@@ -21,20 +21,24 @@ def _row(what: str, full: str, compressed: str, page: str, command: str) -> tupl
     return what, full, compressed, f"[{page}](docs/{page}.md)", f"`{command}`"
 
 
-def _fidelity() -> list[tuple[str, ...]]:
-    """KL of text and known answers, of the models measured."""
+def _quality() -> list[tuple[str, ...]]:
+    """KL of text and known answers, and RULER's scores, of the models measured."""
     rows = []
     for part in load("quality")["parts"]:
-        if not part["part"].startswith("fidelity"):
-            continue
-        model = part["model"].rpartition("/")[2]
-        for setting, what in (("text", "text that goes on"), ("known", "the full cache's answer")):
-            own = [s for s in part["summary"] if s["setting"] == setting]
-            kl = {s["method"]: s["kl"]["mean"] for s in own}
-            told = f"SnapKV {kl[SNAPKV]:.3f}, StreamingLLM {kl[WINDOW]:.3f}"
-            pieces = f"{own[0]['pieces']} pieces of essays, {part['length']:,} tokens"
-            named = f"KL to the full cache with 1/8 of the entries, {what}, nats a token (`{model}`, {pieces})"
+        (kind, *_), own = part["part"].split("-"), part["summary"]
+        model, first = part["model"].rpartition("/")[2], own[0]
+        if kind == "fidelity":
+            kl = {(s["method"], s["setting"]): f"{s['kl']['mean']:.3f}" for s in own}
+            told = "; ".join(f"{x} {kl[y, 'text']} and {kl[y, 'known']}" for x, y in WAYS.items())
+            about = f"(`{model}`, {first['pieces']} pieces of essays, {part['length']:,} tokens)"
+            named = f"KL to the full cache with 1/8 of the entries, text and answers, nats a token {about}"
             rows.append(_row(named, "0", told, "quality", "make eval"))
+        if kind == "ruler":
+            score = {s["method"]: f"{100 * s['score']:.0f}" for s in own}
+            told = f"SnapKV {score[SNAPKV]}, {score[SNAPKV + ',lookahead=0']} without lookahead"
+            about = f"(`{model}`, {first['asked']} questions, {first['length']:,} tokens)"
+            named = f"RULER's score with 1/8 of the entries {about}"
+            rows.append(_row(named, score[FULL], told, "quality", "make eval"))
     return rows
 
 
