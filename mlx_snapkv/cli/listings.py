@@ -64,7 +64,7 @@ CHOICES = (
     ),
     Choice(
         "a text too long for memory, such as a book",
-        "It is read within a budget, every entry goes to a file, and every question votes over all of them.",
+        "It is read within a budget, every entry goes to a file, and every token of an answer chooses among them.",
         "mlx-snapkv chat --model MODEL --memory recall:file "
         '--policy "keydiff:budget=4096 then snapkv:top_k=1024"',
         ("recall.md#books", "benchmarks.md#books"),
