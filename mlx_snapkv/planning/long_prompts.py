@@ -73,7 +73,8 @@ class LongPrompts:
         if self._retention.retains:
             return f"the answer will read {count} of {n:,} entries, all of which stay"
         how = None if self._kv_bits is None else Quantization(self._kv_bits, self._group_size)
-        after = total_bytes(sizes.of_token(how), kept) + n * sum(sizes.plain)
+        beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
+        after = total_bytes(sizes.of_token(how), [k + beside for k in kept]) + n * sum(sizes.plain)
         sizes_text = f"{format_bytes(before)} → {format_bytes(after)}"
         return f"{count} of {n:,} entries will be kept: KV memory {sizes_text}"
 

@@ -20,7 +20,7 @@ from real_models import real_folder
 from tiny_models import make_llama
 
 import mlx_snapkv
-from mlx_snapkv import SnapKV, SnapKVError, plan_memory
+from mlx_snapkv import KeyDiff, SnapKV, SnapKVError, plan_memory
 from mlx_snapkv.cli.plan import CONTEXTS
 from mlx_snapkv.demo import MODELS
 from mlx_snapkv.engine.auto import QUESTION, SETTINGS
@@ -223,6 +223,7 @@ def test_machines():
         (4096, {}, "all 4,096 entries will be kept (12.6 MB); --policy auto"),
         (4096, {"policy": SnapKV(budget=512)}, "512 of 4,096 entries will be kept: KV memory 12.6 MB → 1.57 MB"),
         (4096, {"policy": SnapKV(budget=512), "kv_bits": 8}, "KV memory 12.6 MB → 442 kB"),
+        (4096, {"policy": KeyDiff(budget=512)}, "512 of 4,096 entries will be kept: KV memory 12.6 MB → 3.15 MB"),
         (4096, {"policy": SnapKV(budget="pyramid:512")}, "132 to 892, by layer, of 4,096 entries"),
         (300, {"policy": SnapKV(budget=512)}, "nothing will be evicted: the prompt's 300 entries fit the budget"),
         (300, {"policy": SnapKV(budget=512)}, "for example --policy snapkv:top_k=32"),
