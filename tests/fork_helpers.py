@@ -65,6 +65,12 @@ class Program:
             print(code, file=sys.stderr)
         threading._shutdown()
         atexit._run_exitfuncs()
+        if not code and (generating := sys.modules.get("mlx_lm.generate")):
+            # As at an interpreter's end: what other ranks wait for is still computed.
+            import mlx.core as mx
+
+            mx.synchronize(generating.generation_stream)
+            mx.synchronize()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
