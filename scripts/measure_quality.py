@@ -49,6 +49,7 @@ ASKED = (
     f"snapkv:budget=12.5%,{PAPER}",
     "streaming_llm:budget=25%,schedule=once",
 )
+EVERY_TOKEN = ["--memory", "recall", "--policy", "snapkv:budget=6.25%,lookahead=0"]
 ON_FULL = (  # the answer outgrows the recent window
     "snapkv:budget=12.5%",
     "snapkv:budget=12.5%,on_full=slide",
@@ -70,10 +71,9 @@ def _fidelity(model: Path, policies: Iterable[str], *more: str) -> list[str]:
     return [*words, "--length", "1400", *_each("--policy", policies), *more]
 
 
-def _ruler(model: Path, length: int) -> list[str]:
+def _ruler(model: Path, length: int, ways: Iterable[str] = _each("--policy", ASKED)) -> list[str]:
     words = ["eval", "data", "--model", str(model), "--data", str(RULER / model.name / str(length))]
-    known = [*_each("--task", TASKS), "--setting", "known"]
-    return [*words, *known, *_each("--policy", ASKED)]
+    return [*words, *_each("--task", TASKS), "--setting", "known", *ways]
 
 
 COMPARED = [form.format(budget) for budget in BUDGETS for form in EVERY_BUDGET] + [*ONE_BUDGET]
@@ -85,6 +85,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "fidelity-gemma": (_fidelity(GEMMA, COMPARED, *SETTINGS), 1),
     "on-full-smollm2": (_fidelity(SMOLLM2, ON_FULL, "--continuation", "200"), 8),
     "ruler-smollm2-2048": (_ruler(SMOLLM2, 2048), 2),
+    "ruler-smollm2-2048-recall": (_ruler(SMOLLM2, 2048, EVERY_TOKEN), 2),
     "ruler-smollm2-4096": (_ruler(SMOLLM2, 4096), 2),
     "ruler-gemma-2048": (_ruler(GEMMA, 2048), 2),
     "ruler-gemma-4096": (_ruler(GEMMA, 4096), 2),

@@ -21,7 +21,7 @@ HOW = """## How it was measured
 - **RULER's** tasks are made by lm-evaluation-harness (`scripts/make_ruler.py`) and have its score: the share of the
   references that stand in the output. A task that the full cache can't do shows nothing, whatever its row says.
   SnapKV's default decodes an answer's first 32 tokens on all entries, and RULER's references mostly stand in those;
-  `lookahead=0`, the published setting and StreamingLLM do not.
+  `lookahead=0`, the published setting and StreamingLLM do not. With `memory recall` each token chooses its entries.
 - Intervals are 95%, paired by text or question, and bootstrapped over documents.
 - SmolLM2-135M-Instruct and Gemma 3 270M (not instruction-tuned, so its answers ramble) are small. A large model may
   differ: measure yours with the same commands.
