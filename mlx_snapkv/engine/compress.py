@@ -80,13 +80,13 @@ def compress_prompt_cache(
         report.reason = fits_reason(n, decode_policy)
         return report
     plan = PromptPlan(n, n, n)
-    Compression(layers, prompt_cache, decode_policy, plan, quantization, queries).compress(report)
+    Compression(layers, prompt_cache, decode_policy, plan, report, quantization, queries).compress()
     return report
 
 
 @dataclass
 class Compression:
-    """One replacement of a prompt cache's full entries.
+    """One replacement of a prompt cache's full entries, which fills in the `report`.
 
     Nothing is changed before every layer has chosen; then the layers are compressed one at a time, and the full
     entries of each are freed at once. The entries of the plan's prompt compete, and its queries vote if the caches
@@ -97,9 +97,11 @@ class Compression:
     caches: list
     decode_policy: Policy
     plan: PromptPlan
+    report: CompressionReport
     quantization: Quantization | None = None
     queries: list[mx.array | None] | None = None
     on_kept: KeptCallback | None = None
+    is_compressed: bool = False
 
     def __post_init__(self):
         if self.decode_policy.adaptive and self.layers[0].shard.kind is not None:
@@ -108,11 +110,9 @@ class Compression:
                 "give a number, a share or a pyramid"
             )
 
-    def compress(
-        self, report: CompressionReport, begin_answer: Callable[[], None] = lambda: None
-    ) -> None:
-        """Compress `caches`, let the answer begin, and fill in the report."""
-        started = time.perf_counter()
+    def compress(self) -> None:
+        """Compress `caches`, and let the answer begin."""
+        started, report = time.perf_counter(), self.report
         # Also where nobody votes: the tokens that choose instead are computed on all ranks.
         self.layers[0].shard.ranks.synchronize()
         choices = self.choose()
@@ -125,10 +125,14 @@ class Compression:
             report.attention_share[layer.index] = choice.share
         self.keep(choices)
         mx.clear_cache()
-        begin_answer()
+        self.is_compressed = True
+        self.begin_answer()
         report.kv_bytes_after = kv_bytes(self.caches)
         report.kv_dtype = kv_dtype(self.layers[0].entries_in(self.caches))
         report.selection_seconds += time.perf_counter() - started
+
+    def begin_answer(self) -> None:
+        """The caches are compressed."""
 
     def choose(self) -> list[Choice]:
         """What is to be kept, layer by layer; nothing is changed. Nothing at all if the tokens to come choose."""

@@ -35,18 +35,20 @@ class WrappedModel(nn.Module):
 
 
 class HookedModel(WrappedModel):
-    """A model whose calls are made by `hook(inputs, cache)`, once there is one.
+    """A reader's model, whose calls the reader's `hook(inputs, cache)` makes while it has one.
 
-    Attributes:
-        hook: gives logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.
+    It gives logits that follow tokens `(1, L)`: `(1, n, vocab_size)` for the last `n`, at least 1.
     """
 
-    hook: Call | None = None
+    def __init__(self, reader: Any):
+        super().__init__(reader.model)
+        self._reader = reader
 
     def __call__(self, inputs: mx.array, cache: list, **kwargs: Any) -> mx.array:
-        if self.hook is None or kwargs:
+        hook: Call | None = self._reader.hook
+        if hook is None or kwargs:
             return self["wrapped"](inputs, cache=cache, **kwargs)
-        return self.hook(inputs, cache)
+        return hook(inputs, cache)
 
 
 class SplitCalls(WrappedModel):

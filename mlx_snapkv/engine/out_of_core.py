@@ -81,7 +81,7 @@ class OutOfCoreReader(RetainingReader):
         """Store what is resident only, and vote over everything, unless tokens choose by themselves."""
         resident = [layer.cache_in(self.prompt_cache) for layer in self.layers]
         self.offload()
-        self.book = Book(
+        self.report.book = Book(
             resident=max(cache.n_entries for cache in resident),
             resident_bytes=sum(cache.nbytes for cache in resident),
             stored=self.plan.n_prompt,
@@ -96,13 +96,13 @@ class OutOfCoreReader(RetainingReader):
         quotas = [_with_window(quota, self._n_again) for quota in self.decode_quotas]
         scored = map(self._scored, self.layers, quotas)
         choices = choose_all(scored, self.decode_policy, quotas, self.layers[0].shard)
-        self.book.vote_seconds = time.perf_counter() - started
+        self.report.book.vote_seconds = time.perf_counter() - started
         return choices
 
     def keep(self, choices: list[Choice]) -> None:
         """Gather what was chosen, or let tokens choose, and read the last tokens over it."""
-        assert self.book is not None
-        started = time.perf_counter()
+        book, started = self.report.book, time.perf_counter()
+        assert book is not None
         uniform = len({choice.kept.shape[-1] for choice in choices}) == 1
         for layer, choice in zip(self.layers, choices):
             layer.put(self._small, self._gathered(layer, choice, uniform))
@@ -124,8 +124,8 @@ class OutOfCoreReader(RetainingReader):
                 layer.cache_in(full).trim(self._n_again)
             self._logits = self._logits_after(tokens, full)
         self._again = []
-        self.book.gather_seconds = gathered - started
-        self.book.read_again_seconds = time.perf_counter() - gathered
+        book.gather_seconds = gathered - started
+        book.read_again_seconds = time.perf_counter() - gathered
 
     def _scored(self, layer: AttentionLayer, quota: Quota) -> Scored:
         """Everything scored, with the memory of one layer at a time."""
@@ -194,6 +194,7 @@ class OutOfCoreReader(RetainingReader):
         return refreshed
 
     def end(self) -> None:
+        super().end()
         for layer in self.layers:
             cache = layer.cache_in(self.prompt_cache)
             cache.store.truncate(cache.offset)

@@ -1,6 +1,8 @@
 """How a prompt is read, and how what it keeps is chosen: on caches of its own, or on caches that retain everything."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..caches.block import BlockKVCache
@@ -22,14 +24,15 @@ from ..policies import Policy, Stages
 from ..policies.budgets import Quota
 from .compress import Choice, Compression
 from .loop_model import Call
-from .prompt_plan import chunk_size, plan_prompt
+from .prompt_plan import chunk_size, fits_reason, plan_prompt
 from .repetition import Repetition
-from .report import Book
+from .report import CompressionReport, Verified
 from .retention import RetentionConfig
+from .self_speculation import SelfSpeculation
 
 
-class Reader(Compression):
-    """Reads a prompt on `caches`, and replaces them by what stays of it.
+class Reader(Compression, ABC):
+    """Reads a prompt on `caches`, replaces them by what stays of it, and says how the answer is decoded from that.
 
     Args:
         n_new: tokens to read.
@@ -38,11 +41,10 @@ class Reader(Compression):
 
     Attributes:
         caches: what mlx-lm is to be handed; once compressed, what the answer is decoded from.
-        observes: queries are asked for while it reads.
-        hook: makes the model's calls while it reads, if it is not the model itself.
+        observes: queries are asked for.
+        hook: makes the model's calls, if it is not the model itself.
         on_read: compresses; for a reader that has to when the last token has been read.
         repetition: reads the prompt again, if the policy asks for that.
-        book: where the entries are, if they are read out of core.
 
     Raises:
         SnapKVError: the model is not supported, its entries can't be quantised so, or a budget has no room for what is
@@ -52,7 +54,6 @@ class Reader(Compression):
     hook: Call | None = None
     on_read: Callable[[], object]
     repetition: Repetition | None = None
-    book: Book | None = None
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class Reader(Compression):
         n_prompt = self.n_held + n_new
         self.out_of_core = retention.retains and policy.reads_in_blocks
         plan = plan_prompt(policy, n_prompt, self.out_of_core)
-        super().__init__(layers, list(prompt_cache), decode_policy, plan, quantization)
+        report = CompressionReport(str(policy), n_prompt)
+        super().__init__(layers, list(prompt_cache), decode_policy, plan, report, quantization)
         self.compaction = retention.compaction(model, policy, n_prompt)
         self.observes = any(stage.observes for stage in policy.stages)
         wanted = [stage.query_statistics for stage in policy.stages]
@@ -83,11 +85,12 @@ class Reader(Compression):
                 f"{policy} has no closed form where logits are capped, as those of model type "
                 f"{type_of(model)!r} are: give another policy, such as snapkv"
             )
+        retention.require_rollback(prompt_cache, len(layers))
         self._prepare(quotas_of(layers, policy.prefill_quotas, n_prompt))
 
+    @abstractmethod
     def _prepare(self, quotas: list[Quota]) -> None:
         """Make `caches` ready to read, each with what it may hold meanwhile."""
-        raise NotImplementedError
 
     @property
     def refreshes(self) -> bool:
@@ -118,8 +121,12 @@ class Reader(Compression):
         """Tokens to read at a time, `limit` at most."""
         return chunk_size(self.policy, limit, self.plan, self.n_new)
 
+    def begin_answer(self) -> None:
+        self.hook, self.report.pulled_to = None, self.pulled_to
+        self.observes = self.refreshes or self.decode_policy.observes_answer
+
     def end(self) -> None:
-        """The answer has ended."""
+        """The answer has ended: leave the caller's caches ready to go on from."""
 
 
 class InMemoryReader(Reader):
@@ -190,6 +197,13 @@ class InMemoryReader(Reader):
         super().keep(choices)
         self.prompt_cache[:] = self.caches
 
+    def begin_answer(self) -> None:
+        super().begin_answer()
+        n_prompt = self.plan.n_prompt
+        if self.decode_policy.schedule == "block" and self.report.entries >= n_prompt:
+            why = fits_reason(n_prompt, self.policy)
+            self.report.reason = f"{why}; the answer is kept within it"
+
 
 class RetainingReader(Reader):
     """Reads on the caller's own caches, which go on holding all entries; compressed copies serve the answer only."""
@@ -232,13 +246,27 @@ class RetainingReader(Reader):
             view.index = view.make_index(cache.held(1).voters.heads if cache.n_queries else None)
         return view
 
-    def refresh(self) -> None:
-        """Let every token of the answer choose anew, among all entries, which ones it reads."""
+    def begin_answer(self) -> None:
+        """Unless the prompt has chosen for it, let every token of the answer choose anew among all entries."""
+        super().begin_answer()
+        if not self.refreshes:
+            return
+        kept, counts = self.report.entries_kept, []
         for layer, quota in zip(self.layers, self.decode_quotas):
             if self.decode_policy.adaptive:
-                n = layer.entries_in(self.caches).n_entries
-                quota = Quota(n, quota.n_sink, quota.n_window)
+                quota = replace(quota, entries=layer.entries_in(self.caches).n_entries)
             layer.put(self.caches, self.refreshed(layer, quota))
+            counts.append(layer.entries_in(self.caches).n_entries)
+            kept[layer.index] = kept[layer.index] or counts[-1]
+        self.report.refreshed = max(counts)
+        if self.retention.verify is not None:
+            self.report.verified = Verified()
+            caches = self.full_caches(), list(self.caches)
+            self.hook = SelfSpeculation(self.model, *caches, self.report.verified)
+
+    def end(self) -> None:
+        if isinstance(self.hook, SelfSpeculation):
+            self.hook.close()
 
     def refreshed(self, layer: AttentionLayer, quota: Quota) -> RefreshedKVCache:
         """A cache whose tokens choose `quota` entries anew among all."""

@@ -19,46 +19,28 @@ from ..models.patch import recording
 from ..policies import Policy, Stages
 from .loop_model import HookedModel, observing, one_by_one
 from .out_of_core import OutOfCoreReader
-from .prompt_plan import ProgressCallback, fits_reason, gate
+from .prompt_plan import ProgressCallback, gate
 from .readers import InMemoryReader, Reader, RetainingReader
-from .report import NO_POLICY, CompressionReport, Verified
+from .report import NO_POLICY, CompressionReport
 from .retention import DROP, RetentionConfig
-from .self_speculation import SelfSpeculation
 
 NO_POLICY_REASON = "no policy was given: pass snapkv or policy to compress"
 
 
 class Request:
-    """One request that is compressed; the arguments are those of its `reader`.
+    """One request that is compressed, as its `reader` reads and answers it.
 
     mlx-lm's loop gets `model` and `caches`; `report` says what the compression did, and is empty before.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        policy: Policy | Stages,
-        n_new: int,
-        prompt_cache: list,
-        retention: RetentionConfig = DROP,
-        quantization: Quantization | None = None,
-    ):
-        self._observed = attention_classes(model)
-        kind: type[Reader] = InMemoryReader
-        if retention.retains:
-            kind = OutOfCoreReader if policy.reads_in_blocks else RetainingReader
-        self.reader = kind(model, policy, n_new, prompt_cache, retention, quantization)
-        retention.require_rollback(prompt_cache, len(self.reader.layers))
-        self.reader.on_read = self.compress
-        self.model = HookedModel(model)
-        self.model.hook = self.reader.hook
-        self.step_size, self.plan = self.reader.step_size, self.reader.plan
-        self.n_ahead = self.plan.n_ahead
-        self.report = CompressionReport(str(policy), self.plan.n_prompt)
-        self.is_compressed = False
-        self._speculation: SelfSpeculation | None = None
+    def __init__(self, reader: Reader):
+        self.reader, self.report, self.plan = reader, reader.report, reader.plan
+        self.step_size, self.n_ahead = reader.step_size, reader.plan.n_ahead
+        self.model = HookedModel(reader)
+        self._observed = attention_classes(reader.model)
         self._started: float | None = None
         self._prefill_seconds: float | None = None
+        reader.on_read = self.compress
 
     @property
     def caches(self) -> list:
@@ -76,17 +58,11 @@ class Request:
         if self._started is None:
             self.reader.require_unchanged()
             self._started = time.perf_counter()
-        reader = self.reader
-        observes = reader.observes
-        if self.is_compressed:
-            observes = reader.refreshes or reader.decode_policy.observes_answer
-        with recording(self._observed if observes else []):
+        with recording(self._observed if self.reader.observes else []):
             yield
 
     def end(self) -> None:
         """The answer has ended: leave the caller's caches ready to go on from."""
-        if self._speculation is not None:
-            self._speculation.close()
         self.reader.end()
 
     def prompt_is_read(self) -> None:
@@ -100,38 +76,13 @@ class Request:
         Raises:
             SnapKVError: the scores are NaN, or there is no room for the entries that stay.
         """
-        if self.is_compressed:
-            return self.report
-        self.prompt_is_read()
-        report, reader = self.report, self.reader
-        reader.compress(report, self._begin_answer)
-        report.prefill_seconds = self._prefill_seconds or 0.0
-        if reader.repetition is not None:
-            report.prefill_seconds -= reader.repetition.seconds
-            report.selection_seconds += reader.repetition.seconds
-        report.book, report.pulled_to = reader.book, reader.pulled_to
-        return report
-
-    def _begin_answer(self) -> None:
-        reader, report, n_prompt = self.reader, self.report, self.plan.n_prompt
-        self.is_compressed, self.model.hook = True, None
-        if not isinstance(reader, RetainingReader):
-            if reader.decode_policy.schedule == "block" and report.entries >= n_prompt:
-                why = fits_reason(n_prompt, reader.policy)
-                report.reason = f"{why}; the answer is kept within it"
-            return
-        if not reader.refreshes:
-            return
-        reader.refresh()
-        counts = [layer.entries_in(reader.caches).n_entries for layer in reader.layers]
-        report.refreshed = max(counts)
-        for layer, n in zip(reader.layers, counts):
-            report.entries_kept[layer.index] = report.entries_kept[layer.index] or n
-        if reader.retention.verify is not None:
-            report.verified = Verified()
-            caches = reader.full_caches(), list(reader.caches)
-            self._speculation = SelfSpeculation(reader.model, *caches, report.verified)
-            self.model.hook = self._speculation
+        if not self.reader.is_compressed:
+            self.prompt_is_read()
+            self.reader.compress()
+            n_again = self.reader.repetition.seconds if self.reader.repetition else 0.0
+            self.report.prefill_seconds = (self._prefill_seconds or 0.0) - n_again
+            self.report.selection_seconds += n_again
+        return self.report
 
 
 class Uncompressed:
@@ -156,6 +107,21 @@ class Uncompressed:
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Patch the model's attention classes for the block, if caches ask for queries."""
         return observing(self._model, self.caches)
+
+
+def reader_of(
+    model: Any,
+    policy: Policy | Stages,
+    n_new: int,
+    prompt_cache: list,
+    retention: RetentionConfig = DROP,
+    quantization: Quantization | None = None,
+) -> Reader:
+    """How such a request is read; arguments and errors are those of `Reader`."""
+    kind: type[Reader] = InMemoryReader
+    if retention.retains:
+        kind = OutOfCoreReader if policy.reads_in_blocks else RetainingReader
+    return kind(model, policy, n_new, prompt_cache, retention, quantization)
 
 
 def make_request(
@@ -191,7 +157,7 @@ def make_request(
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if retention.retains and not owned:
         caches = recalling_caches(model, caches, retention.memory, policy)
-    return Request(model, policy, n_new, caches, retention, quantization)
+    return Request(reader_of(model, policy, n_new, caches, retention, quantization))
 
 
 def reason_for_nothing(

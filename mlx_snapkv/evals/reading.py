@@ -24,7 +24,7 @@ from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.prompt_plan import LARGEST_CHUNK, ProgressCallback, gate, plan_prompt
 from ..engine.report import CompressionReport
-from ..engine.request import Request
+from ..engine.request import Request, reader_of
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
@@ -234,7 +234,7 @@ def _best(logits: mx.array) -> int:
 
 
 def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
-    return Request(model, policy, n_prompt, make_prompt_cache(model))
+    return Request(reader_of(model, policy, n_prompt, make_prompt_cache(model)))
 
 
 def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:

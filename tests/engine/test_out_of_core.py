@@ -17,7 +17,7 @@ from mlx_snapkv.caches.out_of_core import OutOfCoreKVCache
 from mlx_snapkv.caches.refreshed import RefreshedKVCache
 from mlx_snapkv.engine.out_of_core import CHOOSING
 from mlx_snapkv.engine.prefill import mlx_generate
-from mlx_snapkv.engine.request import Request
+from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.engine.retention import RetentionConfig
 from mlx_snapkv.policies import resolve_policy
 
@@ -39,7 +39,8 @@ class Read:
     def __init__(self, model, tokens, policy, memory="recall", verify=None):
         self.caches = make_caches(model, memory, resolve_policy(policy=policy))
         wanted = model, resolve_policy(policy=policy), tokens.size, self.caches
-        self.request = Request(*wanted, RetentionConfig(memory, verify, "turn"))
+        retention = RetentionConfig(memory, verify, "turn")
+        self.request = make_request(*wanted, retention, owned=True)
         self.layers = attention_layers(model, self.caches)
         with self.request.recording():
             items = mlx_generate.generate_step(

@@ -13,7 +13,7 @@ from mlx_snapkv import ExpectedAttention, SnapKVError, generate_step, prefill
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
-from mlx_snapkv.engine.request import Request
+from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.models.patch import recording
@@ -202,7 +202,7 @@ def test_statistics_of_a_later_turn_whose_first_tokens_need_an_eviction(tokens):
     cache = make_prompt_cache(model)
     model(tokens[None, :60], cache=cache)
     policy = ExpectedAttention(budget=40, block=16, n_window=8)
-    request = Request(model, policy, 20, cache)
+    request = make_request(model, policy, 20, cache, turns=True)
     with request.recording():
         for part in (tokens[60:64], tokens[64:80]):
             model(part[None], cache=request.caches)
