@@ -24,8 +24,7 @@ class Memory:
     def __init__(self, model, options: dict[str, Any], limit: int):
         policy, (quantization, _) = options.get("policy"), taken_from(options)
         step_size = options.get("prefill_step_size", PREFILL_STEP_SIZE)
-        sizes = EntrySizes(model, compresses=policy is not None)
-        self._footprint = Footprint(sizes, policy, quantization, step_size)
+        self._footprint = Footprint(EntrySizes(model), policy, quantization, step_size)
         self.limit = limit
         # Such requests hold what their prompts were read with until their answers end.
         self._read_on = RetentionConfig.taken_from(options)[0].reads_on

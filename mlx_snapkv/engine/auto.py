@@ -7,12 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mlx.utils import tree_flatten
-
-from ..errors import UnsupportedModelError
 from ..models.rope import trained_length
 from ..policies import Policy, SnapKV, Stages, resolve_policy
-from .footprint import EntrySizes, Footprint
+from .footprint import EntrySizes, Footprint, weight_bytes
 from .machine import free_memory
 from .report import CompressionReport, format_bytes
 from .retention import RetentionConfig
@@ -131,20 +128,15 @@ def auto(
     """
     n = n_prompt or min(TYPICAL, trained_length(model) or TYPICAL)
     n_answer = min(max(0, max_tokens), TYPICAL)
-    try:
-        sizes = EntrySizes(model)
-    except UnsupportedModelError:
-        sizes = EntrySizes(model, compresses=False)
-    parameters: Any = tree_flatten(model.parameters())
-    weights = sum(x.nbytes for _, x in parameters)
+    sizes, weights = EntrySizes(model), weight_bytes(model)
 
     def cost(setting: Setting) -> Cost:
         policy = resolve_policy(policy=setting.policy)
         kv = Footprint(sizes, policy).need(n, n_answer).most
         return Cost(weights + kv, kv, RetentionConfig(setting.memory).warning(model, policy, n))
 
-    limits = {"kv_memory": kv_memory, "can_compress": bool(sizes.layers)}
-    return recommended(n, task, cost, free_memory(), **limits)  # type: ignore[arg-type]
+    can_compress = sizes.refusal is None
+    return recommended(n, task, cost, free_memory(), kv_memory=kv_memory, can_compress=can_compress)
 
 
 def policy_for(

@@ -21,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..caches.layers import attention_layers, layer_caches, members
 from ..errors import SnapKVError
+from ..models import type_of
 from ..policies import Policy, Stages
 from .loop_model import evicts, rewinding
 from .prefill import mlx_generate, read
@@ -36,10 +37,8 @@ Serve = Callable[..., Iterator[GenerationResponse]]
 class DraftedRequest:
     """One request with a policy, and a draft model of the same vocabulary, which keeps everything.
 
-    `options` are mlx-lm's; their `prompt_cache` holds the main model's caches, then the draft's.
-
-    Raises:
-        SnapKVError: a model's layers can't take tokens back, or the policy's entries would depend on the drafts.
+    `options` are mlx-lm's; their `prompt_cache` holds the main model's caches, then the draft's. It is a SnapKVError if
+    a model's layers can't take tokens back, or the policy's entries would depend on the drafts.
     """
 
     model: Any
@@ -146,11 +145,7 @@ class DraftedRequest:
 
 
 def require_rewindable(model, prompt_cache: list | None) -> None:
-    """Refuse what mlx-lm's speculative loop would refuse, policy or not, but before the prompt is read.
-
-    Raises:
-        SnapKVError: a layer can't roll tokens back, or its entries are evicted by a choice.
-    """
+    """Refuse, policy or not, layers that can't roll tokens back, or whose entries are evicted by a choice."""
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     caches = caches[: len(model.layers)]
     pairs = zip(members(caches), layer_caches(caches))
@@ -163,12 +158,10 @@ def require_rewindable(model, prompt_cache: list | None) -> None:
 
 
 def _refuse(role: str, model, caches: list) -> None:
-    """Raises: SnapKVError: there are caches that can't roll tokens back."""
     if caches:
         kinds = " and ".join(sorted({type(c).__name__ for c in caches}))
-        name = getattr(model, "model_type", type(model).__name__)
         raise SnapKVError(
-            f"a draft model needs layers that can take rejected tokens back, and the {role} model's ({name}) "
+            f"a draft model needs layers that can take rejected tokens back, and the {role} model's ({type_of(model)}) "
             f"can't where they hold {kinds}: drop draft_model or use another model"
         )
 

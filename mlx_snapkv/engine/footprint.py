@@ -8,33 +8,34 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..caches.adapter import has_all_entries
-from ..caches.layers import attention_layers, members, quotas_of, token_caches
+from ..caches.layers import (
+    AttentionLayer,
+    attention_layers,
+    members,
+    quotas_of,
+    token_caches,
+)
 from ..caches.memories import in_files, memory_quantization
 from ..entries.quantization import Quantization, n_bytes, pack
+from ..errors import UnsupportedModelError
 from ..policies import Policy, Stages
 from .prompt_plan import PREFILL_STEP_SIZE, gate, plan_prompt
 from .report import format_bytes
 
 
 class Need(NamedTuple):
-    """What one request takes, in bytes.
+    """What one request takes, in bytes."""
 
-    Attributes:
-        reading: additional until its prompt has been compressed.
-        kept: of the entries then.
-        held: of all caches when its answer ends, the room for more included.
-        fixed: their shape is constant from the first token to the last.
-    """
-
-    reading: int
-    kept: int
-    held: int
-    fixed: bool = False
+    reading: int  # additional until its prompt has been compressed
+    kept: int  # of the entries then
+    held: int  # of all caches when its answer ends, the room for more included
+    fixed: bool = False  # their shape is constant from the first token to the last
 
     @property
     def most(self) -> int:
@@ -45,19 +46,20 @@ class EntrySizes:
     """Bytes that a model's caches hold, from the shapes of one token's caches, of which nothing is computed.
 
     Attributes:
-        caches: those of one token.
-        layers: whose entries can be compressed; none unless `compresses`.
+        layers: whose entries can be compressed; if there are none, `refusal` says why.
         plain: by other full cache, bytes of a token's entries.
         sliding: by sliding window, bytes of a token's entries, and how many it holds.
         states: bytes of linear states.
-
-    Raises:
-        UnsupportedModelError: `compresses`, and no layer can be compressed.
     """
 
-    def __init__(self, model, compresses: bool = True):
+    def __init__(self, model):
         self.caches = token_caches(model)
-        self.layers = attention_layers(model, self.caches) if compresses else []
+        self.layers: list[AttentionLayer] = []
+        self.refusal: UnsupportedModelError | None = None
+        try:
+            self.layers = attention_layers(model, self.caches)
+        except UnsupportedModelError as error:
+            self.refusal = error
         compressed = [layer.cache_in(self.caches) for layer in self.layers]
         self._entries = [cache.keys_and_values() for cache in compressed]
         mine = {id(cache) for cache in compressed}
@@ -86,7 +88,11 @@ class EntrySizes:
 
 @dataclass
 class Footprint:
-    """What requests' caches take: full ones without a policy, else compressed ones, quantised so."""
+    """What requests' caches take: full ones without a policy, else compressed ones, quantised so.
+
+    Raises:
+        UnsupportedModelError: there is a policy, and the model's entries can't be compressed.
+    """
 
     sizes: EntrySizes
     policy: Policy | Stages | None
@@ -94,6 +100,8 @@ class Footprint:
     step_size: int = PREFILL_STEP_SIZE
 
     def __post_init__(self):
+        if self.policy is not None and self.sizes.refusal is not None:
+            raise self.sizes.refusal
         self.row_bytes = self.sizes.of_token(self.quantization)
 
     def need(self, n_prompt: int, max_tokens: int) -> Need:
@@ -115,29 +123,27 @@ class Footprint:
 
     def kept(self, n_prompt: int) -> list[int]:
         """By layer whose entries the policy chooses, how many stay."""
-        if self.policy is None:
-            return [n_prompt] * len(self.sizes.layers)
+        assert self.policy is not None
         quotas = quotas_of(self.sizes.layers, self.policy.stages[1].quotas, n_prompt)
         return [min(n_prompt, quota.entries) for quota in quotas]
 
     def bytes_read(self, n_prompt: int) -> int:
         """Of the entries that the policy chooses, while its prompt is read: where it evicts they are quantised."""
-        evicts = self.policy is not None and self.policy.reads_in_blocks
-        sizes = self.row_bytes if evicts else self.sizes.of_token()
+        assert self.policy is not None
+        sizes = self.row_bytes if self.policy.reads_in_blocks else self.sizes.of_token()
         return total_bytes(sizes, self.rows_read(n_prompt))
 
     def rows_read(self, n_prompt: int) -> list[int]:
         """By layer whose entries the policy chooses, how many its prompt is read with."""
-        policy, layers = self.policy, self.sizes.layers
-        if policy is None:
-            return [n_prompt] * len(layers)
-        n_ahead = plan_prompt(policy, n_prompt).n_ahead
-        most = n_prompt + n_ahead + 1
-        if not policy.reads_in_blocks:
-            return [most] * len(layers)
-        more = max(policy.stages[0].block, n_ahead)
-        quotas = quotas_of(layers, policy.prefill_quotas, n_prompt)
-        return [min(most, quota.entries + more) for quota in quotas]
+        assert self.policy is not None
+        n_ahead = plan_prompt(self.policy, n_prompt).n_ahead
+        more = max(self.policy.stages[0].block, n_ahead + 1)
+        quotas = quotas_of(self.sizes.layers, self.policy.prefill_quotas, n_prompt)
+        return [min(n_prompt + n_ahead + 1, quota.entries + more) for quota in quotas]
+
+
+def weight_bytes(model) -> int:
+    return sum(x.nbytes for _, x in cast(list, tree_flatten(model.parameters())))
 
 
 def total_bytes(sizes: Iterable[int], counts: Iterable[int]) -> int:
@@ -169,24 +175,21 @@ class Disk(NamedTuple):
 
 @dataclass(frozen=True)
 class BookCost:
-    """What reading a book's tokens out of core will take: resident entries per KV head, at most of any layer, their
-    bytes, and those of all entries, which are stored in memory unless there are disks."""
+    """What reading a book's tokens out of core will take; all entries are stored in memory unless there are disks."""
 
     tokens: int
-    resident: int
+    resident: int  # entries per KV head, at most of any layer
     resident_bytes: int
     stored_bytes: int
     disks: tuple[Disk, ...]
 
     def __str__(self) -> str:
-        parts = [
-            f"at most {self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
-        ]
-        for folder, need, free in self.disks:
-            parts.append(f"{format_bytes(need)} on disk in {folder} ({format_bytes(free)} free)")
-        if not self.disks:
-            parts.append(f"all in memory ({format_bytes(self.stored_bytes)})")
-        return f"{self.tokens:,} tokens to read: {', '.join(parts)}"
+        where = [
+            f"{format_bytes(need)} on disk in {folder} ({format_bytes(free)} free)"
+            for folder, need, free in self.disks
+        ] or [f"all in memory ({format_bytes(self.stored_bytes)})"]
+        resident = f"{self.resident:,} entries resident ({format_bytes(self.resident_bytes)})"
+        return f"{self.tokens:,} tokens to read: at most {', '.join([resident, *where])}"
 
     @property
     def warnings(self) -> list[str]:
@@ -209,11 +212,9 @@ def book_cost(
     n_before: int = 0,
     saved_in: Path | None = None,
 ) -> BookCost | None:
-    """What reading `n_new` tokens will take; None if they are not read out of core.
+    """What reading `n_new` tokens after `n_before` stored ones will take; None if they are not read out of core.
 
-    Args:
-        n_before: tokens that were read and stored before.
-        saved_in: the folder that all entries are copied to in the end.
+    `saved_in` is the folder that all entries are copied to in the end.
     """
     n_prompt = n_before + n_new
     if policy is None or memory == "drop" or not policy.reads_in_blocks or n_new == 0:

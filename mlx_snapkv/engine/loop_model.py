@@ -54,9 +54,8 @@ class HookedModel(WrappedModel):
 class SplitCalls(WrappedModel):
     """A model that reads several tokens as if they came one by one, on caches that evict.
 
-    Such a cache evicts when it is full, and earlier if several tokens at once would not fit. A call that would cross
-    that point is made in pieces, so that every eviction comes when it would come to single tokens. With `marks`, the
-    caches are marked before every call, so that its tokens can be rolled back.
+    A call that would cross an eviction is made in pieces, so that it comes when it would come to single tokens. With
+    `marks`, the caches are marked before every call, so that its tokens can be rolled back.
     """
 
     def __init__(self, model, marks: bool = False):
@@ -106,12 +105,8 @@ def rewinding(model, prompt_cache: list) -> Iterator[SplitCalls]:
 
 
 class PacedModel(WrappedModel):
-    """A model whose chunks are evaluated some layers at a time: long ones show progress and notice Ctrl-C, and numbers
-    stay the same.
-
-    Args:
-        progress: as mlx-lm's `prompt_progress_callback`; within a chunk it is called about once a second.
-    """
+    """A model whose chunks are evaluated some layers at a time: long ones notice Ctrl-C, and call `progress`, mlx-lm's
+    `prompt_progress_callback`, about once a second. Numbers stay the same."""
 
     def __init__(self, model, progress: Callable[[int, int], None]):
         super().__init__(model)

@@ -46,19 +46,17 @@ def prefill(
         tokens: `(T,)` token ids.
         policy: a policy object, or a string such as `"snapkv:top_k=1024"`.
         prompt_cache: an empty cache of the model to fill; by default a new one.
-        prefill_step_size: tokens a chunk at most; a policy's `prefill_chunk`, or its `block` where entries are evicted
-            while the prompt is read, takes precedence.
+        prefill_step_size: tokens a chunk at most; a policy's `prefill_chunk` or `block` takes precedence.
         prompt_progress_callback: called with the tokens processed and their total.
-        kv_bits, kv_group_size: of the cache's entries, if they are to be quantised; mlx-lm quantises those of a
-            prompt that is not compressed.
-        far: what becomes of positions beyond the trained length; see `generate_step`.
+        kv_bits, kv_group_size: of the cache's entries, if they are to be quantised.
+        far: as of `generate_step`.
 
     Returns:
         The prompt cache and the report, whose `reason` is set if the cache was not compressed.
 
     Raises:
-        SnapKVError: `tokens` is empty, the policy can't be read, the model is not supported, its entries can't be
-            quantised so, or its attention gave NaN.
+        SnapKVError: `tokens` is empty, the policy can't be read, the model can't be served so, or its attention gave
+            NaN.
     """
     chosen = resolve_policy(policy=policy)
     if chosen is None:
@@ -75,18 +73,16 @@ def prefill(
         "prefill_step_size": request.step_size(prefill_step_size),
         "prompt_progress_callback": request.progress(prompt_progress_callback),
     }
-    if isinstance(request, Uncompressed):
-        with request.recording():
-            read(request.model, tokens, cache, options | quantised)
-        return cache, request.report
     with request.recording():
+        if isinstance(request, Uncompressed):
+            read(request.model, tokens, cache, options | quantised)  # by mlx-lm, on the way
+            return cache, request.report
         following = read(request.model, tokens, request.caches, options)
         request.prompt_is_read()
         n = request.plan.last - tokens.size
         if n > 0:
             _look_ahead(model, request.caches, mx.argmax(following, axis=-1), n)
-        report = request.compress()
-    return cache, report
+        return cache, request.compress()
 
 
 def read(model, tokens: mx.array, prompt_cache: list, options: dict) -> mx.array:
@@ -107,10 +103,7 @@ def _look_ahead(model, prompt_cache: list, following: mx.array, n: int) -> None:
     """Decode `n` tokens from `following` on, so that their queries are recorded, then roll them back."""
     before = Rewind(prompt_cache)
     # The loop feeds the token it is given and each one it yields.
-    for _ in mlx_generate.generate_step(
-        following, model, max_tokens=n - 1, prompt_cache=prompt_cache
-    ):
-        pass
+    list(mlx_generate.generate_step(following, model, max_tokens=n - 1, prompt_cache=prompt_cache))
     before.restore()
 
 
@@ -137,14 +130,11 @@ def read_book(
 ) -> tuple[list, CompressionReport]:
     """Read a text for questions to come, out of core; a turn of a conversation can go on from its caches.
 
-    The options are those of `prefill`; `memory` says where the entries are stored.
-
-    Returns:
-        The caches, and a report of what is resident, whose `reason` is set if everything is.
+    The options are those of `prefill`; `memory` says where the entries are stored. Returns the caches, and a report of
+    what is resident, whose `reason` is set if everything is.
 
     Raises:
-        SnapKVError: policy and memory don't make a book, the model is not supported, or there is no room for the
-            entries.
+        SnapKVError: `require_book` does, the model is not supported, or there is no room for the entries.
     """
     require_book(policy, memory)
     retention = RetentionConfig(memory, refresh="turn", far=far)
@@ -159,7 +149,7 @@ def read_book(
     report = request.report
     if isinstance(request, Uncompressed):
         return caches, report
-    report.entries_kept, report.pulled_to = [None] * len(caches), request.reader.pulled_to
+    report.entries_kept = [None] * len(caches)
     for layer in attention_layers(model, caches):
         cache = layer.cache_in(caches)
         cache.offload()

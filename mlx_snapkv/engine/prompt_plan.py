@@ -27,14 +27,9 @@ MULTIPLE = 32
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The positions that matter in a prompt.
+    """The positions that matter in a prompt: the queries of `[first, last)` vote for its entries."""
 
-    Attributes:
-        n_prompt: its tokens, those of earlier turns included.
-        first, last: the queries of `[first, last)` vote, for the prompt's entries.
-    """
-
-    n_prompt: int
+    n_prompt: int  # its tokens, those of earlier turns included
     first: int
     last: int
 
@@ -51,9 +46,8 @@ class PromptPlan:
 def plan_prompt(policy: Policy | Stages, n_prompt: int, out_of_core: bool = False) -> PromptPlan:
     """Who votes on a prompt.
 
-    Args:
-        out_of_core: every entry can still be voted for. Where entries are evicted for good while the prompt is read,
-            only the queries of the recent window vote: what came after an older one's own entry may be gone.
+    Unless read `out_of_core`, entries are evicted for good meanwhile: then only the queries of the recent window vote,
+    since what came after an older one's own entry may be gone.
     """
     _, decode_policy = policy.stages
     n_voters = decode_policy.obs_window

@@ -35,8 +35,7 @@ class Reader(Compression, ABC):
     """Reads a prompt on `caches`, replaces them by what stays of it, and says how the answer is decoded from that.
 
     Args:
-        n_new: tokens to read.
-        prompt_cache: what they are read after: earlier turns, in full or compressed, or nothing.
+        n_new: tokens to read, after what is in `prompt_cache`: earlier turns, in full or compressed, or nothing.
         quantization: of the entries kept.
 
     Attributes:
@@ -70,11 +69,11 @@ class Reader(Compression, ABC):
         layers = attention_layers(model, prompt_cache)
         self.n_held = layers[0].entries_in(prompt_cache).offset
         n_prompt = self.n_held + n_new
-        self.out_of_core = retention.retains and policy.reads_in_blocks
-        plan = plan_prompt(policy, n_prompt, self.out_of_core)
+        plan = plan_prompt(policy, n_prompt, retention.retains and policy.reads_in_blocks)
         report = CompressionReport(str(policy), n_prompt)
         super().__init__(layers, list(prompt_cache), decode_policy, plan, report, quantization)
-        self.compaction = retention.compaction(model, policy, n_prompt)
+        self.compaction = found = retention.compaction(model, policy, n_prompt)
+        report.pulled_to = found.length if found is not None and n_prompt > found.length else None
         self.observes = any(stage.observes for stage in policy.stages)
         wanted = [stage.query_statistics for stage in policy.stages]
         self.statistics_from = min((n for n in wanted if n is not None), default=None)
@@ -94,21 +93,12 @@ class Reader(Compression, ABC):
 
     @property
     def refreshes(self) -> bool:
-        """Whether the answer's tokens choose anew.
-
-        They can't from entries that are to be quantised for the answer, or that the model's attention itself reads from
-        its cache.
-        """
+        """Whether the answer's tokens choose anew: not among entries that are quantised for the answer, or that the
+        model's attention itself reads from its cache."""
         if self.retention.verify is not None:
             return True
         reads_itself = any(layer.family.method != "__call__" for layer in self.layers)
         return self.retention.reads_on and self.quantization is None and not reads_itself
-
-    @property
-    def pulled_to(self) -> int | None:
-        """The length that the model was trained on, if the prompt is longer and positions are compacted."""
-        found = self.compaction
-        return found.length if found is not None and self.plan.n_prompt > found.length else None
 
     def require_unchanged(self) -> None:
         """Raises: SnapKVError: the prompt cache has been fed meanwhile."""
@@ -122,7 +112,7 @@ class Reader(Compression, ABC):
         return chunk_size(self.policy, limit, self.plan, self.n_new)
 
     def begin_answer(self) -> None:
-        self.hook, self.report.pulled_to = None, self.pulled_to
+        self.hook = None
         self.observes = self.refreshes or self.decode_policy.observes_answer
 
     def end(self) -> None:
@@ -230,11 +220,7 @@ class RetainingReader(Reader):
         self.offload()
 
     def offload(self) -> None:
-        """Put the prompt's entries to where they are kept.
-
-        Raises:
-            SnapKVError: there is no room for them there; some then stay in memory.
-        """
+        """Put the prompt's entries to where they are kept; SnapKVError if there is no room, and some stay in memory."""
         for layer in self.layers:
             layer.cache_in(self.prompt_cache).offload()
 

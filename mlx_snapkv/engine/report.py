@@ -11,19 +11,13 @@ NO_POLICY = "none"
 
 @dataclass
 class Verified:
-    """What `verify="all"` did, counted as the answer goes on.
+    """What `verify="all"` did, counted as the answer goes on."""
 
-    Attributes:
-        tokens: fed to the model after the compression.
-        drafted, accepted: tokens that were proposed, and those of them that were right.
-        seconds: what the tokens took; `plain_seconds` what one takes on the full cache, 0 if that is not known.
-    """
-
-    tokens: int = 0
+    tokens: int = 0  # fed to the model after the compression
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
-    plain_seconds: float = 0.0
+    plain_seconds: float = 0.0  # what a token takes on the full cache; 0 if that is not known
 
     def __str__(self) -> str:
         did = f"{self.accepted / max(1, self.tokens):.0%} of the tokens drafted"
@@ -35,24 +29,17 @@ class Verified:
 
 @dataclass
 class Book:
-    """A turn that was read within a fixed budget, with every entry stored.
+    """A turn that was read within a fixed budget, with every entry stored."""
 
-    Attributes:
-        resident: entries per KV head that stay in memory for the next turn, the most of any layer.
-        resident_bytes: what those take.
-        stored: tokens whose entries are stored, and `stored_bytes` what they take in memory, `file_bytes` on disk.
-        read_again: tokens that were read a second time, over what was gathered for them.
-        index_made_again: the entries read before had none, or one that did not fit.
-        vote_seconds, gather_seconds, read_again_seconds: what each of these took.
-    """
-
-    resident: int
+    resident: (
+        int  # entries per KV head that stay in memory for the next turn, the most of any layer
+    )
     resident_bytes: int
-    stored: int
-    stored_bytes: int
+    stored: int  # tokens whose entries are stored
+    stored_bytes: int  # in memory
     file_bytes: int
-    read_again: int
-    index_made_again: bool = False
+    read_again: int  # tokens that were read a second time, over what was gathered for them
+    index_made_again: bool = False  # that of the entries read before
     vote_seconds: float = 0.0
     gather_seconds: float = 0.0
     read_again_seconds: float = 0.0

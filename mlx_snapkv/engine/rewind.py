@@ -51,10 +51,8 @@ def rolled_back_to(n_tokens: int, prompt_cache: list) -> bool:
 
 
 def rollback_beyond(n_tokens: int, prompt_cache: list) -> None:
-    """Roll back the token that some layers have been fed beyond `n_tokens`, when its step was interrupted.
-
-    Linear states and attention that is counted already can't be rolled back: they have then seen that token.
-    """
+    """Roll back the token that some layers have been fed beyond `n_tokens`, when its step was interrupted, where its
+    linear states and counts allow that."""
     for cache in layer_caches(prompt_cache):
         if cache.offset > n_tokens:
             with contextlib.suppress(TrimError):

@@ -18,12 +18,9 @@ PATIENCE = 100  # tokens after which drafting must have gained something
 
 
 class SelfSpeculation:
-    """Makes a model's calls of one token on full caches, ahead of time where its drafts were right.
+    """Makes calls of one token of a model, whose attention classes are patched, ahead of time where drafts were right.
 
-    Args:
-        model: an mlx-lm model whose attention classes are patched.
-        full, small: its caches with all entries, and those to draft with.
-        verified: where tokens and drafts are counted.
+    It drafts on its `small` caches, checks on its `full` ones, and counts both in `verified`.
     """
 
     def __init__(self, model, full: list, small: list, verified: Verified):
@@ -31,9 +28,8 @@ class SelfSpeculation:
         self._n_drafts, self._n_next = 0, FIRST_DRAFTS  # of the last round, and of the next
         self._ahead: list[tuple[int, mx.array]] = []  # drafts, and the logits after each
         self._unread: list[int] = []  # tokens that the small caches have not read
-        self._n_plain = (
-            2  # rounds to come without drafts: to be measured, or since drafts gain nothing
-        )
+        # Rounds to come without drafts: to be measured, or since drafts gain nothing.
+        self._n_plain = 2
         self._gained = 0, 0.0  # tokens and seconds when drafts were last found to gain something
 
     def __call__(self, inputs: mx.array, cache: list) -> mx.array:

@@ -9,12 +9,7 @@ from typing import Any
 
 from mlx_lm.generate import GenerationResponse
 
-from ..caches.layers import (
-    AttentionLayer,
-    attention_layers,
-    is_compressed,
-    require_quantizable,
-)
+from ..caches.layers import AttentionLayer, attention_layers, is_compressed, require_quantizable
 from ..caches.memories import lasting_forms, make_caches
 from ..entries.quantization import Quantization, taken_from
 from ..errors import SnapKVError
@@ -94,8 +89,7 @@ def require_servable(
 ) -> tuple[list[AttentionLayer], Quantization | None]:
     """A model's full-attention layers, and how mlx-lm's `options` have entries quantised.
 
-    Raises:
-        SnapKVError: policy, retention and options conflict, or the model can't be served so.
+    Raises: SnapKVError: policy, retention and options conflict, or the model can't be served so.
     """
     retention.require(model, policy)
     _require_no_conflict(options)
@@ -114,11 +108,7 @@ def _require_no_conflict(options: dict[str, Any]) -> None:
 
 
 def _continued(start, request: Uncompressed, options: dict[str, Any]) -> Iterator[Any]:
-    """mlx-lm's own iterator; on caches that evict, as if token by token, with the queries they ask for.
-
-    Raises:
-        SnapKVError: the tokens come as embeddings, which can't be split.
-    """
+    """mlx-lm's own iterator; on caches that evict, as if token by token, with the queries they ask for."""
     cache = request.caches
     if options.get("input_embeddings") is not None and evicts(cache):
         raise SnapKVError(
@@ -180,14 +170,11 @@ def _compressed(
         request.end()
 
 
-class _Timed:
+class _Timed(Iterator[Any]):
     """An iterator that times its items, but for the first."""
 
     def __init__(self, items: Iterator[Any]):
         self._items, self._n, self._seconds = items, -1, 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         started = time.perf_counter()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from ..caches.layers import quotas_of
 from ..engine.auto import worth_comparing
-from ..engine.footprint import EntrySizes, total_bytes
+from ..engine.footprint import EntrySizes, Footprint, total_bytes
 from ..engine.machine import this_machine
 from ..engine.prompt_plan import gate
 from ..engine.report import format_bytes
@@ -57,7 +56,7 @@ class LongPrompts:
         self._retention.require(self._model, policy)
         if self._is_rotating or (policy is None and n < LONG):
             return None
-        sizes = EntrySizes(self._model, compresses=policy is not None)
+        sizes = EntrySizes(self._model)
         before = n * sizes.full(None)
         if policy is None:
             return f"all {n:,} entries will be kept ({format_bytes(before)}); --policy auto takes what suits the prompt"
@@ -66,15 +65,16 @@ class LongPrompts:
             return (
                 f"nothing will be evicted: {reason}, for example --policy {worth_comparing(n)[0]}"
             )
-        _, last = policy.stages
-        kept = [min(n, quota.entries) for quota in quotas_of(sizes.layers, last.quotas, n)]
+        how = None if self._kv_bits is None else Quantization(self._kv_bits, self._group_size)
+        footprint, last = Footprint(sizes, policy, how), policy.stages[1]
+        kept = footprint.kept(n)
         least, most = min(kept), max(kept)
         count = f"{most:,}" if least == most else f"{least:,} to {most:,}, by layer,"
         if self._retention.retains:
             return f"the answer will read {count} of {n:,} entries, all of which stay"
-        how = None if self._kv_bits is None else Quantization(self._kv_bits, self._group_size)
         beside = last.block if last.schedule == "block" else 0  # the next tokens' entries
-        after = total_bytes(sizes.of_token(how), [k + beside for k in kept]) + n * sum(sizes.plain)
+        rows = [k + beside for k in kept]
+        after = total_bytes(footprint.row_bytes, rows) + n * sum(sizes.plain)
         sizes_text = f"{format_bytes(before)} → {format_bytes(after)}"
         return f"{count} of {n:,} entries will be kept: KV memory {sizes_text}"
 

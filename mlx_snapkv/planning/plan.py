@@ -7,18 +7,17 @@ import functools
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mlx.utils import tree_flatten
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 from mlx_lm.models.cache import KVCache
 
-from ..caches.layers import attention_layers, require_quantizable
+from ..caches.layers import require_quantizable
 from ..engine.auto import QUESTION, Cost, Setting, Taken, recommended
-from ..engine.footprint import EntrySizes, Footprint, total_bytes
+from ..engine.footprint import EntrySizes, Footprint, total_bytes, weight_bytes
 from ..engine.prompt_plan import PREFILL_STEP_SIZE, chunk_size, gate, plan_prompt
 from ..engine.retention import DROP
 from ..entries.attention import HELD_BYTES
 from ..entries.quantization import Quantization
-from ..errors import SnapKVError, UnsupportedModelError
+from ..errors import SnapKVError
 from ..policies import Policy, SnapKV, Stages, resolve_policy
 from ..policies.budgets import UNLIMITED
 from .shapes import layer_shapes, tables
@@ -78,16 +77,11 @@ class Planner:
     ):
         self._model, self._group_size = model, kv_group_size
         self._max_tokens, self._step_size = max_tokens, prefill_step_size
-        try:
-            self._sizes = EntrySizes(model)
-        except UnsupportedModelError:
-            self._sizes = EntrySizes(model, compresses=False)
-        self.can_compress = bool(self._sizes.layers)
+        self._sizes, self._weights = EntrySizes(model), weight_bytes(model)
+        self.can_compress = self._sizes.refusal is None
         self._shapes = layer_shapes(model, self._sizes)
         self._vocabulary = max(x.weight.shape[0] for x in tables(model))
         self._widest = max((*self._sizes.of_token(), *self._sizes.plain), default=0)
-        weights: Any = tree_flatten(model.parameters())
-        self._weights = sum(x.nbytes for _, x in weights)
         self._footprint = functools.cache(self._made)
 
     def plan(
@@ -145,8 +139,6 @@ class Planner:
             raise SnapKVError(
                 f"{name} reads a prompt twice, which is not counted: plan another policy"
             )
-        if policy is not None and not self.can_compress:
-            attention_layers(self._model, self._sizes.caches)  # says why
         return Footprint(self._sizes, policy, how, self._step_size)
 
     def _quantization(self, kv_bits: int | None) -> Quantization | None:
