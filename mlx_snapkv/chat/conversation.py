@@ -24,7 +24,7 @@ from ..errors import SnapKVError
 from ..policies import Policy, Stages, resolve_policy
 from ..several.shard import shard_of
 from . import saved_chat
-from .prompts import common_prefix, mlx_lm_suffix, rendered
+from .prompts import Rendering, common_prefix, mlx_lm_suffix
 from .saved_chat import first_messages
 from .turns import Before, require_known
 
@@ -82,6 +82,7 @@ class Conversation:
             memory = own if memory == "drop" else memory
             verify = None if policy is None else verify
         self.model, self.tokenizer, self.generation = model, tokenizer, generation
+        self._rendered = Rendering(tokenizer)
         self.memory, self.verify, self.refresh, self.far = memory, verify, refresh, far
         self.policy = resolve_policy(policy=policy)
         self._require_usable()
@@ -282,9 +283,6 @@ class Conversation:
         # The template renders earlier answers differently, or their tokens were not the usual ones for their text.
         earlier = self._rendered(self.messages, add_generation_prompt=False)
         return self.pending_tokens + whole[common_prefix([earlier, whole]) :]
-
-    def _rendered(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
-        return list(rendered(self.tokenizer, messages, **options))
 
     def _remember(self, tokens: list[int]) -> None:
         """Note which tokens the cache has read; where all entries are recalled, that is without the answer."""

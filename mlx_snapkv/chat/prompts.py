@@ -1,6 +1,10 @@
 """Prompts as token ids: what a chat template makes of messages, and where prompts part."""
 
+import re
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain, compress, count, pairwise
+from operator import ne
 from typing import Any
 
 from ..errors import SnapKVError
@@ -10,10 +14,10 @@ MARKER = "<query>"
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts share from the start."""
-    shortest = min(prompts, key=len)
-    return next(
-        (i for i, token in enumerate(shortest) if any(p[i] != token for p in prompts)),
-        len(shortest),
+    first, *others = prompts
+    return min(
+        (next(compress(count(), map(ne, first, o)), min(len(first), len(o))) for o in others),
+        default=len(first),
     )
 
 
@@ -23,6 +27,61 @@ def rendered(tokenizer, messages: list[dict[str, str]], **options: Any) -> Any:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template refused the conversation: {error}") from error
+
+
+class Rendering:
+    """A conversation as the chat template has it, in token ids; what earlier turns said is not tokenised again.
+
+    The text is cut before special tokens of the template's. Nothing merges across one, so the pieces' tokens are those
+    of the whole text. Where that is not certain, as with a tokenizer in Python, there are no cuts.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self._known: dict[str, list[int]] = {}  # tokens of the last text's pieces
+
+    def __call__(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        """Raises: SnapKVError: the chat template fails."""
+        if self._cuts is None:
+            return list(rendered(self._tokenizer, messages, **options))
+        text = rendered(self._tokenizer, messages, tokenize=False, **options)
+        starts = [found.start() for found in self._cuts.finditer(text)]
+        pieces = [text[start:end] for start, end in pairwise([0, *starts, len(text)])]
+        self._known = {
+            piece: self._known.get(piece) or self._encoded(piece) for piece in pieces if piece
+        }
+        return [*chain.from_iterable(self._known.get(piece, ()) for piece in pieces)]
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _cuts(self) -> re.Pattern[str] | None:
+        """The special tokens of a short chat's that are taken as they are, wherever they stand in a text."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return None
+        added = self._tokenizer.added_tokens_decoder
+        if any(token.single_word for token in added.values()):  # which look at their neighbours
+            return None
+        turn = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+        try:
+            chat = rendered(self._tokenizer, [*turn, turn[0]], add_generation_prompt=True)
+        except SnapKVError:
+            return None
+        contents = [token.content for token in added.values()]
+
+        def is_taken(index: int) -> bool:
+            token = added[index]
+            start = tuple(token.content[:n] for n in range(1, len(token.content)))
+            overlaps = any(other.endswith(start) for other in contents)  # and would be found first
+            return (
+                not (token.normalized or token.lstrip or overlaps)
+                and sum(token.content in other for other in contents) == 1
+                and self._encoded(token.content) == [index]
+            )
+
+        taken = [re.escape(added[n].content) for n in added.keys() & set(chat) if is_taken(n)]
+        return re.compile("|".join(taken)) if taken else None
 
 
 def mlx_lm_suffix(tokenizer, question: str, ignore_chat_template: bool = False) -> list[int]:

@@ -10,7 +10,6 @@ from mlx_lm.models.cache import RotatingKVCache, save_prompt_cache
 from saved_helpers import read
 
 from mlx_snapkv import Conversation, SnapKVError, prefill, saved
-from mlx_snapkv.chat.prompts import common_prefix, mlx_lm_suffix
 from mlx_snapkv.demo import MODELS
 
 BITS = {"kv_bits": 8, "kv_group_size": 32}
@@ -80,14 +79,6 @@ def test_a_policy_given_is_for_a_conversation_without_one(demo_llama, haystack, 
     assert (again.policy, again.memory) == (loaded.policy, "recall")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "shared"),
-    [([[1, 2, 3], [1, 2, 4], [1, 2, 3]], 2), ([[1, 2, 3], [1, 2]], 2), ([[], [2]], 0), ([[5]], 1)],
-)
-def test_prompts_share_what_comes_before_the_first_that_parts(prompts, shared):
-    assert common_prefix(prompts) == shared
-
-
 # Of mlx-lm's own cache_prompt.
 
 
@@ -148,20 +139,3 @@ def test_a_compressed_prompt_whose_policy_is_not_told_needs_one(loaded_llama, pa
     with pytest.raises(SnapKVError, match="needs memory=drop, the other entries are gone"):
         Conversation.load(path, *loaded_llama, policy=SMALL, memory="recall")
     assert ask(Conversation.load(path, *loaded_llama, policy=SMALL, max_tokens=4), "What?")
-
-
-def test_a_template_that_refuses_is_told(demo_llama):
-    class Refusing:
-        has_chat_template = True
-
-        def apply_chat_template(self, messages, **options):
-            raise ValueError("no")
-
-    chat = Conversation(demo_llama[0], Refusing())
-    with pytest.raises(SnapKVError, match="the chat template refused the conversation: no"):
-        chat.send("What?")
-
-
-def test_without_a_template_no_second_beginning_is_put_in(demo_llama):
-    _, tokenizer = demo_llama
-    assert tokenizer.bos_token_id not in mlx_lm_suffix(tokenizer, "Why?", True)

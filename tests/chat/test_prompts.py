@@ -1,0 +1,128 @@
+"""Token ids of prompts: a conversation's, of which only what is new is tokenised, and of texts that share a start."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import load
+from real_models import MODELS as REAL
+from real_models import real_folder
+from tokenizers import AddedToken, Tokenizer
+
+from mlx_snapkv import Conversation, SnapKVError
+from mlx_snapkv.chat.prompts import Rendering, common_prefix, mlx_lm_suffix
+from mlx_snapkv.demo import MODELS
+
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+# What may stand beside or across the template's own tokens.
+ODD = [
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<bos>",
+    "<|",
+    "a<|user|>",
+    "\n\n",
+    "▁▁",
+    "\u0338",
+    "  ",
+]
+TEXTS = st.lists(st.one_of(st.sampled_from(ODD), st.text(max_size=6)), max_size=6).map("".join)
+AWKWARD = {
+    "overlapped": AddedToken("a<|us", normalized=False),
+    "contained": AddedToken("a<|end|>b", normalized=False),
+    "longer": AddedToken("<|end|>b", normalized=False),
+}
+
+
+@pytest.fixture(scope="module", params=["demo", *REAL])
+def tokenizer(request):
+    name = request.param
+    tokenizer = load(MODELS[name] if name in MODELS else real_folder(name))
+    if not tokenizer.has_chat_template:
+        tokenizer.chat_template, tokenizer.has_chat_template = GEMMA, True
+    return tokenizer
+
+
+def require_equal(tokenizer, chats):
+    """The tokens of chats are those of tokenising all, at every turn."""
+    render, roles = Rendering(tokenizer), ("user", "assistant")
+    for chat in chats:
+        for n in range(1, len(chat) + 1):
+            messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(chat[:n])]
+            options = {"add_generation_prompt": n % 2 == 1}
+            assert render(messages, **options) == tokenizer.apply_chat_template(messages, **options)
+
+
+CHATS = st.lists(st.lists(TEXTS, min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=60)
+@given(chats=CHATS)
+def test_a_conversations_tokens_are_those_of_its_whole_text(tokenizer, chats):
+    require_equal(tokenizer, chats)
+
+
+@pytest.mark.parametrize("how", [*AWKWARD, "lstrip", "rstrip", "single_word"])
+def test_tokens_that_look_at_their_neighbours_are_no_cuts(how):
+    tokenizer = load(MODELS["demo"])
+    tokenizer.chat_template = "{% for m in messages %}. <|user|> {{ m.content }}<|end|>{% endfor %}"
+    inner = tokenizer._tokenizer
+    if how in AWKWARD:
+        inner.add_tokens([AWKWARD[how]])
+    else:
+        parts = json.loads(inner.backend_tokenizer.to_str())
+        for token in parts["added_tokens"]:
+            token[how] = True
+        inner._tokenizer = Tokenizer.from_str(json.dumps(parts))
+    require_equal(
+        tokenizer, [["a", "b", "b"], ["a  ", "b"], ["a  <|user|> a<|user|> ", "a<|end|>b"]]
+    )
+
+
+def test_a_long_text_is_tokenised_once(tokenizer, monkeypatch):
+    lengths, kind = [], type(tokenizer._tokenizer)
+    encode = kind._encode_plus
+
+    def spied(self, text, *args, **kwargs):
+        lengths.append(len(text))
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "_encode_plus", spied)
+    render, messages = Rendering(tokenizer), [{"role": "user", "content": "one two " * 500}]
+    render(messages, add_generation_prompt=True)
+    assert max(lengths) > 4000
+    for text in ("three", "four"):
+        lengths.clear()
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "five"}]
+        render(messages, add_generation_prompt=True)
+        assert 0 < max(lengths) < 100
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared"),
+    [([[1, 2, 3], [1, 2, 4], [1, 2, 3]], 2), ([[1, 2, 3], [1, 2]], 2), ([[], [2]], 0), ([[5]], 1)],
+)
+def test_prompts_share_what_comes_before_the_first_that_parts(prompts, shared):
+    assert common_prefix(prompts) == shared
+
+
+def test_a_template_that_refuses_is_told(demo_llama):
+    class Refusing:
+        has_chat_template = True
+
+        def apply_chat_template(self, messages, **options):
+            raise ValueError("no")
+
+    chat = Conversation(demo_llama[0], Refusing())
+    with pytest.raises(SnapKVError, match="the chat template refused the conversation: no"):
+        chat.send("What?")
+
+
+def test_without_a_template_no_second_beginning_is_put_in(demo_llama):
+    _, tokenizer = demo_llama
+    assert tokenizer.bos_token_id not in mlx_lm_suffix(tokenizer, "Why?", True)
