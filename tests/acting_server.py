@@ -53,7 +53,7 @@ def acting(say=asked_for, **settings):
 
 
 def _make_obey(engine, say):
-    tokenizer, insert = engine.loaded.tokenizer, engine.generator.insert_segments
+    tokenizer, insert = engine.loaded.tokenizer, engine.batch.generator.insert_segments
     seen = []
 
     def inserted(prompts, *args, all_tokens, logits_processors, **kwargs):
@@ -66,5 +66,5 @@ def _make_obey(engine, say):
         options = {"all_tokens": all_tokens, "logits_processors": logits_processors, **kwargs}
         return insert(prompts, *args, **options)
 
-    engine.generator.insert_segments = inserted
+    engine.batch.generator.insert_segments = inserted
     return seen

@@ -4,28 +4,19 @@ import os
 import time
 
 from mlx_snapkv.cli.app import main
-from mlx_snapkv.server.shared_engine import SharedEngine
+from mlx_snapkv.server.served_batch import ServedBatch
 
-step = SharedEngine._step
-
-
-def slow_step(engine):
-    if is_wanted(engine, 79):
-        time.sleep(1)
-    step(engine)
+step = ServedBatch.step
 
 
-def failing_step(engine):
-    if is_wanted(engine, 78):
-        raise MemoryError("no room to step")
-    slow_step(engine)
+def changed_step(batch):
+    for request in batch.running.values():
+        if request.asked.max_tokens == 79:
+            time.sleep(1)
+        if request.asked.max_tokens == 78 and os.environ["MLX_RANK"] == "1":
+            raise MemoryError("no room to step")
+    return step(batch)
 
 
-def is_wanted(engine, max_tokens):
-    return any(running.asked.max_tokens == max_tokens for running in engine._running.values())
-
-
-SharedEngine._step = slow_step
-if os.environ["MLX_RANK"] == "1":
-    SharedEngine._step = failing_step
+ServedBatch.step = changed_step
 main()

@@ -165,6 +165,7 @@ def serve(
         Defaults(**vars(sampling)),
         Metrics(),
         partial(prefixes.files, setting),
+        ranks,
     )
 
 
@@ -172,16 +173,13 @@ def _run(settings: Settings | None, model: str, *given: Any) -> None:
     """Serve until it is stopped, on rank 0; on the others, which have no settings, follow it."""
     from ..server.app import listening, serve
     from ..server.engine import Engine
-    from ..server.shared_engine import SharedEngine
-    from ..several.ranks import here
 
-    ranks = here()
     if settings is None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops all
-        SharedEngine(ranks, *given).follow()
+        Engine(*given).join()
         os._exit(0)  # with rank 0 gone, MLX's threads would abort the usual exit
     with listening(settings) as place:
-        engine = Engine(*given) if ranks.size == 1 else SharedEngine(ranks, *given)
+        engine = Engine(*given)
         host, port, *_ = place.getsockname()
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         clients = f"OpenAI clients: base_url={url}/v1 | Claude Code: ANTHROPIC_BASE_URL={url}"

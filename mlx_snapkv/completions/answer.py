@@ -14,50 +14,28 @@ from mlx_lm.server import ToolCallFormatter
 from .request import CompletionRequest
 
 
-@dataclass(frozen=True)
-class Delta:
-    """A part of an answer.
-
-    Attributes:
-        state: "normal" or "reasoning", in mlx-lm's words.
-        calls: of tools, in OpenAI's form, instead of text.
-    """
-
-    state: str
-    text: str
-    calls: tuple[dict[str, Any], ...] = ()
-
-
 @dataclass
-class Reply:
-    """What pieces come to."""
+class Said:
+    """What a model says, or a part of it; `calls` are of tools, in OpenAI's form."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def take(self, piece: Delta) -> None:
-        self.calls += piece.calls
-        if piece.state == "reasoning":
-            self.reasoning += piece.text
-        else:
-            self.text += piece.text
 
 
 class Completion:
     """One request's answer. Stop texts are matched in the text, since their tokens may be split in several ways.
 
     Attributes:
-        said: all pieces so far.
-        n_tokens: the end-of-answer token included.
-        n_reasoning: those of them that are thoughts, with their delimiters.
+        said: so far.
+        n_tokens: the end-of-answer token included; `n_reasoning` of them are thoughts, with their delimiters.
         finish_reason: None until it has ended; "stop", "length" or "tool_calls".
         stopped_by: the stop text that has ended it.
     """
 
     def __init__(self, asked: CompletionRequest, tokenizer):
         self.asked = asked
-        self.said = Reply()
+        self.said = Said()
         self.n_tokens = self.n_reasoning = 0
         self.finish_reason: str | None = None
         self.stopped_by: str | None = None
@@ -71,7 +49,7 @@ class Completion:
         self._state = asked.state
         self._call = ""  # as the model writes it
 
-    def add(self, token: int, finish_reason: str | None) -> list[Delta]:
+    def add(self, token: int, finish_reason: str | None) -> list[Said]:
         """Take a token in, the last one with mlx-lm's `finish_reason`; what has become certain by it."""
         self.n_tokens += 1
         self.n_reasoning += self._state == "reasoning"
@@ -89,13 +67,15 @@ class Completion:
             text += TextStateMachine.flush(self._until_stop)[1]
         found = list(self._parsed(text, finish_reason is not None))
         for piece in found:
-            self.said.take(piece)
+            self.said.text += piece.text
+            self.said.reasoning += piece.reasoning
+            self.said.calls += piece.calls
         self.finish_reason = finish_reason
         if finish_reason == "stop" and self.said.calls:
             self.finish_reason = "tool_calls"
         return found
 
-    def _parsed(self, text: str, is_last: bool) -> Iterator[Delta]:
+    def _parsed(self, text: str, is_last: bool) -> Iterator[Said]:
         """Text without stop texts, in its parts."""
         self._parts, segments = TextStateMachine.split(self._parts, text)
         if is_last:
@@ -107,11 +87,11 @@ class Completion:
                 continue
             yield from self._called()
             if piece:
-                yield Delta(self._state, piece)
+                yield Said(**{"reasoning" if self._state == "reasoning" else "text": piece})
         if is_last:
             yield from self._called()
 
-    def _called(self) -> Iterator[Delta]:
+    def _called(self) -> Iterator[Said]:
         """The call that has become whole, if any; one that can't be parsed is text again."""
         text, self._call = self._call, ""
         if not text:
@@ -120,7 +100,7 @@ class Completion:
             calls = ToolCallFormatter(self._parser, self.asked.tools)([text])
         except Exception:  # parsers of what a model wrote
             calls = []
-        yield Delta("tool", "", tuple(calls)) if calls else Delta("normal", text)
+        yield Said(calls=calls) if calls else Said(text)
 
 
 def answer_body(answer: Completion, model: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -141,17 +121,16 @@ def head(chat: bool, model: str) -> dict[str, Any]:
 
 
 def choice(answer: Completion, index: int = 0, logprobs: Any = None) -> dict[str, Any]:
-    said, reason = answer.said, answer.finish_reason
-    content: dict[str, Any] = {"text": said.text}
+    content: dict[str, Any] = {"text": answer.said.text}
     if answer.asked.chat:
-        text = said.text if said.text or not said.calls else None
-        content = {"message": {"role": "assistant", "content": text, **beside(said)}}
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        fields = {"content": None if answer.said.calls else ""} | message_fields(answer.said)
+        content = {"message": {"role": "assistant", **fields}}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
 
-def beside(said: Reply) -> dict[str, Any]:
-    """The fields of a message besides its text."""
-    fields = {"reasoning": said.reasoning, "tool_calls": said.calls}
+def message_fields(said: Said) -> dict[str, Any]:
+    """The fields of a message that have something."""
+    fields = {"content": said.text, "reasoning": said.reasoning, "tool_calls": said.calls}
     return {name: value for name, value in fields.items() if value}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,7 +14,6 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
-    field_validator,
 )
 
 from ..errors import SnapKVError
@@ -41,25 +41,56 @@ def must(holds: Callable[[Any], bool], rule: str) -> AfterValidator:
 
 
 Probability = Annotated[float, Field(ge=0, le=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+NLogprobs = Annotated[int, Field(ge=0, le=20)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,18}$")]  # the name of a JSON object's value
-Texts = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+Stops = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 PlainText = Annotated[
     Any, must((None, TEXT).__contains__, "must be text: no form can be forced on an answer")
 ]
 Unsupported = Annotated[Any, must(lambda value: not value, "is not supported: drop the field")]
 
 
-class Body(BaseModel):
+class Part(BaseModel):
+    """A body or a part of one; unknown fields, such as `cache_control` and `citations`, are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class Text(Part):
+    type: Literal["text"]
+    text: str
+
+
+def as_parts(value: Any) -> Any:
+    """A content as a list of parts: a text is one, nothing is none."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    return [] if value is None else value
+
+
+def _spoken(value: Any, info: ValidationInfo) -> Any:
+    require(bool(value) or info.data.get("role") == "assistant", "must not be empty", value)
+    return value
+
+
+Parts = BeforeValidator(as_parts)
+Spoken = AfterValidator(_spoken)  # content, after a role: only an assistant's may be empty
+
+
+class StreamOptions(Part):
+    include_usage: bool = False
+
+
+class Body(Part):
     """The fields that both endpoints have; what is None was not given.
 
     Fields without a place here are ignored, and `ignored` names them. Those that would change what the answer is, and
     can't be honoured, are mistakes.
     """
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     max_tokens: Positive | None = None
@@ -71,43 +102,37 @@ class Body(BaseModel):
     xtc_probability: Probability | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
     seed: int | None = None
-    stop: Texts | None = None
-    logit_bias: dict[TokenId, Finite] | None = None
-    frequency_penalty: Finite | None = None
+    stop: Stops | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    frequency_penalty: float | None = None
     frequency_context_size: Positive | None = None
-    presence_penalty: Finite | None = None
+    presence_penalty: float | None = None
     presence_context_size: Positive | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0)] | None = None
     repetition_context_size: Positive | None = None
+    n: Annotated[int, Field(ge=1, le=8)] | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    full_cache: bool | None = None  # answer from all entries, whatever the policy
 
     @property
     def ignored(self) -> list[str]:
         """The fields that are not known here."""
         return sorted(name for name, value in (self.model_extra or {}).items() if value is not None)
 
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """How many log-probabilities are wanted besides a token's own; None for not even that."""
+        return None
 
-def _is_text(part: Any) -> bool:
-    is_part = isinstance(part, dict) and part.get("type") == "text"
-    return is_part and isinstance(part.get("text"), str)
 
+class Message(Part):
+    """A message as the chat template gets it; its content is texts."""
 
-class Message(BaseModel):
-    """A message as the chat template gets it; its content is text, or parts that are."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, Field(validate_default=True)] = None
-
-    @field_validator("content")
-    @classmethod
-    def _text(cls, value: Any, info: ValidationInfo) -> Any:
-        empty = value in (None, []) and info.data.get("role") != "assistant"
-        require(not empty, "must not be empty", value)
-        ok = isinstance(value or "", str) or (isinstance(value, list) and all(map(_is_text, value)))
-        require(ok, "must be text, or a list of parts of the type text", value)
-        return value
+    content: Annotated[list[Text], Parts, Spoken] = Field([], validate_default=True)
 
 
 class ChatBody(Body):
@@ -124,6 +149,12 @@ class ChatBody(Body):
     functions: Unsupported = None
     audio: Unsupported = None
     modalities: list[Literal["text"]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NLogprobs | None = None
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as plain dicts of their own, with the fields that were given.
@@ -146,38 +177,31 @@ class CompletionBody(Body):
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: Unsupported = None
+    logprobs: NLogprobs | None = None
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        return self.logprobs
 
 
-class _OneAnswer(Body):
-    """What a file of requests can't ask for."""
-
-    n: Literal[1] | None = None
-    logprobs: Unsupported = None
-    top_logprobs: Unsupported = None
-
-
-class FileChat(ChatBody, _OneAnswer):
-    """A line's body, of `/v1/chat/completions`."""
-
-
-class FileCompletion(CompletionBody, _OneAnswer):
-    """A line's body, of `/v1/completions`."""
-
-
-BODIES: dict[str, type[Body]] = {CHAT: FileChat, COMPLETIONS: FileCompletion}
+BODIES: dict[str, type[Body]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
 Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def parse(url: Any, body: Any) -> Body:
-    """What came as JSON for a url of `BODIES`, checked.
+    """What a line of a file has as JSON for a url of `BODIES`, checked; it can ask for one answer.
 
     Raises:
         SnapKVError: it can't be answered as asked; the sentence names the field.
     """
-    kind = BODIES.get(url) if isinstance(url, str) else None
-    if kind is None:
+    if not isinstance(url, str) or url not in BODIES:
         raise SnapKVError(f"url must be {' or '.join(BODIES)}, got {_shown(url)}")
-    return as_body(kind, body)
+    found = as_body(BODIES[url], body)
+    servers = {"n", "logprobs", "top_logprobs", "full_cache"}
+    for name, value in found.model_dump(include=servers).items():
+        if value and (name, value) != ("n", 1):
+            raise SnapKVError(f"{name} is not supported in a file of requests: drop the field")
+    return found
 
 
 def as_body(kind: type[Checked], body: Any) -> Checked:
@@ -190,7 +214,7 @@ def as_body(kind: type[Checked], body: Any) -> Checked:
 
 def problem(error: Mapping[str, Any], body: Any) -> str:
     """One of pydantic's errors about a body, as a sentence that names the field."""
-    place, kind, got = _place(error["loc"], body), error["type"], error["input"]
+    place, kind, got = _place(error["loc"], body), error["type"], _shown(error["input"])
     if kind == "json_invalid":
         return f"the body is not JSON: {error['ctx']['error']}"
     if not isinstance(body, dict):
@@ -201,18 +225,11 @@ def problem(error: Mapping[str, Any], body: Any) -> str:
         return f"{place} is missing"
     if kind == "too_short":
         return f"{place} must not be empty"
-    if kind.startswith("union_tag"):
-        name = error["ctx"]["discriminator"].strip("'")
-        if not isinstance(got, dict):
-            return f"{place} must be an object, got {_shown(got)}"
-        if name not in got:
-            return f"{place}.{name} is missing"
-        known = error["ctx"]["expected_tags"].replace("'", "").replace(", ", " or ")
-        return f"{place} can't be read: its {name} must be {known}, got {_shown(got[name])}"
-    message = error["msg"].partition(" or instance of")[0].replace("dictionary", "object")
+    message = re.sub(" or (instance of|object to).*", "", error["msg"])
+    message = message.replace("dictionary", "object")
     if message.startswith("Input "):
-        return f"{place}{message.removeprefix('Input')}, got {_shown(got)}"
-    return f"{place}: {message}, got {_shown(got)}"
+        return f"{place}{message.removeprefix('Input')}, got {got}"
+    return f"{place}: {message}, got {got}"
 
 
 def _place(loc: Sequence[str | int], body: Any) -> str:

@@ -18,8 +18,6 @@ from .body import Body, ChatBody, CompletionBody
 
 # Of the template's own parameters, those that a request may set in another way or not at all.
 FREE = {"documents", "chat_template"}
-
-
 SAMPLING = {"top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
 PENALTIES = {
     f"{name}_{field}"
@@ -76,11 +74,11 @@ def completion_request(
     Raises:
         SnapKVError: the chat template refuses, or a token is not one of the vocabulary's.
     """
-    is_chat = isinstance(body, ChatBody)
+    prompt, tools, state = [], None, "normal"
     if isinstance(body, ChatBody):
-        prompt = chat_tokens(body, tokenizer, body.template_messages())
-    else:
-        assert isinstance(body, CompletionBody)
+        prompt, tools = chat_tokens(body, tokenizer, body.template_messages()), _tools(body)
+        state = _initial_state(tokenizer, prompt)
+    elif isinstance(body, CompletionBody):
         prompt = _text_tokens(body.prompt, tokenizer)
     if not prompt:
         raise SnapKVError("the prompt is empty: give some text")
@@ -93,9 +91,9 @@ def completion_request(
         _sampler(body, tokenizer, defaults, seed),
         make_logits_processors(bias or None, **penalties),
         [text for text in body.stop or [] if text],
-        _initial_state(tokenizer, prompt) if is_chat else "normal",
-        _tools(body) if isinstance(body, ChatBody) else None,
-        is_chat,
+        state,
+        tools,
+        isinstance(body, ChatBody),
         body.ignored,
     )
 
@@ -124,9 +122,9 @@ def chat_tokens(
             raise SnapKVError(f"chat_template_kwargs can't set {name!r}: the request does")
     if tools:
         options["tools"] = tools
+    options["add_generation_prompt"] = add_generation_prompt
     try:
         process_message_content(messages)
-        options["add_generation_prompt"] = add_generation_prompt
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates are code of the model's authors
         raise SnapKVError(f"the chat template or tokenizer failed: {brief(error)}") from error

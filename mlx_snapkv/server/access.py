@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import re
 import secrets
 from dataclasses import dataclass
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..completions.body import Body, ChatBody, Text
 from ..errors import SnapKVError
 from . import BILLING
 from .anthropic.messages import MessageFormatter
 from .api_error import ApiError, as_api_error
+from .chat_messages import SYSTEM
 from .metrics import Metrics
 from .openai.completions import CompletionFormatter
 
@@ -58,14 +59,19 @@ class Settings:
                     f"http://localhost:3000, got {origin!r}"
                 )
 
+    def without_volatile_lines(self, body: Body) -> Body:
+        """The body without its system prompt's first lines `name: …`, for those names in any case.
 
-async def require_utf8(request: Request) -> None:
-    """JSON can escape half of a surrogate pair, which no response could repeat. Raises: ApiError."""
-    if b"\\ud" in (await request.body()).lower():
-        try:
-            json.dumps(await request.json(), ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ApiError(400, "the body is not UTF-8") from None
+        They change with every request, and nothing behind them would be known from an earlier one.
+        """
+        if not isinstance(body, ChatBody) or body.messages[0].role not in SYSTEM:
+            return body
+        first, *rest = body.messages
+        (text, *texts), name = first.content, "|".join(map(re.escape, self.volatile_headers))
+        lines = rf"(\s*({name})[^\S\n]*:.*\n*)+" if name else ""
+        left = re.sub(rf"\A{lines}", "", text.text, flags=re.IGNORECASE)
+        first = first.model_copy(update={"content": [Text(type="text", text=left), *texts]})
+        return body.model_copy(update={"messages": [first, *rest]})
 
 
 class Gate:

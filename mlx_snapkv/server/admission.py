@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ..batch.memory import Memory
@@ -33,7 +35,10 @@ class Limits:
 
 
 class Admission:
-    """Keeps requests within the limits; the prefix cache shrinks to make room for them."""
+    """Keeps requests within the limits; the prefix cache shrinks to make room for them.
+
+    `longest_answer`, in tokens, is what the model was trained to.
+    """
 
     def __init__(
         self,
@@ -43,17 +48,18 @@ class Admission:
         prefixes: PrefixCache,
         metrics: Metrics,
     ):
-        self._limits, self._prefixes, self._n_open = limits, prefixes, metrics.open_requests
+        self._limits, self._prefixes, self._open = limits, prefixes, metrics.open_requests
         self._places = threading.Semaphore(limits.concurrency + limits.queue)
         self._long = LongPrompts(model, **options)
-        self._longest = trained_length(model) or UNTOLD
+        self.longest_answer = trained_length(model) or UNTOLD
         self._memory: Memory | None = None
         if limits.kv_bytes is not None:
             self._memory = Memory(model, options, limits.kv_bytes)
             self._in_full = Memory(model, {}, limits.kv_bytes)
 
-    def enter(self) -> None:
-        """Count a request in, from any thread. Raises: ApiError: too many wait."""
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Counts a request in for the block, from any thread. Raises: ApiError: too many wait."""
         if not self._places.acquire(blocking=False):
             raise ApiError(
                 429,
@@ -62,15 +68,11 @@ class Admission:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "5"},
             )
-        self._n_open.inc()
-
-    def leave(self) -> None:
-        self._places.release()
-        self._n_open.dec()
-
-    def limited(self, asked: CompletionRequest) -> CompletionRequest:
-        """The same with an answer of no more tokens than the model was trained to."""
-        return replace(asked, max_tokens=min(asked.max_tokens, self._longest))
+        try:
+            with self._open.track_inprogress():
+                yield
+        finally:
+            self._places.release()
 
     def need(self, body: Body, asked: CompletionRequest) -> Need | None:
         """The memory that a request will take; None without a limit. Raises: ApiError, NeverFits: it is too long."""
@@ -84,8 +86,7 @@ class Admission:
             return None
         given = body.max_completion_tokens or body.max_tokens
         n_answer = asked.max_tokens if given else min(asked.max_tokens, USUAL_ANSWER)
-        in_full = getattr(body, "full_cache", None)
-        return (self._in_full if in_full else self._memory).need(n, n_answer)
+        return (self._in_full if body.full_cache else self._memory).need(n, n_answer)
 
     def may_start(self, request: EngineRequest, running: list[EngineRequest], held: int) -> bool:
         """Whether a request fits beside those running, whose caches hold `held` bytes; if so, prefixes make room."""

@@ -59,7 +59,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(499, "the client has disconnected")
     if isinstance(error, RecursionError):  # only a client's body can be nested so deeply
         return ApiError(400, "the body is nested too deeply")
-    if isinstance(error, UnicodeDecodeError):
+    if isinstance(error, UnicodeError):
         return ApiError(400, "the body is not UTF-8")
     if isinstance(error, NeverFits):
         return prompt_too_long(str(error))

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
@@ -22,7 +22,7 @@ from .._version import __version__
 from ..content_policy import content_policy
 from ..errors import SnapKVError
 from ..paths import reason
-from .access import Gate, Settings, require_utf8
+from .access import Gate, Settings
 from .anthropic.messages import router as anthropic
 from .api_error import ApiError
 from .engine import Engine
@@ -37,7 +37,7 @@ GRACE = 5  # seconds that answers under way, then the engine, have when the serv
 
 def create_app(engine: Engine, settings: Settings) -> FastAPI:
     """The application; the engine is already running."""
-    app = FastAPI(title="mlx-snapkv", version=__version__, dependencies=[Depends(require_utf8)])
+    app = FastAPI(title="mlx-snapkv", version=__version__)
     app.state.engine, app.state.settings = engine, settings
     for each in (openai, responses, anthropic, router):
         app.include_router(each)
@@ -55,7 +55,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 as long as the thread that generates is alive."""
-    alive = request.app.state.engine.is_healthy
+    alive = request.app.state.engine.is_alive
     return JSONResponse({"status": "ok" if alive else "unavailable"}, 200 if alive else 503)
 
 
@@ -110,7 +110,7 @@ class _Server(uvicorn.Server):
         self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._engine.stop()
+        self._engine.stop(0)
         await super().shutdown(sockets)
         # SIGTERM ends the process right after this, and other ranks must hear of it before.
         await asyncio.to_thread(self._engine.stop, GRACE)
@@ -152,6 +152,5 @@ def serve(
         with contextlib.suppress(KeyboardInterrupt):  # which uvicorn passes on when it has ended
             engine.server.run(sockets=[place])
     finally:
-        engine.stop_and_join()
-    if engine.failure is not None:
-        raise engine.failure
+        engine.stop()
+    engine.join()

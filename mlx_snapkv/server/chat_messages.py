@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
-from ..completions.body import Body, ChatBody
+from pydantic import BaseModel
 
 BREAK = "\n\n"  # between texts that came apart
 SYSTEM = ("system", "developer")
-
-
-class Part(BaseModel):
-    """A body or a part of one; unknown fields, such as `cache_control` and `citations`, are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-
-
-def as_parts(value: Any) -> Any:
-    """A content as a list of parts: a text is one, nothing is none."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    return [] if value is None else value
 
 
 def function_tool(tool: BaseModel, parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -74,31 +58,3 @@ class ChatMessages:
         if not self.all or self.all[-1]["role"] != role:
             self.all.append({"role": role, "content": ""})
         return self.all[-1]
-
-
-def without_volatile_headers(body: Body, names: Collection[str]) -> Body:
-    """The body without the lines `name: …` at the start of its system prompt, for those names in any case.
-
-    They change with every request, and nothing behind them would be known from an earlier one.
-    """
-    if not isinstance(body, ChatBody) or body.messages[0].role not in SYSTEM:
-        return body
-    first, *rest = body.messages
-    content, known = first.content, {name.lower() for name in names}
-    if isinstance(content, str):
-        content = _without_headers(content, known)
-    elif content:
-        text = _without_headers(content[0]["text"], known)
-        content = [{**content[0], "text": text}, *content[1:]]
-    return body.model_copy(
-        update={"messages": [first.model_copy(update={"content": content}), *rest]}
-    )
-
-
-def _without_headers(text: str, names: Collection[str]) -> str:
-    while True:
-        line, _, rest = text.lstrip().partition("\n")
-        name, colon, _ = line.partition(":")
-        if not colon or name.strip().lower() not in names:
-            return text
-        text = rest.lstrip("\n")

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
-import secrets
-import time
+import contextlib
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.server import ResponseGenerator
-from starlette.requests import ClientDisconnect
-
-from ..batch.generator import CompressedBatchGenerator
-from ..batch.groups import request_errors
-from ..caches.layers import is_compressed, kv_bytes
-from ..completions.answer import Completion
-from ..completions.body import Body, ChatBody
+from ..completions.body import Body, ChatBody, CompletionBody
 from ..completions.request import Defaults, chat_tokens, completion_request
-from ..errors import EntryFileError
+from ..errors import SnapKVError, sentence
+from ..several.ranks import ALONE, Ranks
 from .admission import Admission, Limits
-from .api_error import as_api_error, log, shutting_down
+from .api_error import ApiError, as_api_error, log, shutting_down
 from .metrics import Metrics
 from .prefix_cache import Checkpoints, PrefixCache
 from .prefix_files import PrefixFiles
-from .requests import Accepted, Channel, EngineRequest, Finished, Loaded, Read, Started
+from .requests import Accepted, EngineRequest, Loaded
+from .served_batch import ServedBatch
 
-LOOK = 0.1  # seconds between two looks for requests, while nothing is to do
+SENT = set(Body.model_fields) - {"model", "n", "stream", "stream_options"}  # to other ranks
 
 
-class Engine(ResponseGenerator):
-    """mlx-lm's `ResponseGenerator`, with our batches in the place of its own.
+class Engine:
+    """Its thread owns the device: it tokenises, looks for a known prefix, reads and decodes.
 
-    Its thread owns the device: it tokenises, looks for a known prefix, reads and decodes. A request that fails ends
-    alone; if a step fails, the requests of that step end, and serving goes on.
+    A request that fails ends alone; if a step fails, the requests of that step end, and serving goes on. Of several
+    ranks, rank 0 has the clients. Before every step it sends the others what it alone knows: new requests that it
+    accepted, requests that were cancelled, whether the next one may start, how many prompts are still kept, and when
+    to stop. A step that fails on one rank leaves the others waiting inside the model, and ends the server.
 
     Args:
         load: gives the model, in the engine's thread, to which MLX binds the arrays.
@@ -47,7 +44,6 @@ class Engine(ResponseGenerator):
         failure: what ended the server of several ranks, after which uvicorn's `server` must exit.
     """
 
-    _retries = True
     kv_bytes = 0
     failure: Exception | None = None
     server: Any = None
@@ -61,240 +57,196 @@ class Engine(ResponseGenerator):
         defaults: Defaults,
         metrics: Metrics,
         open_files: Callable[[Loaded], PrefixFiles | None] = lambda loaded: None,
+        ranks: Ranks = ALONE,
     ):
-        self.limits, self.defaults, self.metrics = limits, defaults, metrics
-        self.prefixes, self.options = prefixes, options
-        self._load, self._open_files = load, open_files
+        self.options, self.prefixes, self.metrics = options, prefixes, metrics
+        self._load, self._limits, self._defaults = load, limits, defaults
+        self._open_files, self._ranks = open_files, ranks
         self._ready = Future[Loaded]()
-        self._running: dict[int, EngineRequest] = {}
+        self._new: SimpleQueue[EngineRequest] = SimpleQueue()
+        self._wake = threading.Event()
+        self._stopping = self._ended = False
         self._waiting: deque[EngineRequest] = deque()
-        self._numbers = itertools.count()
+        self._cancelled: set[int] = set()  # their numbers, the same on all ranks
         metrics.track(self)
-        super().__init__(None, prefixes)  # type: ignore[arg-type]  # whose model is loaded below
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
         try:
             self.loaded = self._ready.result()
         except BaseException:
-            self.stop_and_join()
+            self.stop()
             raise
 
-    # From the event loop's thread.
+    # From other threads.
 
-    def submit(self, channel: Channel, body: Body) -> None:
-        """Queue a request. Raises: ApiError: too many wait, or the server is shutting down."""
-        self._require_alive()
-        self._admission.enter()
-        channel.on_end = self._admission.leave
-        self.requests.put((channel, body))
-        if self._stop:  # perhaps after the thread has looked into the queue for the last time
-            channel.put(shutting_down())
+    @property
+    def is_alive(self) -> bool:
+        return not self._stopping and self._thread.is_alive()
 
-    def count(self, body: ChatBody) -> int:
-        """The tokens of a prompt, from any thread. Raises: ApiError: the server is shutting down."""
-        self._require_alive()
-        return len(chat_tokens(body, self.loaded.tokenizer, body.template_messages()))
-
-    def _require_alive(self) -> None:
-        if self._stop or not self.is_healthy:
+    def require_alive(self) -> None:
+        """Raises: ApiError: the server is shutting down."""
+        if not self.is_alive:
             raise shutting_down()
 
-    def stop(self, seconds: float = 0) -> None:
+    @contextlib.contextmanager
+    def answering(self, request: EngineRequest) -> Iterator[None]:
+        """Answer a request, at most until the block ends. Raises: ApiError: too many wait, or it shuts down."""
+        self.require_alive()
+        with self._admission.place():
+            self._new.put(request)
+            self._wake.set()
+            try:
+                yield
+            finally:
+                request.cancelled = True
+
+    def count(self, body: ChatBody) -> int:
+        """The tokens of a prompt. Raises: ApiError: the server is shutting down."""
+        self.require_alive()
+        return len(chat_tokens(body, self.loaded.tokenizer, body.template_messages()))
+
+    def stop(self, seconds: float | None = None) -> None:
         """End all requests after the step under way, and wait for that so long."""
-        self._stop = True
-        self._generation_thread.join(seconds)
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(seconds)
+
+    def join(self) -> None:
+        """Wait until the engine has stopped, or rank 0's has; raises what else ended it."""
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure
 
     # In its own thread.
 
-    def _run_generate(self) -> None:
+    def _run(self) -> None:
         try:
             self.loaded = loaded = self._load()
-            model, options = loaded.model, self.options
-            self.generator = self._new_generator()
-            self._checkpoints = Checkpoints(self.prefixes, model, loaded.tokenizer, options)
-            self._admission = Admission(self.limits, model, options, self.prefixes, self.metrics)
+            model, options, prefixes = loaded.model, self.options, self.prefixes
+            self._checkpoints = Checkpoints(prefixes, model, loaded.tokenizer, options)
+            self._admission = Admission(self._limits, model, options, prefixes, self.metrics)
+            self.batch = self._new_batch()
             self.prefixes.files = self._open_files(loaded)
         except BaseException as error:
             self._ready.set_exception(error)
             return
         self._ready.set_result(loaded)
-        while not self._stop:
+        while not self._ended:
             try:
-                self._generate()
+                self._round()
             except Exception as error:
                 self._fail_all(error)
-        self._end_all()
-        self.generator.close()
+        heartbeat = self._ranks.heartbeat
+        if self.failure is None and self._ranks.rank:
+            heartbeat.call()
+        elif self.failure is None:
+            with contextlib.suppress(SnapKVError):  # a rank has gone already
+                for _ in range(1, self._ranks.size):
+                    heartbeat.await_call()  # which each does once it knows
+        self.batch.generator.close()
 
-    def _generate(self) -> None:
-        while not self._stop:
-            if not (self._running or self._waiting):
-                self._wait()
-            if self._stop:
-                return
-            while (request := self._next_to_start()) is not None:
-                try:
-                    self._start(request)
-                except request_errors(self.loaded.model) as error:
-                    self._fail(request.channel, error)
-            if self._running:
-                self._step()
+    def _round(self) -> None:
+        """Start the requests that may start, and do a step; wait if there is nothing to do."""
+        if not (self.batch.running or self._waiting):
+            self._wait()
+        while (request := self._next_to_start()) is not None:
+            if request.number not in self._cancelled:
+                self.batch.start(request)
+        if self._ended:
+            return
+        self.batch.remove(self._cancelled)
+        self._waiting.extendleft(self.batch.step())
+        self.kv_bytes = self.batch.generator.prompt_cache_nbytes
+        if self._ranks.rank == 0:  # the others keep as many prefixes
+            self._admission.trim_prefixes(self.kv_bytes)
 
     def _wait(self) -> None:
-        with self.requests.not_empty:
-            if not self.requests.queue:
-                self.requests.not_empty.wait(LOOK)
+        if self._ranks.rank:
+            self._ranks.heartbeat.await_call()
+        else:
+            self._wake.wait()
+            self._wake.clear()
+            self._ranks.heartbeat.call()
 
     def _next_to_start(self) -> EngineRequest | None:
-        """The first request that waits, if it may start; new ones are taken before."""
-        self._take_requests()
-        return self._waiting.popleft() if self._may_start() else None
+        """The next request that rank 0 starts, once all ranks know what it knows."""
+        news = self._ranks.first({} if self._ranks.rank else self._news())
+        if self._ranks.rank:
+            self._waiting.extend(map(self._received, news["new"]))
+            self.prefixes.trim_to(n_sequences=news["n_known"])
+        self._ended, self._cancelled = news["stops"], set(news["cancelled"])
+        return self._waiting.popleft() if news["starts"] else None
 
-    def _take_requests(self) -> None:
-        while (given := self._next_request()) is not None:
+    def _news(self) -> dict[str, Any]:
+        """What the others need to know."""
+        new = list(self._accepted())
+        self._waiting.extend(new)
+        under_way = [*self.batch.running.values(), *self._waiting]
+        self._cancelled = {r.number for r in under_way if r.cancelled}
+        stops = self._stopping
+        return {
+            "stops": stops,
+            "new": [self._sent(r) for r in new] if self._ranks.size > 1 else [],
+            "cancelled": list(self._cancelled),
+            "starts": not stops and self._may_start(),
+            "n_known": len(self.prefixes),
+        }
+
+    def _accepted(self) -> Iterator[EngineRequest]:
+        while not self._new.empty():
+            request = self._new.get()
             try:
-                self._take(*given)
+                self._prepare(request)
+                request.need = self._admission.need(request.body, request.asked)
+                request.checkpoints = self._checkpoints.places(request.body, request.asked.prompt)
             except Exception as error:
-                self._fail(given[0], error)
+                request.put(as_api_error(error))
+            else:
+                request.put(Accepted())
+                yield request
+
+    def _prepare(self, request: EngineRequest) -> None:
+        tokenizer = self.loaded.tokenizer
+        asked = completion_request(request.body, tokenizer, self._defaults, request.seed)
+        most = min(asked.max_tokens, self._admission.longest_answer)
+        request.asked = replace(asked, max_tokens=most)
+
+    def _sent(self, request: EngineRequest) -> dict[str, Any]:
+        """A request as the others get it: the tokens, and what decides which ones follow."""
+        body = request.body.model_dump(include=SENT, exclude_unset=True)
+        names = ("seed", "number", "checkpoints")
+        own = {name: getattr(request, name) for name in names}
+        return own | {"body": body | {"prompt": request.asked.prompt}}
+
+    def _received(self, message: dict[str, Any]) -> EngineRequest:
+        body = CompletionBody.model_validate(message["body"])
+        request = EngineRequest(**message | {"body": body})
+        self._prepare(request)
+        return request
 
     def _may_start(self) -> bool:
         if not self._waiting:
             return False
-        request, running = self._waiting[0], list(self._running.values())
-        held = self.generator.prompt_cache_nbytes
-        return self._is_cancelled(request) or self._admission.may_start(request, running, held)
+        request, running = self._waiting[0], list(self.batch.running.values())
+        held = self.batch.generator.prompt_cache_nbytes
+        cancelled = request.number in self._cancelled
+        return cancelled or self._admission.may_start(request, running, held)
 
-    def _is_cancelled(self, request: EngineRequest) -> bool:
-        return request.channel.cancelled
-
-    def _take(self, channel: Channel, body: Body) -> None:
-        seed = secrets.randbits(64)
-        asked = completion_request(body, self.loaded.tokenizer, self.defaults, seed)
-        asked = self._admission.limited(asked)
-        need = self._admission.need(body, asked)
-        places = self._checkpoints.places(body, asked.prompt)
-        number = next(self._numbers)
-        self._waiting.append(EngineRequest(channel, body, seed, asked, need, places, number))
-        channel.put(Accepted())
-
-    def _start(self, request: EngineRequest) -> None:
-        channel, asked, prompt = request.channel, request.asked, request.asked.prompt
-        if self._is_cancelled(request):
-            self._fail(channel, ClientDisconnect())
-            return
-        caches, n_known = self._known(prompt)
-        if request.in_full and is_compressed(caches or []):
-            caches, n_known = None, 0
-        ends = [n for n in request.checkpoints if n > n_known] + [len(prompt)]
-        starts = [n_known, *ends]
-        (uid,) = self.generator.insert_segments(
-            [[prompt[start:end] for start, end in zip(starts, ends)]],
-            [asked.max_tokens],
-            caches=None if caches is None else [caches],
-            all_tokens=[prompt[:n_known]],
-            samplers=None if asked.sampler is None else [asked.sampler],
-            logits_processors=[asked.processors],
-        )
-        if request.in_full:
-            self.generator.in_full.add(uid)
-        request.answer = Completion(asked, self.loaded.tokenizer)
-        self._running[uid] = request
-        self.metrics.prompt_tokens.inc(len(prompt))
-        self.metrics.cached_tokens.inc(n_known)
-        self.metrics.prefix_hits.inc(n_known > 0)
-        channel.put(Started(len(prompt), n_known))
-
-    def _known(self, prompt: list[int]) -> tuple[list | None, int]:
-        return self._checkpoints.fetch(prompt)
-
-    def _step(self) -> None:
-        cancelled = [uid for uid, r in self._running.items() if self._is_cancelled(r)]
-        if cancelled:
-            self.generator.remove(cancelled)
-        for uid in cancelled:
-            self._fail(self._running.pop(uid).channel, ClientDisconnect())
-        read, responses = self.generator.next()
-        for progress in read:
-            request = self._running[progress.uid]
-            n_prompt, (done, total) = len(request.asked.prompt), progress.progress
-            n = n_prompt - total + done
-            if progress.end_of_segment and n in request.checkpoints:
-                caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
-                self._checkpoints.reached(request, n, tokens, caches)
-            request.channel.put(Read(n, n_prompt))
-        for response in responses:
-            self._deliver(response)
-        self.kv_bytes = self.generator.prompt_cache_nbytes
-        self._trim_prefixes()
-
-    def _trim_prefixes(self) -> None:
-        self._admission.trim_prefixes(self.kv_bytes)
-
-    def _deliver(self, response: Any) -> None:
-        request = self._running[response.uid]
-        channel, answer = request.channel, request.answer
-        assert answer is not None
-        if response.finish_reason == "error":
-            del self._running[response.uid]
-            self._failed(request, response.error)
-            return
-        request.take(response, self.loaded.tokenizer)
-        self.metrics.generated_tokens.inc()
-        if answer.n_tokens == 1:
-            self.metrics.first_token_seconds.observe(time.perf_counter() - channel.since)
-        if answer.finish_reason is None:
-            return
-        if response.finish_reason is None:  # a stop text ended it
-            caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
-            self.generator.remove([response.uid])
-        else:
-            caches, tokens = response.prompt_cache, response.all_tokens
-        report = request.report
-        if report is not None and not report.compressed:
-            report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
-        for warning in [] if report is None else report.warnings:
-            log.warning("a prompt of %s tokens: %s", len(request.asked.prompt), warning)
-        self._checkpoints.answered(request, tokens, caches)
-        del self._running[response.uid]
-        channel.put(Finished(answer, report))
-
-    def _failed(self, request: EngineRequest, error: Exception) -> None:
-        """End a request; let it wait again if a damaged prefix, which is not used again, is all that has failed."""
-        assert request.answer is not None
-        damaged = error.path if isinstance(error, EntryFileError) else None
-        if damaged is not None:
-            log.warning("a prefix is not used: %s", error)
-            self.prefixes.drop(damaged)
-        if damaged is not None and self._retries and not request.answer.n_tokens:
-            request.answer = request.report = request.full = None
-            self._waiting.appendleft(request)
-        else:
-            self._fail(request.channel, error)
-
-    def _new_generator(self) -> CompressedBatchGenerator:
-        return CompressedBatchGenerator(
-            self.loaded.model,
-            stop_tokens=[[token] for token in self.loaded.tokenizer.eos_token_ids],
-            completion_batch_size=self.limits.concurrency,
-            on_report=lambda uid, report: setattr(self._running[uid], "report", report),
-            on_recall=lambda uid, *found: self._checkpoints.read(self._running[uid], *found),
-            turns=True,
-            stream=mx.default_stream(mx.default_device()),
-            **self.options,
-        )
-
-    def _fail(self, channel: Channel, error: Exception) -> None:
-        channel.put(as_api_error(error))
+    def _new_batch(self) -> ServedBatch:
+        most, options = self._limits.concurrency, self.options
+        return ServedBatch(self.loaded, options, most, self._checkpoints, self.metrics, self._ranks)
 
     def _fail_all(self, error: Exception) -> None:
-        """A step failed: end its requests, and continue with a new batch."""
+        """A step failed: end its requests, and continue with a new batch; ranks have diverged, and end."""
         log.error("a step failed", exc_info=error)
-        while self._running:
-            self._fail(self._running.popitem()[1].channel, error)
-        self.generator.close()
-        self.generator = self._new_generator()
-
-    def _end_all(self) -> None:
-        """The server stops."""
-        for request in [*self._running.values(), *self._waiting]:
-            request.channel.put(shutting_down())
-        while (given := self._next_request()) is not None:
-            given[0].put(shutting_down())
+        told = error
+        if self._ranks.size > 1:
+            self.failure, self._ended = error, True
+            told = ApiError(500, f"the server ends: {sentence(error)}", kind="server_error")
+            if self.server is not None:
+                self.server.should_exit = True
+        for request in self.batch.running.values():
+            request.put(as_api_error(told))
+        if not self._ended:
+            self.batch.generator.close()
+            self.batch = self._new_batch()

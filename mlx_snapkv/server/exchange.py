@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -13,12 +14,11 @@ from starlette.requests import ClientDisconnect
 
 from ..completions.body import Body
 from .api_error import ApiError, as_api_error
-from .chat_messages import without_volatile_headers
 from .formatter import ResponseFormatter
-from .requests import Accepted, Channel, Event, EventQueue, Finished
+from .requests import Accepted, EngineRequest, Event, Finished
 
 IDLE = 5.0  # seconds without an event before the client gets a sign of life
-POLL = 1.0  # seconds between two looks whether the client is still connected
+POLL = 0.5  # seconds between two looks whether client and engine are still there
 
 
 async def respond(
@@ -35,14 +35,13 @@ async def respond(
         new_formatter: makes one for a model's name.
     """
     state = request.app.state
-    names = state.settings.volatile_headers
-    events = _events(request, [without_volatile_headers(chat, names) for chat in chats])
+    events = _events(request, [state.settings.without_volatile_lines(chat) for chat in chats])
     formatter = new_formatter(body.model or state.engine.loaded.names[0])
-    begun: list[str] = []
+    begun: list[bytes] = []  # encoded here, where what can't be is the client's mistake
     n_accepted = 0
     # A stream begins when all prompts are being read, or all are accepted and some must wait for their turn.
     async for index, event in events:
-        begun += formatter.take(index, event)
+        begun += [text.encode() for text in formatter.take(index, event)]
         n_accepted += isinstance(event, Accepted)
         must_wait = event is None and n_accepted == len(chats)
         if body.stream and (must_wait or len(formatter.started) == len(chats)):
@@ -60,17 +59,26 @@ async def _events(
     Answers that are not finished when this ends are cancelled.
     """
     engine, timeout = request.app.state.engine, request.app.state.settings.timeout
-    queue: EventQueue = asyncio.Queue()
-    channels = [Channel(queue, index) for index in range(len(bodies))]
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+    def putting(index: int) -> Callable[[Event], None]:
+        def put(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(queue.put_nowait, (index, event))
+
+        return put
+
     since = polled = time.monotonic()
     n_left = len(bodies)
-    try:
-        for channel, body in zip(channels, bodies):
-            engine.submit(channel, body)
+    with contextlib.ExitStack() as stack:
+        for index, body in enumerate(bodies):
+            stack.enter_context(engine.answering(EngineRequest(body, putting(index))))
         while n_left:
             now = time.monotonic()
             if now > polled + POLL:
                 polled = now
+                engine.require_alive()
                 if await request.is_disconnected():
                     raise ClientDisconnect()
                 if timeout is not None and now > since + timeout:
@@ -85,19 +93,15 @@ async def _events(
                 raise event
             n_left -= isinstance(event, Finished)
             yield index, event
-    finally:
-        for channel in channels:
-            channel.cancelled = True
 
 
 async def _stream(
-    begun: list[str],
+    begun: list[bytes],
     events: AsyncIterator[tuple[int, Event | None]],
     formatter: ResponseFormatter,
-) -> AsyncIterator[str]:
+) -> AsyncIterator[str | bytes]:
     """Server-sent events: those from before the stream began, and then as they come."""
-    for text in begun:
-        yield text
+    yield b"".join(begun)
     since = time.monotonic()
     try:
         async for index, event in events:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..completions.answer import Delta
+from ..completions.answer import Said
 from .api_error import ApiError
 from .requests import Event, Finished, Read, Started
 
@@ -124,18 +124,19 @@ class BlockFormatter(ResponseFormatter):
             yield from self.begin()
         elif event is None or isinstance(event, Read):
             yield self.alive
-        elif isinstance(event, Delta):
+        elif isinstance(event, Said):
             for call in event.calls:
                 yield from self._close()
                 yield from self._add("call", call["function"]["arguments"], call)
                 yield from self._close()
-            if event.text:
-                kind: Kind = "reasoning" if event.state == "reasoning" else "text"
-                yield from self._add(kind, event.text)
+            yield from self._add("reasoning", event.reasoning)
+            yield from self._add("text", event.text)
         elif isinstance(event, Finished):
             yield from self._close()
 
     def _add(self, kind: Kind, text: str, call: dict[str, Any] | None = None) -> Iterator[str]:
+        if not text:
+            return
         if self._open is None or self._open.kind != kind:
             yield from self._close()
             self._open = Block(kind, call)

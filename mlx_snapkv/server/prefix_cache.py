@@ -164,6 +164,10 @@ class Checkpoints:
         """Caches that have read a prefix of the prompt, if there are any, and the prefix's length."""
         return (None, 0) if self._keeps_nothing else self._prefixes.fetch(prompt, self._n_last)
 
+    def drop(self, path: Path) -> None:
+        """Stop using caches whose entries are in this damaged file."""
+        self._prefixes.drop(path)
+
     def places(self, body: Body, prompt: list[int]) -> list[int]:
         """After how many of a prompt's tokens its caches are kept: after the system messages, less what every prompt
         reads anew; and where all entries are kept, before the reasoning that a template opens at the end."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import itertools
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from ..completions.answer import Completion, Delta
+from ..completions.answer import Completion, Said
 from ..completions.body import Body
 from ..completions.request import CompletionRequest
 from ..engine.footprint import Need
@@ -76,68 +77,49 @@ class Finished:
     report: CompressionReport | None
 
 
-Event = Accepted | Started | Read | Delta | TokenLogprob | Finished | Exception
-EventQueue = asyncio.Queue[tuple[int, Event]]
+Event = Accepted | Started | Read | Said | TokenLogprob | Finished | Exception
 
 
-class Channel:
-    """Carries events from the engine's thread to the handler of a request, which may wait for several.
-
-    Attributes:
-        cancelled: nobody listens any more.
-        since: when the request came, by `time.perf_counter`.
-        on_end: called when it has been answered or failed.
-    """
-
-    on_end: Callable[[], None] | None = None
-
-    def __init__(self, events: EventQueue, index: int):
-        self._loop, self._events, self._index = asyncio.get_running_loop(), events, index
-        self.cancelled, self.since = False, time.perf_counter()
-
-    def put(self, event: Event) -> None:
-        """From any thread."""
-        if isinstance(event, Finished | Exception) and self.on_end is not None:
-            self.on_end()
-            self.on_end = None
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (self._index, event))
-
-
-@dataclass
+@dataclass(eq=False)
 class EngineRequest:
-    """A request that waits, or is read and answered.
+    """A request on its way through the engine.
 
     Attributes:
+        put: gives an event to whoever waits for the answer, from any thread; other ranks have nobody.
+        number: the request's, the same on all ranks.
+        since: when it came, by `time.perf_counter`.
+        cancelled: nobody waits any more.
+        asked: set once the body has been read with the model's tokenizer.
         need: the memory that its caches will take; None without a limit.
         checkpoints: after how many of the prompt's tokens the caches are kept for other prompts.
-        number: the request's, the same on all ranks.
         answer: None while it waits.
         full: tokens, and caches with all their entries.
     """
 
-    channel: Channel
     body: Body
-    seed: int
-    asked: CompletionRequest
-    need: Need | None
-    checkpoints: list[int]
-    number: int
+    put: Callable[[Event], None] = lambda event: None
+    seed: int = field(default_factory=partial(secrets.randbits, 64))
+    number: int = field(default_factory=itertools.count().__next__)
+    since: float = field(default_factory=time.perf_counter)
+    cancelled: bool = False
+    asked: CompletionRequest = field(init=False)
+    need: Need | None = None
+    checkpoints: list[int] = field(default_factory=list)
     answer: Completion | None = None
-    report: CompressionReport | None = field(default=None, init=False)
-    full: tuple[list[int], list[Any]] | None = field(default=None, init=False)
+    report: CompressionReport | None = None
+    full: tuple[list[int], list[Any]] | None = None
 
     @property
     def in_full(self) -> bool:
         """Whether it is answered from all entries, whatever the policy."""
-        return bool(getattr(self.body, "full_cache", None))
+        return bool(self.body.full_cache)
 
     def take(self, response: Any, tokenizer: Any) -> None:
         """Send on what one of mlx-lm's responses makes certain of the answer."""
-        n_top = getattr(self.body, "n_top_logprobs", None)
+        n_top = self.body.n_top_logprobs
         if n_top is not None:
             found = response.token, response.logprobs
-            self.channel.put(TokenLogprob.of(*found, n_top, tokenizer))
+            self.put(TokenLogprob.of(*found, n_top, tokenizer))
         assert self.answer is not None
         for piece in self.answer.add(response.token, response.finish_reason):
-            self.channel.put(piece)
+            self.put(piece)

@@ -123,7 +123,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 @pytest.mark.parametrize(
     "url, body, words",  # of a line of a file; what a server refuses as well is tried there
     [
-        (CHAT, MESSAGES | {"n": 2}, "n should be 1, got 2"),
+        (CHAT, MESSAGES | {"n": 2}, "n is not supported in a file of requests"),
         (CHAT, MESSAGES | {"logprobs": True}, "logprobs is not supported"),
         ("/v1/images", MESSAGES, "url must be /v1/chat/completions or /v1/completions"),
         (COMPLETIONS, {"prompt": "\ud800"}, "the tokenizer failed"),

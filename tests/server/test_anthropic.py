@@ -214,7 +214,7 @@ def test_other_refusals(client):
         assert caught.value.body["error"]["type"] == "authentication_error"
         client.api_key = "secret"
         assert client.messages.count_tokens(model="m", messages=HELLO).input_tokens > 2
-        locked.engine.stop_and_join()
+        locked.engine.stop()
         with pytest.raises(anthropic.InternalServerError, match="shutting down") as caught:
             client.messages.count_tokens(model="m", messages=HELLO)
         assert caught.value.body["error"]["type"] == "overloaded_error"

@@ -202,9 +202,9 @@ def test_a_stream_that_waits_for_room_is_told_so(monkeypatch):
 def gone(served):
     """Wait until no request is open."""
     until = time.monotonic() + 10
-    while served.metric("mlx_snapkv_open_requests") and time.monotonic() < until:
+    while (served.metric("mlx_snapkv_open_requests") or served.engine.batch.running) and time.monotonic() < until:
         time.sleep(0.1)
-    return served.metric("mlx_snapkv_open_requests") == 0
+    return served.metric("mlx_snapkv_open_requests") == 0 and not served.engine.batch.running
 
 
 @pytest.mark.parametrize("n_lines", [None, 0, 5])
@@ -263,13 +263,13 @@ def test_requests_wait_rather_than_take_more_memory():
         told = response.json()["error"]
         assert told["message"].startswith("prompt is too long: its ")
         assert "max_kv_bytes" in told["message"] and told["code"] == "context_length_exceeded"
-        held, step, engine = [], served.engine._step, served.engine
+        held, step, engine = [], served.engine._round, served.engine
 
         def looked_at():  # in the engine's thread, between two steps
             step()
-            held.append(engine.generator.prompt_cache_nbytes + engine.prefixes.nbytes)
+            held.append(engine.batch.generator.prompt_cache_nbytes + engine.prefixes.nbytes)
 
-        engine._step = looked_at
+        engine._round = looked_at
         bodies = [
             {"prompt": f"{word} " * 400, "max_tokens": 20} for word in ("key", "door", "tree")
         ]

@@ -9,18 +9,24 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from ...completions.body import ChatBody, PlainText, Positive, Probability, as_body, must, require
-from ..api_error import ApiError
-from ..chat_messages import (
-    BREAK,
-    ChatMessages,
+from ...completions.body import (
+    ChatBody,
+    Count,
     Part,
-    as_parts,
-    function_tool,
-    without_volatile_headers,
+    Parts,
+    PlainText,
+    Positive,
+    Probability,
+    Spoken,
+    Text,
+    as_body,
+    must,
+    require,
 )
+from ..api_error import ApiError
+from ..chat_messages import BREAK, ChatMessages, function_tool
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 
@@ -44,11 +50,6 @@ ERRORS = {
 router = APIRouter(tags=["Anthropic"])
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
-
-
-class Text(Part):
-    type: Literal["text"]
-    text: str
 
 
 class Source(Part):
@@ -89,7 +90,7 @@ Plain = Annotated[Text | Document, Field(discriminator="type")]
 class ToolResult(Part):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[Plain], BeforeValidator(as_parts)] = Field(default_factory=list)
+    content: Annotated[list[Plain], Parts] = Field(default_factory=list)
 
 
 ContentBlock = Annotated[
@@ -100,13 +101,7 @@ ContentBlock = Annotated[
 
 class Message(Part):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[ContentBlock], BeforeValidator(as_parts)]
-
-    @field_validator("content")
-    @classmethod
-    def _says_something(cls, value: Any, info: ValidationInfo) -> Any:
-        require(bool(value) or info.data.get("role") != "user", "must not be empty", value)
-        return value
+    content: Annotated[list[ContentBlock], Parts, Spoken]
 
 
 ObjectSchema = Annotated[
@@ -155,7 +150,7 @@ class CountedMessages(Part):
             "must not end with the assistant's: none can be continued",
         ),
     ]
-    system: Annotated[list[Text], BeforeValidator(as_parts)] = Field(default_factory=list)
+    system: Annotated[list[Text], Parts] = Field(default_factory=list)
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
@@ -186,7 +181,7 @@ class Messages(CountedMessages):
     max_tokens: Positive
     temperature: Probability | None = None
     top_p: Probability | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Count | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
 
@@ -221,7 +216,7 @@ async def create(request: Request, body: Messages) -> Response:
 async def count_tokens(request: Request, body: CountedMessages) -> dict[str, Any]:
     """The tokens of a message's prompt, which is not read."""
     state = request.app.state
-    chat = without_volatile_headers(body.chat(), state.settings.volatile_headers)
+    chat = state.settings.without_volatile_lines(body.chat())
     return {"input_tokens": await asyncio.to_thread(state.engine.count, chat)}
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
 
-from ...completions.answer import Delta, Reply, beside, choice, head, usage
+from ...completions.answer import Said, choice, head, message_fields, usage
 from ...completions.body import Body, ChatBody, CompletionBody
 from ..api_error import ApiError
 from ..exchange import respond
@@ -20,69 +19,30 @@ from ..formatter import ResponseFormatter, server_sent
 from ..requests import Event, Finished, Read, Started, TokenLogprob
 
 DONE = "data: [DONE]\n\n"
-MOST_ANSWERS = 8
-NLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 router = APIRouter(tags=["OpenAI"])
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    include_usage: bool = False
-
-
-class _ServedBody(Body):
-    """What a server takes besides the fields of a batch file's body."""
-
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    stream_options: StreamOptions | None = None
-    full_cache: bool | None = None  # answer from all entries, whatever the policy
-
-    async def respond(self, request: Request) -> Response:
-        bodies: list[Body] = [self] * (self.n or 1)
-        if self.seed is not None:  # one for each answer
-            bodies = [b.model_copy(update={"seed": self.seed + i}) for i, b in enumerate(bodies)]
-        with_usage = self.stream_options is not None and self.stream_options.include_usage
-        is_chat = isinstance(self, ChatBody)
-        memory = request.app.state.engine.options.get("memory", "drop")
-        how = {"is_chat": is_chat, "with_usage": with_usage, "memory": memory}
-        formatter = partial(CompletionFormatter, **how)
-        return await respond(request, self, bodies, formatter)
-
-
-class ServedChat(ChatBody, _ServedBody):
-    """The body of `/v1/chat/completions`."""
-
-    logprobs: bool | None = None
-    top_logprobs: NLogprobs | None = None
-
-    @property
-    def n_top_logprobs(self) -> int | None:
-        """How many log-probabilities are wanted besides a token's own; None for not even that."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class ServedCompletion(CompletionBody, _ServedBody):
-    """The body of `/v1/completions`."""
-
-    logprobs: NLogprobs | None = None
-
-    @property
-    def n_top_logprobs(self) -> int | None:
-        return self.logprobs
+async def _respond(request: Request, body: Body) -> Response:
+    bodies = [body] * (body.n or 1)
+    if body.seed is not None:  # one for each answer
+        bodies = [b.model_copy(update={"seed": body.seed + i}) for i, b in enumerate(bodies)]
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    memory = request.app.state.engine.options.get("memory", "drop")
+    how = {"is_chat": isinstance(body, ChatBody), "with_usage": with_usage, "memory": memory}
+    return await respond(request, body, bodies, partial(CompletionFormatter, **how))
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(request: Request, body: ServedChat) -> Response:
+async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer a chat's last message."""
-    return await body.respond(request)
+    return await _respond(request, body)
 
 
 @router.post("/v1/completions")
-async def completions(request: Request, body: ServedCompletion) -> Response:
+async def completions(request: Request, body: CompletionBody) -> Response:
     """Continue a text."""
-    return await body.respond(request)
+    return await _respond(request, body)
 
 
 @router.get("/v1/models")
@@ -129,10 +89,10 @@ class CompletionFormatter(ResponseFormatter):
                 self._tokens[index].append(event)
             case Started() if self._is_chat:
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-            case Delta():
+            case Said():
                 yield self._chunk(index, self._part(index, event))
             case Finished():
-                last = self._part(index, Delta("normal", ""))
+                last = self._part(index, Said())
                 yield self._chunk(index, last, event.answer.finish_reason)
 
     def end(self) -> Iterator[str]:
@@ -160,19 +120,16 @@ class CompletionFormatter(ResponseFormatter):
         choices = [{"index": index, **part, "finish_reason": reason}]
         return server_sent({**self._head, "object": self._chunk_kind, "choices": choices})
 
-    def _part(self, index: int, piece: Delta) -> dict[str, Any]:
-        """A piece, with the tokens since the last one."""
+    def _part(self, index: int, said: Said) -> dict[str, Any]:
+        """A part of an answer, with the tokens since the last one."""
         tokens = self._tokens[index][self._n_sent[index] :]
         self._n_sent[index] += len(tokens)
         logprobs = {"logprobs": self._logprobs(tokens)}
-        said = Reply()
-        said.take(piece)
         if not self._is_chat:
             return {"text": said.text, **logprobs}
-        said.calls = [{**c, "index": n} for n, c in enumerate(said.calls, self._n_calls[index])]
-        self._n_calls[index] += len(said.calls)
-        content = {"content": said.text} if said.text else {}
-        return {"delta": content | beside(said), **logprobs}
+        calls = [{**call, "index": n} for n, call in enumerate(said.calls, self._n_calls[index])]
+        self._n_calls[index] += len(calls)
+        return {"delta": message_fields(replace(said, calls=calls)), **logprobs}
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any] | None:
         if not tokens:

@@ -13,9 +13,19 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field
 
-from ...completions.body import ChatBody, PlainText, Positive, Probability, as_body, must, require
+from ...completions.body import (
+    ChatBody,
+    Part,
+    Parts,
+    PlainText,
+    Positive,
+    Probability,
+    as_body,
+    must,
+    require,
+)
 from ..api_error import ApiError
-from ..chat_messages import ChatMessages, Part, as_parts, function_tool
+from ..chat_messages import ChatMessages, function_tool
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 from .completions import CompletionFormatter
@@ -32,7 +42,7 @@ class Text(Part):
     text: str
 
 
-Texts = Annotated[list[Text], BeforeValidator(as_parts)]
+Texts = Annotated[list[Text], Parts]
 
 
 class Message(Part):

@@ -1,0 +1,153 @@
+"""The requests that are read and answered together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+import mlx.core as mx
+
+from ..batch.generator import CompressedBatchGenerator
+from ..batch.groups import request_errors
+from ..caches.layers import is_compressed, kv_bytes
+from ..completions.answer import Completion
+from ..errors import EntryFileError, sentence
+from ..several.ranks import Ranks
+from .api_error import as_api_error, log
+from .metrics import Metrics
+from .prefix_cache import Checkpoints
+from .requests import EngineRequest, Finished, Loaded, Read, Started
+
+
+class ServedBatch:
+    """A `CompressedBatchGenerator` with the requests that it answers, and the prefixes that they take and leave.
+
+    Attributes:
+        running: its requests, by the generator's number.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: dict[str, Any],
+        most: int,
+        checkpoints: Checkpoints,
+        metrics: Metrics,
+        ranks: Ranks,
+    ):
+        self._loaded, self._checkpoints, self._metrics = loaded, checkpoints, metrics
+        self._ranks = ranks
+        self.running: dict[int, EngineRequest] = {}
+        self.generator = CompressedBatchGenerator(
+            loaded.model,
+            stop_tokens=[[token] for token in loaded.tokenizer.eos_token_ids],
+            completion_batch_size=most,
+            on_report=lambda uid, report: setattr(self.running[uid], "report", report),
+            on_recall=lambda uid, *found: checkpoints.read(self.running[uid], *found),
+            turns=True,
+            stream=mx.default_stream(mx.default_device()),
+            **options,
+        )
+
+    def start(self, request: EngineRequest) -> None:
+        """Take a request in, which gets what goes wrong with it."""
+        asked, prompt = request.asked, request.asked.prompt
+        caches, n_known = self._known(prompt)
+        if request.in_full and is_compressed(caches or []):
+            caches, n_known = None, 0
+        ends = [n for n in request.checkpoints if n > n_known] + [len(prompt)]
+        starts = [n_known, *ends]
+        try:
+            (uid,) = self.generator.insert_segments(
+                [[prompt[start:end] for start, end in zip(starts, ends)]],
+                [asked.max_tokens],
+                caches=None if caches is None else [caches],
+                all_tokens=[prompt[:n_known]],
+                samplers=None if asked.sampler is None else [asked.sampler],
+                logits_processors=[asked.processors],
+            )
+        except request_errors(self._loaded.model) as error:
+            request.put(as_api_error(error))
+            return
+        if request.in_full:
+            self.generator.in_full.add(uid)
+        request.answer = Completion(asked, self._loaded.tokenizer)
+        self.running[uid] = request
+        self._metrics.prompt_tokens.inc(len(prompt))
+        self._metrics.cached_tokens.inc(n_known)
+        self._metrics.prefix_hits.inc(n_known > 0)
+        request.put(Started(len(prompt), n_known))
+
+    def _known(self, prompt: list[int]) -> tuple[list | None, int]:
+        """The prefix that all ranks know; none, unless it is the same on all."""
+        try:
+            found = self._checkpoints.fetch(prompt)
+        except Exception as error:
+            log.warning("a prefix is not used: %s", sentence(error))
+            found = None, 0
+        return found if len(set(self._ranks.gather(found[1]))) == 1 else (None, 0)
+
+    def remove(self, numbers: Collection[int]) -> None:
+        """Drop the requests of these numbers, which nobody waits for."""
+        uids = [uid for uid, request in self.running.items() if request.number in numbers]
+        if uids:
+            self.generator.remove(uids)
+        for uid in uids:
+            del self.running[uid]
+
+    def step(self) -> list[EngineRequest]:
+        """Read or decode on; the requests that have to start again, since a prefix that they took is damaged."""
+        if not self.running:
+            return []
+        read, responses = self.generator.next()
+        for progress in read:
+            request = self.running[progress.uid]
+            n_prompt, (done, total) = len(request.asked.prompt), progress.progress
+            n = n_prompt - total + done
+            if progress.end_of_segment and n in request.checkpoints:
+                caches, tokens = self.generator.extract_cache([progress.uid])[progress.uid]
+                self._checkpoints.reached(request, n, tokens, caches)
+            request.put(Read(n, n_prompt))
+        return [r for response in responses if (r := self._deliver(response)) is not None]
+
+    def _deliver(self, response: Any) -> EngineRequest | None:
+        """Send on what a response says; the request, if it has to start again."""
+        request = self.running[response.uid]
+        answer = request.answer
+        assert answer is not None
+        if response.finish_reason == "error":
+            del self.running[response.uid]
+            return self._failed(request, response.error)
+        request.take(response, self._loaded.tokenizer)
+        self._metrics.generated_tokens.inc()
+        if answer.n_tokens == 1:
+            self._metrics.first_token_seconds.observe(time.perf_counter() - request.since)
+        if answer.finish_reason is None:
+            return None
+        if response.finish_reason is None:  # a stop text ended it
+            caches, tokens = self.generator.extract_cache([response.uid])[response.uid]
+            self.generator.remove([response.uid])
+        else:
+            caches, tokens = response.prompt_cache, response.all_tokens
+        report = request.report
+        if report is not None and not report.compressed:
+            report.kv_bytes_before = report.kv_bytes_after = kv_bytes(caches)
+        for warning in [] if report is None else report.warnings:
+            log.warning("a prompt of %s tokens: %s", len(request.asked.prompt), warning)
+        self._checkpoints.answered(request, tokens, caches)
+        del self.running[response.uid]
+        request.put(Finished(answer, report))
+        return None
+
+    def _failed(self, request: EngineRequest, error: Exception) -> EngineRequest | None:
+        """End a request, unless a damaged prefix, which is not used again, is all that has failed."""
+        if isinstance(error, EntryFileError) and error.path is not None:
+            log.warning("a prefix is not used: %s", error)
+            self._checkpoints.drop(error.path)
+            # On other ranks a request may not have failed so.
+            if self._ranks.size == 1 and request.answer and not request.answer.n_tokens:
+                request.answer = request.report = request.full = None
+                return request
+        request.put(as_api_error(error))
+        return None
