@@ -202,7 +202,9 @@ def test_a_stream_that_waits_for_room_is_told_so(monkeypatch):
 def gone(served):
     """Wait until no request is open."""
     until = time.monotonic() + 10
-    while (served.metric("mlx_snapkv_open_requests") or served.engine.batch.running) and time.monotonic() < until:
+    while (
+        served.metric("mlx_snapkv_open_requests") or served.engine.batch.running
+    ) and time.monotonic() < until:
         time.sleep(0.1)
     return served.metric("mlx_snapkv_open_requests") == 0 and not served.engine.batch.running
 
