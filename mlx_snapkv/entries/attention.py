@@ -23,6 +23,9 @@ HELD_BYTES = 8 << 20
 KEPT_BYTES = 64 << 20
 # Of logits made at a time for the largest weights of queries.
 MOST_BYTES = 32 << 20
+# Whether products of half-precision keys are made in their own type (summed in float32, then rounded to it, as the
+# published SnapKV does) or of a float32 copy of a block. A GPU is faster so; a CPU only emulates those types.
+NATIVE = mx.default_device().type == mx.gpu
 
 # Softmax by powers of two, which a CPU takes in a third of the time of exp.
 LOG2_E = 1.4426950408889634
@@ -63,9 +66,9 @@ def latest_votes(keys: Keys, observed: Queries, counts: Sequence[int]) -> mx.arr
     late = mx.arange(n) >= n - mx.array(list(counts))[:, None]
     late = mx.tile(late.astype(mx.float32), (1, group))
     B, H, T, D = keys.shape
-    held = queries.shape[2] + (0 if keys.dtype == mx.float32 else D)
+    held = queries.shape[2] + (0 if keys.dtype == queries.dtype else D)
     if isinstance(keys, mx.array) and 4 * B * H * T * held <= HELD_BYTES:
-        weights, share = _weights(keys, observed, queries)
+        weights, share = _weights(keys, observed, queries, T)
         votes = (share[..., None, :] * late) @ weights
     else:
         votes = _sums(keys, observed, queries, lambda logs: late @ mx.power(2, logs))
@@ -111,7 +114,7 @@ def attention_weights(keys: mx.array, observed: Queries) -> mx.array:
     """Every query's own weights `(B, n_heads, n, T)` float32: `attention_votes` before any sum."""
     queries, group = _grouped(keys, observed)
     B, H, T, _ = keys.shape
-    weights, share = _weights(keys, observed, queries)
+    weights, share = _weights(keys, observed, queries, _block(queries, BLOCK_BYTES))
     return (weights * share[..., None]).reshape(B, H * group, -1, T)
 
 
@@ -135,11 +138,16 @@ def shared_logits(keys: mx.array, observed: Queries) -> mx.array:
     return mx.broadcast_to(shared[:, None], (B, H, T))
 
 
-def _weights(keys: mx.array, observed: Queries, queries: mx.array) -> tuple[mx.array, mx.array]:
+def _weights(
+    keys: Keys, observed: Queries, queries: mx.array, block: int
+) -> tuple[mx.array, mx.array]:
     """All weights `(B, n_kv_heads, group * n, T)`, and their factor `(B, n_kv_heads, group * n)` to be a softmax."""
     T = keys.shape[2]
-    spans = [(0, T)] if observed.pages is None else _spans(observed, T, block=T)
-    logits = mx.concatenate([_logits(keys, observed, queries, span) for span in spans], axis=-1)
+    whole = observed.pages is None and block >= T
+    parts: list[mx.array] = []
+    for span in [(0, T)] if whole else _spans(observed, T, block):
+        parts.append(_logits(keys, observed, queries, span, parts[-1:]))
+    logits = mx.concatenate(parts, axis=-1)
     top = logits.max(axis=-1)
     weights = mx.power(2, logits - top[..., None])
     total = _with_sinks(observed, top + mx.log2(weights.sum(axis=-1)))
@@ -206,10 +214,13 @@ def _with_sinks(observed: Queries, total: mx.array) -> mx.array:
 
 
 def _grouped(keys: Keys, observed: Queries) -> tuple[mx.array, int]:
-    """Queries `(B, n_kv_heads, group * n, head_dim)`, float32, scaled for logits to base 2; the size of a GQA group."""
+    """Queries `(B, n_kv_heads, group * n, head_dim)`, as `_logits` takes them; the size of a GQA group."""
     B, n_heads, _, D = observed.heads.shape
     H = keys.shape[1]
-    queries = observed.heads.astype(mx.float32) * (observed.scale * LOG2_E)
+    if NATIVE:  # unscaled, so that they are what they were
+        queries = observed.heads.astype(keys.dtype)
+    else:
+        queries = observed.heads.astype(mx.float32) * (observed.scale * LOG2_E)
     return queries.reshape(B, H, -1, D), n_heads // H
 
 
@@ -243,7 +254,10 @@ def _logits(
     part = keys[:, :, start:stop] if isinstance(keys, mx.array) else keys.read(start, stop)
     if after:
         part = mx.depends(part, list(after))
-    logits = queries @ part.astype(mx.float32).swapaxes(-1, -2)
+    if NATIVE:
+        logits = (queries @ part.mT).astype(mx.float32) * (observed.scale * LOG2_E)
+    else:
+        logits = queries @ part.astype(mx.float32).mT
     if observed.cap is not None:
         cap = observed.cap * LOG2_E
         logits = cap * mx.tanh(logits / cap)

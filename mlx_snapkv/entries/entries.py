@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..errors import Missing, SnapKVError
 from ..several.ranks import ALONE, Ranks
-from .attention import Keys, above_average, attention_weights, latest_votes
+from .attention import BLOCK_BYTES, Keys, above_average, attention_weights, latest_votes
 from .quantization import Quantization, Stored, arrays, each, n_rows, pack, rows, unpack
 from .queries import Queries
 
@@ -136,6 +136,15 @@ class Entries:
             if self.waits:
                 mx.eval(parts[-1])
         return mx.concatenate(parts, axis=2)
+
+    def of_keys(self, function: Callable[[mx.array], mx.array], width: int = 0) -> mx.array:
+        """`function` of the keys in float32, `by_block`, where it makes `width` numbers of each key."""
+        B, H, _, D = self.read_keys(0, 1).shape
+        size = max(64, BLOCK_BYTES // (4 * B * H * max(D, width)))
+        return self.by_block(
+            lambda *block: function(self.read_keys(*block).astype(mx.float32)),
+            range(0, len(self), size),
+        )
 
     @cached_property
     def positions(self) -> mx.array:

@@ -29,8 +29,8 @@ SAMPLED = 8  # one key in so many, of which the largest logit of each query is t
 ASKING = 32  # of the latest queries, which find those that all of them vote for
 CANDIDATES = 4  # times as many as are to be chosen, whose exact votes are compared
 
-# Codes `(B, n_kv_heads, size, n)`, what to multiply them by, and what that leaves out of logits.
-Part = tuple[mx.array, mx.array, mx.array]
+# Factors `(B, n_kv_heads, group * m, size)` of codes and of their low halves, and what is the same for all keys.
+Asking = tuple[mx.array, mx.array, mx.array]
 
 
 class KeyIndex:
@@ -129,26 +129,24 @@ class KeyIndex:
         """
         B, H, _, n_components = self._of_queries.shape
         parts = list(self._parts(observed, n))
-        m = parts[0][1].shape[2]
+        m = parts[0][1][0].shape[2]
         if 4 * B * H * n * (m + n_components) <= WHOLE_BYTES:
-            every = [(_logits(codes, asking), base) for codes, asking, base in parts]
-            most = _most([x.max(axis=3, keepdims=True) + base for x, base in every])
-            below = [(x - (most - base)).max(axis=2) for x, base in every]
+            every = [_logits(*part) for part in parts]
+            most = _most(x.max(axis=3, keepdims=True) for x in every)
+            below = [(x - most).max(axis=2) for x in every]
             return mx.concatenate(below, axis=-1)
         # Few entries are above the largest of a sample, and those are among the best.
         most = _most(
             _in_turn(
-                _logits(codes[..., ::SAMPLED], asking).max(axis=3, keepdims=True) + base
-                for codes, asking, base in parts
+                _logits(codes[..., ::SAMPLED], asking).max(axis=3, keepdims=True)
+                for codes, asking in parts
             )
         )
-        below = _in_turn(
-            (_logits(codes, asking) - (most - base)).max(axis=2) for codes, asking, base in parts
-        )
+        below = _in_turn((_logits(*part) - most).max(axis=2) for part in parts)
         return mx.minimum(mx.concatenate(below, axis=-1), 0)
 
-    def _parts(self, observed: Queries, n: int) -> Iterator[Part]:
-        """The first `n` keys, a block or page at a time, and the queries that see them."""
+    def _parts(self, observed: Queries, n: int) -> Iterator[tuple[mx.array, Asking]]:
+        """Codes of the first `n` keys, a block or page at a time, and the queries that see them."""
         pages, near = observed.pages, self._asking(observed)
         far = range(0) if pages is None else range(0, min(pages.until, n), pages.size)
         edges = {*range(0, n, BLOCK), *far, n} | ({min(pages.until, n)} if pages else set())
@@ -157,16 +155,15 @@ class KeyIndex:
             if pages is not None and start < pages.until:
                 asking = self._asking(observed.seen_by(start // pages.size))
             codes, first = self._codes[start // BLOCK], start // BLOCK * BLOCK
-            yield codes[..., start - first : stop - first], *asking
+            yield codes[..., start - first : stop - first], asking
 
-    def _asking(self, observed: Queries) -> tuple[mx.array, mx.array]:
-        """Factors `(B, n_kv_heads, group * m, 2 * size)` of bytes and of their low halves; the other logits."""
+    def _asking(self, observed: Queries) -> Asking:
         B, H, D, _ = self._of_queries.shape
         heads = (observed.heads.astype(mx.float32) * observed.scale).reshape(B, H, -1, D)
         of_codes = heads @ self._of_queries
         high, low = mx.split(of_codes, 2, axis=-1)
         middle = 7.5 * of_codes.sum(axis=-1, keepdims=True)  # of the levels 0 to 15
-        return mx.concatenate([high / 16, low - high / 16], axis=-1), heads @ self._mean.mT - middle
+        return high / 16, low - high / 16, heads @ self._mean.mT - middle
 
     def latest_votes(
         self,
@@ -202,15 +199,15 @@ def _size(head_dim: int) -> int:
     return max(1, head_dim // 4)
 
 
-def _logits(codes: mx.array, asking: mx.array) -> mx.array:
-    """`(B, n_kv_heads, group * m, n)` float32, but for what is the same for all keys."""
-    of_bytes, of_low = mx.split(asking, 2, axis=-1)
-    found = of_bytes @ codes.astype(mx.float32)
+def _logits(codes: mx.array, asking: Asking) -> mx.array:
+    """`(B, n_kv_heads, group * m, n)` float32."""
+    of_bytes, of_low, base = asking
+    found = mx.addmm(base, of_bytes, codes.astype(mx.float32))
     return mx.addmm(found, of_low, (codes & 15).astype(mx.float32))
 
 
-def _most(tops: list[mx.array]) -> mx.array:
-    return mx.concatenate(tops, axis=3).max(axis=3, keepdims=True)
+def _most(tops: Iterable[mx.array]) -> mx.array:
+    return mx.concatenate(list(tops), axis=3).max(axis=3, keepdims=True)
 
 
 def _in_turn(made: Iterable[mx.array]) -> list[mx.array]:

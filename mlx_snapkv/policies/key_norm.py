@@ -18,5 +18,4 @@ class KeyNorm(Policy):
 
     def score(self, entries: Entries) -> mx.array:
         """Minus the squared norm, `(B, n_kv_heads, T)` float32, which ranks as the norm does."""
-        keys = entries.keys.astype(mx.float32)
-        return -(keys * keys).sum(axis=-1)
+        return entries.of_keys(lambda keys: -(keys * keys).sum(axis=-1))

@@ -1,11 +1,9 @@
 """KeyDiff: entries whose keys differ most from the others stay; no attention is needed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..entries.attention import BLOCK_BYTES
 from ..entries.entries import Entries
 from .base import Policy
 from .options import choice, count, entry_count
@@ -47,10 +45,10 @@ class KeyDiff(Policy):
     def score(self, entries: Entries) -> mx.array:
         """Minus the similarity, `(B, n_kv_heads, T)` float32; linear in T but for anchor="pairwise"."""
         if self.anchor == "pairwise":
-            scores = _by_block(entries, lambda part: self._mean_similarity(part, entries))
+            scores = entries.of_keys(lambda part: self._mean_similarity(part, entries))
         else:
             anchor = self._median(entries.keys) if self.anchor == "median" else self._mean(entries)
-            scores = _by_block(entries, lambda part: self._similarity(part, anchor)[..., 0])
+            scores = entries.of_keys(lambda part: self._similarity(part, anchor)[..., 0])
         if self.pool_kernel == 1:
             return -scores
         most = scores.max(axis=-1, keepdims=True)  # what lies outside counts as much as the lowest
@@ -58,7 +56,7 @@ class KeyDiff(Policy):
 
     def _mean(self, entries: Entries) -> mx.array:
         """`(B, n_kv_heads, 1, head_dim)`."""
-        sums = _by_block(entries, lambda part: self._scaled(part).sum(axis=2, keepdims=True))
+        sums = entries.of_keys(lambda part: self._scaled(part).sum(axis=2, keepdims=True))
         return sums.sum(axis=2, keepdims=True) / len(entries)
 
     def _median(self, keys: mx.array) -> mx.array:
@@ -89,20 +87,8 @@ class KeyDiff(Policy):
         def total(others: mx.array) -> mx.array:
             return self._similarity(keys, others).sum(axis=-1)[:, :, None]
 
-        return _by_block(entries, total, keys.shape[2]).sum(axis=2) / len(entries)
+        return entries.of_keys(total, keys.shape[2]).sum(axis=2) / len(entries)
 
 
 def _squared(keys: mx.array) -> mx.array:
     return (keys * keys).sum(axis=-1, keepdims=True)
-
-
-def _by_block(
-    entries: Entries, function: Callable[[mx.array], mx.array], width: int = 0
-) -> mx.array:
-    """`function` of the keys in float32, block by block, where it makes `width` numbers of each key."""
-    B, H, _, D = entries.read_keys(0, 1).shape
-    size = max(64, BLOCK_BYTES // (4 * B * H * max(D, width)))
-    return entries.by_block(
-        lambda *block: function(entries.read_keys(*block).astype(mx.float32)),
-        range(0, len(entries), size),
-    )

@@ -24,7 +24,7 @@ def make_entries(T=70, n=3, seed=0, dtype=mx.float32):
 @pytest.mark.parametrize("anchor", ["mean", "median", "pairwise"])
 @pytest.mark.parametrize("similarity", keydiff.SIMILARITIES)
 def test_keydiff(anchor, similarity, monkeypatch):
-    monkeypatch.setattr(keydiff, "BLOCK_BYTES", 1)  # blocks of 64 keys
+    monkeypatch.setattr("mlx_snapkv.entries.entries.BLOCK_BYTES", 1)  # blocks of 64 keys
     entries = make_entries()
     scores, pooled = (
         np.asarray(KeyDiff(anchor=anchor, similarity=similarity, pool_kernel=n).score(entries))
