@@ -69,7 +69,6 @@ def batch(
     chosen = ways["policy"]
     if cache.kv_bits is not None and chosen is None:
         raise SnapKVError("--kv-bits in a batch is for compressed entries: add --policy or drop it")
-    limit = options.most_bytes("--max-kv-bytes", files.max_kv_bytes)
     about = {"policy": None if chosen is None else str(chosen), "kv_bits": cache.kv_bits}
     if retention.memory != "drop":
         about |= {name: getattr(retention, name) for name in ("memory", "verify", "refresh")}
@@ -80,7 +79,7 @@ def batch(
         loaded, tokenizer = model.load()
         sampling.generation(tokenizer)  # which finds mistakes
         asked = answers, ways | vars(cache), model.model, about, Defaults(**vars(sampling))
-        run = Run(loaded, tokenizer, *asked, files.concurrency, limit, seed=files.seed)
+        run = Run(loaded, tokenizer, *asked, files.concurrency, files.max_kv_bytes, seed=files.seed)
         _answer(run, lines, files.quiet)
     if not files.quiet or answers.n_errors:
         print(_closing_line(answers, run.progress), file=sys.stderr)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from .command import option
 from .loading import load_model
-from .options import whole_numbers
+from .options import lengths
 from .process import listen
 from .results import ResultFiles, about, print_table, write_json, write_result
 
@@ -22,17 +21,29 @@ POLICIES = ("snapkv:budget=6.25%", "keydiff:budget=2048")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Which policies are measured, at which lengths, and how often."""
+    """Which policies of which model are measured, at which lengths, and how often."""
 
+    model: str | None = option(
+        None, "Model folder, repository or embedded name; default: a random LLaMA."
+    )
     policy: list[str] | None = option(
         None, f"Repeat it for several; default: {' and '.join(POLICIES)}."
     )
     snapkv: str | None = option(None, "The same for SnapKV: its options alone.")
-    context: str = option("4096,16384,32768,65536,131072", "Context lengths to decode at.")
-    prompt_tokens: str = option("8192,16384", "Prompt lengths that all caches read.", "-p")
-    long_prompts: str = option("16384,32768,65536", "The same for block policies only.")
+    context: Any = option(
+        "4096,16384,32768,65536,131072", "Context lengths to decode at.", parser=lengths(LEAST)
+    )
+    prompt_tokens: Any = option(
+        "8192,16384", "Prompt lengths that all caches read.", "-p", parser=lengths(LEAST)
+    )
+    long_prompts: Any = option(
+        "16384,32768,65536", "The same for block policies only.", parser=lengths(LEAST)
+    )
     num_trials: int = option(3, "Prompts read of each length.", "-n", min=1)
     steps: int = option(50, "Steps decoded per cache.", min=1, max=200)
+    output: str | None = option(
+        None, "Write NAME.json, NAME.md and a picture, NAME.png.", metavar="NAME"
+    )
 
     def plan(self) -> Plan:
         """What is measured; a mistake in the options shows before anything is."""
@@ -42,35 +53,23 @@ class BenchOptions:
         named = self.policy or ([] if self.snapkv else POLICIES)
         chosen = [resolve_policy(self.snapkv), *(resolve_policy(policy=text) for text in named)]
         given = [one for one in chosen if one is not None]
-        contexts = whole_numbers("--context", self.context, LEAST)
-        prompts = whole_numbers("--prompt-tokens", self.prompt_tokens, LEAST)
-        long_prompts = whole_numbers("--long-prompts", self.long_prompts, LEAST)
-        for n in (*contexts, *prompts, *long_prompts):
-            for policy in given:
+        asked = self.context, self.prompt_tokens, self.long_prompts
+        for policy in given:
+            for n in chain(*asked):
                 policy.prefill_quotas(n, 1)
-        return Plan(contexts, prompts, long_prompts, given, self.num_trials, self.steps)
+        return Plan(*asked, given, self.num_trials, self.steps)
 
 
-def bench(
-    *,
-    model: Annotated[
-        str | None,
-        Option(help="Model folder, repository or embedded name; default: a random LLaMA."),
-    ] = None,
-    options: BenchOptions,
-    output: Annotated[
-        str | None,
-        Option(help="Write NAME.json, NAME.md and a picture, NAME.png.", metavar="NAME"),
-    ] = None,
-) -> None:
+def bench(*, options: BenchOptions) -> None:
     """Measure decoding and reading by context length: the full cache, mlx-lm's own options, and policies, in turn."""
     from ..bench.contenders import RANDOM, make_random_model
     from ..bench.speed import measure_speed
     from ..bench.tables import markdown, speed, write_picture
     from .progress import StepBars
 
-    plan = options.plan()
-    files = None if output is None else ResultFiles(output, (".json", ".md", ".png"))
+    plan, model = options.plan(), options.model
+    endings = ".json", ".md", ".png"
+    files = None if options.output is None else ResultFiles(options.output, endings)
     listen()
     loaded = make_random_model() if model is None else load_model(model)[0]
     result: dict[str, Any] = {**about(), "model": model or RANDOM, "speed": []}

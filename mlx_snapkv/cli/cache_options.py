@@ -14,7 +14,7 @@ from typer import Option
 from ..errors import SnapKVError, UnsupportedModelError
 from ..paths import path_of
 from .command import in_flags, option
-from .options import most_bytes
+from .options import n_bytes, one_of
 
 if TYPE_CHECKING:
     from ..entries.quantization import Quantization
@@ -36,14 +36,12 @@ class CacheOptions:
     """How a prompt is read, and how its entries are stored."""
 
     prefill_step_size: PrefillStepSize = 2048
-    kv_group_size: int = option(64, "Values that share a scale: 32, 64 or 128.")
-    kv_bits: int | None = option(None, "Bits of the KV cache's entries: 2, 3, 4, 6 or 8.")
-
-    def __post_init__(self):
-        if self.kv_bits not in (None, 2, 3, 4, 6, 8):
-            raise SnapKVError(f"--kv-bits must be 2, 3, 4, 6 or 8, got {self.kv_bits}")
-        if self.kv_group_size not in (32, 64, 128):
-            raise SnapKVError(f"--kv-group-size must be 32, 64 or 128, got {self.kv_group_size}")
+    kv_group_size: int = option(
+        64, "Values that share a scale: 32, 64 or 128.", parser=one_of(32, 64, 128)
+    )
+    kv_bits: int | None = option(
+        None, "Bits of the KV cache's entries: 2, 3, 4, 6 or 8.", parser=one_of(2, 3, 4, 6, 8)
+    )
 
     @property
     def quantization(self) -> Quantization | None:
@@ -94,17 +92,14 @@ class MLXCacheOptions(CacheOptions):
         from ..models import type_of
 
         super().require(model)
-        if self.max_kv_size is None:
-            return
-        if hasattr(model, "make_cache"):
+        if self.max_kv_size is not None and hasattr(model, "make_cache"):
             raise SnapKVError(
                 f"--max-kv-size has no effect on {type_of(model)} models, since they make their own caches: drop it, "
                 f"or limit the entries with --policy streaming_llm:budget={self.max_kv_size}"
             )
-        if draft_model is not None:
-            raise SnapKVError("--max-kv-size has no effect beside --draft-model: drop one of them")
-        if self.kv_bits is not None:
-            raise SnapKVError("--kv-bits can't quantise the cache of --max-kv-size: drop one")
+        for flag, given in (("--draft-model", draft_model), ("--kv-bits", self.kv_bits)):
+            if self.max_kv_size is not None and given is not None:
+                raise SnapKVError(f"--max-kv-size can't be combined with {flag}: drop one")
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,9 @@ class AutoPolicyOptions(PolicyOptions):
         'Any policy, such as "keydiff:budget=25%" (see mlx-snapkv policies); or auto, which takes what '
         "suits the prompt, the task and this machine.",
     )
-    kv_memory: str | None = option(None, "KV memory for --policy auto, as 2GB.", metavar="SIZE")
+    kv_memory: int | None = option(
+        None, "KV memory for --policy auto, as 2GB.", parser=n_bytes, metavar="SIZE"
+    )
 
     @property
     def is_auto(self) -> bool:
@@ -152,8 +149,7 @@ class AutoPolicyOptions(PolicyOptions):
             return {}
         require_alone(policy=self.policy)
         model = load_without_weights(model) if isinstance(model, str) else model
-        kv_memory = most_bytes("--kv-memory", self.kv_memory)
-        taken = auto(model, n_prompt, task, kv_memory=kv_memory)
+        taken = auto(model, n_prompt, task, kv_memory=self.kv_memory)
         say(in_flags(str(taken)))
         found = taken.policy(0 if n_prompt else FEW)
         if found is None:
@@ -177,10 +173,8 @@ class MemoryOptions:
         if self.store_dir is None:
             return
         folder = path_of(self.store_dir, "--store-dir")
-        if not folder.is_dir():
-            raise SnapKVError(f"--store-dir {folder} is no folder: make it, or give another one")
-        if not os.access(folder, os.W_OK):
-            raise SnapKVError(f"--store-dir {folder} can't be written to: give another folder")
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise SnapKVError(f"--store-dir {folder} is no folder that files can be written to")
         tempfile.tempdir = str(folder)
 
 

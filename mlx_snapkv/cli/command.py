@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -24,7 +25,7 @@ def option(default: Any, help: str, *flags: str, **more: Any) -> Any:
     Args:
         *flags: short ones beside the field's name, or a long one in its place.
     """
-    start: Given = {} if default is ... else {"default": default}
+    start: Given = {"default": MISSING if default is ... else default}
     if isinstance(default, list):
         start = {"default_factory": default.copy}
     return field(**start, metadata={"flags": flags, "help": help, **more})
@@ -61,22 +62,16 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 def _options_of(group: Any) -> Iterator[inspect.Parameter]:
     types = get_type_hints(group, include_extras=True)
     for each in fields(group):
-        default, kind, more = each.default, types[each.name], dict(each.metadata)
-        if each.default_factory is not MISSING:
-            default = each.default_factory()
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if default is MISSING:
+            default = inspect.Parameter.empty
+        kind, more = types[each.name], dict(each.metadata)
         if more:
             flags = more.pop("flags")
-            named = any(flag.startswith("--") for flag in flags)
-            kind = Annotated[
-                kind, Option(*flags if named else (flag_of(each.name), *flags), **more)
-            ]
-        empty = inspect.Parameter.empty
-        yield inspect.Parameter(
-            each.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=empty if default is MISSING else default,
-            annotation=kind,
-        )
+            own = () if any(flag.startswith("--") for flag in flags) else (flag_of(each.name),)
+            kind = Annotated[kind, Option(*own, *flags, **more)]
+        how = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(each.name, how, default=default, annotation=kind)
 
 
 # By option, what it needs: how that is said, and whether it is there.
@@ -106,19 +101,23 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         settings = ctx.meta["settings"] = settings_of(ctx)
         ctx.default_map = {name: setting.value for name, setting in settings.items()}
+        typed, _, _ = self.make_parser(ctx).parse_args(list(args))
         try:
             rest = super().parse_args(ctx, args)
         except Exception as error:
-            name = getattr(getattr(error, "param", None), "name", None)
-            if name not in settings or _source(ctx, name) != "DEFAULT_MAP":
+            option: Any = getattr(error, "param", None)
+            name = getattr(option, "name", "")
+            value, where = settings.get(name, (None, ""))
+            if name in typed:
+                value, where = typed[name], option.opts[0]
+            if value is None:
                 raise
-            raise SnapKVError(f"{settings[name].origin}: {error.message}") from error  # type: ignore[attr-defined]
-        typed = {name for name in ctx.params if _source(ctx, name) == "COMMANDLINE"}
-        dropped = ONE_OF if ONE_OF & typed else set()
+            raise SnapKVError(refusal(where, option, value, error)) from error
+        dropped = ONE_OF if ONE_OF & typed.keys() else set()
         if ctx.params.get("prompt_cache_file") is not None:
             dropped |= {*SETTLED, *BROUGHT}
         for option in self.params:
-            if option.name in settings.keys() & dropped - typed:
+            if option.name in settings.keys() & dropped - typed.keys():
                 ctx.params[option.name] = option.default
                 del settings[option.name]
         if ctx.params.get("policy") in ("none", ["none"]):
@@ -154,6 +153,20 @@ class Command(TyperCommand):
 
 def _source(ctx: Any, name: str) -> str:
     return ctx.get_parameter_source(name).name
+
+
+def refusal(name: str, option: Any, value: Any, error: Any) -> str:
+    """What an option must be, and what it got, for an error of typer's or of its `parser`."""
+    kind = getattr(option, "type", option)  # older typers have the range there
+    least, most = getattr(kind, "min", None), getattr(kind, "max", None)
+    given = value if isinstance(value, (list, tuple)) else [value]
+    said = error.message.rstrip(".")
+    with contextlib.suppress(ValueError, TypeError):
+        if least is not None and not least <= float(value) <= (most or float("inf")):
+            said = f"must be {f'at least {least}' if most is None else f'from {least} to {most}'}"
+    return (
+        f"{name}{' ' if said.startswith('must') else ': '}{said}, got {', '.join(map(repr, given))}"
+    )
 
 
 def _is_about(sentence: str, name: str, value: Any) -> bool:

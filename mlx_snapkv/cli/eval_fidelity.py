@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
-
-from typer import Option
 
 from .._version import __version__
+from .command import option
 from .loading import load_model
-from .options import Model
-from .results import Policies, ResultOptions, known, methods_of, results_in
+from .options import Model, one_of
+from .results import Policies, ResultOptions, methods_of, results_in
 
 QUESTIONS = (
     "Summarise the text above in three sentences.",
@@ -20,43 +18,35 @@ QUESTIONS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FidelityOptions:
     """What is read, compressed and judged."""
 
-    text: Annotated[
-        list[str],
-        Option(
-            metavar="PATH",
-            help="Text file, or folder of text files with all below it; repeat it for several.",
-        ),
-    ]
+    text: list[str] = option(
+        ...,
+        "Text file, or folder of text files with all below it; repeat it for several.",
+        metavar="PATH",
+    )
     policy: Policies
     model: Model = "demo"
-    setting: Annotated[
-        list[str] | None,
-        Option(
-            help="What is judged: how the text goes on (text), or the full cache's own answer to a question that the "
-            "policy sees (known) or that comes after the compression (later). Repeat it for several. By default text."
-        ),
-    ] = None
-    length: Annotated[
-        int,
-        Option(min=16, help="Tokens of a piece, which is compressed; a text may have several."),
-    ] = 1400
-    continuation: Annotated[
-        int, Option(min=1, help="Tokens judged after each piece, or of an answer, at most.")
-    ] = 64
-    documents: Annotated[
-        int, Option(min=1, help="Pieces, at most: the first of each text, then the second.")
-    ] = 20
-    question: Annotated[
-        list[str] | None,
-        Option(
-            help="Question for the settings known and later; of several, each piece is asked one, in turn. "
-            "By default three that suit any text."
-        ),
-    ] = None
+    setting: list[str] | None = option(
+        None,
+        "What is judged: how the text goes on (text), or the full cache's own answer to a question that the policy "
+        "sees (known) or that comes after the compression (later). Repeat it for several. By default text.",
+        parser=one_of("text", "known", "later"),
+    )
+    length: int = option(
+        1400, "Tokens of a piece, which is compressed; a text may have several.", min=16
+    )
+    continuation: int = option(
+        64, "Tokens judged after each piece, or of an answer, at most.", min=1
+    )
+    documents: int = option(20, "Pieces, at most: the first of each text, then the second.", min=1)
+    question: list[str] | None = option(
+        None,
+        "Question for the settings known and later; of several, each piece is asked one, in turn. By default three "
+        "that suit any text.",
+    )
 
 
 def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
@@ -71,7 +61,7 @@ def fidelity(*, options: FidelityOptions, result: ResultOptions) -> None:
     from ..evals.texts import Texts
     from .progress import stderr_console
 
-    settings = known("--setting", options.setting or [measuring.TEXT], measuring.SETTINGS)
+    settings = list(dict.fromkeys(options.setting or [measuring.TEXT]))
     methods = methods_of(options.policy, [options.length])
     texts = Texts(options.text)
     if texts.n_unread:

@@ -7,69 +7,47 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Option
+from typing import Any
 
 from .._version import __version__
 from ..demo import MODELS
 from ..errors import SnapKVError
+from .command import option
 from .loading import load_model
 from .options import ChatTemplateConfig, Model, adapt_tokenizer
 from .results import Policies, ResultOptions, methods_of, results_in
-
-LEAST = 256  # tokens of a prompt
 
 
 @dataclass(frozen=True)
 class HarnessOptions:
     """Which tasks lm-evaluation-harness runs, and how."""
 
-    tasks: Annotated[
-        list[str],
-        Option(
-            metavar="TASKS",
-            help="Tasks, groups or tags of lm-evaluation-harness, with commas or repeated; * is any characters.",
-        ),
-    ]
-    include_path: Annotated[
-        Path | None, Option(metavar="DIR", help="Folder with yaml files of more tasks.")
-    ] = None
-    length: Annotated[
-        int | None,
-        Option(min=LEAST, help="Tokens of prompts that tasks make for the model, such as RULER's."),
-    ] = None
-    limit: Annotated[int | None, Option(min=1, help="Documents per task, from the first on.")] = (
-        None
+    tasks: list[str] = option(
+        ...,
+        "Tasks, groups or tags of lm-evaluation-harness, with commas or repeated; * is any characters.",
+        metavar="TASKS",
     )
-    num_shots: Annotated[
-        int | None, Option(min=0, help="Solved examples in front of each question.")
-    ] = None
-    batch_size: Annotated[
-        int, Option("--batch-size", min=1, help="Prompts read and answered together.")
-    ] = 8
-    max_tokens: Annotated[
-        int | None,
-        Option(
-            "--max-tokens",
-            "-m",
-            min=1,
-            help="Tokens of an answer, whatever its task says; where choices are compared, of a prompt and a choice "
-            "(8192).",
-        ),
-    ] = None
-    apply_chat_template: Annotated[
-        bool | None,
-        Option(
-            "--apply-chat-template/--no-apply-chat-template",
-            help="Put prompts in the chat template; by default if the model has one.",
-        ),
-    ] = None
-    fewshot_as_multiturn: Annotated[
-        bool, Option("--fewshot-as-multiturn", help="Give solved examples as turns of their own.")
-    ] = False
+    include_path: Path | None = option(None, "Folder with yaml files of more tasks.", metavar="DIR")
+    length: int | None = option(
+        None, "Tokens of prompts that tasks make for the model, such as RULER's.", min=256
+    )
+    limit: int | None = option(None, "Documents per task, from the first on.", min=1)
+    num_shots: int | None = option(None, "Solved examples in front of each question.", min=0)
+    batch_size: int = option(8, "Prompts read and answered together.", min=1)
+    max_tokens: int | None = option(
+        None,
+        "Tokens of an answer, whatever its task says; where choices are compared, of a prompt and a choice (8192).",
+        "-m",
+        min=1,
+    )
+    apply_chat_template: bool | None = option(
+        None,
+        "Put prompts in the chat template; by default if the model has one.",
+        "--apply-chat-template/--no-apply-chat-template",
+    )
+    fewshot_as_multiturn: bool = option(False, "Give solved examples as turns of their own.")
     chat_template_config: ChatTemplateConfig = None
-    seed: Annotated[int, Option(min=0, help="Seed of prompts made at random.")] = 123
+    seed: int = option(123, "Seed of prompts made at random.", min=0)
 
     def fixed(self) -> dict[str, Any]:
         """What results that go on from each other have in common."""
@@ -122,16 +100,9 @@ def lm(
         "fewshot_as_multiturn": options.fewshot_as_multiturn,
         **dict.fromkeys(seeds, options.seed),
     }
-    lm_of = partial(
-        harness.PolicyLM,
-        loaded,
-        tokenizer,
-        use_chat_template=templated,
-        batch_size=options.batch_size,
-        max_tokens=options.max_tokens,
-    )
+    how = {"batch_size": options.batch_size, "max_tokens": options.max_tokens}
+    lm_of = partial(harness.PolicyLM, loaded, tokenizer, use_chat_template=templated, **how)
     n = sum(harness.n_documents(task, options.limit) for task in tasks.values()) * len(methods)
-
     run = partial(harness.run, lm_of, tasks, methods, **asked)
     result.measure(files, fixed, results, n, run, harness.PAGE)
 

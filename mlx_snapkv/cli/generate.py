@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..engine.report import NO_POLICY, CompressionReport
-from ..errors import SnapKVError
 from . import cache_options, options
 from .command import option
+from .options import one_of
 from .prompts import PromptOptions
 from .reading import Reading
 
@@ -30,15 +30,13 @@ class QuestionOptions(PromptOptions):
 class OutputOptions(options.ShownOptions):
     """The same, as mlx-lm has it, too."""
 
-    verbose: str = option("True", "mlx-lm's name for it: False is --quiet.")
-
-    def __post_init__(self):
-        if self.verbose.lower() not in ("true", "t", "false", "f"):
-            raise SnapKVError(f"--verbose must be True or False, got {self.verbose!r}")
+    verbose: str = option(
+        "True", "mlx-lm's name for it: False is --quiet.", parser=one_of("True", "T", "False", "F")
+    )
 
     @property
     def silent(self) -> bool:
-        return self.quiet or self.verbose.lower().startswith("f")
+        return self.quiet or self.verbose.startswith("F")
 
 
 def generate(

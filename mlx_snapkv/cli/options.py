@@ -6,21 +6,78 @@ import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from typer import Context, Option
+from typer import BadParameter, Context, Option
 
 from ..demo import MODELS
 from ..errors import SnapKVError, UnknownOptionError, suggestion
-from .command import flag_of, option
+from .command import flag_of, option, refusal
 
 MOST = 10_000_000  # tokens of a prompt
 BYTES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+TOKENS = {"k": 1 << 10, "m": 1 << 20}
 # Of a chat template's own parameters, those that may be given beside its free ones.
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
-TOKENS = {"k": 1 << 10, "m": 1 << 20}
+
+
+def n_bytes(text: Any, least: int = 1) -> int:
+    """At least so many bytes, from a number and, if there is one, a decimal unit: "500MB", "4 GB", "1.5e9"."""
+    bounds = f" from {least:,}" if least > 1 else ""
+    what = f"a number of bytes{bounds}, such as 500MB or 4GB"
+    return _number(str(text).strip().lower().removesuffix("b"), BYTES, least, 2**62, what)
+
+
+def n_tokens(text: Any) -> int:
+    """Tokens from a number and, if there is one, a unit of 1,024s: "4096", "128k", "1M"."""
+    what = f"a number of tokens from 1 to {MOST}, such as 4096, 128k or 1M"
+    return _number(str(text).strip().lower(), TOKENS, 1, MOST, what)
+
+
+def _number(number: str, units: dict[str, Any], least: int, most: int, what: str) -> int:
+    unit = units.get(number[-1:])
+    with contextlib.suppress(ValueError, OverflowError):
+        found = int(float(number[:-1] if unit else number) * (unit or 1))
+        if least <= found <= most:
+            return found
+    raise BadParameter(f"must be {what}")
+
+
+def tokens_text(n: int) -> str:
+    """A number of tokens as it may be typed: 131,072 is "128k"."""
+    for unit, size in reversed(TOKENS.items()):
+        if n >= size and n % size == 0:
+            return f"{n // size}{unit.replace('m', 'M')}"
+    return str(n)
+
+
+def lengths(least: int) -> Callable[[Any], list[int]]:
+    """A parser of whole numbers with commas, each once."""
+
+    def parse(text: Any) -> list[int]:
+        with contextlib.suppress(ValueError):
+            numbers = [int(part) for part in str(text).split(",") if part.strip()]
+            if all(least <= n <= MOST for n in numbers):
+                return list(dict.fromkeys(numbers))
+        raise BadParameter(f"must be whole numbers from {least} to {MOST}, with commas")
+
+    return parse
+
+
+def one_of(*values: Any) -> Callable[[Any], Any]:
+    """A parser of one of these values, in capitals or small letters."""
+    *most, last = map(str, values)
+    known = {str(value).lower(): value for value in values}
+
+    def parse(text: Any) -> Any:
+        if str(text).lower() not in known:
+            raise BadParameter(f"must be {', '.join(most)} or {last}")
+        return known[str(text).lower()]
+
+    return parse
+
 
 Model = Annotated[
     str, Option(help=f"Model folder, Hugging Face repository, or: {', '.join(MODELS)}.")
@@ -38,8 +95,12 @@ MaxTokens = Annotated[
 Seed = Annotated[int | None, Option(min=0, max=2**64 - 1, help="Seed of the sampling.")]
 Concurrency = Annotated[int, Option(min=1, max=1024, help="Requests at once, at most.")]
 MaxKVBytes = Annotated[
-    str | None,
-    Option(metavar="SIZE", help="KV memory, such as 4GB, that requests wait rather than exceed."),
+    int | None,
+    Option(
+        parser=n_bytes,
+        metavar="SIZE",
+        help="KV memory, such as 4GB, that requests wait rather than exceed.",
+    ),
 ]
 Facts = Annotated[int, Option(min=1, max=32, help="Facts to hide and ask for.")]
 DocumentSeed = Annotated[int, Option(help="Seed of the documents.")]
@@ -145,10 +206,8 @@ class SamplingOptions:
         flag: Any = next(param for param in context.command.params if param.name == name)
         try:
             return replace(self, **{name: flag.process_value(context, text)})
-        except Exception as error:
-            if not hasattr(error, "format_message"):
-                raise
-            raise SnapKVError(f"/set {name}: {error.message}") from error  # type: ignore[attr-defined]
+        except BadParameter as error:
+            raise SnapKVError(refusal(f"/set {name}", flag, text, error)) from error
 
     def generation(self, tokenizer: Any) -> dict[str, Any]:
         """The same as options of mlx-lm's `stream_generate`; SnapKVError if one is beyond the vocabulary."""
@@ -194,55 +253,3 @@ def seed_sampling(seed: int | None) -> None:
 
     if seed is not None:
         mx.random.seed(seed)
-
-
-def whole_numbers(option: str, text: str, least: int) -> list[int]:
-    """Whole numbers from a comma-separated list; empty for an empty one."""
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        numbers = [0]
-    if any(not least <= n <= MOST for n in numbers):
-        raise SnapKVError(
-            f"{option} must be whole numbers from {least} to {MOST}, with commas, got {text!r}"
-        )
-    return numbers
-
-
-def n_bytes(option: str, text: str, least: int = 1) -> int:
-    """At least so many bytes, from a number and, if there is one, a decimal unit: "500MB", "4 GB", "1.5e9"."""
-    bounds = f" from {least:,}" if least > 1 else ""
-    what = f"a number of bytes{bounds}, such as 500MB or 4GB"
-    return _number(option, text, text.strip().lower().removesuffix("b"), BYTES, least, 2**62, what)
-
-
-def most_bytes(option: str, text: str | None) -> int | None:
-    """The same of an option that may be left out."""
-    return None if text is None else n_bytes(option, text)
-
-
-def n_tokens(option: str, text: str) -> int:
-    """Tokens from a number and, if there is one, a unit of 1,024s: "4096", "128k", "1M"."""
-    what = f"a number of tokens from 1 to {MOST}, such as 4096, 128k or 1M"
-    return _number(option, text, text.strip().lower(), TOKENS, 1, MOST, what)
-
-
-def _number(
-    option: str, text: str, number: str, units: dict[str, Any], least: int, most: int, what: str
-) -> int:
-    unit = units.get(number[-1:])
-    try:
-        found = int(float(number[:-1] if unit else number) * (unit or 1))
-    except (ValueError, OverflowError):
-        found = 0
-    if not least <= found <= most:
-        raise SnapKVError(f"{option} must be {what}, got {text!r}")
-    return found
-
-
-def tokens_text(n: int) -> str:
-    """A number of tokens as it may be typed: 131,072 is "128k"."""
-    for unit, size in reversed(TOKENS.items()):
-        if n >= size and n % size == 0:
-            return f"{n // size}{unit.replace('m', 'M')}"
-    return str(n)

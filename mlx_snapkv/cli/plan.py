@@ -7,44 +7,45 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..engine.report import format_bytes
+from ..reporting.table import Table
 from .cache_options import AutoPolicyOptions, CacheOptions
 from .command import option
-from .options import AsJson, MaxTokens, Model, most_bytes, n_bytes, n_tokens, tokens_text
+from .options import AsJson, MaxTokens, Model, n_bytes, n_tokens, tokens_text
+from .results import print_table
 
 if TYPE_CHECKING:
     from ..engine.machine import Machine
     from ..planning.plan import MemoryPlan, Planner
-    from ..reporting.table import Table
 
 CONTEXTS = tuple(1 << n for n in range(12, 21))
 UNTOLD = 1 << 17  # tokens to plan at most for a model whose trained length is not known
 SAME = "-"
-SMALLEST_MAC = 10**6  # bytes: a number without its unit is a mistake
+
+
+def mac_bytes(text: Any) -> int:
+    """Memory of a Mac, of which a number without its unit would be a mistake."""
+    return n_bytes(text, least=10**6)
 
 
 @dataclass(frozen=True)
 class PlanOptions:
     """What is planned, and for which machine."""
 
-    context: str | None = option(
+    context: int | None = option(
         None,
         "Tokens of a prompt, such as 128k; by default from 4k to the model's trained length.",
+        parser=n_tokens,
         metavar="TOKENS",
     )
-    memory: str | None = option(
+    memory: int | None = option(
         None,
         "Memory of another Mac, such as 16GB, in the place of this machine's.",
+        parser=mac_bytes,
         metavar="SIZE",
     )
     max_tokens: MaxTokens = 256
     as_json: AsJson = False
-
-    def machine(self) -> Machine:
-        from ..engine.machine import mac, this_machine
-
-        if self.memory is None:
-            return this_machine()
-        return mac(n_bytes("--memory", self.memory, least=SMALLEST_MAC))
 
 
 def plan(
@@ -60,20 +61,20 @@ def plan(
       mlx-snapkv plan --model MODEL --context 128k --memory 16GB
       mlx-snapkv plan --model MODEL --context 1M --policy keydiff:budget=4096 --kv-bits 8
     """
+    from ..engine.machine import mac, this_machine
     from ..models.rope import trained_length
     from ..planning.plan import Planner
     from .loading import load_without_weights
 
     chosen = policy.resolve()
     named = None if chosen is None else policy.policy or str(chosen)
-    length = None if asked.context is None else n_tokens("--context", asked.context)
-    machine, kv_memory = asked.machine(), most_bytes("--kv-memory", policy.kv_memory)
+    machine = this_machine() if asked.memory is None else mac(asked.memory)
     loaded = load_without_weights(model)
     trained = trained_length(loaded)
     how = {name: value for name, value in vars(cache).items() if name != "kv_bits"}
     planner = Planner(loaded, max_tokens=asked.max_tokens, **how)
-    plans = Plans(model, machine, planner, trained, named, cache.kv_bits, kv_memory)
-    choices = [plans.choose(n) for n in ([length] if length else plans.contexts())]
+    plans = Plans(model, machine, planner, trained, named, cache.kv_bits, policy.kv_memory)
+    choices = [plans.choose(n) for n in ([asked.context] if asked.context else plans.contexts())]
     if asked.as_json:
         print(json.dumps(plans.to_dict(choices)))
     else:
@@ -116,7 +117,6 @@ class Plans:
     def choose(self, n: int) -> Choice:
         """Plans for `n` tokens; the policy asked for is recommended if it fits, else what --policy auto takes."""
         from ..engine.auto import QUESTION, SETTINGS
-        from ..engine.report import format_bytes
 
         planner, asked, usable = self.planner, self.asked, self.machine.usable
         shown = [setting.policy for setting in SETTINGS[QUESTION][: 2 * planner.can_compress]]
@@ -138,39 +138,28 @@ class Plans:
 
     def to_dict(self, choices: list[Choice]) -> dict[str, Any]:
         found = [plan for choice in choices for plan in choice.found]
+        usable = self.machine.usable
         return {
             "model": self.model,
             "trained_length": self.trained,
             "weights": found[0].weights,
             "memory": self.machine.memory,
-            "usable": self.machine.usable,
-            "backend": _backend(),
-            "plans": [
-                plan.to_dict() | {"fits": plan.peak <= self.machine.usable} for plan in found
-            ],
+            "usable": usable,
+            "plans": [plan.to_dict() | {"fits": plan.peak <= usable} for plan in found],
             "taken": [
-                {
-                    "context": context,
-                    "policy": best and best.policy,
-                    "fits": best is not None,
-                    "why": why,
-                    "command": best and self._command(best),
-                }
+                {"context": context, "fits": best is not None, "why": why}
+                | {"policy": best and best.policy, "command": best and self._command(best)}
                 for context, _, best, why in choices
             ],
         }
 
     def print(self, choices: list[Choice]) -> None:
-        from ..engine.report import format_bytes
-        from .results import print_table
-
         length = "an unknown number of" if self.trained is None else f"{self.trained:,}"
         print(f"{self.model} was trained to read {length} tokens.")
         print_table(self._table(choices))
-        last = choices[-1]
-        if last.best is None:
+        if choices[-1].best is None:
             room = format_bytes(min(self.machine.usable, self.kv_memory or self.machine.usable))
-            print(f"Nothing fits {tokens_text(last.context)} tokens into {room}.")
+            print(f"Nothing fits {tokens_text(choices[-1].context)} tokens into {room}.")
         fit = [(choice.best, choice.why) for choice in choices if choice.best is not None]
         for best, why in fit[-1:]:
             n = tokens_text(best.context)
@@ -182,51 +171,37 @@ class Plans:
                 print(best.beyond)
 
     def _command(self, plan: MemoryPlan) -> str:
-        words = ["mlx-snapkv", "generate", "--model", self.model, "--prompt-file", "FILE"]
-        words += ["--prompt", "QUESTION"]
+        words = f"mlx-snapkv generate --model {shlex.quote(self.model)} --prompt-file FILE --prompt QUESTION"
         if plan.policy is not None and plan.reason is None:
-            words += ["--policy", plan.policy]
-        if plan.kv_bits is not None:
-            words += ["--kv-bits", str(plan.kv_bits)]
-        return shlex.join(words)
+            words += f" --policy {shlex.quote(plan.policy)}"
+        return words if plan.kv_bits is None else f"{words} --kv-bits {plan.kv_bits}"
 
     def _table(self, choices: list[Choice]) -> Table:
         from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
 
-        from ..engine.report import format_bytes
-        from ..reporting.table import Table
-
         found = [plan for choice in choices for plan in choice.found]
-        bits = [] if self.kv_bits is not None else [*found[0].kv_in_bits]
-        bits = [n for n in bits if any(plan.kv_in_bits.get(n) != plan.kv for plan in found)]
-        device = "Metal" if _backend() == "metal" else "MLX's CPU backend"
-        usable, memory = self.machine.usable, self.machine.memory
+        sizes = [] if self.kv_bits is not None else list(found[0].kv_in_bits)
+        bits = [n for n in sizes if any(plan.kv_in_bits.get(n) != plan.kv for plan in found)]
+        usable, memory = self.machine.usable, format_bytes(self.machine.memory)
         remark = (
-            f"The most in use while reading and answering, weights included, on {device}. "
-            f"{format_bytes(usable)} of {format_bytes(memory)} may be used."
+            "The most in use while reading and answering, weights included. "
+            f"{format_bytes(usable)} of {memory} may be used."
         )
         if any(plan.kv_in_bits.get(n) == plan.kv for plan in found for n in bits):
             remark += f" {SAME}: full caches of up to {DEFAULT_QUANTIZED_KV_START:,} tokens are not quantised."
-        sizes = ["KV cache", *(f"{n} bits" for n in bits), "reading", "answering"]
-        columns = ["context", "policy", *sizes, "fits"]
-        table = Table(f"Weights {format_bytes(found[0].weights)}", remark, columns)
+        columns = ["KV cache", *(f"{n} bits" for n in bits), "reading", "answering", "fits"]
+        weights = f"Weights {format_bytes(found[0].weights)}"
+        table = Table(weights, remark, ["context", "policy", *columns])
         for choice in choices:
             for i, plan in enumerate(choice.found):
                 in_bits = [plan.kv_in_bits.get(n, plan.kv) for n in bits]
                 small = [SAME if size == plan.kv else format_bytes(size) for size in in_bits]
-                peaks = format_bytes(plan.reading), format_bytes(plan.answering)
-                fits = (
-                    "recommended" if plan == choice.best else "no" if plan.peak > usable else "yes"
-                )
+                most = [format_bytes(plan.reading), format_bytes(plan.answering)]
+                fits = "yes" if plan.peak <= usable else "no"
+                fits = "recommended" if plan == choice.best else fits
                 context = "" if i else tokens_text(plan.context)
-                table.add(context, _way(plan), format_bytes(plan.kv), *small, *peaks, fits)
+                table.add(context, _way(plan), format_bytes(plan.kv), *small, *most, fits)
         return table
-
-
-def _backend() -> str:
-    import mlx.core as mx
-
-    return "metal" if mx.metal.is_available() else "cpu"
 
 
 def _way(plan: MemoryPlan) -> str:

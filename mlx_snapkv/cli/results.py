@@ -44,11 +44,8 @@ class ResultFiles:
         if not Path(name).name or name.endswith(os.sep):
             raise SnapKVError(f"--output {name!r} names a folder: add a name for the files")
         self.base = path_of(name, "--output")
-        folder = self.base.parent
         with refusing(f"--output {name}"):
-            if folder.exists() and not folder.is_dir():
-                raise SnapKVError(f"--output {name}: {folder} is a file, and no folder")
-            folder.mkdir(parents=True, exist_ok=True)
+            self.base.parent.mkdir(parents=True, exist_ok=True)
             self._replaced = [p for p in map(self.path, endings) if _is_replaced(p)]
 
     def path(self, ending: str) -> Path:
@@ -57,21 +54,19 @@ class ResultFiles:
 
     def summary(self, written: Iterable[Path]) -> str:
         """What was written and what that replaced, in a line each."""
-        there = {path: path in self._replaced for path in written}
-        ways = {"wrote": False, "replaced": True}
-        lines = [[way, *(str(p) for p in there if there[p] is old)] for way, old in ways.items()]
-        return "\n".join(" ".join(line) for line in lines if len(line) > 1)
+        lines: dict[str, str] = {"wrote": "", "replaced": ""}
+        for path in written:
+            lines["replaced" if path in self._replaced else "wrote"] += f" {path}"
+        return "\n".join(way + paths for way, paths in lines.items() if paths)
 
 
 def require_page(name: str | None, *endings: str) -> Path | None:
     """Where to write, if anywhere; SnapKVError if nothing can be, or it is not ours to replace."""
     if name is None:
         return None
-    path = Path(name)
-    if path.suffix not in endings:
+    if Path(name).suffix not in endings:
         raise SnapKVError(f"--output must end in {' or '.join(endings)}, got {name!r}")
-    _is_replaced(path)
-    return path
+    return ResultFiles(name, [""]).base
 
 
 def _is_replaced(path: Path) -> bool:
@@ -131,10 +126,6 @@ Policies = Annotated[
         help="Such as keydiff:budget=12.5%, a share of the prompt; repeat it to compare several.",
     ),
 ]
-Setting = Annotated[
-    str, Option(help="Whether the question is in the prompt: known, later or both.")
-]
-Lengths = Annotated[str, Option("--length", help="Tokens of the prompts, with commas.")]
 
 
 @dataclass(frozen=True)
@@ -226,20 +217,3 @@ def methods_of(
     methods += [Method(headwise(text)) for text in dict.fromkeys(by_mask or [])]
     require_compression(methods, lengths)
     return methods
-
-
-def settings_of(setting: str) -> list[str]:
-    from ..evals.methods import SETTINGS
-
-    known("--setting", [setting], [*SETTINGS, "both"])
-    return list(SETTINGS) if setting == "both" else [setting]
-
-
-def known(option: str, given: Sequence[str], names: Sequence[str]) -> list[str]:
-    """What was given, each once; SnapKVError if it is none of the names."""
-    for name in given:
-        if name not in names:
-            raise SnapKVError(
-                f"{option} must be {', '.join(names[:-1])} or {names[-1]}, got {name!r}"
-            )
-    return list(dict.fromkeys(given))

@@ -53,14 +53,9 @@ class HTTPOptions:
     def settings(self) -> Settings:
         from ..server.access import Settings
 
-        return Settings(
-            self.host,
-            self.port,
-            self.api_key or None,
-            tuple(self.allow_origin or ()),
-            timeout=self.timeout,
-            volatile_headers=tuple(self.volatile_header),
-        )
+        origins, headers = tuple(self.allow_origin or ()), tuple(self.volatile_header)
+        how: Any = {"timeout": self.timeout, "volatile_headers": headers}
+        return Settings(self.host, self.port, self.api_key or None, origins, **how)
 
 
 @dataclass(frozen=True)
@@ -77,15 +72,18 @@ class LimitOptions:
 class PrefixOptions:
     """What stays of the prompts that have been read."""
 
-    prefix_bytes: str | None = option(
+    prefix_bytes: int | None = option(
         None,
         f"Room for what earlier prompts have read; by default {PREFIXES} in memory, {PREFIX_FILES} in files.",
+        parser=n_bytes,
         metavar="SIZE",
     )
     prefix_dir: str | None = option(
         None, "Keep it in this folder, too, so that it outlives the server.", metavar="DIR"
     )
-    prefix_dir_bytes: str = option(PREFIX_FILES, "Room for that; the oldest go.", metavar="SIZE")
+    prefix_dir_bytes: int = option(
+        PREFIX_FILES, "Room for that; the oldest go.", parser=n_bytes, metavar="SIZE"
+    )
 
     def files(self, setting: dict[str, str], found: Loaded) -> PrefixFiles | None:
         """The folder of prefixes, if there is one, for this model and what is set about its entries."""
@@ -94,9 +92,8 @@ class PrefixOptions:
         if self.prefix_dir is None:
             return None
         folder = path_of(self.prefix_dir, "--prefix-dir")
-        n_file_bytes = n_bytes("--prefix-dir-bytes", self.prefix_dir_bytes)
         told = setting | {"tokenizer": tokenizer_digest(found.tokenizer)}
-        return PrefixFiles(folder, n_file_bytes, found.model, told)
+        return PrefixFiles(folder, self.prefix_dir_bytes, found.model, told)
 
 
 @dataclass(frozen=True)
@@ -137,13 +134,12 @@ def serve(
 
     require_alone(prefix_dir=prefixes.prefix_dir)
     ranks = here()
-    settings = http.settings() if ranks.rank == 0 else None
+    settings = None if ranks.rank else http.settings()
     ways = {"policy": policy.resolve(), **retention.keywords()}
     ways |= policy.take(model.model, None, "conversation", retention.memory, Reading().say)
-    usual = PREFIX_FILES if in_files(ways["memory"]) else PREFIXES
-    n_prefix_bytes = n_bytes("--prefix-bytes", prefixes.prefix_bytes or usual)
-    n_bytes("--prefix-dir-bytes", prefixes.prefix_dir_bytes)  # which finds mistakes
-    most = options.most_bytes("--max-kv-bytes", limits.max_kv_bytes)
+    room = n_bytes(PREFIX_FILES if in_files(ways["memory"]) else PREFIXES)
+    # Of several ranks, rank 0 says what is given up for room.
+    n_prefix_bytes = sys.maxsize if ranks.rank else prefixes.prefix_bytes or room
 
     def load() -> Loaded:
         loaded, tokenizer = model.load()
@@ -154,19 +150,11 @@ def serve(
     told = {**ways, "far": retention.far, "kv_bits": bits}
     setting = {name: str(told[name]) for name in ("policy", "memory", "far", "kv_bits")}
     listen()  # here, since the model is loaded in another thread, which may not
-    _run(
-        settings,
-        model.model,
-        load,
-        ways | vars(cache),
-        # Of several ranks, rank 0 says what is given up for room.
-        PrefixCache(sys.maxsize if ranks.rank else n_prefix_bytes, ranks.first),
-        Limits(limits.concurrency, limits.queue, limits.max_context, most),
-        Defaults(**vars(sampling)),
-        Metrics(),
-        partial(prefixes.files, setting),
-        ranks,
-    )
+    kept, most = PrefixCache(n_prefix_bytes, ranks.first), Limits(*vars(limits).values())
+    usual = Defaults(**vars(sampling))
+    open_files = partial(prefixes.files, setting)
+    given = load, ways | vars(cache), kept, most, usual, Metrics(), open_files, ranks
+    _run(settings, model.model, *given)
 
 
 def _run(settings: Settings | None, model: str, *given: Any) -> None:

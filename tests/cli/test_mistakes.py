@@ -22,7 +22,7 @@ generate --prompt x --model demo --policy snapkv --memory foo | --memory must be
 generate --prompt x --model demo --policy tova --memory recall --refresh never | --refresh must be token or turn
 generate --prompt x --model demo --far pull              | --far pull needs a policy that evicts
 generate --prompt x --model demo --far near              | --far must be keep or pull, got 'near'
-generate --prompt x --model demo --memory recall:file --store-dir nowhere | --store-dir nowhere is no folder: make it
+generate --prompt x --model demo --memory recall:file --store-dir nowhere | --store-dir nowhere is no folder that files
 generate --prompt "" --model demo                        | the prompt is empty: give some text
 generate --model demo                                    | nothing to read: give --prompt TEXT, --prompt - or
 generate --prompt - --prompt-file - --model demo         | can't both read standard input
@@ -33,7 +33,9 @@ generate --prompt-file ~no-such-user/x --model demo      | --prompt-file ~no-suc
 generate --prompt \udcff --model demo                    | --prompt is not UTF-8 text
 generate --prompt x --model demo --system-prompt \udcff  | the chat template or tokenizer failed
 generate --prompt x --model demo --top-k 100000000       | --top-k must be below the vocabulary's 1536
-generate --prompt x --model demo --kv-bits 5             | --kv-bits must be 2, 3, 4, 6 or 8, got 5
+generate --prompt x --model demo --kv-bits 5             | --kv-bits must be 2, 3, 4, 6 or 8, got '5'
+generate --prompt x --model demo --temp 101              | --temp must be from 0 to 100, got '101'
+generate --prompt x --model demo --max-tokens many       | a valid integer
 generate --prompt x --model demo --kv-bits 8 --kv-group-size 128 | --kv-group-size must be one of [32, 64]
 generate --prompt x --model demo --policy tova --quantized-kv-start 9 --kv-bits 8 | --quantized-kv-start is for the full
 generate --prompt x --model demo --max-kv-size 512       | no effect on llama models, since they make their own caches
@@ -41,7 +43,7 @@ chat --model demo --max-kv-size 512                      | limit the entries wit
 generate --prompt x --model demo --adapter-path /no/such | --adapter-path /no/such: no adapter_config.json
 generate --prompt x --model demo --ignore-chat-template --system-prompt y | --system-prompt needs a chat template
 generate --prompt x --model demo --pipeline              | start the command by mlx.launch, or drop it
-generate --prompt x --model demo --verbose no            | --verbose must be True or False, got 'no'
+generate --prompt x --model demo --verbose no            | --verbose must be True, T, False or F, got 'no'
 generate --prompt x --model demo --chat-template-config '{"tokenize": 1}' | --chat-template-config can't set 'tokenize'
 generate --prompt x --model demo --extra-eos-token nope  | --extra-eos-token 'nope': this tokenizer has no such token
 generate --prompt x --model a/b/c                        | no such folder, and not the name of a Hugging Face repository
@@ -183,7 +185,7 @@ def test_a_draft_model_of_another_tokenizer(call, tmp_path):
 
 def test_what_a_rotating_cache_does_not_go_with():
     model = make_model("seed_oss", {"head_dim": 32})
-    for bits, draft, words in ((8, None, "can't quantise"), (None, "x", "beside --draft-model")):
+    for bits, draft, words in ((8, None, "with --kv-bits"), (None, "x", "with --draft-model")):
         options = MLXCacheOptions(kv_bits=bits, kv_group_size=32, max_kv_size=9)
         with pytest.raises(SnapKVError, match=words):
             options.require(model, draft)
