@@ -1,5 +1,7 @@
 """Requests as the generation tests make them, ours and mlx-lm's own."""
 
+import sys
+
 import mlx.core as mx
 from mlx_lm.models import llama, qwen3_next
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -11,13 +13,16 @@ from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
 SMALL = {"top_k": 20, "n_sink": 4, "n_window": 32, "lookahead": 4}
-CALLS = [(llama.Attention, llama.Attention.__call__)]
-CALLS += [(qwen3_next.Qwen3NextAttention, qwen3_next.Qwen3NextAttention.__call__)]
+PATCHED = [
+    (owner, name, vars(owner)[name])
+    for cls in (llama.Attention, qwen3_next.Qwen3NextAttention)
+    for owner, name in ((cls, "__call__"), (sys.modules[cls.__module__], "scaled_dot_product_attention"))
+]  # fmt: skip
 
 
 def assert_unpatched():
-    for cls, call in CALLS:
-        assert cls.__call__ is call
+    for owner, name, original in PATCHED:
+        assert vars(owner)[name] is original
 
 
 def fail_in(call, model, monkeypatch):
@@ -63,7 +68,6 @@ def filled_cache(model, tokens, n_queries=None):
 
 
 def is_quantised(cache):
-    """Whether a cache of ours stores its entries with fewer bits."""
     return getattr(cache, "quantization", None) is not None
 
 

@@ -43,17 +43,11 @@ class RetentionConfig:
 
     def __post_init__(self):
         require_memory(self.memory)
-        if self.refresh not in REFRESH:
-            raise SnapKVError(f"refresh must be {' or '.join(REFRESH)}, got {self.refresh!r}")
-        if self.far not in (None, *FAR):
-            raise SnapKVError(f"far must be {' or '.join(FAR)}, got {self.far!r}")
-        if self.verify not in (None, *VERIFY):
-            raise SnapKVError(f"verify must be {' or '.join(VERIFY)}, got {self.verify!r}")
-        if self.verify is not None and not self.retains:
-            raise SnapKVError(
-                f"verify={self.verify} asks entries that memory=drop does not keep: give memory=recall"
-            )
-        if self.verify is not None and in_files(self.memory):
+        for name, allowed in (("refresh", REFRESH), ("far", FAR), ("verify", VERIFY)):
+            got = getattr(self, name)
+            if got not in allowed and (got is not None or name == "refresh"):
+                raise SnapKVError(f"{name} must be {' or '.join(allowed)}, got {got!r}")
+        if self.verify is not None and (not self.retains or in_files(self.memory)):
             raise SnapKVError(
                 "verify=all reads all entries for every token, so they must be in memory, not "
                 f"memory={self.memory}: give memory=recall, recall:8bit or recall:4bit, or leave verify out"
@@ -68,7 +62,6 @@ class RetentionConfig:
 
     @property
     def retains(self) -> bool:
-        """Whether entries that the policy does not keep stay available."""
         return self.memory != "drop"
 
     @property
@@ -143,19 +136,14 @@ class RetentionConfig:
             return "can't be combined with verify=all, which reads all entries where they are: leave verify out"
         length, name = trained_length(model), type_of(model)
         if length is None:
-            return (
-                f"needs to know the length that the model was trained on, and mlx-lm's {name!r} has no "
-                "max_position_embeddings"
-            )
+            return f"needs the trained length, and mlx-lm's {name!r} has no max_position_embeddings"
         layers = attention_layers(model, make_prompt_cache(model))
         ropes = {id(layer.rope): layer for layer in layers if layer.rope is not None}
-        if not ropes:
-            return (
-                f"turns keys on, and the full-attention layers of model type {name!r} have no RoPE"
-            )
         size = max(head_sizes(model, layers))
-        if not all(x.family.can_turn(x.attention, x.rope, size, length) for x in ropes.values()):
-            return f"turns keys on, and those of model type {name!r} can't be turned twice"
+        can_turn = (x.family.can_turn(x.attention, x.rope, size, length) for x in ropes.values())
+        if not ropes or not all(can_turn):
+            how = "can't be turned twice" if ropes else "have no RoPE"
+            return f"turns keys on, and those of model type {name!r} {how}"
         return None
 
 

@@ -19,19 +19,14 @@ from mlx_snapkv.engine.auto import (
     auto,
     recommended,
     worth_comparing,
-)  # fmt: skip
+)
 from mlx_snapkv.policies import resolve_policy
 
 GB = 10**9
-COSTS = {
-    FULL: Cost(12 * GB, 4 * GB),
-    SNAPKV: Cost(12 * GB, 4 * GB),
-    RECALLED: Cost(12 * GB, 4 * GB),
-}
 
 
 def cost(setting):
-    return COSTS.get(setting, Cost(9 * GB, GB))
+    return Cost(12 * GB, 4 * GB) if setting in (FULL, SNAPKV, RECALLED) else Cost(9 * GB, GB)
 
 
 @pytest.mark.parametrize(
@@ -70,26 +65,20 @@ def test_every_setting_is_a_policy_and_a_memory(demo_llama):
 @pytest.mark.parametrize("asked", [{"policy": AUTO}, {"snapkv": True}])
 def test_python_takes_it_and_the_report_tells(demo_llama, asked):
     reports = []
-    prompt = list(range(5, 105))
-    steps = generate_step(
-        prompt, demo_llama[0], max_tokens=1, on_report=reports.append, verify=None, **asked
-    )
-    next(steps)
+    options = {"max_tokens": 1, "on_report": reports.append, "verify": None}
+    next(generate_step(list(range(5, 105)), demo_llama[0], **options, **asked))
     (report,) = reports
     assert report.auto.startswith("auto: the full cache, because of 100 tokens")
     assert report.reason == "of 100 tokens less than half would be evicted"
 
 
 def test_python_compresses_by_it(demo_llama, monkeypatch):
-    monkeypatch.setitem(
-        module.SETTINGS, QUESTION, (module.Setting("streaming_llm:budget=50,schedule=once"),)
-    )
-    reports = []
+    setting = module.Setting("streaming_llm:budget=50,schedule=once")
+    monkeypatch.setitem(module.SETTINGS, QUESTION, (setting,))
     monkeypatch.setattr(module, "FEW", 60)
-    steps = generate_step(
-        list(range(5, 105)), demo_llama[0], max_tokens=1, policy=AUTO, on_report=reports.append
-    )
-    next(steps)
+    reports = []
+    options = {"max_tokens": 1, "policy": AUTO, "on_report": reports.append}
+    next(generate_step(list(range(5, 105)), demo_llama[0], **options))
     assert reports[0].entries == 50 and "streaming_llm" in reports[0].auto
 
 

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import assert_same, assert_unpatched, plain, steps
+from request_helpers import assert_same, plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import BlockKVCache, SnapKVCache, prefill
-from mlx_snapkv.policies import POLICIES, resolve_policy
+from mlx_snapkv.policies import POLICIES
 
 SMALL = {
     "snapkv": "n_sink=2,n_window=16,obs_window=8,lookahead=0",
@@ -19,11 +19,10 @@ SMALL = {
 }  # where a policy's defaults would not do
 
 
-def spec(name, schedule="block", budget=40, block=16, more=""):
+def spec(name, schedule="block", budget=40, block=16):
     size = [f"schedule={schedule}", f"budget={budget}", f"block={block}"]
     shape = "on_full=slide" if name == "snapkv" and schedule == "once" else ""
-    parts = [SMALL.get(name, ""), shape, *size, more]
-    return f"{name}:" + ",".join(p for p in parts if p)
+    return f"{name}:" + ",".join(filter(None, [SMALL.get(name, ""), shape, *size]))
 
 
 BLOCK = [name for name, cls in POLICIES.items() if "block" in cls.schedules]
@@ -62,17 +61,11 @@ def test_no_prompt_chunk_block_or_answer_breaks_the_budget(
         sizes.extend(x.shape[2] for x in (self.keys, self.values, *out))
         return out
 
+    cache, policy = make_prompt_cache(LLAMA), spec(name, budget=budget, block=block)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockKVCache, "update_and_fetch", watched)
-        cache = make_prompt_cache(LLAMA)
-        items = steps(
-            LLAMA,
-            mx.arange(prompt) % 60,
-            n=answer,
-            policy=spec(name, budget=budget, block=block),
-            prompt_cache=cache,
-            prefill_step_size=step,
-        )
+        options = {"policy": policy, "prompt_cache": cache, "prefill_step_size": step}
+        items = steps(LLAMA, mx.arange(prompt) % 60, n=answer, **options)
     assert len(items) == answer and {c.offset for c in cache} == {prompt + answer}
     assert max(sizes, default=0) <= budget + block
     if prompt > budget:
@@ -95,30 +88,8 @@ def test_a_budget_that_holds_everything_equals_mlx_lm_bit_for_bit(tiny_model, to
     expected = plain(tiny_model, tokens, n=12, prefill_step_size=16)
     for budget in (212, 205):  # the second one fits the prompt but not the answer
         cache, reports = make_prompt_cache(tiny_model), []
-        items = steps(
-            tiny_model,
-            tokens,
-            n=12,
-            policy=spec(name, budget=budget),
-            prompt_cache=cache,
-            prefill_step_size=16,
-            on_report=reports.append,
-        )
+        options = {"prompt_cache": cache, "prefill_step_size": 16, "on_report": reports.append}
+        items = steps(tiny_model, tokens, policy=spec(name, budget=budget), **options)
         assert_same(items, expected)
         assert "fit the budget" in reports[0].reason
         assert bool(compressed(cache)) == (budget == 205)
-    assert_unpatched()
-
-
-@pytest.mark.parametrize("then", ["snapkv", "tova", "h2o", "keydiff"])
-@pytest.mark.parametrize("schedule", ["once", "block"])
-def test_two_stages(tiny_model, tokens, then, schedule):
-    cache, reports = make_prompt_cache(tiny_model), []
-    policy = f"{spec('keydiff', budget=60)} then {spec(then, schedule, budget=24, block=8)}"
-    steps(tiny_model, tokens, n=30, policy=policy, prompt_cache=cache, on_report=reports.append)
-    kind = SnapKVCache if schedule == "once" else BlockKVCache
-    assert all(isinstance(c, kind) for c in compressed(cache)) and compressed(cache)
-    assert {n for n in reports[0].entries_kept if n is not None} == {24}
-    assert all(c.keys.shape[2] <= 24 + 8 for c in compressed(cache))
-    assert reports[0].policy == str(resolve_policy(policy=policy))
-    assert_unpatched()

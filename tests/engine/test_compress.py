@@ -3,13 +3,16 @@ import numpy as np
 import pytest
 import reference
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from request_helpers import plain
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKV, SnapKVCache, SnapKVError, compress_prompt_cache
 from mlx_snapkv.caches.recording import RecordingKVCache
+from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
-POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, obs_window=16, pool_kernel=5)
+SIZES = {"top_k": 20, "n_sink": 4, "n_window": 32, "obs_window": 16}
+POLICY = SnapKV(**SIZES, pool_kernel=5, pool="avg", on_full="slide")
 
 
 def prefilled(model, tokens):
@@ -19,20 +22,19 @@ def prefilled(model, tokens):
         RecordingKVCache(T - 16, T, T) if isinstance(c, KVCache) else c
         for c in make_prompt_cache(model)
     ]
-    with recording(
-        {type(layer.self_attn) for layer in model.layers if hasattr(layer, "self_attn")}
-    ):
+    with recording(attention_classes(model)):
         model(tokens[None], cache=caches)
     return caches
 
 
-def test_kept_rows_equal_the_float64_reference(tiny_model, tokens):
+def test_kept_entries_and_their_share_equal_the_float64_reference(tiny_model, tokens):
     """Votes, pooling and selection of every layer and head, from the model's own queries and keys."""
     caches = prefilled(tiny_model, tokens)
     full = list(caches)
-    compress_prompt_cache(tiny_model, caches, POLICY)
-    for before, after in zip(full, caches):
+    report = compress_prompt_cache(tiny_model, caches, POLICY)
+    for before, after, share in zip(full, caches, report.attention_share, strict=True):
         if not isinstance(after, SnapKVCache):
+            assert share is None
             continue
         keys = before.keys_and_values()[0]
         raw = reference.votes(before.queries, keys, range(184, 200), before.scale)
@@ -42,49 +44,30 @@ def test_kept_rows_equal_the_float64_reference(tiny_model, tokens):
             kept = reference.select(scores, 4, 20, 32)
             assert after.positions[0, head].tolist() == kept
             assert mx.array_equal(after.keys[0, head], keys[0, head][mx.array(kept)])
-
-
-def test_mass_kept_is_the_share_of_votes(tokens):
-    model = make_llama()
-    caches = prefilled(model, tokens)
-    full = list(caches)
-    report = compress_prompt_cache(model, caches, POLICY)
-    for before, after, mass in zip(full, caches, report.attention_share):
-        raw = reference.votes(
-            before.queries, before.keys_and_values()[0], range(184, 200), before.scale
-        )
-        kept = np.take_along_axis(raw, np.asarray(after.positions).astype(int), axis=-1)
-        assert mass == pytest.approx(kept.sum() / raw.sum(), abs=1e-5)
-
-
-def test_missing_queries_leave_the_cache_as_it_was(tokens):
-    model = make_llama()
-    caches = make_prompt_cache(model)
-    model(tokens[None], cache=caches)
-    before = list(caches)
-    with pytest.raises(SnapKVError, match="queries are missing"):
-        compress_prompt_cache(model, caches, POLICY)
-    assert all(a is b for a, b in zip(caches, before))
+        voted = np.take_along_axis(raw, np.asarray(after.positions).astype(int), axis=-1)
+        assert share == pytest.approx(voted.sum() / raw.sum(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
     "queries, message",
     [
-        ([mx.zeros((1, 4, 16, 8))], "one entry for each of 2 layers, got 1"),
-        ([mx.zeros((1, 3, 16, 8))] * 2, "a multiple of 2 heads"),
-        ([mx.zeros((1, 4, 16, 9))] * 2, "head_dim=8"),
-        ([mx.zeros((2, 4, 16, 8))] * 2, "B=1"),
-        ([mx.zeros((1, 4, 0, 8))] * 2, "1 to 200 tokens"),
-        ([mx.zeros((1, 4, 201, 8))] * 2, "1 to 200 tokens"),
+        (None, "queries are missing"),
+        ([(1, 4, 16, 8)], "one entry for each of 2 layers, got 1"),
+        ([(1, 3, 16, 8)] * 2, "a multiple of 2 heads"),
+        ([(1, 4, 16, 9)] * 2, "head_dim=8"),
+        ([(2, 4, 16, 8)] * 2, "B=1"),
+        ([(1, 4, 0, 8)] * 2, "1 to 200 tokens"),
+        ([(1, 4, 201, 8)] * 2, "1 to 200 tokens"),
     ],
 )
 def test_queries_that_do_not_fit_are_refused(tokens, queries, message):
     model = make_llama()
     caches = make_prompt_cache(model)
-    model(tokens[None], cache=caches)
+    plain(model, tokens, 0, prompt_cache=caches)
+    given = None if queries is None else [mx.zeros(shape) for shape in queries]
     with pytest.raises(SnapKVError, match=message):
-        compress_prompt_cache(model, caches, POLICY, queries=queries)
-    assert all(type(c) is KVCache for c in caches)
+        compress_prompt_cache(model, caches, POLICY, queries=given)
+    assert all(type(c) is KVCache and c.offset == 200 for c in caches)
 
 
 def test_caches_that_no_model_filled_so_are_refused(tokens):

@@ -36,15 +36,16 @@ def asked(model, tokenizer, n_tokens, n_facts=4, **options):
     conversation = Conversation(model, tokenizer, max_tokens=12, **options)
     conversation.attach(document)
     answers = ["".join(r.text for r in conversation.send(fact.question)) for fact in facts]
-    return conversation, [is_right(fact, answer) for fact, answer in zip(facts, answers)], answers
+    return conversation, [is_right(fact, answer) for fact, answer in zip(facts, answers)]
 
 
-def require_true_rotations(model, tokens, prompt_cache):
-    """The first layer's keys, which tell of nothing but their token, are turned to where the cache says they are."""
+def held_with_true_rotations(conversation):
+    """The first layer's entries, whose keys tell of nothing but their token: turned to where the cache says."""
+    model, prompt_cache = conversation.model, conversation.prompt_cache
     layer = attention_layers(model, prompt_cache)[0]
     held = layer.cache_in(prompt_cache).held()
     caches = make_prompt_cache(model)
-    model(mx.array(tokens)[None], cache=caches)
+    model(mx.array(conversation.read)[None], cache=caches)
     keys = mx.take_along_axis(caches[0].keys, held.positions[..., None], axis=2)
     steps = held.rotations.astype(mx.int32) - held.positions.astype(mx.int32)
     assert mx.allclose(layer.turn(keys, steps), held.keys, atol=2e-3).item()
@@ -53,13 +54,12 @@ def require_true_rotations(model, tokens, prompt_cache):
 
 @pytest.mark.parametrize("memory", ["recall", "recall:file"])
 def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory):
-    model, tokenizer = short
-    conversation, right, _ = asked(model, tokenizer, 3000, policy=THEN, memory=memory)
+    conversation, right = asked(*short, 3000, policy=THEN, memory=memory)
     assert all(right)
     assert conversation.report.pulled_to == LENGTH
     assert f"beyond the {LENGTH} tokens" in str(conversation.report)
-    held = require_true_rotations(model, conversation.read, conversation.prompt_cache)
-    for layer in attention_layers(model, conversation.prompt_cache):
+    held_with_true_rotations(conversation)
+    for layer in attention_layers(short[0], conversation.prompt_cache):
         held = layer.cache_in(conversation.prompt_cache).held()
         assert 0 < len(conversation.read) - held.rotations.min().item() <= LENGTH
         assert held.positions.min().item() == 0
@@ -68,24 +68,22 @@ def test_facts_of_a_long_document_are_found_and_nothing_is_far(short, memory):
 @pytest.mark.parametrize("few", [0, 8192])
 def test_every_token_chooses_anew_from_entries_pulled_together(short, few, monkeypatch):
     monkeypatch.setattr(full_view, "FEW", few)
-    conversation, right, _ = asked(*short, 2000, 6, policy=THEN, memory="recall")
+    conversation, right = asked(*short, 2000, 6, policy=THEN, memory="recall")
     assert sum(right) >= 5 and conversation.report.refreshed == 96
 
 
 @pytest.mark.parametrize("policy", [READ, THEN, "h2o:budget=96,block=128", f"{THEN},on_full=grow"])
 def test_without_a_memory(short, policy):
-    model, tokenizer = short
-    conversation, _, _ = asked(model, tokenizer, 1500, 2, policy=policy)
+    conversation, _ = asked(*short, 1500, 2, policy=policy)
     assert conversation.report.pulled_to == LENGTH
-    held = require_true_rotations(model, conversation.read, conversation.prompt_cache)
+    held = held_with_true_rotations(conversation)
     assert len(conversation.read) - held.rotations.min().item() <= LENGTH
     assert held.positions.min().item() < held.rotations.min().item()
 
 
 def test_streaming_llm_has_the_papers_positions(short):
-    model, tokenizer = short
-    conversation, _, _ = asked(model, tokenizer, 1500, 2, policy="streaming_llm:budget=96,block=64")
-    held = require_true_rotations(model, conversation.read, conversation.prompt_cache)
+    conversation, _ = asked(*short, 1500, 2, policy="streaming_llm:budget=96,block=64")
+    held = held_with_true_rotations(conversation)
     n, end = len(held), len(conversation.read)
     assert held.rotations.tolist() == [[list(range(end - n, end))] * 2]
     assert held.positions[..., :4].tolist() == [[[0, 1, 2, 3]] * 2]
@@ -97,10 +95,7 @@ def test_streaming_llm_has_the_papers_positions(short):
         ("a policy that evicts while a prompt is read", {"policy": "snapkv:top_k=60"}),
         ("there is none", {}),
         ("far must be keep or pull, got 'yes'", {"far": "yes"}),
-        (
-            "can't be combined with verify=all",
-            {"policy": THEN, "memory": "recall", "verify": "all"},
-        ),
+        ("combined with verify=all", {"policy": THEN, "memory": "recall", "verify": "all"}),
     ],
 )
 def test_refused_by_name(short, sentence, options):
@@ -112,7 +107,7 @@ def test_refused_by_name(short, sentence, options):
     "name, sentence",
     [
         ("gpt2", "'gpt2' has no max_position_embeddings"),
-        ("nemotron_h", "the full-attention layers of model type 'nemotron_h' have no RoPE"),
+        ("nemotron_h", "those of model type 'nemotron_h' have no RoPE"),
         ("hunyuan_v1_dense", "those of model type 'hunyuan_v1_dense' can't be turned twice"),
     ],
 )
@@ -126,17 +121,13 @@ def test_models_that_cant_are_refused_by_name(name, sentence):
 
 @pytest.mark.parametrize("policy, memory", [(READ, "drop"), (THEN, "drop"), (THEN, "recall:file")])
 def test_a_saved_conversation_goes_on_as_it_was_pulled(short, policy, memory, tmp_path):
-    ways = {"policy": policy, "memory": memory}
-    conversation, _, _ = asked(*short, 1500, 2, **ways)
+    conversation, _ = asked(*short, 1500, 2, policy=policy, memory=memory)
     conversation.save(tmp_path / "chat.safetensors")
     loaded = Conversation.load(tmp_path / "chat.safetensors", *short, max_tokens=12)
     caches = zip(loaded.prompt_cache, conversation.prompt_cache)
     assert all(mine.compaction == theirs.compaction for mine, theirs in caches)
-    last = [
-        [(r.token, r.logprobs) for r in c.send("And what is it?")][-1]
-        for c in (loaded, conversation)
-    ]
-    assert last[0][0] == last[1][0] and mx.array_equal(last[0][1], last[1][1])
+    mine, theirs = (list(c.send("And what is it?"))[-1] for c in (loaded, conversation))
+    assert mine.token == theirs.token and mx.array_equal(mine.logprobs, theirs.logprobs)
 
 
 def test_the_length_that_a_configuration_tells():

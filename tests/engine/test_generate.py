@@ -1,16 +1,18 @@
 """generate_step, stream_generate and generate: gates, what is kept, and the figures."""
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from request_helpers import SMALL, assert_same, assert_unpatched, plain, steps
+from request_helpers import SMALL, assert_same, plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv import SnapKVCache, generate, generate_step, stream_generate
 from mlx_snapkv.engine.prefill import mlx_generate
+from mlx_snapkv.engine.report import CompressionReport
 
 
 @pytest.fixture
@@ -28,21 +30,27 @@ def counting_patches(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "keywords",
-    [{}, {"snapkv": None, "policy": None}, {"snapkv": False}, {"snapkv": {}}, {"policy": "snapkv:min_ctx=201"},
-     {"snapkv": "top_k=163,n_sink=5,n_window=32"}],
-    ids=["nothing", "none", "false", "below min_ctx", "one below min_ctx", "fits the budget"],
+    "keywords, reason",
+    [
+        ({}, "no policy was given: pass snapkv or policy to compress"),
+        ({"snapkv": False}, "no policy was given"),
+        ({"snapkv": {}}, "200 entries fit the budget of 5466 (n_sink + top_k + n_window); lower it"),
+        ({"policy": "snapkv:min_ctx=201"}, "200 tokens are below min_ctx=201; set min_ctx=0 to force"),
+        ({"snapkv": "top_k=163,n_sink=5,n_window=32"}, "fit the budget of 200"),
+    ],
 )  # fmt: skip
-def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, counting_patches):
-    assert_same(steps(tiny_model, tokens, **keywords), plain(tiny_model, tokens))
-    assert counting_patches == []
+def test_gated_output_is_bit_identical(tiny_model, tokens, keywords, reason, counting_patches):
+    reports = []
+    found = steps(tiny_model, tokens, on_report=reports.append, **keywords)
+    assert_same(found, plain(tiny_model, tokens))
+    assert counting_patches == [] and reason in reports[0].reason and not reports[0].compressed
 
 
 def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens, counting_patches):
     """In the hybrid, layer 0 is linear and has no offset to look at."""
-    mine, theirs = make_prompt_cache(tiny_model), make_prompt_cache(tiny_model)
-    plain(tiny_model, tokens[:100], n=3, prompt_cache=mine)
-    plain(tiny_model, tokens[:100], n=3, prompt_cache=theirs)
+    mine, theirs = (make_prompt_cache(tiny_model) for _ in range(2))
+    for cache in (mine, theirs):
+        plain(tiny_model, tokens[:100], n=3, prompt_cache=cache)
     reports = []
     out = steps(tiny_model, tokens[100:], snapkv=SMALL, prompt_cache=mine, on_report=reports.append)
     assert_same(out, plain(tiny_model, tokens[100:], prompt_cache=theirs))
@@ -52,34 +60,22 @@ def test_a_populated_cache_is_continued_by_mlx_lm(tiny_model, tokens, counting_p
 # Compression.
 
 
-def run(model, tokens, n=12, **changes):
-    reports, cache = [], make_prompt_cache(model)
-    out = steps(
-        model, tokens, n, snapkv=SMALL | changes, prompt_cache=cache, on_report=reports.append
-    )
-    return out, cache, reports
-
-
-@pytest.mark.parametrize("changes", [{}, {"lookahead": 1}, {"lookahead": 0}, {"heads": "shared"}])
-def test_the_cache_is_cut_to_the_budget_and_stays_there(tiny_model, tokens, changes):
-    out, cache, reports = run(tiny_model, tokens, on_full="slide", **changes)
-    assert len(out) == 12 and len(reports) == 1 and reports[0].compressed
-    assert reports[0].prompt_tokens == 200
-    for c in cache:
-        if isinstance(c, SnapKVCache):
-            assert (c.size(), c.offset) == (56, 212)
-    assert sum(isinstance(c, SnapKVCache) for c in cache) == 2
-    assert_unpatched()
-
-
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
 def test_tokens_before_the_cut_are_the_full_caches_own(tiny_model, tokens, lookahead):
+    """And from then on every cache holds the budget."""
+    reports, cache = [], make_prompt_cache(tiny_model)
+    options = {"prompt_cache": cache, "on_report": reports.append}
+    policy = SMALL | {"on_full": "slide", "lookahead": lookahead}
+    out = steps(tiny_model, tokens, n=40, snapkv=policy, **options)
     # One more is computed before the cut, since mlx-lm runs one step ahead.
-    out, _, _ = run(tiny_model, tokens, n=40, lookahead=lookahead)
     n = max(1, lookahead) + 1
     expected = plain(tiny_model, tokens, n=40)
     assert_same(out[:n], expected[:n])
     assert not mx.array_equal(out[n][1], expected[n][1])
+    kept = [(c.size(), c.offset) for c in cache if isinstance(c, SnapKVCache)]
+    assert kept == [(56, 240)] * 2
+    (report,) = reports
+    assert report.compressed and report.prompt_tokens == 200
 
 
 def test_prompt_logits_are_never_evaluated(tokens, monkeypatch):
@@ -88,7 +84,7 @@ def test_prompt_logits_are_never_evaluated(tokens, monkeypatch):
     evaluated = []
     evaluate = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *a: (evaluated.extend(_shapes(a)), evaluate(*a))[1])
-    run(model, tokens, prefill_chunk=50)
+    steps(model, tokens, snapkv=SMALL | {"prefill_chunk": 50})
     assert len(evaluated) > 8
     assert not [shape for shape in evaluated if shape[-1:] == (97,)]
 
@@ -109,17 +105,18 @@ def test_logits_processors_and_callbacks_act_as_in_mlx_lm(tiny_model, tokens):
 
         return processor
 
-    for votes in ({"lookahead": 0}, {}):
-        seen, expected, done, expected_done = [], [], [], []
-        list(generate_step(tokens, tiny_model, max_tokens=3, snapkv=SMALL | votes, prefill_step_size=64,
-                           logits_processors=[watch(seen)],
-                           prompt_progress_callback=lambda *a, done=done: done.append(a)))  # fmt: skip
-        plain(tiny_model, tokens, n=3, prefill_step_size=64, logits_processors=[watch(expected)],
-              prompt_progress_callback=lambda *a, done=expected_done: done.append(a))  # fmt: skip
+    found = []
+    for run, options in (
+        (plain, {}),
+        (steps, {"snapkv": SMALL | {"lookahead": 0}}),
+        (steps, {"snapkv": SMALL}),
+    ):
+        seen, done = [], []
+        run(tiny_model, tokens, n=3, prefill_step_size=64, logits_processors=[watch(seen)],
+            prompt_progress_callback=lambda *a, done=done: done.append(a), **options)  # fmt: skip
         # The chunks are a little shorter, so that the observation window has one of its own.
-        assert [done[0], *done[-2:]] == [expected_done[0], *expected_done[-2:]]
-        assert [len(s) for s in seen] == [len(s) for s in expected]
-        assert seen[0] == expected[0] == tokens.tolist()
+        found.append((seen[0], [len(s) for s in seen], done[0], done[-2:]))
+    assert found[0] == found[1] == found[2] and found[0][0] == tokens.tolist()
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -133,7 +130,6 @@ def test_two_requests_at_a_time_equal_requests_alone(tiny_model, tokens, threads
     else:
         found = [list(answer) for answer in zip(*([t for t, _ in pair] for pair in zip(*both)))]
     assert found == alone
-    assert_unpatched()
 
 
 @pytest.fixture
@@ -178,9 +174,25 @@ def test_verbose_prints_the_answer_and_the_figures(demo_llama, ask, capsys):
     prompt, _ = ask(tokenizer, 300, seed=2)
     text = generate(model, tokenizer, prompt, verbose=True, max_tokens=4, snapkv=SMALL)
     out = capsys.readouterr().out
-    assert out.startswith(text)
-    assert (
-        f"Prompt: {len(prompt)} tokens" in out
-        and "Compression: " in out
-        and "56 entries kept" in out
-    )
+    assert out.startswith(text) and f"Prompt: {len(prompt)} tokens" in out
+    assert "Compression: " in out and "56 entries kept" in out
+
+
+def test_only_what_is_no_gain_is_told():
+    figures = {"kv_bytes_before": 9, "kv_bytes_after": 8, "full_token_seconds": 2.0}
+    gained = CompressionReport("snapkv", 1000, **figures, token_seconds=1.0)
+    assert gained.warnings == []
+    slow, large = {"token_seconds": 4.0}, {"kv_bytes_after": 10}
+    (said,) = dataclasses.replace(gained, **slow).warnings
+    assert said.startswith("0.50 times as fast as the full cache")
+    assert "more memory" in dataclasses.replace(gained, **large).warnings[0]
+    assert dataclasses.replace(gained, full_token_seconds=None, **slow).warnings == []
+
+
+def test_tokens_before_and_after_the_compression_are_timed(tokens):
+    reports = []
+    options = {"snapkv": SMALL | {"lookahead": 12}, "on_report": reports.append}
+    for n, _ in enumerate(generate_step(tokens, make_llama(), max_tokens=30, **options), start=1):
+        if n == 14:
+            assert reports[0].full_token_seconds > 0 and reports[0].token_seconds is None
+    assert reports[0].token_seconds > 0

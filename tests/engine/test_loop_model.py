@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from request_helpers import assert_unpatched, steps
+from request_helpers import steps
 
 from mlx_snapkv import SnapKV, patch_for_snapkv, prefill, unpatch_snapkv
 from mlx_snapkv.caches.adapter import layer_cache
@@ -42,4 +42,3 @@ def test_generate_step_reads_a_turn_as_one_by_one(tiny_model, tokens, policy, be
             ours, theirs = layer_cache(a).held(), layer_cache(b).held()
             assert a.offset == b.offset and mx.array_equal(ours.positions, theirs.positions)
             assert mx.allclose(ours.keys, theirs.keys, atol=1e-5)
-    assert_unpatched()

@@ -36,18 +36,3 @@ def test_a_chunk_that_takes_long_tells_how_far_it_is(tokens, monkeypatch):
     model = make_llama(num_hidden_layers=4)
     answered(model, tokens, prompt_progress_callback=lambda done, total: told.append(done))
     assert told == [0, 49, 99, 149, 199, 200]  # 199 are the first chunk
-
-
-@pytest.mark.parametrize("policy", [None, POLICY])
-def test_ctrl_c_is_noticed_within_a_chunk(tokens, monkeypatch, policy):
-    monkeypatch.setattr(loop_model, "TELL_EVERY", 0)
-    monkeypatch.setattr(loop_model, "FAST", 0)
-
-    def stop(done, total):
-        if done:
-            raise KeyboardInterrupt
-
-    model = make_llama(num_hidden_layers=4)
-    with pytest.raises(KeyboardInterrupt):
-        answered(model, tokens, prompt_progress_callback=stop, policy=policy)
-    assert len(answered(model, tokens, policy=policy)[0]) == 8

@@ -3,18 +3,13 @@ import itertools
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from request_helpers import plain
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import BlockKVCache, KeyDiff, SnapKV, SnapKVCache, SnapKVError, prefill
-from mlx_snapkv.engine.prefill import mlx_generate
 from mlx_snapkv.engine.prompt_plan import PromptPlan, chunk_size
 
 POLICY = SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=4, on_full="slide")
-
-
-def plain_decode(model, prompt, cache):
-    steps = mlx_generate.generate_step(mx.array(prompt), model, prompt_cache=cache, max_tokens=8)
-    return [token for token, _ in steps]
 
 
 def test_all_tokens_are_read_and_the_cache_is_cut(tiny_model, tokens):
@@ -35,12 +30,8 @@ def test_all_tokens_are_read_and_the_cache_is_cut(tiny_model, tokens):
 def test_the_policys_chunk_wins_and_the_window_has_one_of_its_own(tokens, chunk):
     done = []
     policy = SnapKV(top_k=20, n_sink=4, n_window=32, obs_window=32, prefill_chunk=chunk)
-    prefill(
-        make_llama(),
-        tokens,
-        policy,
-        prompt_progress_callback=lambda n, total: done.append(n),
-    )
+    options = {"prompt_progress_callback": lambda n, total: done.append(n)}
+    prefill(make_llama(), tokens, policy, **options)
     sizes = [b - a for a, b in itertools.pairwise(done)]
     assert max(sizes) <= chunk and sum(sizes) == 200
     if chunk < 199:  # 168 tokens come before the window of 32
@@ -54,43 +45,27 @@ def test_the_policys_chunk_wins_and_the_window_has_one_of_its_own(tokens, chunk)
 def test_lookahead_leaves_no_trace_but_its_votes(make, tokens):
     """The tokens looked ahead at are taken back, from the linear layers' states too."""
     model = make()
-    plain = make_prompt_cache(model)
-    for _ in mlx_generate.generate_step(tokens, model, max_tokens=0, prompt_cache=plain):
-        pass
+    full = make_prompt_cache(model)
+    plain(model, tokens, 0, prompt_cache=full)
     cache, _ = prefill(model, tokens, SnapKV(top_k=20, n_sink=4, n_window=32, lookahead=5))
-    for a, b in zip(plain, cache):
+    for a, b in zip(full, cache):
         if isinstance(b, BlockKVCache):
             assert b.offset == 200
             head = b.positions[0, 0]
             assert mx.array_equal(b.held().keys[0, 0], a.keys[0, 0][head])
         else:
-            assert all(
-                mx.array_equal(x, y) for x, y in zip(a.state, b.state) if isinstance(x, mx.array)
-            )
+            pairs = zip(a.state, b.state)
+            assert all(mx.array_equal(x, y) for x, y in pairs if isinstance(x, mx.array))
 
 
-@pytest.mark.parametrize(
-    "policy, reason",
-    [
-        (
-            SnapKV(min_ctx=201),
-            "the prompt's 200 tokens are below min_ctx=201; set min_ctx=0 to force compression",
-        ),
-        (
-            SnapKV(),
-            "the prompt's 200 entries fit the budget of 5466 (n_sink + top_k + n_window); lower it to compress",
-        ),
-    ],
-)
-def test_gated_prompts_give_mlx_lms_own_cache(tiny_model, tokens, policy, reason):
-    cache, report = prefill(tiny_model, tokens, policy)
-    assert report.reason == reason and not report.compressed
-    plain = make_prompt_cache(tiny_model)
-    expected = plain_decode(tiny_model, tokens, plain)
-    last = tokens[-1:]
-    cache, _ = prefill(tiny_model, tokens[:-1], policy)
-    assert [type(c) for c in cache] == [type(c) for c in plain]
-    assert plain_decode(tiny_model, last, cache) == expected
+def test_gated_prompts_give_mlx_lms_own_cache(tiny_model, tokens):
+    cache, report = prefill(tiny_model, tokens[:-1], SnapKV(min_ctx=200))
+    assert "below min_ctx=200" in report.reason
+    assert [type(c) for c in cache] == [type(c) for c in make_prompt_cache(tiny_model)]
+    found, wanted = plain(tiny_model, tokens[-1:], prompt_cache=cache), plain(tiny_model, tokens)
+    assert [t for t, _ in found] == [t for t, _ in wanted]
+    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=200)
+    assert prefill(tiny_model, tokens, policy)[1].compressed
 
 
 @pytest.mark.parametrize(
@@ -109,13 +84,7 @@ def test_what_cannot_be_prefilled_is_refused(tiny_model, tokens, policy, message
 
 def test_chunks_are_multiples_that_leave_the_voters_a_short_last_one():
     plan = PromptPlan(1000, 744, 1000)
-    assert (
-        chunk_size(SnapKV(), 512, plan, 1000) == 352
-    )  # 744 = 2 * 352 + 40, the least that is left
+    # 744 = 2 * 352 + 40, the least that is left.
+    assert chunk_size(SnapKV(), 512, plan, 1000) == 352
     assert chunk_size(KeyDiff(schedule="once"), 512, plan, 1000) == 512  # nobody votes
     assert chunk_size(KeyDiff(block=100), 512, plan, 1000) == 100
-
-
-def test_a_prompt_of_min_ctx_tokens_is_compressed(tokens):
-    policy = SnapKV(top_k=20, n_sink=4, n_window=32, min_ctx=200)
-    assert prefill(make_llama(), tokens, policy)[1].compressed

@@ -5,9 +5,10 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from mlx_lm.models.cache import make_prompt_cache
 from model_configs import make_model
-from request_helpers import assert_unpatched, plain, steps
+from request_helpers import plain, steps
 from tiny_models import make_llama
 
 from mlx_snapkv.caches import full_view
@@ -40,7 +41,6 @@ def test_with_room_for_all_but_one_it_is_the_full_answer(name, index, monkeypatc
         return np.median([float(mx.abs(a - b).max()) for (_, a), (_, b) in zip(found, full)][1:])
 
     assert 0 < away(99) < 0.25 * away(20)
-    assert_unpatched()
 
 
 def test_the_entries_read_are_those_of_the_tokens_own_votes():
@@ -53,7 +53,7 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
     with recording(attention_classes(model)):
         model(tokens[:, :119], cache=caches)
         full = layer.cache_in(caches)
-        keys = np.array(full.keys_and_values()[0], np.float64)[0]
+        keys = np.array(full.keys_and_values()[0])
         everything = FullView(full.views(), layer)
         cache = RefreshedKVCache(everything, Quota(30, 2, 8), layer)
         seen = []
@@ -65,34 +65,20 @@ def test_the_entries_read_are_those_of_the_tokens_own_votes():
         model_cache = make_prompt_cache(model)
         layer.put(model_cache, asked := RecordingKVCache(119, 120, 120, layer))
         model(tokens, cache=model_cache)
-    queries = np.array(asked.queries, np.float64)[0, :, 0]
-    n_heads, n_kv = queries.shape[0], keys.shape[0]
     scale = layer.family.scale_of(layer.attention, 32)
-    for head in range(n_kv):
-        group = queries[head * n_heads // n_kv : (head + 1) * n_heads // n_kv]
-        logits = group @ keys[head].T * scale
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        votes = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
-        best = 2 + np.argsort(-votes[2:111])[:20]
-        assert set(seen[0][0, head]) == set(best)
+    votes = reference.votes(asked.queries, keys, [119], scale)[0]
+    for head, of_head in enumerate(votes):
+        assert set(seen[0][0, head]) == {*(2 + np.argsort(-of_head[2:111])[:20])}
     assert cache.n_entries == 30 + 1 and cache.offset == 120
 
 
 def test_the_report_tells_what_a_token_reads(demo_llama, ask):
-    model, tokenizer = demo_llama
-    tokens, _ = ask(tokenizer, 600, seed=1)
+    tokens, _ = ask(demo_llama[1], 600, seed=1)
     reports = []
-    steps(
-        model,
-        tokens,
-        3,
-        policy=f"snapkv:budget=40,{ENDS}",
-        memory="recall",
-        on_report=reports.append,
-    )
-    assert reports[0].refreshed == reports[0].entries == 40
-    steps(model, tokens, 3, policy=f"snapkv:budget=40,{ENDS}", on_report=reports.append)
-    assert reports[1].refreshed is None
+    for memory in ("recall", "drop"):
+        options = {"policy": f"snapkv:budget=40,{ENDS}", "memory": memory}
+        steps(demo_llama[0], tokens, 3, on_report=reports.append, **options)
+    assert [r.refreshed for r in reports] == [40, None] and reports[0].entries == 40
 
 
 def test_a_model_that_reads_its_caches_itself_is_served_by_one_choice():

@@ -16,13 +16,8 @@ from mlx_snapkv.engine import compress
 FEW = "snapkv:budget=56,n_sink=4,n_window=32,obs_window=8"
 SNAPKV = f"{FEW},lookahead=4"
 MANY = "snapkv:budget=56,lookahead=4"  # voters, more than the window keeps
-ONCE = [
-    SNAPKV,
-    MANY,
-    "snapkv:budget=adaptive:56,n_sink=4,n_window=32,obs_window=8,lookahead=4",
-    "kvzip:budget=48,n_sink=2",
-]
-IN_TURNS = [policy for policy in ONCE if "kvzip" not in policy]
+VOTING = [SNAPKV, MANY, "snapkv:budget=adaptive:56,n_sink=4,n_window=32,obs_window=8,lookahead=4"]
+ONCE = [*VOTING, "kvzip:budget=48,n_sink=2"]
 BLOCK = [
     "keydiff:budget=48,n_sink=2,block=16",
     "h2o:budget=48,n_sink=2,block=16",
@@ -62,11 +57,9 @@ def assert_same_entries(found, wanted, atol=1e-5):
 @pytest.fixture
 def stepped(kept, tiny_model, tokens):
     """What our generate_step keeps."""
-
-    def run(policy, prompt=tokens):
-        return kept(lambda: list(generate_step(prompt, tiny_model, max_tokens=8, policy=policy)))
-
-    return run
+    return lambda policy: kept(
+        lambda: list(generate_step(tokens, tiny_model, max_tokens=8, policy=policy))
+    )
 
 
 @pytest.mark.parametrize("policy, step", [*((p, 5) for p in ONCE), *((p, 500) for p in BLOCK)])
@@ -85,7 +78,7 @@ def test_generate_and_a_given_cache_keep_the_same(kept, stepped, tiny_model, tok
     assert_same_entries(found, stepped(SNAPKV))
 
 
-@pytest.mark.parametrize("policy", IN_TURNS)
+@pytest.mark.parametrize("policy", VOTING)
 def test_a_cache_that_was_read_and_recorded_elsewhere(kept, stepped, tiny_model, tokens, policy):
     policy = policy.replace("lookahead=4", "lookahead=0")
     plain, given = filled_cache(tiny_model, tokens)
