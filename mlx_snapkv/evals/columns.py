@@ -22,8 +22,9 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, PositiveIn
 from ..engine.generate import encode_prompt
 from ..errors import SnapKVError
 from ..models.rope import trained_length
-from ..paths import path_of
-from .methods import Dataset, Document, Place, Question
+from ..paths import path_of, reason
+from .loop import Record
+from .methods import Dataset, Document, Question
 from .tables import page_of_scores
 from .texts import around
 
@@ -82,12 +83,12 @@ def read_columns(
     for task in tasks or []:
         if task not in found:
             raise SnapKVError(f"--task must be of {', '.join(found)}, got {task!r}")
-    if len({row.length for row in rows}) > MOST_LENGTHS:
-        rows = [row.model_copy(update={"length": None}) for row in rows]
+    separate = len({row.length for row in rows}) <= MOST_LENGTHS
     groups: dict[tuple, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.task in (tasks or found):
-            groups[row.length or 0, row.task][row.context].append(row)
+            own = row if separate else row.model_copy(update={"length": None})
+            groups[own.length or 0, row.task][row.context].append(own)
     chosen = [own for _, texts in sorted(groups.items()) for own in [*texts.values()][:most]]
     sizes = json.dumps([(path.name, path.stat().st_size) for path in paths])
     return chosen, "sha256 " + hashlib.sha256(sizes.encode()).hexdigest()[:16]
@@ -111,23 +112,22 @@ def _rows(path: Path) -> Iterator[Row]:
             "max_new_tokens"
         ) from None
     except OSError as error:
-        raise SnapKVError(f"{path}: {error.strerror or error}") from error
+        raise SnapKVError(f"{path}: {reason(error)}") from error
     if not number:
         raise SnapKVError(f"{path} has no rows: get the file again, or take it out of the folder")
 
 
 def _lines(path: Path) -> Iterator[dict]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    row = dict(json.loads(line.decode("utf-8-sig")))
-                    json.dumps(row, ensure_ascii=False).encode()  # no halves of characters
-                except (ValueError, TypeError, RecursionError):
-                    raise SnapKVError(
-                        f"{path}: line {number} is no JSON object in UTF-8: mend or delete it"
-                    ) from None
-                yield row
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if line.strip():
+            try:
+                row = dict(json.loads(line.decode("utf-8-sig")))
+                json.dumps(row, ensure_ascii=False).encode()  # no halves of characters
+            except (ValueError, TypeError, RecursionError):
+                raise SnapKVError(
+                    f"{path}: line {number} is no JSON object in UTF-8: mend or delete it"
+                ) from None
+            yield row
 
 
 def _parquet(path: Path) -> Iterator[dict]:
@@ -138,9 +138,7 @@ def _parquet(path: Path) -> Iterator[dict]:
             f"{path}: parquet needs pyarrow, which is not installed: pip install 'mlx-snapkv[data]'"
         ) from None
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=64):
-                yield from batch.to_pylist()
+        yield from parquet.ParquetFile(path).read().to_pylist()
     except arrow.ArrowException as error:
         raise SnapKVError(f"{path} is damaged: it is no parquet file, so get it again") from error
 
@@ -150,11 +148,8 @@ def columns(
 ) -> Dataset:
     """Such data, put as kvpress puts it.
 
-    Document and question are tokenized apart, in the user's turn of the chat template; what the answer begins with
-    stands behind where it starts. Without a template a line break ends the question.
-
-    Args:
-        template: whether to use the tokenizer's chat template, if it has one.
+    Document and question are tokenized apart, in the user's turn of the chat template, if there is one and `template`;
+    what the answer begins with stands behind where it starts. Without a template a line break ends the question.
     """
     before, after = "", "\n"
     if templated := template and tokenizer.has_chat_template:
@@ -166,7 +161,7 @@ def columns(
         places.append({"task": task, "length": length, "document": len(rows_of[task, length])})
         rows_of[task, length].append(rows)
 
-    def make(place: Place) -> Document:
+    def make(place: Record) -> Document:
         rows = rows_of[place["task"], place["length"]][place["document"]]
         if templated:
             head = tokenizer.encode(before + rows[0].context, add_special_tokens=False)
@@ -187,9 +182,8 @@ def columns(
 def require_room(model: Any, dataset: Dataset, documents: Sequence[list[Row]]) -> None:
     """Raises: SnapKVError: the longest document is longer than the model was trained to."""
     most = trained_length(model)
-    i = max(range(len(documents)), key=lambda i: len(documents[i][0].context))
-    longest = dataset.make(dataset.places[i])
-    taken = max(len(q.prompt) + q.max_tokens for q in longest.questions)
+    place, _ = max(zip(dataset.places, documents), key=lambda pair: len(pair[1][0].context))
+    taken = max(len(q.prompt) + q.max_tokens for q in dataset.make(place).questions)
     if most is not None and taken > most:
         raise SnapKVError(
             f"--data has a prompt of {taken} tokens with its answer, and the model was trained to {most}: give "
@@ -214,7 +208,12 @@ def string_match_part(references: Sequence[str], output: str) -> float:
 
 def f1(references: Sequence[str], output: str) -> float:
     """F1 of the words, without case, punctuation and articles; of several references the best."""
-    return max(_f1(_words(reference), _words(output)) for reference in references)
+    found = _words(output)
+
+    def of(wanted: Counter[str]) -> float:  # 2PR / (P + R); a word counts as often as it is there
+        return 2 * (wanted & found).total() / ((wanted.total() + found.total()) or 1)
+
+    return max(of(_words(reference)) for reference in references)
 
 
 def first_line_f1(references: Sequence[str], output: str) -> float:
@@ -226,6 +225,11 @@ def choice(references: Sequence[str], output: str) -> float:
     """Whether the reference is the output's letter: the last of A to D that stands alone, of its first such line."""
     found = re.search(r"\b[A-D]\b(?!.*\b[A-D]\b)", output)
     return float(found is not None and found.group() in references)
+
+
+def _words(text: str) -> Counter[str]:
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return Counter(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 _F1 = "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique longbook_qa_eng shortdep_qa longdep_qa"
@@ -240,14 +244,3 @@ METRICS: dict[str, Callable[[Sequence[str], str], float]] = {
 def metric_of(task: str) -> Callable[[Sequence[str], str], float]:
     """The score of a task; of LongBench-E's tasks (`-e`, `_e`) that of LongBench's."""
     return METRICS.get(re.sub(r"[-_]e$", "", task), string_match_all)
-
-
-def _words(text: str) -> Counter[str]:
-    bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return Counter(re.sub(r"\b(a|an|the)\b", " ", bare).split())
-
-
-def _f1(wanted: Counter[str], found: Counter[str]) -> float:
-    """2PR / (P + R), of words each counted as often as it stands there."""
-    total = wanted.total() + found.total()
-    return 2 * (wanted & found).total() / total if total else 0.0

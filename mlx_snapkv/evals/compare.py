@@ -14,7 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..caches.layers import attention_layers, kv_bytes
 from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback, gate
-from ..engine.report import NO_POLICY, CompressionReport
 from ..engine.request import held_tokens
 from .answering import Answer, decode
 from .divergence import Reference
@@ -58,9 +57,7 @@ class Compared:
 
 
 class Comparison:
-    """A prompt that is read once for all methods that choose from full caches; the others read for themselves.
-
-    Answers are greedy, and those of `generate`.
+    """A prompt's greedy answers, those of `generate`; it is read once for all methods that choose from full caches.
 
     Args:
         tokens: token ids of the prompt.
@@ -83,8 +80,11 @@ class Comparison:
         prefill_step_size: int = PREFILL_STEP_SIZE,
     ):
         self._model, self._tokenizer, self._tokens = model, tokenizer, list(tokens)
-        self._max_tokens, self._progress = max_tokens, progress
-        self._step_size = prefill_step_size
+        self._max_tokens = max_tokens
+        self._options = {
+            "prefill_step_size": prefill_step_size,
+            "prompt_progress_callback": progress,
+        }
         self._policies = [method.policy for method in methods if method.shares_reading]
         self._full: Compared | None = None
 
@@ -92,54 +92,44 @@ class Comparison:
         self, method: Method, on_text: Callable[[str], None] = lambda text: None
     ) -> Compared:
         """A method's answer, whose text is given to `on_text` as it comes; others' are judged by the full cache's."""
-        n = len(self._tokens)
         if method.policy is None:
-            asked = self._reading.answer(1), self._reading.full(), CompressionReport(NO_POLICY, n)
-            self._full = self._compared(method, self._decode(*asked, on_text))
+            begun, full_cache = self._reading.answer(1), self._reading.compressed(None)
+            self._full = self._compared(method, self._decode(begun, full_cache, on_text))
+            self._reference = Reference(self._reading, self._full.tokens)
             return self._full
         full = self._full or self.answer(Method())
-        reason = gate(method.policy, n, None, self._max_tokens)
-        if reason is not None:
+        n = len(self._tokens)
+        if (reason := gate(method.policy, n, None, self._max_tokens)) is not None:
             on_text(full.text)
             return replace(full, name=method.name, reason=reason)
-        caches: list[list] = []  # what was kept, before anything is decoded from it
+        held: list[list] = []  # what was kept, before anything is decoded from it
         if method.shares_reading:
-            cache, report = self._reading.compressed(method.policy, answering=True)
-            caches.append(copy.deepcopy(cache))
-            begun = full.tokens[: max(0, held_tokens(self._model, cache) - n + 1)]
-            answer = self._decode(begun, cache, report, on_text)
+            kept = self._reading.compressed(method.policy, answering=True)
+            held.append(copy.deepcopy(kept[0]))
+            begun = full.tokens[: max(0, held_tokens(self._model, kept[0]) - n + 1)]
+            answer = self._decode(begun, kept, on_text)
         else:
             cache = make_prompt_cache(self._model)
-            options = {
-                **method.options,
-                "policy": method.policy,
-                "prompt_progress_callback": self._progress,
-                "prefill_step_size": self._step_size,
-            }
+            options = {"policy": method.policy, **method.options, **self._options}
             if not method.options:
-                options["on_report"] = lambda report: caches.append(copy.deepcopy(cache))
-            answer = self._decode([], cache, None, on_text, **options)
-        kept = None
-        if caches:
-            logprobs, kept = self._reference.predictions(caches[0]), self._share_kept(caches[0])
-        else:
-            options = {name: x for name, x in method.options.items() if name != "verify"}
-            options["prefill_step_size"] = self._step_size
-            logprobs = self._reference.generated(method.policy, **options)
-        kl = float(self._reference.divergence(logprobs))
-        differs = self._difference(answer.tokens)
-        return replace(self._compared(method, answer), kl=kl, kept=kept, differs=differs)
+                options["on_report"] = lambda report: held.append(copy.deepcopy(cache))
+            answer = self._decode([], (cache, None), on_text, **options)
+        if held:
+            logprobs = self._reference.predictions(held[0])
+        else:  # what the answer's tokens choose, whether or not they are verified
+            asked = method.options | {"verify": None}
+            asked["prefill_step_size"] = self._options["prefill_step_size"]
+            logprobs = self._reference.generated(method.policy, **asked)
+        return replace(
+            self._compared(method, answer),
+            kl=float(self._reference.figures(logprobs)["kl"]),
+            kept=self._share_kept(held[0]) if held else None,
+            differs=self._difference(full.tokens, answer.tokens),
+        )
 
-    def _decode(
-        self,
-        begun: Sequence[int],
-        cache: list,
-        report: CompressionReport | None,
-        on_text: Callable[[str], None],
-        **options: Any,
-    ) -> Answer:
-        asked = self._model, self._tokenizer, self._tokens, begun[: self._max_tokens], cache
-        return decode(*asked, self._max_tokens, report, on_text, **options)
+    def _decode(self, begun: Sequence[int], kept: Any, on_text: Any, **options: Any) -> Answer:
+        asked = self._model, self._tokenizer, self._tokens, begun[: self._max_tokens], kept
+        return decode(*asked, self._max_tokens, on_text, **options)
 
     def _compared(self, method: Method, answer: Answer) -> Compared:
         times = answer.times[answer.n_before :]
@@ -157,32 +147,22 @@ class Comparison:
     @cached_property
     def _reading(self) -> Reading:
         started = time.perf_counter()
-        asked = self._model, self._tokens, self._policies
-        reading = read_once(*asked, progress=self._progress, step_size=self._step_size)
+        reading = read_once(self._model, self._tokens, self._policies, **self._options)
         self._read_seconds = time.perf_counter() - started
         return reading
 
-    @cached_property
-    def _reference(self) -> Reference:
-        """What the full cache says to each token of its answer."""
-        assert self._full is not None
-        return Reference(self._reading, self._full.tokens)
-
     def _share_kept(self, caches: list) -> np.ndarray:
-        counts, n_heads = np.zeros(len(self._tokens)), 0
-        for layer in attention_layers(self._model, caches):
-            positions = np.array(layer.entries_in(caches).held().positions[0])
-            n_heads += len(positions)
-            counts += np.bincount(positions.ravel(), minlength=len(counts))[: len(counts)]
-        return counts / n_heads
+        layers = attention_layers(self._model, caches)
+        held = [np.array(layer.entries_in(caches).held().positions[0]) for layer in layers]
+        n = len(self._tokens)
+        counts = np.bincount(np.concatenate([rows.ravel() for rows in held]), minlength=n)[:n]
+        return counts / sum(map(len, held))
 
-    def _difference(self, tokens: list[int]) -> tuple[int, str, str, str] | None:
-        assert self._full is not None
-        full = self._full.tokens
+    def _difference(self, full: list[int], tokens: list[int]) -> tuple[int, str, str, str] | None:
         if tokens == full:
             return None
         pairs = enumerate(zip(tokens, full))
         i = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(full)))
-        before = self._tokenizer.decode(full[max(0, i - BEFORE) : i])
-        ours, theirs = (self._tokenizer.decode(said[i : i + 1]) for said in (tokens, full))
+        parts = full[max(0, i - BEFORE) : i], full[i : i + 1], tokens[i : i + 1]
+        before, theirs, ours = map(self._tokenizer.decode, parts)
         return i, before, theirs, ours

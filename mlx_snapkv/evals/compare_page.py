@@ -27,6 +27,11 @@ ins, .t4 { background: #7c48; } ins, del { text-decoration: none; } del { backgr
 .t1 { background: #7c41; } .t2 { background: #7c43; } .t3 { background: #7c46; } .t0 { opacity: .55; }
 details { margin: .5rem 0; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 """
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="generator" content="mlx-snapkv">
+<meta http-equiv="Content-Security-Policy" content="POLICY">
+<title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>{parts}</body></html>
+"""
 
 
 def page(
@@ -35,16 +40,11 @@ def page(
     """The page; the first answer is the full cache's."""
     text, spans = token_spans(tokenizer, list(tokens))
     full, *others = answers
-    parts = [
-        _table(table),
-        *(_beside(full, answer, _tinted(text, spans, answer.kept)) for answer in others),
-    ]
-    html = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="generator" content="mlx-snapkv">'
-        '<meta http-equiv="Content-Security-Policy" content="POLICY">'
-        f"<title>{escape(model)}: answers compared</title><style>{STYLE}</style></head>"
-        f"<body><h1>{escape(model)}: answers compared</h1>{''.join(parts)}</body></html>\n"
+    beside = [_beside(full, each, _tinted(text, spans, each.kept)) for each in others]
+    html = PAGE.format(
+        title=f"{escape(model)}: answers compared",
+        style=STYLE,
+        parts=_table(table) + "".join(beside),
     )
     return html.replace("POLICY", content_policy(html), 1)
 

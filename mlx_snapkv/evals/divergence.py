@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..engine.generate import generate_step
 from ..engine.request import held_tokens
@@ -36,18 +36,19 @@ class Reference:
         """The full cache's, `(len(self), vocab_size)`."""
         found = self.predictions(self._reading.full())
         if not self._n_fed:
-            first = log_softmax(self._reading.following[None])
-            found = mx.concatenate([first, found]) if len(found) else first
+            found = mx.concatenate([self._first, found])
         mx.eval(found)
         return found
+
+    @property
+    def _first(self) -> mx.array:
+        return log_softmax(self._reading.following[None])
 
     def predictions(self, cache: list) -> mx.array:
         """Log-probabilities `(m, vocab_size)` for the last `m` tokens: all but those that a cache was fed before."""
         model = self._reading.model
         known = [*self._prompt, *self._tokens][held_tokens(model, cache) : -1]
-        if not known:
-            return mx.zeros((0, 1))
-        return log_softmax(judged(model, cache, known)[-len(self) :])
+        return log_softmax(judged(model, cache, known)[-len(self) :]) if known else self._first[:0]
 
     def generated(self, policy: Any, **options: Any) -> mx.array:
         """Log-probabilities for all tokens by a policy that reads the prompt itself; `options` of `generate_step`."""
@@ -65,30 +66,25 @@ class Reference:
     def n_agreed(self, cache: list) -> int:
         """The first so many tokens are what a cache predicts, or was fed; one pass feeds it all of them."""
         logprobs = self.predictions(cache)
-        if not len(logprobs):
-            return len(self)
-        tokens = self._tokens[-len(logprobs) :]
-        right = (mx.argmax(logprobs, axis=-1) == mx.array(tokens)).tolist()
-        n_right = len(list(itertools.takewhile(bool, right)))  # type: ignore[arg-type]
-        return len(self) - len(tokens) + n_right
+        n_fed = len(self) - len(logprobs)
+        if n_fed == len(self):
+            return n_fed
+        right = np.array(mx.argmax(logprobs, axis=-1)) == self._tokens[n_fed:]
+        return n_fed + int(np.cumprod(right).sum())
 
-    # Means over all tokens, of others' predictions of the last ones; those before are the full cache's.
-
-    def divergence(self, logprobs: mx.array) -> Any:
-        """KL of the full cache from others, in nats a token."""
+    def figures(self, logprobs: mx.array) -> dict[str, Any]:
+        """`kl` of the full cache from others' predictions of the last tokens, in nats a token, and the share of tokens
+        for which the `same` one is likeliest: means over all tokens, of which those before count as the full cache's.
+        """
         if not len(logprobs):
-            return 0.0
-        return divergence(self.logprobs[-len(logprobs) :], logprobs).sum() / len(self)
-
-    def same(self, logprobs: mx.array) -> Any:
-        """The share of the tokens for which the same one is likeliest."""
-        if not len(logprobs):
-            return 1.0
-        best = mx.argmax(self.logprobs[-len(logprobs) :], axis=-1)
-        return 1 - (mx.argmax(logprobs, axis=-1) != best).sum() / len(self)
+            return {"kl": 0.0, "same": 1.0}
+        full = self.logprobs[-len(logprobs) :]
+        other = mx.argmax(logprobs, axis=-1) != mx.argmax(full, axis=-1)
+        kl = divergence(full, logprobs).sum() / len(self)
+        return {"kl": kl, "same": 1 - other.sum() / len(self)}
 
     def loss(self, logprobs: mx.array) -> mx.array:
-        """Negative log-probability of the tokens, all of which others predict, in nats."""
+        """Negative log-probability of the tokens, all of which others predict: the mean, in nats."""
         return -mx.take_along_axis(logprobs, mx.array(self._tokens)[:, None], axis=-1).mean()
 
 

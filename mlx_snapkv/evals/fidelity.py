@@ -49,18 +49,18 @@ def run(
         questions: each piece is asked one of them, in turn, where it is asked any.
         n: tokens of an answer, at most.
     """
-    policies: Any = {method.name: method.policy for method in methods}
+    policies = {method.name: method.policy for method in methods}
     asked = [None] if set(settings) == {TEXT} else questions
     framed = [(question, frame_of(tokenizer, question)) for question in asked]
 
     def cells(piece: Piece, question: str | None, frame: Frame):
         def measure(missing: list[Record]) -> Iterable[Record]:
-            own = [policy for cell in missing if (policy := policies[cell["method"]]) is not None]
+            own = [policies[cell["method"]] for cell in missing]
             wanted = {cell["setting"] for cell in missing}
             judges = Judges(model, piece, frame, own, wanted, n, tokenizer.eos_token_ids)
             for cell in missing:
-                setting, policy = cell["setting"], policies[cell["method"]]
-                figures = judges.judge(setting, policy, loop.next_stream())
+                setting = cell["setting"]
+                figures = judges.judge(setting, policies[cell["method"]], loop.next_stream())
                 yield cell | {"question": None if setting == TEXT else question} | figures
 
         place = {"document": piece.document, "piece": piece.number}
@@ -71,12 +71,11 @@ def run(
     return loop.run(each, results, on_piece)
 
 
-def without_lookahead(policy: AnyPolicy) -> AnyPolicy:
+def without_lookahead(policy: Any) -> Any:
     """The policy for a text that nothing answers."""
     if isinstance(policy, Stages):
-        chooses: Any = without_lookahead(policy.decode_policy)
-        return dataclasses.replace(policy, decode_policy=chooses)
-    return dataclasses.replace(policy, lookahead=0) if policy.lookahead else policy  # type: ignore[call-arg]
+        return dataclasses.replace(policy, decode_policy=without_lookahead(policy.decode_policy))
+    return dataclasses.replace(policy, lookahead=0) if policy and policy.lookahead else policy
 
 
 class Judges:
@@ -84,7 +83,7 @@ class Judges:
 
     Args:
         frame: what stands around the piece.
-        policies, settings: all that will be compared.
+        policies, settings: all that will be compared; None is the full cache.
         n: tokens of an answer, at most.
         stops: tokens that end it.
     """
@@ -94,7 +93,7 @@ class Judges:
         model: Any,
         piece: Piece,
         frame: Frame,
-        policies: Sequence[AnyPolicy],
+        policies: Sequence[AnyPolicy | None],
         settings: Collection[str],
         n: int,
         stops: Collection[int],
@@ -120,27 +119,24 @@ class Judges:
     def judge(self, setting: str, policy: AnyPolicy | None, stream: Any) -> Record:
         """A policy's figures, or the full cache's; some of them are arrays that `stream` has to compute."""
         reading, reference = self._judged[setting]
-        if setting == KNOWN and policy is not None and not shares_reading(policy):
-            return self._generated(policy, reference)
-        if policy is None:
-            cache, report = reading.full(), CompressionReport(NO_POLICY, len(reading.tokens))
-        elif setting == KNOWN:
-            cache, report = reading.compressed(policy, answering=True)
-        else:
-            cache, report = reading.compressed(without_lookahead(policy))
-        held = self._held(cache, report)
-        with mx.stream(stream):
-            full = policy is None
-            logprobs = reference.logprobs if full else reference.predictions(cache)
-            return _figures(reference, logprobs, setting == TEXT) | held
-
-    def _generated(self, policy: AnyPolicy, reference: Reference) -> Record:
-        """The figures of a policy that reads a prompt for itself."""
+        known = setting == KNOWN
         held: Record = {}
-        cache = make_prompt_cache(self._model)
-        on_report = lambda report: held.update(self._held(cache, report))  # noqa: E731
-        logprobs = reference.generated(policy, prompt_cache=cache, on_report=on_report)
-        return _figures(reference, logprobs, has_loss=False) | held
+        if known and not shares_reading(policy):
+            cache = make_prompt_cache(self._model)
+            on_report = lambda report: held.update(self._held(cache, report))  # noqa: E731
+            predictions = reference.generated(policy, prompt_cache=cache, on_report=on_report)
+        else:
+            chosen = policy if known else without_lookahead(policy)
+            cache, report = reading.compressed(chosen, answering=known)
+            held = self._held(cache, report)
+            predictions = None
+        with mx.stream(stream):
+            if predictions is None:
+                predictions = reference.predictions(cache) if policy else reference.logprobs
+            figures = reference.figures(predictions)
+            loss = reference.loss(predictions) if setting == TEXT else None
+        counts = {"tokens": len(reference), "judged": len(predictions)}
+        return counts | figures | {"loss": loss} | held
 
     def _held(self, cache: list, report: CompressionReport) -> Record:
         """What a cache holds once it is compressed: entries, the mean over layers, and their bytes."""
@@ -149,15 +145,5 @@ class Judges:
         return {
             "entries": round(fmean(kept)) if kept else report.prompt_tokens,
             "kv_bytes": sum(n_bytes((e.stored_keys, e.stored_values)) for e in held),
-            "reason": report.reason,
+            "reason": None if report.policy == NO_POLICY else report.reason,
         }
-
-
-def _figures(reference: Reference, logprobs: mx.array, has_loss: bool) -> Record:
-    return {
-        "tokens": len(reference),
-        "judged": len(logprobs),
-        "kl": reference.divergence(logprobs),
-        "same": reference.same(logprobs),
-        "loss": reference.loss(logprobs) if has_loss else None,
-    }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import fmean
-from typing import Any
 
 from ..engine.report import format_bytes
 from ..reporting.table import Table
@@ -48,7 +47,7 @@ def summarise(records: list[Record]) -> Summary:
     return found
 
 
-def _summary(own: list[Record], full: list[Record], first: list[Record]) -> dict[str, Any]:
+def _summary(own: list[Record], full: list[Record], first: list[Record]) -> Record:
     """A method's figures; records of the full cache and of the first policy are of the same pieces, in order."""
     texts = [r["document"] for r in own]
 
@@ -57,19 +56,16 @@ def _summary(own: list[Record], full: list[Record], first: list[Record]) -> dict
 
     has_loss = own[0]["setting"] == TEXT
     return {
-        "method": own[0]["method"],
-        "setting": own[0]["setting"],
+        **{key: own[0][key] for key in ("method", "setting")},
         "pieces": len(own),
         "texts": len(set(texts)),
-        "tokens": sum(r["tokens"] for r in own),
-        "judged": sum(r["judged"] for r in own),
+        **{key: sum(r[key] for r in own) for key in ("tokens", "judged")},
         "kl": apart("kl", full),
         "kl_against_first": apart("kl", first),
         "same": fmean(r["same"] for r in own),
         "loss": fmean(r["loss"] for r in own) if has_loss else None,
         "loss_against_full": apart("loss", full) if has_loss else None,
-        "entries": max(r["entries"] for r in own),
-        "kv_bytes": max(r["kv_bytes"] for r in own),
+        **{key: max(r[key] for r in own) for key in ("entries", "kv_bytes")},
         "reason": next((r["reason"] for r in own if r["reason"]), None),
     }
 
@@ -80,25 +76,25 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def _table(summary: Summary, setting: str) -> Table:
+    heading, about = JUDGED[setting]
     one = summary[0]
     counts = f"{one['pieces']} pieces of {one['texts']} texts, {one['tokens']:,} tokens."
-    heading, about = JUDGED[setting]
     first = next((s for s in summary if s["method"] != FULL), None)
 
-    def figure(found: dict[str, float], form: str) -> str:
-        return interval(found, form) if one["texts"] > 1 else format(found["mean"], form)
+    def kl(s: Record, key: str = "kl", form: str = ".3f") -> str:
+        return interval(s[key], form) if one["texts"] > 1 else format(s[key]["mean"], form)
+
+    def against_first(s: Record) -> str:
+        return "" if s["method"] == FULL or s is first else kl(s, "kl_against_first", "+.3f")
 
     def loss(s: Record) -> str:
-        if s["method"] == FULL:
-            return f"{s['loss']:.3f}"
-        return f"{s['loss_against_full']['mean']:+.3f}"
+        full = s["method"] == FULL
+        return f"{s['loss']:.3f}" if full else f"{s['loss_against_full']['mean']:+.3f}"
 
     columns: dict[str, Callable[[Record], str]] = {
         "method": lambda s: s["method"],
-        "KL": lambda s: "0" if s["method"] == FULL else figure(s["kl"], ".3f"),
-        "against the first": lambda s: (
-            "" if s["method"] == FULL or s is first else figure(s["kl_against_first"], "+.3f")
-        ),
+        "KL": lambda s: "0" if s["method"] == FULL else kl(s),
+        "against the first": against_first,
         "same token": lambda s: f"{s['same']:.1%}",
         **({"loss": loss} if setting == TEXT else {}),
         **({"judged": lambda s: f"{s['judged']:,}"} if setting == KNOWN else {}),

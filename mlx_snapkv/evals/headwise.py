@@ -37,11 +37,7 @@ QUERIES = 128  # whose attention is computed at a time
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWise(Policy, registered=False):
-    """A method whose options are shares, from 0 to 1, of a budget that its heads don't get in equal parts.
-
-    Attributes:
-        scores: the policy that scores the entries, and whose queries vote: all of the prompt's, unless it is another.
-    """
+    """A method whose heads don't get equal parts of a budget; its options are shares, from 0 to 1."""
 
     obs_window: ClassVar[int] = 2**30
     schedules: ClassVar[tuple[str, ...]] = ("once",)
@@ -66,6 +62,7 @@ class HeadWise(Policy, registered=False):
 
     @property
     def scores(self) -> Policy:
+        """The policy that scores the entries, and whose queries vote: by default all of the prompt's."""
         return self
 
     @abstractmethod
@@ -77,9 +74,8 @@ class HeadWise(Policy, registered=False):
 class AdaKV(HeadWise, registered=False):
     """The layer's budget goes to the best entries of all its heads (Feng et al. 2024, arXiv:2407.11550, section 3).
 
-    Attributes:
-        policy: scores the entries; the first and most recent ones are always kept.
-        safeguard: of its equal budget what each head gets in any case, rounded down (algorithm 1's alpha).
+    `policy` scores the entries. Each head gets `safeguard` of its equal budget in any case, rounded down (algorithm 1's
+    alpha), and its first and most recent entries.
     """
 
     name: ClassVar[str] = "adakv"
@@ -112,7 +108,7 @@ class AdaKV(HeadWise, registered=False):
 def best_of_all_heads(scores: mx.array, quota: Quota, safeguard: float) -> mx.array:
     """As many of `(B, n_kv_heads, T)` scores as equal budgets would keep, the best of all heads, bool of that shape.
 
-    As kvpress does it: what is always kept leads, then each head's own part, then the best of the rest.
+    As in kvpress, what is always kept leads, then each head's own part, then the best of the rest.
     """
     B, H, T = scores.shape
     n = min(quota.entries, T)

@@ -39,10 +39,7 @@ KEYS = ("method", "task")
 
 
 class PolicyLM(mlx_evaluate.MLXLM):
-    """`MLXLM` over a model that is loaded already.
-
-    Attributes:
-        reports: what became of each prompt that a policy was to compress.
+    """`MLXLM` over a model that is loaded already; `reports` are those of the prompts that a policy was to compress.
 
     Args:
         policy: None is the full cache, and then every figure is `MLXLM`'s own.
@@ -88,14 +85,13 @@ class PolicyLM(mlx_evaluate.MLXLM):
     ) -> SimpleNamespace:
         """`texts` of the prompts, so many read and answered together as a batch has."""
         texts: list[str] = []
-        given = options | {"policy": self._policy, "verbose": False}
+        options |= {"policy": self._policy, "verbose": False}
         if self._policy is not None:
-            given["on_report"] = self.reports.append
+            options["on_report"] = self.reports.append
         for i in range(0, len(prompts), self._batch_size):
             some = slice(i, i + self._batch_size)
-            made = batch_generate(
-                model, tokenizer, prompts[some], max_tokens=max_tokens[some], **given
-            )
+            options["max_tokens"] = max_tokens[some]
+            made = batch_generate(model, tokenizer, prompts[some], **options)
             for error in filter(None, getattr(made, "errors", [])):
                 raise error
             texts += made.texts
@@ -126,8 +122,8 @@ def load_tasks(
     Args:
         names: of tasks, groups or tags, with `*` for any characters, or paths of yaml files.
         include_path: a folder of more tasks' yaml files.
-        metadata: for tasks that make their own prompts, such as RULER's `tokenizer` and `max_seq_lengths`.
-        seed: of prompts made at random.
+        metadata: for tasks that make their own prompts at random, by `seed`: RULER's `tokenizer` and
+            `max_seq_lengths`.
 
     Raises:
         SnapKVError: there is no such task, its data can't be had, or it asks for what `PolicyLM` can't do.
@@ -142,23 +138,19 @@ def load_tasks(
         np.random.seed(seed)
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                found = manager.load(matching or [name])["tasks"]
+                tasks |= manager.load(matching or [name])["tasks"]
         except Exception as error:  # of the task's own code, or of the download of its data
             raise SnapKVError(f"--tasks {name} can't be loaded: {brief(error)}") from error
-        tasks |= found
     for name, task in tasks.items():
-        _require_possible(name, task)
+        if task.get_config("output_type") == "loglikelihood_rolling":
+            raise SnapKVError(
+                f"--tasks {name} judges whole texts, of which no part is a prompt that could be compressed: "
+                "ask eval fidelity how a policy changes predictions"
+            )
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            why = "runs code that the model writes, or has more than text"
+            raise SnapKVError(f"--tasks {name} {why}")
     return tasks
-
-
-def _require_possible(name: str, task: Any) -> None:
-    if task.get_config("output_type") == "loglikelihood_rolling":
-        raise SnapKVError(
-            f"--tasks {name} judges whole texts, of which no part is a prompt that could be compressed: "
-            "ask eval fidelity how a policy changes predictions"
-        )
-    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        raise SnapKVError(f"--tasks {name} runs code that the model writes, or has more than text")
 
 
 def n_documents(task: Any, limit: int | None) -> int:
@@ -234,7 +226,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def summarise(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One JSON object a method, over all metrics that are means over documents; the others are in the records."""
-    means = [
+    means = {
         (record["task"], metric)
         for record in records
         if record["method"] == FULL
@@ -242,21 +234,22 @@ def summarise(records: Sequence[Record]) -> list[dict[str, Any]]:
         if (found := _by_document(record, metric)) and math.isclose(fmean(found.values()), value)
         # RULER's metrics are named by lengths, and -1 is one that none of its prompts has.
         if not (value == -1 and metric[0].isdigit())
-    ]
+    }
+    fixed = {"setting": KNOWN, "length": None, "kv_bytes": None, "file_bytes": 0, "question": None}
     return tables.summarise(
         [
             {
-                **{name: record[name] for name in ("method", "entries")},
-                **{"setting": KNOWN, "length": None, "kv_bytes": None, "file_bytes": 0},
-                "task": f"{task}, {metric.removesuffix(',none')}",
+                **fixed,
+                "method": record["method"],
+                "entries": record["entries"],
+                "task": f"{record['task']}, {metric.removesuffix(',none')}",
                 "document": document,
-                "question": None,
                 "score": score,
                 "reason": record["reason"] if i < record["uncompressed"] else None,
             }
-            for task, metric in means
             for record in records
-            if record["task"] == task
+            for metric in record["metrics"]
+            if (record["task"], metric) in means
             for i, (document, score) in enumerate(_by_document(record, metric).items())
         ]
     )
@@ -264,9 +257,8 @@ def summarise(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def _by_document(record: Record, metric: str) -> dict[int, float]:
     name, _, kind = metric.partition(",")
-    return {
-        d["document"]: d[name] for d in record["documents"] if d["filter"] == kind and name in d
-    }
+    own = (d for d in record["documents"] if d["filter"] == kind and name in d)
+    return {d["document"]: d[name] for d in own}
 
 
 PAGE = tables.page_of_scores(

@@ -27,7 +27,7 @@ class Results:
     """Records, identified by the values of `keys`.
 
     With a path, each is appended to that file of JSON lines as it comes; the first line is the setting. A later run
-    goes on from the file. A last line that was not finished is dropped.
+    goes on from the file, without a last line that was not finished.
 
     Raises:
         SnapKVError: the file is not of this setting, or not such a file.
@@ -35,8 +35,9 @@ class Results:
 
     def __init__(self, setting: Record, path: Path | None = None, keys: tuple[str, ...] = KEYS):
         self._path, self._keys = path, keys
-        loaded = [] if path is None else self._loaded(setting, path)
-        self._records = {self._key(record): record for record in loaded}
+        self._records: dict[tuple, Record] = {}
+        if path is not None:
+            self._load(setting, path)
 
     def get(self, wanted: Record) -> Record | None:
         """The record with the same keys as `wanted`."""
@@ -53,26 +54,23 @@ class Results:
     def _key(self, record: Record) -> tuple:
         return tuple(record[name] for name in self._keys)
 
-    def _loaded(self, setting: Record, path: Path) -> list[Record]:
+    def _load(self, setting: Record, path: Path) -> None:
         data = path.read_bytes() if path.exists() else b""
         header = (json.dumps(setting) + "\n").encode()
         if header.startswith(data):  # nothing yet, or not even all of the first line
             put_result(path, header)
-            return []
+            return
         whole = data[: data.rfind(b"\n") + 1]
         first, *lines = whole.splitlines() or [b""]
         _require_same(setting, first, path)
-        records = []
         for number, line in enumerate(lines, start=2):
             try:
                 record = json.loads(line)
-                hash(self._key(record))
-                records.append(record)
+                self._records[self._key(record)] = record
             except (ValueError, TypeError, KeyError):
                 raise SnapKVError(f"{path}: line {number} is damaged: delete that line") from None
         if len(whole) < len(data):
             os.truncate(path, len(whole))
-        return records
 
 
 def _require_same(setting: Record, first: bytes, path: Path) -> None:
@@ -103,27 +101,22 @@ def run(
         on_document: called after each document, with whether anything of it was measured.
     """
     wanted: list[Record] = []
-    pending: deque[Callable[[], None]] = deque()
-    is_first = True  # of those that are measured: its time is the estimate for the others
+    pending: deque[Record] = deque()
+    most = WAITING if _on_cpu() else 0
 
     def settle(n: int = 0) -> None:
         while len(pending) > n:
-            pending.popleft()()
+            results.add(pending.popleft())
 
     for places, measure in documents:
         wanted += places
         missing = [place for place in places if results.get(place) is None]
-        for i, record in enumerate(measure(missing) if missing else ()):
-            if i == 0:
-                settle()  # what was computed while this document was read
+        for record in measure(missing) if missing else ():
             arrays = [x for x in record.values() if isinstance(x, mx.array)]
             mx.async_eval(arrays)
-            pending.append(functools.partial(results.add, record))
-            settle(WAITING if arrays and _on_cpu() else 0)
-        pending.append(functools.partial(on_document, bool(missing)))
-        if is_first or len(pending) == 1:
-            settle()
-        is_first = is_first and not missing
+            pending.append(record)
+            settle(most if arrays else 0)
+        on_document(bool(missing))
     settle()
     return [results.get(place) for place in wanted]  # type: ignore[misc]  # all were added
 

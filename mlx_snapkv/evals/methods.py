@@ -10,6 +10,7 @@ from ..chat.prompts import common_prefix
 from ..engine.prompt_plan import gate
 from ..errors import SnapKVError
 from .headwise import HeadWise
+from .loop import Record
 from .reading import AnyPolicy, shares_reading
 
 FULL = "full cache"
@@ -17,19 +18,10 @@ BY_MASK = ", by mask"  # ends the names of methods that hide entries instead of 
 KNOWN, LATER = "known", "later"
 SETTINGS = (KNOWN, LATER)
 
-Place = dict[str, Any]  # a document's `task`, `length` (a number, or None) and `document`, and more
-
 
 @dataclass(frozen=True)
 class Question:
-    """A document with a question.
-
-    Attributes:
-        prompt: token ids.
-        expected: what a right answer contains, for the records.
-        score: 0 to 1, of an answer's text as it was decoded.
-        max_tokens: of the answer.
-    """
+    """A prompt's token ids, what a right answer contains, and the score (0 to 1) of an answer's text."""
 
     prompt: list[int]
     expected: Any
@@ -51,12 +43,13 @@ class Dataset:
 
     Attributes:
         setting: what the prompts depend on besides the tokenizer, as a JSON object with the `task`.
+        places: each document's `task`, `length` (a number, or None) and `document`, and more.
     """
 
     tokenizer: Any
     setting: dict[str, Any]
-    places: Sequence[Place]
-    make: Callable[[Place], Document]
+    places: Sequence[Record]
+    make: Callable[[Record], Document]
 
 
 def n_shared(prompt: list[int], *others: list[int]) -> int:
@@ -66,15 +59,14 @@ def n_shared(prompt: list[int], *others: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Method:
-    """How answers come about.
+    """How answers come about: by a policy, or from the full cache (None).
 
     Attributes:
-        policy: None is the full cache; head-wise methods answer by mask.
-        options: of `stream_generate`, such as `memory` and `verify`.
+        options: of `stream_generate`; if there are any, a `memory` is.
     """
 
     policy: AnyPolicy | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -92,17 +84,13 @@ class Method:
 
     @property
     def shares_reading(self) -> bool:
-        return not self.options and (self.scores is None or shares_reading(self.scores))
-
-    @property
-    def memory(self) -> str:
-        return self.options.get("memory", "drop")
+        return not self.options and shares_reading(self.scores)
 
 
 def require_compression(methods: Iterable[Method], lengths: Sequence[int]) -> None:
     """Raises: SnapKVError: a policy would leave prompts of all these lengths as they are, or has no room for them."""
     for method in methods:
-        policy = method.scores
-        reasons = [None if policy is None else gate(policy, length, None) for length in lengths]
-        if lengths and all(reasons):
-            raise SnapKVError(f"{method.name} would compress nothing here: {reasons[-1]}")
+        if (policy := method.scores) is not None:
+            reasons = [gate(policy, length, None) for length in lengths]
+            if lengths and all(reasons):
+                raise SnapKVError(f"{method.name} would compress nothing here: {reasons[-1]}")

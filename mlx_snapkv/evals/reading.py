@@ -2,10 +2,7 @@
 
 reading = read_once(model, document, policies, suffixes=[question])
 cache, report = reading.compressed(policy)                 # the document, as prefill compresses it
-logits = judged(model, cache, question)                    # what the small cache says to known tokens
-
 prompt = reading.followed_by(question)                     # document and question; only the question is read
-answer = prompt.answer(64, stops)                          # the full cache's own
 cache, report = prompt.compressed(policy, answering=True)  # as generate_step has it once it has compressed
 """
 
@@ -22,9 +19,9 @@ from ..caches.layers import attention_layers, copies_but_entries
 from ..caches.recording import RecordingKVCache, SharedKVCache
 from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
-from ..engine.prompt_plan import LARGEST_CHUNK, ProgressCallback, gate, plan_prompt
-from ..engine.report import CompressionReport
-from ..engine.request import Request, reader_of
+from ..engine.prompt_plan import LARGEST_CHUNK, gate, plan_prompt
+from ..engine.report import NO_POLICY, CompressionReport
+from ..engine.request import NO_POLICY_REASON, Request, reader_of
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
@@ -35,12 +32,14 @@ Recorders = dict[AnyPolicy, list[RecordingKVCache]]  # of a prompt, by full-atte
 MORE = 256  # tokens that there is room for behind a prompt
 
 
-def shares_reading(policy: AnyPolicy) -> bool:
-    """Whether a policy chooses from full caches, by queries that are recorded while others' are.
+def shares_reading(policy: AnyPolicy | None) -> bool:
+    """Whether a policy chooses from full caches, by queries that are recorded while others' are; None keeps all.
 
     Block policies evict while they read, h2o counts the attention of every query, kvzip reads a second time: these
     read for themselves.
     """
+    if policy is None:
+        return True
     _, chooses = policy.stages
     counts = chooses.accumulates_attention or chooses.repeats is not None
     return not (policy.reads_in_blocks or counts)
@@ -51,38 +50,34 @@ def read_once(
     tokens: Sequence[int],
     policies: Iterable[AnyPolicy | None] = (),
     suffixes: Iterable[Sequence[int]] = (),
-    progress: ProgressCallback | None = None,
-    step_size: int | None = None,
+    **options: Any,
 ) -> Reading:
     """Read a prompt on full caches, and record the queries that each policy needs.
 
     Args:
-        policies: all that will be asked for; None and policies that read for themselves may be among them.
+        policies: all that will be asked for.
         suffixes: token ids that may follow it, which `Reading.followed_by` reads.
-        progress: as mlx-lm's `prompt_progress_callback`.
-        step_size: tokens to read at a time; by default what the device reads fastest.
+        **options: of mlx-lm's `generate_step`; by default, a chunk is what the device reads fastest.
 
     Raises:
         SnapKVError: the model is not supported, or a budget has no room for what is always kept.
     """
-    sharing = [p for p in dict.fromkeys(policies) if p is not None and shares_reading(p)]
+    sharing = [p for p in dict.fromkeys(policies) if p and shares_reading(p)]
     n = len(tokens)
     after = {tuple(more): _recorders(model, n + len(more), sharing) for more in suffixes}
     own = _recorders(model, n, sharing)
     reading = Reading(model, tokens, make_prompt_cache(model), own, after)
-    reading.feed(tokens, progress, step_size)
+    reading.feed(tokens, **options)
     return reading
 
 
 class Reading:
     """A prompt on full caches, with the queries recorded that each policy needs; made by `read_once`.
 
-    What a policy keeps is what `prefill` and `generate_step` keep, whichever others there are. There is no
-    `memory="recall"` here: entries that are evicted are gone.
+    What a policy keeps is what `prefill` and `generate_step` keep, whichever others there are.
 
     Attributes:
-        tokens: token ids of the prompt.
-        following: log-probabilities `(vocab_size,)` of the token after it.
+        following: log-probabilities `(vocab_size,)` of the token after the prompt.
     """
 
     def __init__(
@@ -94,7 +89,6 @@ class Reading:
         suffixes: Mapping[tuple[int, ...], Recorders] | None = None,
     ):
         self.model, self.tokens = model, list(tokens)
-        self.following: mx.array
         self._caches, self._recorders, self._suffixes = caches, recorders, suffixes or {}
         self._layers = attention_layers(model, caches)
         self._answer: list[int] = []  # greedy: all tokens that were fed, and the next one
@@ -110,23 +104,17 @@ class Reading:
                 shared.share(before, before.offset)
             layer.put(caches, shared)
 
-    def feed(
-        self,
-        tokens: Sequence[int],
-        progress: ProgressCallback | None = None,
-        step_size: int | None = None,
-    ) -> None:
-        """Read the prompt's last tokens, those that the caches lack."""
+    def feed(self, tokens: Sequence[int], **options: Any) -> None:
+        """Read the prompt's last tokens, those that the caches lack; `options` are mlx-lm's."""
         # Not in a policy's own chunks: what is read must not depend on who asks.
-        size = step_size or LARGEST_CHUNK[mx.default_device().type]
-        options = {"prefill_step_size": size, "prompt_progress_callback": progress}
+        given = {"prefill_step_size": LARGEST_CHUNK[mx.default_device().type], **options}
         with recording(attention_classes(self.model)):
-            self.following = read(self.model, mx.array(list(tokens)), self._caches, options)[0]
+            self.following = read(self.model, mx.array(list(tokens)), self._caches, given)[0]
         for i, layer in enumerate(self._layers):
             shared = layer.cache_in(self._caches)
             shared.growing.step = KVCache.step
             shared.recorders = _at(self._recorders, i)  # the suffixes' need nothing of the answer
-        self._keep_others(len(self.tokens))
+        self._others[len(self.tokens)] = copies_but_entries(self._caches, self._layers)
         self._answer.append(_best(self.following))
 
     def followed_by(self, suffix: Sequence[int]) -> Reading:
@@ -139,7 +127,7 @@ class Reading:
     def full(self) -> list:
         """A prompt cache with all entries; its arrays are shared until they are written."""
         n = len(self.tokens)
-        caches = self._others_at(n)
+        caches = copies_but_entries(self._others[n], self._layers)
         for layer in self._layers:
             keys, values = layer.cache_in(self._caches).keys_and_values()
             layer.put(caches, plain_cache(keys[:, :, :n], values[:, :, :n]))
@@ -154,21 +142,22 @@ class Reading:
         return self._answer[:n]
 
     def compressed(
-        self, policy: AnyPolicy, answering: bool = False
+        self, policy: AnyPolicy | None, answering: bool = False
     ) -> tuple[list, CompressionReport]:
         """What `prefill` keeps of the prompt, and its report; the answer's first tokens vote if the policy looks ahead.
 
         Args:
-            answering: what `generate_step` decodes from once it has compressed. The cache has been fed the full cache's
-                answer's first tokens, as many as the policy looks ahead and at least one; those and the next one were
-                chosen by all entries.
+            policy: None is the full cache.
+            answering: what `generate_step` decodes from once it has compressed, which has been fed the full cache's
+                answer's first tokens: as many as the policy looks ahead, and at least one.
 
         Raises:
             SnapKVError: the prompt was not read for this policy, or its scores are NaN.
         """
         n_prompt = len(self.tokens)
-        if (reason := gate(policy, n_prompt, None)) is not None:
-            return self.full(), CompressionReport(str(policy), n_prompt, reason)
+        reason = gate(policy, n_prompt, None) if policy else NO_POLICY_REASON
+        if policy is None or reason is not None:
+            return self.full(), CompressionReport(str(policy or NO_POLICY), n_prompt, reason)
         if not shares_reading(policy) and not answering:
             return prefill(self.model, self.tokens, policy)
         request = self.request(policy, answering)
@@ -176,15 +165,14 @@ class Reading:
         return request.reader.prompt_cache, report
 
     def request(self, policy: AnyPolicy, answering: bool) -> Request:
-        """A request whose caches hold what `compressed` compresses, and who votes on it."""
-        n_prompt = len(self.tokens)
+        """One whose caches hold what `compressed` compresses, and who votes on it."""
         if policy not in self._recorders:
             raise SnapKVError(f"the prompt was not read for {policy}: give it to read_once")
+        n_prompt = len(self.tokens)
         request = _request(self.model, n_prompt, policy)
-        plan = request.plan
-        n = n_prompt + (plan.n_ahead if answering else 0)
-        self._feed_answer(max(n, plan.last) - n_prompt)
-        caches = self._others_at(n)
+        n = n_prompt + (request.plan.n_ahead if answering else 0)
+        self._feed_answer(max(n, request.plan.last) - n_prompt)
+        caches = copies_but_entries(self._others[n], self._layers)
         for layer, recorder in zip(self._layers, self._recorders[policy]):
             layer.put(caches, recorder.filled(layer.cache_in(self._caches), n))
         request.reader.caches = caches
@@ -199,13 +187,8 @@ class Reading:
             mx.eval(logits, [c.state for c in self._caches])
             self._answer.append(_best(logits))
             if fed + 1 in self._n_ahead:
-                self._keep_others(len(self.tokens) + fed + 1)
-
-    def _keep_others(self, n: int) -> None:
-        self._others[n] = copies_but_entries(self._caches, self._layers)
-
-    def _others_at(self, n: int) -> list:
-        return copies_but_entries(self._others[n], self._layers)
+                n_fed = len(self.tokens) + fed + 1
+                self._others[n_fed] = copies_but_entries(self._caches, self._layers)
 
 
 def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
@@ -214,19 +197,15 @@ def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     That is one call of the model, or one between two evictions, and one for each token where layers hold different
     numbers of entries and have to share a mask.
     """
-    given = mx.array(list(tokens))[None]
-    at_once = given.shape[1] if _masks_each_layer(model, prompt_cache) else 1
-    pieces = mx.split(given, range(at_once, given.shape[1], at_once), axis=1)
-    going_on = one_by_one(model, prompt_cache)
-    with recording(attention_classes(model)):
-        return mx.concatenate([going_on(piece, cache=prompt_cache)[0] for piece in pieces])
-
-
-def _masks_each_layer(model: Any, prompt_cache: list) -> bool:
-    """Whether each layer's tokens see what they should: one mask does for all, or each cache gives its own."""
     layers = attention_layers(model, prompt_cache)
     alike = all(getattr(layer.cache_in(prompt_cache), "uniform", True) for layer in layers)
-    return alike or all(layer.family.asks_to_hide and not layer.borrowers for layer in layers)
+    masked = all(layer.family.asks_to_hide and not layer.borrowers for layer in layers)
+    at_once = len(tokens) if alike or masked else 1
+    pieces = [tokens[i : i + at_once] for i in range(0, len(tokens), at_once)]
+    going_on = one_by_one(model, prompt_cache)
+    with recording(attention_classes(model)):
+        each = (going_on(mx.array(piece)[None], cache=prompt_cache)[0] for piece in pieces)
+        return mx.concatenate(list(each))
 
 
 def _best(logits: mx.array) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -38,34 +39,30 @@ def difference(
     groups: Sequence[object],
     tasks: Sequence[object] | None = None,
 ) -> dict[str, float]:
-    """Paired difference of scores for the same questions, bootstrapped over documents.
+    """Paired difference of scores for the same questions: a mean over tasks, each weighing the same.
 
-    The questions about one document are not independent, so whole documents are drawn, with replacement; the
-    percentiles of the means of `RESAMPLES` drawings are the interval. With tasks, as many documents are drawn of each
-    as it has, and the means are over tasks, each weighing the same.
+    The questions about one document are not independent, so whole documents are drawn, with replacement, as many of
+    each task as it has; the percentiles of the means of `RESAMPLES` drawings are the interval.
 
     Args:
-        groups: the document of each question.
-        tasks: the task of each question.
+        groups, tasks: the document and the task of each question.
 
     Returns:
         The `mean`, `low` and `high` of its 95% interval, and how many questions are `better` and `worse`.
     """
     changes = np.asarray(scores, dtype=float) - np.asarray(reference, dtype=float)
-    names = [repr(task) for task in tasks or [None] * len(changes)]
+    own: dict[str, list[int]] = {}
+    for i, task in enumerate(tasks or [None] * len(changes)):
+        own.setdefault(repr(task), []).append(i)
     rng = np.random.default_rng(0)
-    means, drawings = [], []
-    for name in dict.fromkeys(names):
-        own = [i for i, other in enumerate(names) if other == name]
-        mean, drawn = _drawn(changes[own], [repr(groups[i]) for i in own], rng)
-        means.append(mean)
-        drawings.append(drawn)
+    pairs = [_drawn(changes[some], [repr(groups[i]) for i in some], rng) for some in own.values()]
+    means, drawings = zip(*pairs)
     low, high = np.percentile(np.mean(drawings, axis=0), [2.5, 97.5])
     found = {"mean": float(np.mean(means)), "low": float(low), "high": float(high)}
     return found | {"better": int((changes > 0).sum()), "worse": int((changes < 0).sum())}
 
 
-def _drawn(changes: np.ndarray, groups: list[str], rng) -> tuple[float, np.ndarray]:
+def _drawn(changes: np.ndarray, groups: list[str], rng: Any) -> tuple[float, np.ndarray]:
     """The mean of one task's changes, and those of its drawings."""
     if not changes.any():
         return 0.0, np.zeros(RESAMPLES)
@@ -100,33 +97,28 @@ def summarise(records: list[Record]) -> Summary:
 
     `uncompressed` counts the prompts that a policy left as they were, the first of them for `reason`.
     """
-
-    def place(record: Record) -> tuple:
-        return tuple(record[k] for k in ("setting", "length", "task", "document", "question"))
-
+    place = itemgetter("setting", "length", "task", "document", "question")
     full = {place(r): r["score"] for r in records if r["method"] == FULL}
     found = []
     for (method, setting, length), own in grouped(records, "method", "setting", "length").items():
-        scores, reference = [r["score"] for r in own], [full[place(r)] for r in own]
-        documents, tasks = ([r[key] for r in own] for key in ("document", "task"))
+        scores, documents, tasks = ([r[key] for r in own] for key in ("score", "document", "task"))
         by_task = {
-            task: fmean([r["score"] for r in some])
-            for (task,), some in grouped(own, "task").items()
+            task: fmean(r["score"] for r in some) for (task,), some in grouped(own, "task").items()
         }
+        reasons = [r["reason"] for r in own if r["reason"]]
         found.append(
             {
                 "method": method,
                 "setting": setting,
                 "length": length,
                 "asked": len(own),
-                "score": fmean(list(by_task.values())),
+                "score": fmean(by_task.values()),
                 "by_task": by_task,
-                "difference": difference(scores, reference, documents, tasks),
-                "entries": max((r["entries"] for r in own if r["entries"]), default=None),
-                "kv_bytes": max((r["kv_bytes"] for r in own if r["kv_bytes"]), default=None),
+                "difference": difference(scores, [full[place(r)] for r in own], documents, tasks),
+                **{key: max(r[key] or 0 for r in own) or None for key in ("entries", "kv_bytes")},
                 "file_bytes": max(r["file_bytes"] for r in own),
-                "uncompressed": sum(bool(r["reason"]) for r in own),
-                "reason": next((r["reason"] for r in own if r["reason"]), None),
+                "uncompressed": len(reasons),
+                "reason": reasons[0] if reasons else None,
             }
         )
     return found
@@ -184,14 +176,13 @@ def _scores(summary: Summary, heading: str) -> Table:
 def _by_task(summary: Summary, heading: str) -> Table:
     """Scores by task, a row each if there are more of them than methods."""
     names = list(dict.fromkeys(name for s in summary for name in s["by_task"]))
-    by_task = [s["by_task"] for s in summary]
-    scores = [[f"{100 * own[n]:.1f}" if n in own else "" for n in names] for own in by_task]
-    methods = [s["method"] for s in summary]
-    if len(names) <= len(methods):
-        rows = [[method, *own] for method, own in zip(methods, scores)]
-        return Table(heading, "", ["method", *names], rows)
-    rows = [[name, *own] for name, *own in zip(names, *scores)]
-    return Table(heading, "", ["task", *methods], rows)
+    cells = [["method", *names]]
+    for s in summary:
+        scores = (s["by_task"].get(name) for name in names)
+        cells.append([s["method"], *("" if x is None else f"{100 * x:.1f}" for x in scores)])
+    if len(names) > len(summary):
+        cells = [["task", *(s["method"] for s in summary)], *map(list, [*zip(*cells)][1:])]
+    return Table(heading, "", cells[0], cells[1:])
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,15 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..demo import tasks as suite_tasks
 from ..demo.documents import fact_sentence, filler_sentence, make_facts, make_subject
 from ..demo.questions import contains, question_prompt, token_counter
 from ..errors import SnapKVError
 from ..inspecting.sentences import sentences_of
-from .methods import Dataset, Document, Place, Question, n_shared
+from .loop import Record
+from .methods import Dataset, Document, Question, n_shared
 from .tables import page_of_scores
 
 RETRIEVAL = page_of_scores("Retrieval", "An answer is right if it contains the exact value.")
@@ -37,15 +38,8 @@ HAYSTACK_TOKENS, SUITE_TOKENS = 24, 60  # of an answer
 QUESTION_TOKENS = 60  # of the suite's prompts, template included
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """What a document hides and is asked for.
-
-    Attributes:
-        parts: depths, 0 to 1, and the text that goes there.
-        filler: pieces of text without end, which the parts stand between.
-        value: what a right answer contains.
-    """
+class Hidden(NamedTuple):
+    """What a document hides and is asked for: `parts` of text with their depths (0 to 1), in endless `filler`."""
 
     parts: Sequence[tuple[float, str]]
     filler: Iterator[str]
@@ -69,7 +63,7 @@ class Grid:
     n_documents: int = 1
     seed: int = 0
 
-    def places(self, task: str) -> list[Place]:
+    def places(self, task: str) -> list[Record]:
         last = self.n_depths - 1
         depths = [round(i / last, 4) for i in range(self.n_depths)] if last else [0.5]
         each = itertools.product(self.lengths, depths, range(self.n_documents))
@@ -86,14 +80,9 @@ def haystack(
     hide: Callable[[random.Random, float], Hidden],
     **setting: Any,
 ) -> Dataset:
-    """Documents in which something is hidden at each depth.
+    """Documents in which `hide` hides what is asked for at each depth; `setting` is what that depends on."""
 
-    Args:
-        hide: what one document hides, that which is asked for at this depth.
-        setting: what it depends on.
-    """
-
-    def make(place: Place) -> Document:
+    def make(place: Record) -> Document:
         """Raises: SnapKVError: the length has no room for the question."""
         named = {key: place[key] for key in ("task", "length", "document")}
         hidden = hide(random.Random(f"{grid.seed} {named}"), place["depth"])
@@ -101,8 +90,8 @@ def haystack(
         def prompt_of(text: str, question: str = hidden.question) -> list[int]:
             return question_prompt(tokenizer, hidden.introduction + text, question)
 
-        length = place["length"]
-        text = filled(length, hidden.parts, hidden.filler, lambda text: len(prompt_of(text)))
+        n_prompt = lambda text: len(prompt_of(text))  # noqa: E731
+        text = filled(place["length"], hidden.parts, hidden.filler, n_prompt)
         prompt = prompt_of(text)
         score = lambda answer: float(contains(answer, hidden.value))  # noqa: E731
         asked = Question(prompt, hidden.value, score, HAYSTACK_TOKENS)
@@ -153,13 +142,12 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
     def hide(rng: random.Random, depth: float) -> Hidden:
         facts = make_facts(rng, needles)
         sentences = [fact_sentence(fact, rng) + " " for fact in facts]
-        n = needles - 1
-        # The others are in the middles of `n` equal parts of the document.
-        depths = [depth, *((i + 0.5) / n for i in range(n))]
+        others = ((i + 0.5) / (needles - 1) for i in range(needles - 1))  # in the middles of parts
         filler: Iterator[str] = (f"{filler_sentence(rng)} " for _ in itertools.count())
         if text is not None:
             filler = itertools.cycle(sentences_of(text.strip() + "\n\n"))
-        return Hidden(list(zip(depths, sentences)), filler, facts[0].question, facts[0].value)
+        parts = list(zip([depth, *others], sentences))
+        return Hidden(parts, filler, facts[0].question, facts[0].value)
 
     made = "synthetic"
     if text is not None:
@@ -167,8 +155,7 @@ def needle(tokenizer: Any, grid: Grid, needles: int = 1, text: str | None = None
     return haystack("needle", tokenizer, grid, hide, needles=needles, haystack=made)
 
 
-@dataclass(frozen=True)
-class Wording:
+class Wording(NamedTuple):
     """How lines and questions are put; `line` and `question` have places for a name and a number."""
 
     name: str
@@ -176,6 +163,7 @@ class Wording:
     line: str
     question: str
     digits: int
+    space: str  # between a name's words
 
 
 LONGEVAL = Wording(
@@ -187,6 +175,7 @@ LONGEVAL = Wording(
     "line {name}: REGISTER_CONTENT is <{number}>\n",
     "Now the record is over. Tell me what is the <REGISTER_CONTENT> in line {name}? I need the number.",
     digits=5,
+    space="-",
 )
 # The embedded models know one kind of sentence only: LongEval's words are too hard even for their full cache.
 FACTS = Wording(
@@ -195,6 +184,7 @@ FACTS = Wording(
     "The account number of the {name} is {number}.\n",
     "What is the account number of the {name}?",
     digits=8,
+    space=" ",
 )
 
 
@@ -221,10 +211,7 @@ def _names_and_numbers(rng: random.Random, wording: Wording) -> Iterator[tuple[s
         while name in seen:
             name = make_subject(rng, made_up=1.0)
         seen.add(name)
-        yield (
-            name.replace(" ", "-" if wording is LONGEVAL else " "),
-            str(rng.randrange(low, 10 * low)),
-        )
+        yield name.replace(" ", wording.space), str(rng.randrange(low, 10 * low))
 
 
 def suite(
@@ -237,7 +224,7 @@ def suite(
 ) -> Dataset:
     """Documents of every task and length, with at most `n_questions` about each."""
 
-    def make(place: Place) -> Document:
+    def make(place: Record) -> Document:
         task, length, number = place["task"], place["length"], place["document"]
         rng = random.Random(f"{seed} {task} {length} {number}")
         n_tokens = length - QUESTION_TOKENS

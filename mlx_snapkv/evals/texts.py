@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import SnapKVError, brief
 from ..paths import path_of, reason
@@ -16,14 +15,8 @@ OPTION = "--text"
 MARK = "THE TEXT STANDS HERE"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a text: the `number`th, from 1, of a document.
-
-    Attributes:
-        tokens: ids to be read, without special ones.
-        following: the ids after them.
-    """
+class Piece(NamedTuple):
+    """A document's `number`th part, from 1: ids to be read, without special ones, and those after them."""
 
     document: str
     number: int
@@ -73,18 +66,19 @@ class Texts:
         Raises:
             SnapKVError: no text is long enough.
         """
-        texts = self._texts.items()
-        waiting = deque(_cut(name, text, tokenizer, length, n_following) for name, text in texts)
+        size = length + n_following
+        waiting = deque(_cut(n, text, tokenizer, length, size) for n, text in self._texts.items())
         found: list[Piece] = []
         while waiting and len(found) < most:
-            pieces = waiting.popleft()
-            if (piece := next(pieces, None)) is not None:
+            if (piece := next(waiting[0], None)) is None:
+                waiting.popleft()
+            else:
                 found.append(piece)
-                waiting.append(pieces)
+                waiting.rotate(-1)
         if not found:
             raise SnapKVError(
-                f"{self._where}: no text has the {length + n_following:,} tokens of a piece and what is judged after "
-                "it: give longer texts, or a lower --length"
+                f"{self._where}: no text has the {size:,} tokens of a piece and what is judged after it: give longer "
+                "texts, or a lower --length"
             )
         return found
 
@@ -107,24 +101,16 @@ def _read(path: Path) -> str | None:
     return None if "\0" in text else text.strip()
 
 
-def _cut(name: str, text: str, tokenizer: Any, length: int, n_following: int) -> Iterator[Piece]:
+def _cut(name: str, text: str, tokenizer: Any, length: int, size: int) -> Iterator[Piece]:
     """A text's pieces, one after the other; it is tokenized when the first is asked for."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    step = length + n_following
-    for number, start in enumerate(range(0, len(ids) - step + 1, step), start=1):
+    for number, start in enumerate(range(0, len(ids) - size + 1, size), start=1):
         end = start + length
-        yield Piece(name, number, ids[start:end], ids[end : start + step])
+        yield Piece(name, number, ids[start:end], ids[end : start + size])
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Token ids around a text.
-
-    Attributes:
-        start: special tokens that a text by itself begins with.
-        before: what a prompt about it begins with.
-        after: the question, and the end of that prompt.
-    """
+class Frame(NamedTuple):
+    """Token ids around a text: what it begins with by itself, and the beginning and end of a prompt about it."""
 
     start: list[int]
     before: list[int]
