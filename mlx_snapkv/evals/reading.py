@@ -201,7 +201,7 @@ def judged(model: Any, prompt_cache: list, tokens: Sequence[int]) -> mx.array:
     alike = all(getattr(layer.cache_in(prompt_cache), "uniform", True) for layer in layers)
     masked = all(layer.family.asks_to_hide and not layer.borrowers for layer in layers)
     at_once = len(tokens) if alike or masked else 1
-    pieces = [tokens[i : i + at_once] for i in range(0, len(tokens), at_once)]
+    pieces = [list(tokens[i : i + at_once]) for i in range(0, len(tokens), at_once)]
     going_on = one_by_one(model, prompt_cache)
     with recording(attention_classes(model)):
         each = (going_on(mx.array(piece)[None], cache=prompt_cache)[0] for piece in pieces)
