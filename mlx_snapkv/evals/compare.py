@@ -81,7 +81,7 @@ class Comparison:
     ):
         self._model, self._tokenizer, self._tokens = model, tokenizer, list(tokens)
         self._max_tokens = max_tokens
-        self._options = {
+        self._options: dict[str, Any] = {
             "prefill_step_size": prefill_step_size,
             "prompt_progress_callback": progress,
         }
