@@ -6,10 +6,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, n_bytes
 from ..errors import TrimError
 from .contract import LayerCache, Mark
 from .evicting import snapshot
+from .stores import MemoryStore
 
 
 def layer_cache(cache: Any) -> LayerCache:
@@ -35,31 +35,27 @@ class FullCache(LayerCache):
     """A `KVCache` or `QuantizedKVCache`, which holds all entries."""
 
     def __init__(self, cache: KVCache | QuantizedKVCache):
-        self.cache = cache
-        if isinstance(cache, QuantizedKVCache):
-            self.quantization = Quantization(cache.bits, cache.group_size)
+        self._store = MemoryStore(cache=cache)
+        self.quantization = self._store.quantization
 
     @property
     def offset(self) -> int:  # type: ignore[override]
-        return self.cache.offset
+        return self._store.n_entries
 
     def size(self) -> int:
-        return self.cache.offset
+        return self.offset
 
     def held(self, n_queries: int = 0) -> Entries:
-        keys, values = self.cache.keys_and_values()
-        if self.quantization is not None:
-            keys, values = tuple(keys), tuple(values)
-        return Entries(keys, values, quantization=self.quantization)
+        return self._store.held()
 
     @property
     def kv_nbytes(self) -> int:
-        return 0 if self.cache.empty() else n_bytes(self.cache.keys_and_values())
+        return self._store.nbytes
 
     def rollback(self, n: int) -> None:
         if n > self.offset:
             raise TrimError(f"this cache holds {self.offset} tokens, {n} can't be rolled back")
-        self.cache.trim(n)
+        self._store.truncate(self.offset - n)
 
 
 class StateCache(LayerCache):

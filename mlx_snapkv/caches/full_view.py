@@ -13,7 +13,7 @@ from ..entries.entries import Entries
 from ..entries.key_index import CANDIDATES, SAMPLE, KeyIndex
 from ..entries.queries import Queries
 from .compaction import Compaction
-from .stores import KEYS, VALUES, EntryView, JoinedView
+from .stores import EntryView, JoinedView
 
 READ_TOKENS = 8192  # of keys that an index is made of at a time
 SAMPLED = 16  # places all over the text, whose keys' spread it is made for
@@ -91,23 +91,9 @@ class FullView(Entries):
         index.n_made_of = n
         return index
 
-    def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        keys = self._entries.read(KEYS, start, stop)
-        if self._latent:
-            keys = mx.concatenate([keys, self._entries.read(VALUES, start, stop)], axis=-1)
-        return mx.depends(keys, list(after)) if after else keys
-
-    def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        values = self._entries.read(KEYS if self._latent else VALUES, start, stop)
-        return mx.depends(values, list(after)) if after else values
-
-    @cached_property
-    def keys(self) -> mx.array:
-        return self.read_keys(0, len(self))
-
-    @cached_property
-    def values(self) -> mx.array:
-        return self.read_values(0, len(self))
+    def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        part = self._entries.read(which, start, stop)
+        return mx.depends(part, list(after)) if after else part
 
     @cached_property
     def positions(self) -> mx.array:

@@ -84,7 +84,7 @@ def recalling_caches(
     Raises:
         SnapKVError: some of its entries are gone, or the model's can't be kept that way.
     """
-    if is_compressed([cache for cache in members(prompt_cache) if not _is_out_of_core(cache)]):
+    if is_compressed([x for x in members(prompt_cache) if not isinstance(x, OutOfCoreKVCache)]):
         raise SnapKVError(
             f"memory={memory} needs a prompt cache with all entries, and this one is compressed"
         )
@@ -98,12 +98,8 @@ def recalling_caches(
 
 def lasting_forms(model, caches: list, memory: str) -> list:
     """Caches that a later request goes on from: mlx-lm's own, unless entries are in files or a book's."""
-    stays = in_files(memory) or any(map(_is_out_of_core, members(caches)))
+    stays = in_files(memory) or book_memory(caches) is not None
     return caches if stays else saved_forms(model, caches)
-
-
-def _is_out_of_core(cache: Any) -> bool:
-    return isinstance(cache, OutOfCoreKVCache)
 
 
 def saved_forms(model, caches: list) -> list:
@@ -131,11 +127,12 @@ def filled(empty: Any, found: Any) -> Any:
     Raises:
         SnapKVError: it does not hold all entries, or they are stored otherwise.
     """
-    if _is_out_of_core(found) and not found.empty():
+    if isinstance(found, OutOfCoreKVCache) and not found.empty():
         return _reopened(empty, found)
     loaded = layer_cache(found)
-    both = isinstance(found, RecordingKVCache) and isinstance(empty, RecordingKVCache)
-    in_files = both and isinstance(found.store, FileStore) and isinstance(empty.store, FileStore)
+    in_files = all(
+        isinstance(x, RecordingKVCache) and isinstance(x.store, FileStore) for x in (empty, found)
+    )
     if loaded.is_compressed or in_files:
         return found
     if not has_all_entries(found):
@@ -171,8 +168,8 @@ def _reopened(empty: Any, found: OutOfCoreKVCache) -> OutOfCoreKVCache:
 
 def book_memory(caches: list) -> str | None:
     """The memory in files that fits the caches of a book; None if they are no book's."""
-    books = filter(_is_out_of_core, members(caches))
-    return next((_book_memories(book.store.quantization)[0] for book in books), None)
+    books = [cache for cache in members(caches) if isinstance(cache, OutOfCoreKVCache)]
+    return _book_memories(books[0].store.quantization)[0] if books else None
 
 
 def _book_memories(quantization: Quantization | None) -> list[str]:

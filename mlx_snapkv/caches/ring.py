@@ -6,14 +6,6 @@ import numpy as np
 from ..policies.budgets import Quota
 
 
-def pieces(pending: int, n_window: int, oldest: int) -> list[tuple[int, int, int]]:
-    """How the newest of the pending rows go into a ring: (pending row, row of the ring, how many)."""
-    n = min(pending, n_window)
-    first, row = pending - n, (oldest + pending - n) % n_window
-    head = min(n, n_window - row)
-    return [(first, row, head)] + ([(first + head, 0, n - head)] if head < n else [])
-
-
 def visible(n_pin: int, held: int, n_window: int, N: int, oldest: int) -> np.ndarray:
     """What each of `N` tokens sees, bool `(N, n_pin + held + N)`: the pinned, and the last `n_window` up to its own.
 

@@ -11,6 +11,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from ..entries.entries import Entries
 from ..entries.quantization import (
+    KEYS,
+    VALUES,
     Quantization,
     Stored,
     each,
@@ -22,8 +24,6 @@ from ..entries.quantization import (
     write,
 )
 from ..entries.selection import take_entries
-
-KEYS, VALUES = 0, 1
 
 
 class EntryView(ABC):

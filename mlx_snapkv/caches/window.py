@@ -6,7 +6,17 @@ from typing import Any
 import mlx.core as mx
 
 from ..entries.entries import Entries
-from ..entries.quantization import Quantization, Stored, each, grown, join, n_rows, rows, write
+from ..entries.quantization import (
+    Quantization,
+    Stored,
+    arrays,
+    each,
+    grown,
+    join,
+    n_rows,
+    rows,
+    write,
+)
 from ..errors import SnapKVError
 from ..policies import Policy
 from . import ring
@@ -163,11 +173,12 @@ class SnapKVCache(EvictingCache):
             tail = self._tail
             if tail is None or n_rows(tail) < pending:  # some came before the cache was saved
                 tail = self.keys_and_values()
-            start = n_rows(tail) - pending
-            for first, row, n in ring.pieces(pending, self.n_window, self._oldest):
-                moved = rows(tail, start + first, start + first + n)
-                write((self.keys, self.values), self.n_pin + row, moved)
-            self._oldest = (self._oldest + pending) % self.n_window
+            n, self._oldest = n_rows(tail), (self._oldest + pending) % self.n_window
+            moved = min(pending, self.n_window)
+            places = self.n_pin + mx.arange(self._oldest - moved, self._oldest) % self.n_window
+            newest = rows(tail, n - moved, n)
+            for held, new in zip(arrays((self.keys, self.values)), arrays(newest)):
+                held[:, :, places] = new
             self._n = self.n_keep
             self._newest = 0
         self._tail = None

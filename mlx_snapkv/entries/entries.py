@@ -12,7 +12,18 @@ import mlx.core as mx
 from ..errors import Missing, SnapKVError
 from ..several.ranks import ALONE, Ranks
 from .attention import BLOCK_BYTES, Keys, above_average, attention_weights, latest_votes
-from .quantization import Quantization, Stored, arrays, each, n_rows, pack, rows, unpack
+from .quantization import (
+    KEYS,
+    VALUES,
+    Quantization,
+    Stored,
+    arrays,
+    each,
+    n_rows,
+    pack,
+    rows,
+    unpack,
+)
 from .queries import Queries
 
 ByBlock = Callable[[int, int, list[mx.array]], mx.array]
@@ -76,21 +87,18 @@ class Entries:
 
     def plain(self) -> tuple[mx.array, mx.array]:
         """What the cache stores, `(B, n_kv_heads, T, ...)` each, not quantised."""
-        stored = self.stored_keys, self.stored_values
-        keys, values = (unpack(x, self.quantization) for x in stored)
-        return keys, values
+        keys, values = self.stored_keys, self.stored_values
+        return unpack(keys, self.quantization), unpack(values, self.quantization)
 
     @cached_property
     def keys(self) -> mx.array:
         """`(B, n_kv_heads, T, head_dim)`: what queries are multiplied by."""
-        keys, values = self.plain()
-        return mx.concatenate([keys, values], axis=-1) if self._latent else keys
+        return self.read_keys(0, len(self))
 
     @cached_property
     def values(self) -> mx.array:
         """`(B, n_kv_heads, T, head_dim)`: what the attention sums up."""
-        keys, values = self.plain()
-        return keys if self._latent else values
+        return self.read_values(0, len(self))
 
     def rekeyed(self, keys: mx.array) -> Entries:
         """The same entries, plain, with other `keys`."""
@@ -101,20 +109,17 @@ class Entries:
 
     def read_keys(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The keys of `[start, stop)`, `(B, n_kv_heads, stop - start, head_dim)`, computed after what is given."""
-        keys = self._read(self.stored_keys, start, stop, after)
+        keys = self._read(KEYS, start, stop, after)
         if not self._latent:
             return keys
-        return mx.concatenate([keys, self._read(self.stored_values, start, stop)], axis=-1)
+        return mx.concatenate([keys, self._read(VALUES, start, stop)], axis=-1)
 
     def read_values(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
         """The same of the values."""
-        stored = self.stored_keys if self._latent else self.stored_values
-        return self._read(stored, start, stop, after)
+        return self._read(KEYS if self._latent else VALUES, start, stop, after)
 
-    def _read(
-        self, stored: Stored, start: int, stop: int, after: Sequence[mx.array] = ()
-    ) -> mx.array:
-        stored = rows(stored, start, stop)
+    def _read(self, which: int, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        stored = rows((self.stored_keys, self.stored_values)[which], start, stop)
         if after:
             stored = each(lambda x: mx.depends(x, list(after)), stored)
         return unpack(stored, self.quantization)
@@ -190,8 +195,8 @@ class Entries:
             raise SnapKVError(
                 "the positions of a layer's queries are missing: give Queries their start"
             )
-        places = self.voters.places
-        return self.layer.undo_rope(self.queries, places.start if start is None else start)
+        start = self.voters.places.start if start is None else start
+        return self.layer.undo_rope(self.queries, start)
 
     @cached_property
     def attention(self) -> mx.array:

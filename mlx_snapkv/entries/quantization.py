@@ -13,6 +13,8 @@ BITS = (2, 3, 4, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 KEYWORDS = ("kv_bits", "kv_group_size", "quantized_kv_start")  # what mlx-lm's functions call it
 
+KEYS, VALUES = 0, 1
+
 # Entries as a cache stores them: one array `(B, n_kv_heads, T, head_dim)`, or packed values, scales and biases,
 # `(B, n_kv_heads, T, ...)` each, as `mx.quantize` makes them.
 Stored = Any
