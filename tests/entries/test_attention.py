@@ -27,27 +27,25 @@ def test_by_hand():
     assert np.allclose(entries.votes, [[[1 / 6, 2 / 6, 3 / 6]]])
 
 
-@pytest.mark.parametrize(
-    "shape", [{"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2, "n": 1}, {"n": 2}, {"n": 37, "dtype": mx.float16}]
-)  # fmt: skip
-def test_equals_the_float64_reference(shape):
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("shape", [
+    {"B": 2}, {"n_heads": 6, "H": 1}, {"n_heads": 2, "n": 1}, {"n": 37, "dtype": mx.float16}, {"T": 300},
+])  # fmt: skip
+def test_equals_the_float64_reference(shape, blocks, monkeypatch):
+    if blocks:
+        monkeypatch.setattr(votes, "HELD_BYTES", 0)
+        monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
     entries = make_entries(**shape)
-    assert entries.votes.dtype == mx.float32
-    observed = entries.observed
+    observed, (B, H, T, D) = entries.observed, entries.keys.shape
     queries, keys = (x.astype(mx.float32) for x in (observed.heads, entries.keys))
     wanted = reference.votes(queries, keys, observed.places, observed.scale)
-    assert np.allclose(entries.votes, wanted, atol=1e-5)
-
-
-def test_blocks_do_not_change_the_votes(monkeypatch):
-    entries = make_entries(T=300)
-    asked = (entries.keys, entries.observed)
-    whole, whole_shared = attention_votes(*asked), shared_logits(*asked)
-    mx.eval(whole, whole_shared)
-    monkeypatch.setattr(votes, "HELD_BYTES", 0)
-    monkeypatch.setattr(votes, "BLOCK_BYTES", 1)
-    assert np.allclose(attention_votes(*asked), whole, atol=1e-6)
-    assert np.allclose(shared_logits(*asked), whole_shared, atol=1e-6)
+    assert entries.votes.dtype == mx.float32 and np.allclose(entries.votes, wanted, atol=1e-5)
+    # The highest logit over heads and queries, these averaged over a group.
+    mean = np.asarray(queries, np.float64).reshape(B, H, -1, len(observed.places), D).mean(2)
+    logits = np.einsum("bhid,bhtd->bhit", mean, keys) * observed.scale
+    seen = np.arange(T) <= np.array(observed.places)[:, None]
+    wanted = np.where(seen, logits, -np.inf).max((1, 2))[:, None].repeat(H, 1)
+    assert np.allclose(shared_logits(entries.keys, observed), wanted, atol=1e-5)
 
 
 def asked_otherwise(page):
@@ -100,10 +98,8 @@ def test_votes_of_the_latest_are_those_of_the_last_queries_alone(way, kind, monk
 
 def test_sinks_take_their_share_of_the_softmax():
     entries = make_entries(n=3)
-    sinks = mx.array([0.5, -1.0, 2.0, -mx.inf])
-    entries.observed = dataclasses.replace(entries.observed, sinks=sinks)
-    observed = entries.observed
-    asked = observed.heads, entries.keys, observed.places, observed.scale, sinks
+    observed = entries.observed = dataclasses.replace(entries.observed, **WAYS["sinks"])
+    asked = observed.heads, entries.keys, observed.places, observed.scale, observed.sinks
     assert np.allclose(entries.attention, reference.weights(*asked), atol=1e-6)
     assert np.allclose(entries.votes, reference.votes(*asked), atol=1e-5)
 
@@ -157,13 +153,3 @@ def test_positions_kept_of_bfloat16_keys(native, monkeypatch):
     published = differing(published_votes(queries, keys, n))
     assert 0 < published <= 0.01 * 2 * k
     assert differing(entries.votes) <= (published if native else 0)
-
-
-def test_shared_logits_are_the_highest_over_heads_and_queries():
-    entries = make_entries(n=3)
-    mean = np.asarray(entries.queries, np.float64).reshape(1, 2, 2, 3, 8).mean(2)
-    logits = np.einsum("bhid,bhtd->bhit", mean, entries.keys) * entries.observed.scale
-    seen = np.arange(37) <= np.array(entries.observed.places)[:, None]
-    want = np.where(seen, logits, -np.inf).max((1, 2))[:, None]
-    found = shared_logits(entries.keys, entries.observed)
-    assert np.allclose(found, want, atol=1e-5) and found.shape == (1, 2, 37)

@@ -47,12 +47,19 @@ def indexed(keys, queries=None, portions=(250, 1, 349)) -> KeyIndex:
     return index
 
 
+def relevance(keys, queries, index=None) -> tuple[np.ndarray, np.ndarray]:
+    """As the index finds it, and exact."""
+    index = index or indexed(keys, queries)
+    n = keys.shape[2]
+    return np.array(index.relevance(asking(queries), n)), exact(keys, queries, n)
+
+
 @pytest.mark.parametrize("n", [1, 250, T])
 def test_relevance_is_the_logits_distance_to_the_largest(low_rank, n):
     keys, queries = low_rank
     found = np.array(indexed(keys, queries).relevance(asking(queries), n))
-    assert found.shape == (B, H, n)
     wanted = exact(keys, queries, n)
+    assert found.shape == (B, H, n)
     assert (found - wanted).std() <= 0.32 * wanted.std() + 1e-3  # 4 bits a component
 
 
@@ -70,24 +77,19 @@ def test_many_queries_and_keys_are_asked_in_turn(monkeypatch):
 
 def test_channels_count_by_how_large_queries_are_in_them():
     """Keys vary most where no query looks."""
-    widths = mx.where(mx.arange(D) < D // 2, 10.0, 1.0)
-    keys = normal(0, B, H, T, D) * widths
-    queries = normal(1, B, H * GROUPS, 64, D) * mx.where(mx.arange(D) < D // 2, 0.01, 1.0)
-    wanted = exact(keys, queries[:, :, :1], T)
-
-    def agreement(index: KeyIndex) -> float:
-        return np.corrcoef(
-            np.array(index.relevance(asking(queries[:, :, :1]), T)).ravel(), wanted.ravel()
-        )[0, 1]
-
-    assert agreement(indexed(keys, queries)) > 2 * agreement(indexed(keys))
+    varied = mx.arange(D) < D // 2
+    keys = normal(0, B, H, T, D) * mx.where(varied, 10.0, 1.0)
+    queries = normal(1, B, H * GROUPS, 64, D) * mx.where(varied, 0.01, 1.0)
+    knowing, ignorant = (
+        np.corrcoef(*map(np.ravel, relevance(keys, queries[:, :, :1], index)))[0, 1]
+        for index in (indexed(keys, queries), indexed(keys))
+    )
+    assert knowing > 2 * ignorant
 
 
 def test_keys_that_vary_in_all_directions_are_told_apart():
     """Their likeliest entries are found by half of the directions, and not by a quarter in twice the bits."""
-    keys, queries = normal(0, B, H, T, D), normal(1, B, H * GROUPS, 1, D)
-    found = np.array(indexed(keys, queries).relevance(asking(queries), T))
-    wanted = exact(keys, queries, T)
+    found, wanted = relevance(normal(0, B, H, T, D), normal(1, B, H * GROUPS, 1, D))
     for head in range(H):
         best, likeliest = np.argsort(-wanted[0, head])[:10], np.argsort(-found[0, head])[:150]
         assert len(set(best) & set(likeliest)) >= 8
@@ -96,9 +98,8 @@ def test_keys_that_vary_in_all_directions_are_told_apart():
 def test_a_component_s_largest_values_are_held():
     """A few keys lie far out, as those of a text's first tokens do."""
     keys = mx.where(mx.arange(T)[:, None] % 100 == 7, 12.0, 1.0) * normal(0, B, H, T, D)
-    queries = normal(1, B, H * GROUPS, 1, D)
-    found = np.array(indexed(keys, queries).relevance(asking(queries), T))
-    assert np.corrcoef(found.ravel(), exact(keys, queries, T).ravel())[0, 1] > 0.8
+    found, wanted = relevance(keys, normal(1, B, H * GROUPS, 1, D))
+    assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.8
 
 
 def test_it_takes_an_eighth_of_the_keys_in_bfloat16(low_rank):

@@ -1,6 +1,5 @@
 import mlx.core as mx
 import numpy as np
-import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,21 +21,7 @@ def test_sink_voted_middle_and_window_in_order():
 def test_every_kv_head_and_batch_row_ranks_on_its_own():
     scores = mx.array([[[0.0, 3, 1, 2, 0], [0, 1, 2, 3, 0]], [[0, 2, 3, 1, 0], [0, 0, 0, 1, 0]]])
     kept = select_positions(scores, n_sink=1, top_k=1, n_window=1)
-    assert kept[..., 1].tolist() == [[1, 3], [2, 3]]
-    assert kept.dtype == mx.uint32
-
-
-def test_ties_go_to_the_lower_position():
-    assert positions([0.0, 5, 5, 5, 5, 0], n_sink=1, top_k=2, n_window=1) == [0, 1, 2, 5]
-
-
-@pytest.mark.parametrize(
-    "n_sink, top_k, n_window, expected",
-    [(1, 0, 2, [0, 4, 5]), (3, 4, 3, [*range(6)]), (100, 1, 100, [*range(6)]), (0, 1, 0, [5])],
-)
-def test_degenerate_cases(n_sink, top_k, n_window, expected):
-    parts = {"n_sink": n_sink, "top_k": top_k, "n_window": n_window}
-    assert positions([0.0, 1, 2, 3, 4, 5], **parts) == expected
+    assert kept[..., 1].tolist() == [[1, 3], [2, 3]] and kept.dtype == mx.uint32
 
 
 def test_nan_is_the_lowest_score():
@@ -59,8 +44,7 @@ def test_equals_a_plain_sort(scores, n_sink, top_k, n_window):
 
 def test_the_chosen_rows_are_taken_of_each_head():
     rows = mx.arange(2 * 3 * 4 * 2).reshape(2, 3, 4, 2)
-    kept = mx.array(np.random.default_rng(0).integers(0, 4, (2, 3, 2)), mx.uint32)
-    out = Entries(rows, rows).taken(kept).keys
-    for b in range(2):
-        for h in range(3):
-            assert out[b, h].tolist() == [rows[b, h, int(t)].tolist() for t in kept[b, h].tolist()]
+    kept = np.random.default_rng(0).integers(0, 4, (2, 3, 2))
+    taken = Entries(rows, rows).taken(mx.array(kept, mx.uint32)).keys
+    b, h = np.ogrid[:2, :3]
+    assert np.array_equal(taken, np.array(rows)[b[..., None], h[..., None], kept])
