@@ -128,23 +128,7 @@ def test_without_the_queries_it_asks_for_a_policy_says_so():
         cache.update_and_fetch(*rows_of(8, 1))
 
 
-def test_a_committed_mark_is_reopened_and_knows_its_bytes():
-    cache = make_cache(rows=8, block=4)
-    cache.update_and_fetch(*rows_of(0, 12))
-    before = cache.positions.tolist()
-    cache.mark()
-    cache.update_and_fetch(*rows_of(12, 1))  # evicts
-    mark = cache.commit()
-    assert mark.nbytes == 2 * B * H * 12 * D * 4
-    cache.mark()
-    cache.update_and_fetch(*rows_of(13, 1))
-    assert cache.commit().nbytes == 0
-    cache.reopen(mark)
-    cache.rollback(2)
-    assert cache.offset == 12 and cache.positions.tolist() == before
-
-
-def test_evictions_since_a_mark_are_rolled_back_again_and_again():
+def test_evictions_since_a_mark_are_rolled_back_again_and_again_and_a_committed_one_is_reopened():
     cache = make_cache(rows=8, block=4)
     cache.update_and_fetch(*rows_of(0, 11))
     held = cache.keys_and_values()[0]
@@ -157,3 +141,13 @@ def test_evictions_since_a_mark_are_rolled_back_again_and_again():
         wanted = mx.concatenate([held, first[0]], axis=2)
         assert mx.array_equal(cache.keys_and_values()[0], wanted)
         cache.rollback(1)
+    cache.update_and_fetch(*rows_of(11, 1))
+    cache.update_and_fetch(*rows_of(12, 1))  # evicts
+    mark = cache.commit()
+    assert mark.nbytes == 2 * B * H * 12 * D * 4
+    cache.mark()
+    cache.update_and_fetch(*rows_of(13, 1))
+    assert cache.commit().nbytes == 0
+    cache.reopen(mark)
+    cache.rollback(3)
+    assert cache.offset == 11 and mx.array_equal(cache.keys_and_values()[0], held)

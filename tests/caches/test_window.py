@@ -10,7 +10,6 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from request_helpers import in_order
 
 from mlx_snapkv import KeyDiff, SnapKVCache, SnapKVError
-from mlx_snapkv.entries.quantization import Quantization
 
 H, D = 2, 32
 
@@ -24,12 +23,10 @@ def rows(positions):
     return mx.concatenate([row(t) for t in positions], axis=2)
 
 
-def make_cache(pinned=(0, 1, 5), window=4, offset=20, quantization=None, **options):
+def make_cache(pinned=(0, 1, 5), window=4, offset=20, **options):
     keys = rows([*pinned, *range(offset - window, offset)])
     positions = mx.broadcast_to(mx.array(pinned, mx.uint32), (1, H, len(pinned)))
-    stored = [x if quantization is None else quantization.pack(x) for x in (keys, keys + 1)]
-    options |= {"offset": offset, "n_window": window, "quantization": quantization}
-    return SnapKVCache(*stored, positions, **options)
+    return SnapKVCache(keys, keys + 1, positions, offset=offset, n_window=window, **options)
 
 
 def feed(cache, L):
@@ -96,17 +93,6 @@ def test_any_updates_and_rewinds_equal_dense_attention(window, pinned, updates):
         assert np.allclose(out, expected, atol=1e-5)
         cache.trim(min(back, L))
         assert_consistent(cache)
-
-
-@pytest.mark.parametrize("updates", [[1] * 11, [1, 1, 6, 1, 2, 1, 1], [9, 9]])
-def test_a_quantised_window_holds_the_entries_of_the_plain_one(updates):
-    how = Quantization(4, 32)
-    plain, packed = make_cache(), make_cache(quantization=how)
-    for L in updates:
-        assert str(plain.make_mask(L)) == str(packed.make_mask(L))
-        feed(plain, L), feed(packed, L)
-        for mine, theirs in zip(in_order(packed)[:2], in_order(plain)[:2]):
-            assert all(map(mx.array_equal, mine, how.pack(theirs)))
 
 
 def test_mask_is_a_string_or_none_where_that_is_exact():
