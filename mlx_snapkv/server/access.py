@@ -51,9 +51,7 @@ class Settings:
                 f"--host {self.host} lets other machines ask, so it needs --api-key: give one, or keep to 127.0.0.1"
             )
         for origin in self.origins:
-            scheme, _, host = origin.partition("://")
-            is_page = scheme and host and "/" not in host and origin == origin.lower()
-            if not is_page and origin != "null":  # which pages of files send
+            if not re.fullmatch("[^/A-Z]+://[^/A-Z]+|null", origin):  # the latter of a file's page
                 raise SnapKVError(
                     "--allow-origin must be a page's scheme, host and port in small letters, such as "
                     f"http://localhost:3000, got {origin!r}"
@@ -131,9 +129,7 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     """In Anthropic's form for its paths, and for clients whose header says so."""
     found = as_api_error(error)
     if found.status_code in (404, 405) and found is not error:
-        what = f"{scope['method']} {scope['path'][:200]}"
-        missing = found.status_code == 404
-        found.detail = f"there is no {what} here" if missing else f"{what} is not allowed"
+        found.detail = f"{found.detail}: {scope['method']} {scope['path'][:200]}"
     messages = scope["path"].startswith("/v1/messages")
     is_anthropic = messages or "anthropic-version" in Headers(scope=scope)
     api = MessageFormatter if is_anthropic else CompletionFormatter

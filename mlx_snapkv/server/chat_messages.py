@@ -1,60 +1,67 @@
-"""What the bodies of Anthropic's messages and OpenAI's responses share: they become a chat template's messages."""
+"""What the bodies of Anthropic's messages and OpenAI's responses share: they become a chat completion's body."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BeforeValidator
+
+from ..completions.body import ChatBody, Part, PlainText, as_body
 
 BREAK = "\n\n"  # between texts that came apart
 SYSTEM = ("system", "developer")
 
 
-def function_tool(tool: BaseModel, parameters: dict[str, Any] | None) -> dict[str, Any]:
+class OutputConfig(Part):
+    format: PlainText = None
+
+
+def own_tools(*types: str | None) -> BeforeValidator:
+    """Of a list of tools, those of these types; clients list others, which only a service runs."""
+
+    def validate(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value or []
+        return [t for t in value if not isinstance(t, dict) or t.get("type") in types]
+
+    return BeforeValidator(validate)
+
+
+def function_tool(tool: Any, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """A tool with a name and perhaps a description, as chat templates take it."""
     about = tool.model_dump(include={"name", "description"}, exclude_none=True)
     return {"type": "function", "function": {**about, "parameters": parameters or {}}}
 
 
-class ChatMessages:
-    """Gathers messages; successive ones of a role become one, since many templates want roles to alternate.
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """The assistant's call of a tool; `arguments` are JSON."""
+    function = {"name": name, "arguments": arguments}
+    calls = [{"id": call_id, "type": "function", "function": function}]
+    return {"role": "assistant", "tool_calls": calls}
 
-    A system message after the beginning, as Claude Code and Codex send, becomes the user's: many templates have no
-    other place for it, and moving it to the front would change a prefix that is already known.
+
+def tool_result(call_id: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def chat_body(pieces: Iterable[dict[str, Any]], tools: Any, **fields: Any) -> ChatBody:
+    """A body with the messages of which these are pieces. Raises: SnapKVError: it can't be answered.
+
+    Successive pieces of a role become one message, since many templates want roles to alternate. A system message
+    after the beginning, as Claude Code and Codex send, becomes the user's: many templates have no other place for it,
+    and moving it to the front would change a prefix that is already known.
     """
-
-    def __init__(self) -> None:
-        self.all: list[dict[str, Any]] = []
-
-    def say(self, role: str, *texts: str) -> None:
-        """Add texts that are one; nothing without any."""
+    messages: list[dict[str, Any]] = []
+    for piece in pieces:
+        last, role = messages[-1] if messages else {}, piece["role"]
         if role in SYSTEM:
-            later = self.all and self.all[-1]["role"] != "system"
-            role = "user" if later else "system"
-        if texts:
-            self._add(role, "content", "".join(texts))
-
-    def think(self, *texts: str) -> None:
-        """Add the assistant's reasoning, by the name that templates have for it."""
-        if texts:
-            self._add("assistant", "reasoning_content", "".join(texts))
-
-    def call(self, call_id: str, name: str, arguments: str) -> None:
-        """The assistant's call of a tool; `arguments` are JSON."""
-        function = {"name": name, "arguments": arguments}
-        call = {"id": call_id, "type": "function", "function": function}
-        self._of("assistant").setdefault("tool_calls", []).append(call)
-
-    def result(self, call_id: str, text: str) -> None:
-        """A tool's result."""
-        self.all.append({"role": "tool", "tool_call_id": call_id, "content": text})
-
-    def _add(self, role: str, field: str, text: str) -> None:
-        message = self._of(role)
-        message[field] = BREAK.join(filter(None, (message.get(field), text)))
-
-    def _of(self, role: str) -> dict[str, Any]:
-        """The message that this role adds to."""
-        if not self.all or self.all[-1]["role"] != role:
-            self.all.append({"role": role, "content": ""})
-        return self.all[-1]
+            role = "system" if last.get("role", "system") == "system" else "user"
+        if role == "tool" or role != last.get("role"):
+            messages.append(last := {"content": ""})
+        for name, value in (piece | {"role": ""}).items():
+            before = last.get(name) or value[:0]
+            is_apart = before and value and isinstance(value, str)
+            last[name] = before + BREAK + value if is_apart else before + value
+        last["role"] = role
+    return as_body(ChatBody, {"messages": messages, "tools": tools or None, **fields})

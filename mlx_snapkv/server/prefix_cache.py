@@ -6,7 +6,6 @@ import copy
 import os
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,6 @@ SHORTEST = 128  # tokens that are worth a checkpoint
 REASONING = 11
 
 
-@dataclass(eq=False)
-class KeptPrefix(Prefix):
-    caches: list
-
-
 class PrefixCache:
     """Prompt caches, the oldest first.
 
@@ -54,31 +48,30 @@ class PrefixCache:
 
     def __init__(self, most_bytes: int, agreed: Callable[[bool], bool] = bool):
         self._most_bytes, self._agreed = most_bytes, agreed
-        self._kept: list[KeptPrefix] = []
+        self._kept: list[Prefix] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def fetch(self, tokens: list[int], n_last: int) -> tuple[list | None, int]:
         """A copy of the caches that have read the most of a prompt without its last tokens, and how many those are."""
-        ids = as_ids(tokens[:-n_last])
-        n, prefix = longest(self._kept, ids)
-        if self.files is not None:
-            n_in_file, file = longest(self.files.kept, ids)
-            if file is not None and n_in_file > n and (found := self.files.read(file)) is not None:
-                n, prefix = n_in_file, self._insert(file.ids, found)
-                if prefix is None:
-                    trim_prompt_cache(found, len(file.ids) - n)
-                    return found, n
+        ids, files = as_ids(tokens[:-n_last]), self.files
+        n, prefix = longest([*self._kept, *(files.kept if files else [])], ids)
         if prefix is None:
             return None, 0
-        caches = copy.deepcopy(prefix.caches)
+        caches = prefix.caches
+        if files is not None and not caches:
+            read = files.read(prefix)
+            if read is None:  # it is not used again
+                return self.fetch(tokens, n_last)
+            self._insert(prefix.ids, caches := read)
+        caches = copy.deepcopy(caches)
         trim_prompt_cache(caches, len(prefix.ids) - n)
         return caches, n
 
     def insert(self, tokens: list[int], caches: list) -> None:
         """Keep what a prompt's caches have read; a line in the log if it alone exceeds the limit."""
-        if tokens and self._insert(as_ids(tokens), caches) is None:
+        if tokens and not self._insert(as_ids(tokens), caches):
             log.warning(
                 "%s tokens are not kept for later prompts: they take %s, and --prefix-bytes is %s",
                 f"{len(tokens):,}",
@@ -86,13 +79,13 @@ class PrefixCache:
                 format_bytes(self._most_bytes),
             )
 
-    def _insert(self, ids: np.ndarray, caches: list) -> KeptPrefix | None:
-        """Keep caches in the place of those that they can be trimmed to; None if they alone exceed the limit."""
+    def _insert(self, ids: np.ndarray, caches: list) -> bool:
+        """Keep caches in the place of those that they can be trimmed to, unless they alone exceed the limit."""
         if not self._agreed(_bytes_of(caches) <= self._most_bytes):
-            return None
-        new = KeptPrefix(ids, can_trim_prompt_cache(caches), caches)
+            return False
+        new = Prefix(ids, can_trim_prompt_cache(caches), caches)
 
-        def serves(p: KeptPrefix) -> bool:
+        def serves(p: Prefix) -> bool:
             return new.in_common(p.ids) == len(p.ids) and (new.whole or len(p.ids) == len(ids))
 
         self._keep([*(p for p in self._kept if not serves(p)), new])
@@ -100,7 +93,7 @@ class PrefixCache:
             self.file_nbytes and _many_files_are_open()
         ):
             self.trim_to(n_sequences=len(self) - 1)
-        return new
+        return True
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Evict what is over these limits: first what other caches cover, then the oldest."""
@@ -116,7 +109,7 @@ class PrefixCache:
     def drop(self, path: Path) -> None:
         """Stop using caches whose entries are in this damaged file, here and in `files`."""
 
-        def reads(prefix: KeptPrefix) -> bool:
+        def reads(prefix: Prefix) -> bool:
             stores = (cache.store for cache in book.out_of_core(prefix.caches))
             return any(isinstance(store, FileStore) and store.reads(path) for store in stores)
 
@@ -124,7 +117,7 @@ class PrefixCache:
         if self.files is not None:
             self.files.drop(path)
 
-    def _keep(self, prefixes: list[KeptPrefix]) -> None:
+    def _keep(self, prefixes: list[Prefix]) -> None:
         self._kept = prefixes
         self.nbytes = sum(cache.nbytes for p in prefixes for cache in p.caches)
         self.file_nbytes = sum(file_bytes(p.caches) for p in prefixes)

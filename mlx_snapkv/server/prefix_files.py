@@ -9,9 +9,9 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
@@ -31,10 +31,12 @@ TAIL = 16  # one token in so many may have to be read again
 
 @dataclass(eq=False)
 class Prefix:
-    """The tokens `(n,)` that caches have read, and whether these can be trimmed to fewer of them."""
+    """The tokens `(n,)` that caches have read, whether these can be trimmed to fewer, and the caches or their file."""
 
     ids: np.ndarray
     whole: bool
+    caches: list = field(default_factory=list)
+    path: Path = Path()
 
     def in_common(self, ids: np.ndarray) -> int:
         """How many of these tokens the prefix begins with."""
@@ -47,17 +49,9 @@ class Prefix:
         return self.whole and other.whole and self.in_common(other.ids) >= n - n // TAIL
 
 
-@dataclass(eq=False)
-class PrefixFile(Prefix):
-    path: Path
-
-
-P = TypeVar("P", bound=Prefix)
-
-
-def longest(prefixes: Iterable[P], ids: np.ndarray) -> tuple[int, P | None]:
+def longest(prefixes: Iterable[Prefix], ids: np.ndarray) -> tuple[int, Prefix | None]:
     """The most of these tokens that some prefix has read, and that prefix."""
-    best: tuple[int, P | None] = 0, None
+    best: tuple[int, Prefix | None] = 0, None
     for prefix in prefixes:
         n = prefix.in_common(ids)
         if n > best[0] and (prefix.whole or n == len(prefix.ids)):
@@ -89,7 +83,7 @@ class PrefixFiles:
     def __init__(self, folder: Path, most_bytes: int, model: Any, setting: dict[str, str]):
         self._folder, self._most_bytes = folder, most_bytes
         self._model, self._setting = model, {**setting, "model": fingerprint(model)}
-        self.kept: list[PrefixFile] = []
+        self.kept: list[Prefix] = []
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(folder, 0o700)
@@ -103,10 +97,10 @@ class PrefixFiles:
                 log.warning("a prefix is not used: %s", error)
                 continue
             if notes.get("setting") == self._setting:
-                self.kept.append(PrefixFile(as_ids(tokens), notes["whole"], path))
+                self.kept.append(Prefix(as_ids(tokens), notes["whole"], path=path))
         book.remove_unfinished(folder, time.time() - ABANDONED)
 
-    def read(self, file: PrefixFile) -> list | None:
+    def read(self, file: Prefix) -> list | None:
         """A file's caches; None, and a line in the log, if they can't be used."""
         try:
             found = saved.load(file.path, self._model)
@@ -128,7 +122,7 @@ class PrefixFiles:
         caches = saved_forms(self._model, caches)
         name = hashlib.sha256(json.dumps([tokens, self._setting]).encode()).hexdigest()[:DIGITS]
         path = self._folder / f"{name}.safetensors"
-        file = PrefixFile(as_ids(tokens), can_trim_prompt_cache(caches), path)
+        file = Prefix(as_ids(tokens), can_trim_prompt_cache(caches), path=path)
         n, known = longest(self.kept, file.ids)
         if known is not None and (n == len(tokens) or known.covers(file)):
             return

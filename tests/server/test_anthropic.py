@@ -203,7 +203,7 @@ def test_other_refusals(client):
     with pytest.raises(anthropic.BadRequestError, match="top_k must be below") as caught:
         ask(client, HELLO, extra_body={"top_k": 10**6})
     assert caught.value.body["error"]["type"] == "invalid_request_error"
-    with pytest.raises(anthropic.NotFoundError, match="no GET /v1/messages/batches"):
+    with pytest.raises(anthropic.NotFoundError, match="GET /v1/messages/batches"):
         client.messages.batches.list()
     with pytest.raises(anthropic.PermissionDeniedError, match="which this server is not"):
         ask(client, HELLO, extra_headers={"Host": "evil.example"})

@@ -94,7 +94,7 @@ def test_models_and_mistakes(client):
     with pytest.raises(openai.BadRequestError, match="temperature should be") as caught:
         chat(client, "hi", temperature=-1)
     assert caught.value.type == "invalid_request_error"
-    with pytest.raises(openai.NotFoundError, match="no GET /v1/files"):
+    with pytest.raises(openai.NotFoundError, match="GET /v1/files"):
         client.files.list()
 
 

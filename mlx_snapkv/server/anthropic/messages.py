@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import uuid
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ...completions.body import (
     ChatBody,
@@ -21,12 +22,18 @@ from ...completions.body import (
     Probability,
     Spoken,
     Text,
-    as_body,
     must,
-    require,
 )
 from ..api_error import ApiError
-from ..chat_messages import BREAK, ChatMessages, function_tool
+from ..chat_messages import (
+    BREAK,
+    OutputConfig,
+    chat_body,
+    function_tool,
+    own_tools,
+    tool_call,
+    tool_result,
+)
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 
@@ -90,7 +97,7 @@ Plain = Annotated[Text | Document, Field(discriminator="type")]
 class ToolResult(Part):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[Plain], Parts] = Field(default_factory=list)
+    content: Annotated[list[Plain], Parts] = Field([])
 
 
 ContentBlock = Annotated[
@@ -104,26 +111,10 @@ class Message(Part):
     content: Annotated[list[ContentBlock], Parts, Spoken]
 
 
-ObjectSchema = Annotated[
-    dict[str, Any],
-    must(lambda v: v.get("type", "object") == "object", "must be the JSON schema of an object"),
-]
-
-
 class Tool(Part):
-    """A client's tool; those that run at Anthropic have no schema here, and are left out."""
-
-    type: str | None = None
-    name: Name | None = None
+    name: Name
     description: str | None = None
-    input_schema: ObjectSchema | None = None
-
-    @model_validator(mode="after")
-    def _whole(self) -> Tool:
-        whole = self.name is not None and self.input_schema is not None
-        ok = whole or self.type not in (None, "custom")
-        require(ok, "must have a name and an input_schema", self.model_dump())
-        return self
+    input_schema: dict[str, Any]
 
 
 class ToolChoice(Part):
@@ -132,10 +123,6 @@ class ToolChoice(Part):
 
 class ThinkingConfig(Part):
     type: Literal["enabled", "disabled", "adaptive"]
-
-
-class OutputConfig(Part):
-    format: PlainText = None
 
 
 class CountedMessages(Part):
@@ -150,8 +137,8 @@ class CountedMessages(Part):
             "must not end with the assistant's: none can be continued",
         ),
     ]
-    system: Annotated[list[Text], Parts] = Field(default_factory=list)
-    tools: list[Tool] | None = None
+    system: Annotated[list[Text], Parts] = Field([])
+    tools: Annotated[list[Tool], own_tools(None, "custom")] = Field([])
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -159,20 +146,15 @@ class CountedMessages(Part):
 
     def chat(self, **sampling: Any) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
-        messages = ChatMessages()
-        for part in self.system:
-            messages.say("system", part.text)
-        for message in self.messages:
-            _add(messages, message)
-        tools = [function_tool(t, t.input_schema) for t in self.tools or [] if t.input_schema]
+        system = ({"role": "system", "content": part.text} for part in self.system)
         thinking = self.thinking and {"enable_thinking": self.thinking.type != "disabled"}
-        body = {
-            "messages": messages.all,
-            "tools": tools or None,
-            "tool_choice": self.tool_choice and self.tool_choice.type,
-            "chat_template_kwargs": thinking,
-        }
-        return as_body(ChatBody, body | sampling)
+        return chat_body(
+            itertools.chain(system, *map(_pieces, self.messages)),
+            [function_tool(tool, tool.input_schema) for tool in self.tools],
+            tool_choice=self.tool_choice and self.tool_choice.type,
+            chat_template_kwargs=thinking,
+            **sampling,
+        )
 
 
 class Messages(CountedMessages):
@@ -186,22 +168,23 @@ class Messages(CountedMessages):
     stream: bool | None = None
 
 
-def _add(messages: ChatMessages, message: Message) -> None:
-    """Add a message; texts in a row are one, between calls and results."""
-    texts: list[str] = []
-    for part in message.content or [Text(type="text", text="")]:
-        if isinstance(part, Text | Document):
-            texts.append(part.text)
-        elif isinstance(part, Thinking):
-            messages.think(part.thinking)
-        elif isinstance(part, ToolUse | ToolResult):
-            messages.say(message.role, *texts)
-            texts.clear()
-            if isinstance(part, ToolUse):
-                messages.call(part.id, part.name, json.dumps(part.input, ensure_ascii=False))
-            else:
-                messages.result(part.tool_use_id, BREAK.join(found.text for found in part.content))
-    messages.say(message.role, *texts)
+def _pieces(message: Message) -> Iterator[dict[str, Any]]:
+    """Of a message; texts in a row are one."""
+    content: list[Any] = message.content or [Text(type="text", text="")]
+    for are_texts, parts in itertools.groupby(content, lambda part: hasattr(part, "text")):
+        if are_texts:
+            yield {"role": message.role, "content": "".join(part.text for part in parts)}
+            continue
+        for part in parts:
+            match part:
+                case Thinking():
+                    yield {"role": "assistant", "reasoning_content": part.thinking}
+                case ToolUse():
+                    arguments = json.dumps(part.input, ensure_ascii=False)
+                    yield tool_call(part.id, part.name, arguments)
+                case ToolResult():
+                    text = BREAK.join(found.text for found in part.content)
+                    yield tool_result(part.tool_use_id, text)
 
 
 @router.post("/v1/messages")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import uuid
 from collections.abc import Iterator
@@ -11,21 +10,26 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue
 
 from ...completions.body import (
     ChatBody,
     Part,
     Parts,
-    PlainText,
     Positive,
     Probability,
-    as_body,
     must,
     require,
 )
 from ..api_error import ApiError
-from ..chat_messages import ChatMessages, function_tool
+from ..chat_messages import (
+    OutputConfig,
+    chat_body,
+    function_tool,
+    own_tools,
+    tool_call,
+    tool_result,
+)
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
 from .completions import CompletionFormatter
@@ -68,11 +72,7 @@ class Reasoning(Part):
     """From an earlier response; other servers hide its content, and it is left out then."""
 
     type: Literal["reasoning"]
-    content: Texts = Field(default_factory=list)
-
-
-def _texts(parts: list[Text]) -> list[str]:
-    return [part.text for part in parts]
+    content: Texts = Field([])
 
 
 Item = Annotated[
@@ -88,30 +88,11 @@ def _items(value: Any) -> Any:
     return [{"type": "message", **item} if isinstance(item, dict) else item for item in value]
 
 
-def _functions(value: Any) -> Any:
-    """The tools that are functions; clients list others, which only OpenAI's service runs."""
-    if not isinstance(value, list):
-        return value or []
-    return [t for t in value if not isinstance(t, dict) or t.get("type") == "function"]
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        return bool(json.dumps(value, allow_nan=False))
-    except ValueError:
-        return False
-
-
 class Function(Part):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    # Responses repeat it.
-    parameters: Annotated[dict[str, Any] | None, must(_is_json, "must have finite numbers")] = None
-
-
-class TextConfig(Part):
-    format: PlainText = None
+    parameters: dict[str, JsonValue] | None = None  # finite numbers only: responses repeat it
 
 
 STATELESS = "can't be honoured: nothing is stored here, so send the whole conversation as input"
@@ -124,14 +105,14 @@ class ResponsesBody(Part):
     model: str | None = None
     input: Annotated[list[Item], BeforeValidator(_items), Field(min_length=1)]
     instructions: str | None = None
-    tools: Annotated[list[Function], BeforeValidator(_functions)] = Field(default_factory=list)
+    tools: Annotated[list[Function], own_tools("function")] = Field([])
     tool_choice: Any = None
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Probability | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
-    text: TextConfig | None = None
+    text: OutputConfig | None = None
     previous_response_id: Stored = None
     conversation: Stored = None
     prompt: Stored = None
@@ -139,28 +120,29 @@ class ResponsesBody(Part):
 
     def chat(self) -> ChatBody:
         """The same as a chat completion's body. Raises: SnapKVError: that can't be answered."""
-        messages = ChatMessages()
-        if self.instructions:
-            messages.say("system", self.instructions)
-        for item in self.input:
-            match item:
-                case Message():
-                    messages.say(item.role, "", *_texts(item.content))
-                case Reasoning():
-                    messages.think(*_texts(item.content))
-                case FunctionCall():
-                    messages.call(item.call_id, item.name, item.arguments)
-                case FunctionCallOutput():
-                    messages.result(item.call_id, "".join(_texts(item.output)))
-        tools = [function_tool(tool, tool.parameters) for tool in self.tools]
-        names = {"tool_choice", "temperature", "top_p"}
-        body = {
-            **self.model_dump(include=names),
-            "messages": messages.all,
-            "tools": tools or None,
-            "max_tokens": self.max_output_tokens,
-        }
-        return as_body(ChatBody, body)
+        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return chat_body(
+            said + [piece for item in self.input for piece in _pieces(item)],
+            [function_tool(tool, tool.parameters) for tool in self.tools],
+            max_tokens=self.max_output_tokens,
+            **self.model_dump(include={"tool_choice", "temperature", "top_p"}),
+        )
+
+
+def _pieces(item: Any) -> Iterator[dict[str, Any]]:
+    match item:
+        case Message():
+            yield {"role": item.role, "content": _text(item.content)}
+        case Reasoning() if item.content:
+            yield {"role": "assistant", "reasoning_content": _text(item.content)}
+        case FunctionCall():
+            yield tool_call(item.call_id, item.name, item.arguments)
+        case FunctionCallOutput():
+            yield tool_result(item.call_id, _text(item.output))
+
+
+def _text(parts: list[Text]) -> str:
+    return "".join(part.text for part in parts)
 
 
 @router.post("/v1/responses")
