@@ -17,8 +17,8 @@ from . import BILLING
 from .anthropic.messages import MessageFormatter
 from .api_error import ApiError, as_api_error
 from .chat_messages import SYSTEM
+from .formatter import ResponseFormatter
 from .metrics import Metrics
-from .openai.completions import CompletionFormatter
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/health", "/")  # a browser or a watchdog needs no key for these
@@ -26,12 +26,7 @@ OPEN = ("/health", "/")  # a browser or a watchdog needs no key for these
 
 @dataclass(frozen=True)
 class Settings:
-    """How the server was started.
-
-    Attributes:
-        origins: web pages that may ask (CORS).
-        timeout: seconds for a request; None is no limit.
-        volatile_headers: names of the lines that are cut from the start of system prompts.
+    """How the server was started: where, for which web pages (CORS), with how many seconds for a request.
 
     Raises:
         SnapKVError: the address is not local and there is no key, or no browser sends such an origin.
@@ -73,10 +68,9 @@ class Settings:
 
 
 class Gate:
-    """ASGI middleware around everything: lets requests pass, or sends any exception in the API's own form.
+    """ASGI middleware around everything: counts responses, and sends any exception in the API's own form.
 
-    It also counts the responses. Starlette's `TrustedHostMiddleware` would refuse in plain text, which is no API's
-    error.
+    Starlette's `TrustedHostMiddleware` would refuse in plain text, which is no API's error.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
@@ -128,11 +122,11 @@ class Gate:
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
     """In Anthropic's form for its paths, and for clients whose header says so."""
     found = as_api_error(error)
-    if found.status_code in (404, 405) and found is not error:
+    if found.status_code in (404, 405):
         found.detail = f"{found.detail}: {scope['method']} {scope['path'][:200]}"
     messages = scope["path"].startswith("/v1/messages")
     is_anthropic = messages or "anthropic-version" in Headers(scope=scope)
-    api = MessageFormatter if is_anthropic else CompletionFormatter
+    api = MessageFormatter if is_anthropic else ResponseFormatter
     return JSONResponse(api.error(found), found.status_code, found.headers)
 
 

@@ -35,10 +35,7 @@ class Limits:
 
 
 class Admission:
-    """Keeps requests within the limits; the prefix cache shrinks to make room for them.
-
-    `longest_answer`, in tokens, is what the model was trained to.
-    """
+    """Keeps requests within the limits; the prefix cache shrinks to make room for them."""
 
     def __init__(
         self,
@@ -92,12 +89,11 @@ class Admission:
         """Whether a request fits beside those running, whose caches hold `held` bytes; if so, prefixes make room."""
         if len(running) >= self._limits.concurrency:
             return False
-        if self._memory is None or request.need is None:
-            return True
-        taken = self._memory.admit(request.need, running, held)
-        if taken is None:
-            return False
-        self._prefixes.trim_to(n_bytes=self._memory.limit - taken)
+        if self._memory is not None and request.need is not None:
+            taken = self._memory.admit(request.need, running, held)
+            if taken is None:
+                return False
+            self.trim_prefixes(taken)
         return True
 
     def trim_prefixes(self, held: int) -> None:

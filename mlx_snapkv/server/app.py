@@ -26,7 +26,7 @@ from .access import Gate, Settings
 from .anthropic.messages import router as anthropic
 from .api_error import ApiError
 from .engine import Engine
-from .openai.completions import CompletionFormatter
+from .formatter import ResponseFormatter
 from .openai.completions import router as openai
 from .openai.responses import router as responses
 
@@ -94,7 +94,7 @@ class Protocol(H11Protocol):
     """uvicorn's HTTP, with JSON for clients that speak no HTTP."""
 
     def send_400_response(self, msg: str) -> None:
-        body = json.dumps(CompletionFormatter.error(ApiError(400, msg))).encode()
+        body = json.dumps(ResponseFormatter.error(ApiError(400, msg))).encode()
         head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()

@@ -27,12 +27,10 @@ async def respond(
     chats: Sequence[Body],
     new_formatter: Callable[[str], ResponseFormatter],
 ) -> Response:
-    """The response to a request; raises ApiError as long as nothing has been sent.
+    """The response to a client's body, from which each answer has its own in `chats`.
 
-    Args:
-        body: the client's; its `model` and `stream` count.
-        chats: the body of each answer.
-        new_formatter: makes one for a model's name.
+    Raises:
+        ApiError: as long as nothing has been sent.
     """
     state = request.app.state
     events = _events(request, [state.settings.without_volatile_lines(chat) for chat in chats])

@@ -23,11 +23,7 @@ def server_sent(value: Any, event: str | None = None) -> str:
 
 
 class ResponseFormatter(ABC):
-    """Formats the answers to one request from their events.
-
-    Attributes:
-        started, finished: what those events said, by the answer's number.
-    """
+    """Formats the answers to one request from their events; `started` and `finished` are those by answer."""
 
     def __init__(self) -> None:
         self.started: dict[int, Started] = {}
@@ -53,21 +49,20 @@ class ResponseFormatter(ABC):
     def stream(self, index: int, event: Event | None) -> Iterator[str]: ...
 
     @abstractmethod
-    def end(self) -> Iterator[str]:
-        """The server-sent events at the end."""
+    def end(self) -> Iterator[str]: ...
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The response's body, once everything has come."""
 
     @staticmethod
-    @abstractmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """The body of a failed request."""
+        """The body of a failed request, as OpenAI has it."""
+        about = {"message": error.detail, "type": error.kind}
+        return {"error": {**about, "param": error.param, "code": error.code}}
 
     @abstractmethod
-    def stream_error(self, error: ApiError) -> str:
-        """The server-sent event that ends a failed stream."""
+    def stream_error(self, error: ApiError) -> str: ...
 
 
 Kind = Literal["reasoning", "text", "call"]
@@ -75,12 +70,11 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass
 class Block:
-    """A part of an answer, as Anthropic's messages and OpenAI's responses have it.
+    """A part of an answer, as Anthropic's messages and OpenAI's responses have it; it begins with the first word.
 
     Attributes:
-        text: so far; for a call, its arguments as JSON.
-        call: of a tool, in OpenAI's form.
-        blank: white space before the text; a block begins with the first word.
+        call: of a tool, in OpenAI's form; its arguments are the text.
+        blank: white space before the text.
         index: None until it has begun.
     """
 
@@ -93,11 +87,7 @@ class Block:
 
 
 class BlockFormatter(ResponseFormatter):
-    """Gives one answer in blocks and streams how they change.
-
-    Attributes:
-        alive: a server-sent event that only shows that the connection lives.
-    """
+    """Gives one answer in blocks and streams how they change; `alive` only shows that the connection lives."""
 
     alive: str
 
@@ -107,8 +97,7 @@ class BlockFormatter(ResponseFormatter):
         self._open: Block | None = None
 
     @abstractmethod
-    def begin(self) -> Iterator[str]:
-        """The server-sent events at the start."""
+    def begin(self) -> Iterator[str]: ...
 
     @abstractmethod
     def opened(self, block: Block) -> Iterator[str]: ...

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -19,8 +19,7 @@ from ..engine.footprint import Need
 from ..engine.report import CompressionReport
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The one model that is served; clients see its names, of which the first is the one it was loaded by."""
 
     model: Any
@@ -28,34 +27,30 @@ class Loaded:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """The request can be answered; it waits until it may start."""
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """The prompt is about to be read; `n_cached` of its tokens are known from an earlier request."""
 
     n_prompt: int
     n_cached: int
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """How much of the prompt has been read so far."""
 
     n_read: int
     n_prompt: int
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token of the answer with its log-probability, and the likeliest tokens with theirs; tokens as text."""
 
     token: str
     logprob: float
-    top: tuple[tuple[str, float], ...]
+    top: list[tuple[str, float]]
 
     @classmethod
     def of(cls, token: int, logprobs: Any, n_top: int, tokenizer: Any) -> TokenLogprob:
@@ -66,13 +61,10 @@ class TokenLogprob:
             best = found[mx.argsort(-logprobs[found])].tolist()  # type: ignore[assignment]
         text, *texts = [tokenizer.decode([i]) for i in (token, *best)]
         top = zip(texts, (logprobs[i].item() for i in best))
-        return cls(text, logprobs[token].item(), tuple(top))
+        return cls(text, logprobs[token].item(), list(top))
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The whole answer, and what became of the prompt's cache."""
-
+class Finished(NamedTuple):
     answer: Completion
     report: CompressionReport | None
 

@@ -108,11 +108,6 @@ class CompletionFormatter(ResponseFormatter):
         ]
         return {**self._head, "choices": choices, **self._ending()}
 
-    @staticmethod
-    def error(error: ApiError) -> dict[str, Any]:
-        about = {"message": error.detail, "type": error.kind}
-        return {"error": {**about, "param": error.param, "code": error.code}}
-
     def stream_error(self, error: ApiError) -> str:
         return server_sent(self.error(error)) + DONE
 

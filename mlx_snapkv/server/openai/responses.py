@@ -32,7 +32,6 @@ from ..chat_messages import (
 )
 from ..exchange import respond
 from ..formatter import Block, BlockFormatter, server_sent
-from .completions import CompletionFormatter
 
 KINDS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 REPEATED = {"instructions", "max_output_tokens", "temperature", "tools", "top_p"}
@@ -187,8 +186,6 @@ class ResponsesFormatter(BlockFormatter):
         details = {"reason": "max_output_tokens"}
         return self._response("incomplete", output=output, usage=usage, incomplete_details=details)
 
-    error = staticmethod(CompletionFormatter.error)
-
     def stream_error(self, error: ApiError) -> str:
         about = {"code": error.code or error.kind, "message": error.detail}
         return self._event("response.failed", response=self._response("failed", error=about))
@@ -236,12 +233,8 @@ class ResponsesFormatter(BlockFormatter):
             "model": self._model,
             "output": [],
             "parallel_tool_calls": True,
-            "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "truncation": "disabled",
             "usage": None,
             **fields,
         }
