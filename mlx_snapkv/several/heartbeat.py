@@ -29,15 +29,14 @@ LOST = "connection to a peer was lost"  # what MLX's ring raises when a rank's p
 class Heartbeat:
     """Ends this process soon after another rank has failed, with that rank's message.
 
-    Args:
-        rank: this one.
-        links: its connections by rank: rank 0's to all others, or the one to rank 0.
+    `links` are this rank's connections by rank: rank 0's to all others, or the one to rank 0.
     """
 
     def __init__(self, rank: int, links: dict[int, socket.socket]):
         self._rank = rank
         self._links = links
         self._failed: str | None = None  # the first failing rank's message
+        self._has_failed = threading.Event()
         self._left: set[int] = set()
         self._calls = threading.Semaphore(0)
         self._lock = threading.Lock()
@@ -52,25 +51,15 @@ class Heartbeat:
         self._send({"rank": self._rank, "call": True})
 
     def await_call(self) -> None:
-        """Wait for a call, without the processor time that waiting in one of MLX's collectives takes.
-
-        Raises:
-            SnapKVError: a rank has ended.
-        """
+        """Wait for a call, without the processor time of MLX's collectives. Raises: SnapKVError: a rank has ended."""
         while self._links and not self._calls.acquire(timeout=1):
             if self._left:
                 raise SnapKVError(f"rank {min(self._left)} has ended")
 
     def leave(self, why: str | None) -> str | None:
-        """Tell the others that this rank ends, and why; None is no failure.
-
-        Returns:
-            The message of the rank that failed first, if that is why this one ends.
-        """
+        """Tell the others that this rank ends, and why, if it failed; the message of the rank that failed before it."""
         if why is not None:
-            until = time.monotonic() + (2.0 if LOST in why else 0.2)
-            while self._failed is None and time.monotonic() < until:
-                time.sleep(0.02)
+            self._has_failed.wait(2.0 if LOST in why else 0.2)
         failed, self._failed = self._failed, None
         self._send({"rank": self._rank, "why": failed or why})
         return failed
@@ -102,6 +91,7 @@ class Heartbeat:
             self._send(message, but=rank)
         if why is not None and self._failed is None:
             self._failed = why if why.startswith("rank ") else f"rank {rank}: {why}"
+            self._has_failed.set()
             self._start(self._end, self._failed)
 
     def _end(self, failed: str) -> None:
@@ -136,29 +126,18 @@ class Heartbeat:
 def connected(ranks: Any) -> dict[int, socket.socket]:
     """This rank's connections; none if some rank can't reach rank 0, which warns then. All ranks must call it."""
 
-    def listen() -> socket.socket | None:
-        return socket.create_server(("", 0)) if ranks.rank == 0 else None
-
+    token = ranks.first(secrets.token_hex(16))
     try:
-        listener = ranks.agreed(listen)
-        where = listener and [_addresses(), listener.getsockname()[1], secrets.token_hex(16)]
-        addresses, port, token = ranks.first(where)
-
-        def connect() -> dict[int, socket.socket]:
-            if listener is not None:
-                return _accepted(listener, token, ranks.size - 1)
-            link = _reached(addresses, port)
-            link.sendall(f"{token} {ranks.rank}\n".encode())
-            return {0: link}
-
-        return ranks.agreed(connect)
+        listener = ranks.agreed(lambda: None if ranks.rank else socket.create_server(("", 0)))
+        port, addresses = ranks.first((listener and listener.getsockname()[1], _addresses()))
+        if listener is not None:
+            return ranks.agreed(lambda: _accepted(listener, token, ranks.size - 1))
+        greeting = f"{token} {ranks.rank}\n".encode()
+        return ranks.agreed(lambda: {0: _reached(addresses, port, greeting)})
     except (OSError, SnapKVError) as error:
         if ranks.rank == 0:
-            print(
-                f"mlx-snapkv: the ranks have no connection for heartbeats ({error}): if one fails, others may wait "
-                "for it",
-                file=sys.stderr,
-            )
+            why = f"no connection for heartbeats ({error}): if one fails, others may wait for it"
+            print(f"mlx-snapkv: the ranks have {why}", file=sys.stderr)
         return {}
 
 
@@ -174,11 +153,13 @@ def _addresses() -> list[str]:
     return list(dict.fromkeys([*filter(None, found), socket.gethostname()]))
 
 
-def _reached(addresses: list[str], port: int) -> socket.socket:
-    for address in addresses[:-1]:
+def _reached(addresses: list[str], port: int, greeting: bytes) -> socket.socket:
+    for address in addresses:
         with contextlib.suppress(OSError):
-            return socket.create_connection((address, port), timeout=JOINING / len(addresses))
-    return socket.create_connection((addresses[-1], port), timeout=JOINING / len(addresses))
+            link = socket.create_connection((address, port), timeout=JOINING / len(addresses))
+            link.sendall(greeting)
+            return link
+    raise OSError(f"rank 0 does not answer at {', '.join(addresses)}")
 
 
 def _accepted(listener: socket.socket, token: str, n: int) -> dict[int, socket.socket]:

@@ -22,10 +22,8 @@ T = TypeVar("T")
 class Ranks:
     """All processes of mlx's `group`; None is this process alone, which exchanges nothing.
 
-    MLX's collectives exchange the values, so all ranks must make the same calls in the same order.
-
-    Attributes:
-        heartbeat: ends the others when one fails.
+    MLX's collectives exchange the values, so all ranks must make the same calls in the same order. The `heartbeat`
+    ends the others when one fails.
     """
 
     def __init__(self, group: Any = None):
@@ -50,16 +48,11 @@ class Ranks:
         return self.gather(value if self.rank == 0 else None)[0]
 
     def agreed(self, work: Callable[[], T], expected: type[Exception] = Exception) -> T:
-        """The result of `work`, once it has succeeded on all ranks.
-
-        Args:
-            expected: errors that may occur on some ranks only, before any collective call.
+        """The result of `work`, once it has succeeded on all ranks; `expected` errors may occur on some of them only.
 
         Raises:
             SnapKVError: it failed on another rank, with that rank's message. This rank's own error takes precedence.
         """
-        if self.size == 1:
-            return work()
         try:
             found = work()
         except expected as error:
@@ -80,10 +73,8 @@ class Ranks:
         for rank, theirs in enumerate(others, start=1):
             for name in first:
                 if theirs[name] != first[name]:
-                    raise SnapKVError(
-                        f"rank {rank} has another {name.replace('_', ' ')} than rank 0, {theirs[name]} and not "
-                        f"{first[name]}: start all alike"
-                    )
+                    what = f"{name} than rank 0, {theirs[name]} and not {first[name]}"
+                    raise SnapKVError(f"rank {rank} has another {what}: start all alike")
 
     def sum(self, x: mx.array) -> mx.array:
         """The element-wise sum over all ranks; lazy."""
@@ -98,10 +89,7 @@ class Ranks:
         return self.sum(x.sum(axis=1, keepdims=True)) / (x.shape[1] * self.size)
 
     def synchronize(self) -> None:
-        """Wait for what mlx-lm's loop computes ahead, whose collectives could mix with the next ones.
-
-        The loop has its own stream, and on a CPU the calling stream orders the collectives.
-        """
+        """Wait for what mlx-lm's loop computes ahead: in its stream, collectives could mix with the next ones."""
         if self.size > 1:
             mx.synchronize(importlib.import_module("mlx_lm.generate").generation_stream)
             mx.synchronize()

@@ -22,13 +22,8 @@ LOOKED_AT = 8  # modules, and layers, that show whether a model is split
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's shard of a model.
-
-    Attributes:
-        ranks: those that hold the model together.
-        kind: TENSOR: each has a slice of every layer's heads. PIPELINE: each has some layers, rank 0 the last ones.
-            None: this rank has all of the model.
-    """
+    """This rank's shard of a model that `ranks` hold together: each has a slice of every layer's heads (TENSOR) or
+    some layers, rank 0 the last ones (PIPELINE); None is all of the model."""
 
     ranks: Ranks = ALONE
     kind: str | None = None
@@ -36,7 +31,7 @@ class Shard:
 
     def sharing(self, attention: Any) -> Ranks:
         """The ranks that share an attention module's heads, in contiguous slices."""
-        return self.ranks if self.kind == TENSOR and is_split(attention) else ALONE
+        return self.ranks if self.kind == TENSOR and _n_summed(attention) > 1 else ALONE
 
     def counts(self, n_here: int) -> list[int]:
         """How many layers of a kind each rank has; this one has `n_here`. All ranks must call it."""
@@ -78,10 +73,8 @@ def shard_of(model: Any) -> Shard:
     if kind is not None:
         ranks = here()
         if ranks.size != size:
-            raise SnapKVError(
-                f"this model is split over {size} of {ranks.size} processes: split it over all that were started "
-                "together"
-            )
+            what = f"split over {size} of {ranks.size} processes"
+            raise SnapKVError(f"this model is {what}: split it over all that were started together")
         shard = Shard(ranks, kind)
     elif launched():
         return shard  # it may be split later
@@ -97,9 +90,9 @@ def require_whole(model: Any, what: str) -> None:
         raise SnapKVError(f"{what} on several Macs: start it without mlx.launch")
 
 
-def is_split(module: Any) -> bool:
-    """Whether a module sums what several ranks compute from their heads."""
-    return any(isinstance(m, SPLIT) and m.group.size() > 1 for m in module.modules())
+def _n_summed(module: Any) -> int:
+    """Of how many ranks a module sums what they compute from their heads."""
+    return max((m.group.size() for m in module.modules() if isinstance(m, SPLIT)), default=1)
 
 
 def _split(model: Any) -> tuple[str | None, int]:
@@ -108,14 +101,11 @@ def _split(model: Any) -> tuple[str | None, int]:
     for module in itertools.islice(trunk, LOOKED_AT):
         found = (getattr(module, name, None) for name in ("language_model", "model"))
         trunk += [inner for inner in found if inner is not None]
-    sizes = [getattr(module, "pipeline_size", 1) for module in trunk]
-    if max(sizes) > 1:
-        return PIPELINE, max(sizes)
-    for layer in model.layers[:LOOKED_AT]:
-        for module in layer.modules():
-            if isinstance(module, SPLIT) and module.group.size() > 1:
-                return TENSOR, module.group.size()
-    return None, 1
+    size = max(getattr(module, "pipeline_size", 1) for module in trunk)
+    if size > 1:
+        return PIPELINE, size
+    size = max(map(_n_summed, model.layers[:LOOKED_AT]))
+    return (TENSOR if size > 1 else None), size
 
 
 def of_heads_here(output: Any) -> Callable[[mx.array], mx.array]:
