@@ -1,8 +1,7 @@
 """The entries of a book, in a folder beside the saved prompt that they belong to.
 
 The prompt's file holds the resident entries and names the folder, in which each layer has a file of keys and one of
-values, in a `Layout`. A checksum of every piece of these is in the prompt's file, which is itself sealed, so that
-opening a book reads none of them.
+values. A checksum of every piece of these is in the prompt's file, so that opening a book reads none of them.
 """
 
 import base64
@@ -13,7 +12,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -47,21 +46,15 @@ def written(
 
     After the block, the folder that `target` does not name is removed: the new one, or the old one.
     """
-    folders = [named_folder(target)]
-    caches = out_of_core(prompt_cache)
+    new = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
+    folders, caches = {new, named_folder(target)}, out_of_core(prompt_cache)
     try:
         if caches:
-            folder = target.with_name(f"{target.stem}-{secrets.token_hex(6)}.entries")
-            folders.append(folder)
-            folder.mkdir()
-            yield {KEY: _write(folder, caches, progress or (lambda done, total: None))}
-        else:
-            yield {}
+            new.mkdir()
+        yield {KEY: _write(new, caches, progress)} if caches else {}
     finally:
-        now = named_folder(target)
-        for folder in filter(None, folders):
-            if folder != now:
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in filter(None, folders - {named_folder(target)}):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def named_folder(target: Path) -> Path | None:
@@ -104,14 +97,10 @@ def remove_unfinished(folder: Path, before: float) -> None:
 
 
 def open_book(path: Path, text: str, prompt_cache: list) -> None:
-    """Give the caches of a book's file the entries beside it; `text` is the metadata for KEY.
-
-    Raises:
-        SnapKVError: a file is missing, or has another size than it should.
-    """
+    """Give a book's caches the entries beside it; `text` is the metadata for KEY. Raises: SnapKVError: they aren't."""
     book = json.loads(text)
     n, how = book["entries"], book["quantization"]
-    quantization = None if how is None else Quantization(*how)
+    quantization = how and Quantization(*how)
     checksums = np.frombuffer(base64.b64decode(book["checksums"]), np.uint32)
     folder = Path(os.path.realpath(path)).with_name(Path(book["folder"]).name)
     for number, cache in enumerate(out_of_core(prompt_cache)):
@@ -125,7 +114,7 @@ def open_book(path: Path, text: str, prompt_cache: list) -> None:
         raise SnapKVError(f"its layers should hold {n} tokens")
 
 
-def _write(folder: Path, caches: Sequence[OutOfCoreKVCache], progress: Progress) -> str:
+def _write(folder: Path, caches: list[OutOfCoreKVCache], progress: Progress | None) -> str:
     """Write the entries, a file after the other; what `open_book` is to be given."""
     quantization, n = caches[0].store.quantization, caches[0].offset
     layouts = [_layouts(cache, quantization) for cache in caches]
@@ -142,7 +131,8 @@ def _write(folder: Path, caches: Sequence[OutOfCoreKVCache], progress: Progress)
                     file.write(data)
                     checksums += [zlib.crc32(data[i : i + size]) for i in range(0, len(data), size)]
                     done += len(data)
-                    progress(done, total)
+                    if progress is not None:
+                        progress(done, total)
                 file.flush()
                 os.fsync(file.fileno())
     about = {
@@ -155,11 +145,9 @@ def _write(folder: Path, caches: Sequence[OutOfCoreKVCache], progress: Progress)
 
 
 def _layouts(cache: OutOfCoreKVCache, quantization: Quantization | None) -> dict[str, Layout]:
-    """Of a layer's keys and values."""
     ones = (pack(x[:, :, :1], quantization) for x in (cache.keys, cache.values))
     return {kind: Layout.of(one) for kind, one in zip(_KINDS, ones)}
 
 
 def _piece(layout: Layout) -> int:
-    """Entries of a file that share a checksum."""
     return max(1, PIECE // layout.token)

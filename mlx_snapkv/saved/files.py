@@ -1,10 +1,10 @@
-"""Prompt caches in files: what a long text cost to read is paid once.
+"""Prompt caches in files of mlx-lm's own format, which its `load_prompt_cache` reads too, with more metadata.
 
-The format is mlx-lm's own, which its `load_prompt_cache` reads too, with more metadata. Files that mlx-lm's
-`save_prompt_cache` made load as well.
+Files that mlx-lm's `save_prompt_cache` made load as well.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -100,8 +100,7 @@ def save(
 def load(path: str | Path, model) -> SavedPrompt:
     """Read a prompt cache that `save` or mlx-lm's `save_prompt_cache` wrote, for the model that filled it.
 
-    Of a book only the resident entries are read. The others are read and checked when they are used; several processes
-    may use the same files at once.
+    Of a book only the resident entries are read. The others are read and checked when they are used.
 
     Raises:
         SnapKVError: the file does not exist, is damaged, of another version or another model's.
@@ -113,21 +112,17 @@ def load(path: str | Path, model) -> SavedPrompt:
     if ours and not sealed.is_whole(path):
         raise SnapKVError(f"{path} is damaged: its checksum does not fit; save the prompt again")
     if ours and found[_MARK] != str(FORMAT):
-        raise SnapKVError(
-            f"{path} has format {found[_MARK]}, this version reads {FORMAT}: save the prompt again"
-        )
+        why = f"has format {found[_MARK]}, this version reads {FORMAT}"
+        raise SnapKVError(f"{path} {why}: save the prompt again")
     try:
         prompt_cache = load_prompt_cache(str(path))
         mx.eval([cache.state for cache in prompt_cache])
     except Exception as error:  # whatever is in the file
-        raise SnapKVError(
-            f"{path} is not a prompt cache that mlx-snapkv or mlx-lm can read"
-        ) from error
+        why = "is not a prompt cache that mlx-snapkv or mlx-lm can read"
+        raise SnapKVError(f"{path} {why}") from error
     if ours and found["fingerprint"] != fingerprint(model):
-        raise SnapKVError(
-            f"{path} was made with another model or other weights (mlx-lm {found['mlx_lm']}): "
-            "give the model it was made with"
-        )
+        why = f"was made with another model or other weights (mlx-lm {found['mlx_lm']})"
+        raise SnapKVError(f"{path} {why}: give the model it was made with")
     notes, tokens = tokens_in(found) if ours else (found, None)
     try:
         require_match(prompt_cache, model)
@@ -140,8 +135,7 @@ def load(path: str | Path, model) -> SavedPrompt:
         again = "" if ours else "; save the prompt by mlx-snapkv cache-prompt"
         raise SnapKVError(f"{path} can't be used: {error}{again}") from error
     adopt(prompt_cache, model)
-    policy = found["policy"] if ours else NO_POLICY
-    return SavedPrompt(prompt_cache, tokens, policy, notes)
+    return SavedPrompt(prompt_cache, tokens, found["policy"] if ours else NO_POLICY, notes)
 
 
 def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
@@ -154,30 +148,23 @@ def tokens_in(found: dict[str, str]) -> tuple[dict[str, Any], list[int]]:
 
 
 def require_writable(path: str | Path) -> Path:
-    """The path, if `save` can write there.
-
-    Raises:
-        SnapKVError: it can't, or the name does not end in `.safetensors`, or another kind of file is there.
-    """
+    """The path, if `save` can write there. Raises: SnapKVError: it can't, or another kind of file is there."""
     path = _safetensors(path)
+    found = {}
     if require_place(path):
-        try:
-            is_ours = _MARK in sealed.metadata(path)
-        except SnapKVError:
-            is_ours = False
-        if not is_ours:
-            raise SnapKVError(
-                f"{path} is there already, and mlx-snapkv did not save it: give another name"
-            )
+        with contextlib.suppress(SnapKVError):
+            found = sealed.metadata(path)
+        if _MARK not in found:
+            why = "is there already, and mlx-snapkv did not save it"
+            raise SnapKVError(f"{path} {why}: give another name")
     return path
 
 
 def _safetensors(path: str | Path) -> Path:
     path = path_of(path)
     if path.suffix != ".safetensors" or "\0" in path.name:
-        raise SnapKVError(
-            f"a saved prompt cache's name must end in .safetensors, got {str(path)!r}"
-        )
+        why = "a saved prompt cache's name must end in .safetensors"
+        raise SnapKVError(f"{why}, got {str(path)!r}")
     return path
 
 

@@ -1,7 +1,4 @@
-"""safetensors files as mlx-lm's `save_prompt_cache` writes them, with a checksum in their metadata.
-
-The checksum is that of all bytes, its own digits taken as zeros.
-"""
+"""mlx-lm's files of prompt caches with a checksum in their metadata: that of all bytes, its own digits as zeros."""
 
 import contextlib
 import io
@@ -24,11 +21,7 @@ _PIECE = 1 << 20  # bytes: few enough to be still in the processor's cache when 
 
 
 def metadata(path: Path) -> dict[str, str]:
-    """The metadata that mlx-lm's `save_prompt_cache` was given.
-
-    Raises:
-        SnapKVError: the file can't be read, is cut short, or is something else.
-    """
+    """What `save_prompt_cache` was given. Raises: SnapKVError: the file can't be read, or is cut or something else."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -40,11 +33,10 @@ def metadata(path: Path) -> dict[str, str]:
         found = entries.pop("__metadata__")
         end = len(head) + max(entry["data_offsets"][1] for entry in entries.values())
         given = {k.removeprefix("0."): v for k, v in found.items() if k.startswith("0.")}
-        names_caches = "1.0" in found and all(isinstance(v, str) for v in found.values())
+        if "1.0" not in found or not all(isinstance(value, str) for value in found.values()):
+            raise ValueError("it names no caches")
     except Exception as error:  # whatever the file has there
         raise SnapKVError(f"{path} is not a saved prompt cache, or it is damaged") from error
-    if not names_caches:
-        raise SnapKVError(f"{path} is not a saved prompt cache: it names no caches")
     if size != end:
         raise SnapKVError(f"{path} is damaged: it should have {end:,} bytes and has {size:,}")
     return given
@@ -66,9 +58,7 @@ class SealedWriter(io.BufferedWriter):
 
 @contextlib.contextmanager
 def sealed(target: Path) -> Iterator[Any]:
-    """A `SealedWriter` for the block, whose file then gets its checksum and takes the place of `target`.
-
-    Its metadata have UNKNOWN for the checksum.
+    """A writer for the block, whose file then gets its checksum, where it has UNKNOWN, and takes the place of `target`.
 
     Raises:
         OSError: it can't be written; a file that was there before still is.
