@@ -35,9 +35,12 @@ def _quality() -> list[tuple[str, ...]]:
             rows.append(_row(named, "0", told, "quality", "make eval"))
         if kind == "ruler":
             score = {s["method"]: f"{100 * s['score']:.0f}" for s in own}
-            told = f"SnapKV {score[SNAPKV]}, {score[SNAPKV + ',lookahead=0']} without lookahead"
+            told, how = score[own[-1]["method"]], ", each token reading 1/16"
+            if SNAPKV in score:
+                told = f"SnapKV {score[SNAPKV]}, {score[SNAPKV + ',lookahead=0']} without lookahead"
+                how = " with 1/8"
             about = f"(`{model}`, {first['asked']} questions, {first['length']:,} tokens)"
-            named = f"RULER's score with 1/8 of the entries {about}"
+            named = f"RULER's score{how} of the entries {about}"
             rows.append(_row(named, score[FULL], told, "quality", "make eval"))
     return rows
 
