@@ -25,8 +25,9 @@ Snapkv = Annotated[str | None, Option(help='SnapKV with these options, such as "
 Far = Annotated[
     str | None,
     Option(
-        help="Entries farther away than the model was trained to: turned as if they were nearer (pull), or left where "
-        "they are (keep). Without it, pulled if the prompt is longer than that, and the policy evicts while it is read."
+        help="Entries farther away than the model was trained to: turned as if they were nearer (pull; pull:2048 does "
+        "so beyond 2,048 tokens), or left where they are (keep). Without it, pulled if the prompt is longer than that, "
+        "and the policy evicts while it is read."
     ),
 ]
 
