@@ -41,11 +41,9 @@ def compress_prompt_cache(
     queries: list[mx.array | None] | None = None,
     quantization: Quantization | None = None,
 ) -> CompressionReport:
-    """Replace the full KV caches of `prompt_cache` by compressed ones, in place.
+    """Replace the full KV caches of `prompt_cache`, which `model` has filled, by compressed ones, in place.
 
     Args:
-        model: the mlx-lm model that filled the cache.
-        prompt_cache: one cache a layer; entries of linear and sliding-window layers stay as they are.
         policy: a policy object, or a string such as "keydiff:budget=8192"; of two stages, the second chooses, from all.
         queries: by layer, the post-RoPE queries `(B, n_heads, n, head_dim)` of the cache's last `n` tokens, for
             policies that vote, of which the last `obs_window` do; not needed for caches that recorded them.
@@ -55,8 +53,7 @@ def compress_prompt_cache(
         The report; its `reason` says why if nothing was dropped.
 
     Raises:
-        SnapKVError: the cache is compressed already, a layer's queries are missing, or its scores are NaN; the cache
-            is then as it was.
+        SnapKVError: the cache is compressed already, queries are missing, or scores are NaN; the cache is as it was.
     """
     chosen = resolve_policy(policy=policy)
     if chosen is None:
@@ -89,8 +86,7 @@ class Compression:
     """One replacement of a prompt cache's full entries, which fills in the `report`.
 
     Nothing is changed before every layer has chosen; then the layers are compressed one at a time, and the full
-    entries of each are freed at once. The entries of the plan's prompt compete, and its queries vote if the caches
-    recorded them.
+    entries of each are freed at once.
     """
 
     layers: list[AttentionLayer]
@@ -231,24 +227,20 @@ class Choice:
 
 @dataclass
 class Scored:
-    """A layer's scores and the attention its entries received, `(B, n_kv_heads, T)` each.
-
-    `heads` are the ranks that share the layer's KV heads.
-    """
+    """A layer's scores and the attention its entries received, `(B, n_kv_heads, T)` each."""
 
     scores: mx.array
     votes: mx.array | None
-    heads: Ranks
+    heads: Ranks  # that share the layer's KV heads
 
 
 def score(entries: Entries, policy: Policy, quota: Quota) -> Scored:
     """A policy's scores of a layer's entries, of which `quota` are to stay; nothing is computed yet."""
     entries.budget, entries.n_window = quota.entries, quota.n_window
-    scores = policy.score(entries)
-    votes = entries.received if policy.accumulates_attention else None
-    if policy.obs_window and not policy.accumulates_attention:
-        votes = entries.votes
-    return Scored(scores, votes, entries.heads)
+    votes = entries.votes if policy.obs_window else None
+    if policy.accumulates_attention:
+        votes = entries.received
+    return Scored(policy.score(entries), votes, entries.heads)
 
 
 def choose_all(
@@ -260,14 +252,13 @@ def choose_all(
     """
 
     def choices() -> list[Choice]:
-        layers, wanted = scored, quotas
-        if policy.adaptive:
-            layers = []
-            for layer in scored:
-                mx.eval(layer.scores, layer.votes)
-                layers.append(layer)
-            wanted = shared_out([layer.scores for layer in layers], quotas)
-        return [choose(layer, quota) for layer, quota in zip(layers, wanted)]
+        if not policy.adaptive:
+            return list(map(choose, scored, quotas))
+        layers = []
+        for layer in scored:
+            mx.eval(layer.scores, layer.votes)
+            layers.append(layer)
+        return list(map(choose, layers, shared_out([layer.scores for layer in layers], quotas)))
 
     return shard.ranks.agreed(choices, SnapKVError)
 

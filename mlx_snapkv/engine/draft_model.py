@@ -84,8 +84,8 @@ class DraftedRequest:
             if on_report is not None:
                 on_report(report)
 
-        options = {k: v for k, v in self.options.items() if k != "num_draft_tokens"}
-        options["prompt_cache"] = self._main
+        options = self.options | {"prompt_cache": self._main}
+        options.pop("num_draft_tokens", None)
         return self._in_turn(serve(self._one_text, options, compressed))
 
     def _in_turn(self, alone: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
@@ -117,18 +117,15 @@ class DraftedRequest:
             "logits_processors": self._processors(tokens[:-1]),
         }
         last, n_more = mx.array(tokens[-1:]), self.max_tokens - len(tokens)
+        prompt = {name: getattr(said[-1], name) for name in ("prompt_tokens", "prompt_tps")}
         with rewinding(self.model, self._main) as model:
             for response in mlx_generate.stream_generate(
                 model, self._one_text, last, n_more, self.draft_model, **options
             ):
                 n = len(tokens) + response.generation_tokens
-                yield dataclasses.replace(
-                    response,
-                    prompt_tokens=said[-1].prompt_tokens,
-                    prompt_tps=said[-1].prompt_tps,
-                    generation_tokens=n,
-                    generation_tps=n / (before + time.perf_counter() - started),
-                )
+                tps = n / (before + time.perf_counter() - started)
+                figures = prompt | {"generation_tokens": n, "generation_tps": tps}
+                yield dataclasses.replace(response, **figures)
 
     def _draft_reads(self, tokens: mx.array) -> None:
         step = self.options.get("prefill_step_size") or PREFILL_STEP_SIZE
@@ -168,7 +165,7 @@ def _refuse(role: str, model, caches: list) -> None:
 
 def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_draft: int) -> None:
     """Refuse policies whose entries would not be those of decoding token by token."""
-    _, decode_policy = policy.stages
+    decode_policy = policy.stages[1]
     quotas = decode_policy.quotas(n_prompt, n_layers)
     if decode_policy.adaptive or len({quota.entries for quota in quotas}) > 1:
         raise SnapKVError(
@@ -178,11 +175,9 @@ def _require_exact(policy: Policy | Stages, n_prompt: int, n_layers: int, num_dr
     if decode_policy.schedule == "once" and decode_policy.on_full in ("slide", "grow"):
         return
     if decode_policy.observes_answer:
-        on_full = f"on_full={decode_policy.on_full}"
-        how = "schedule=block" if decode_policy.schedule == "block" else on_full
         raise SnapKVError(
-            f"{decode_policy.name} with {how} lets every answer token vote, which rejected drafts can't take back: "
-            "use schedule=once with another on_full, or drop draft_model"
+            f"{decode_policy.name} with schedule=block lets every answer token vote, which rejected drafts can't take "
+            "back: use schedule=once, or drop draft_model"
         )
     block = decode_policy.answer_block(quotas[0].n_window)
     if num_draft >= block:

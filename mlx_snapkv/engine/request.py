@@ -109,21 +109,6 @@ class Uncompressed:
         return observing(self._model, self.caches)
 
 
-def reader_of(
-    model: Any,
-    policy: Policy | Stages,
-    n_new: int,
-    prompt_cache: list,
-    retention: RetentionConfig = DROP,
-    quantization: Quantization | None = None,
-) -> Reader:
-    """How such a request is read; arguments and errors are those of `Reader`."""
-    kind: type[Reader] = InMemoryReader
-    if retention.retains:
-        kind = OutOfCoreReader if policy.reads_in_blocks else RetainingReader
-    return kind(model, policy, n_new, prompt_cache, retention, quantization)
-
-
 def make_request(
     model: Any,
     policy: Policy | Stages | None,
@@ -157,7 +142,10 @@ def make_request(
     caches = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     if retention.retains and not owned:
         caches = recalling_caches(model, caches, retention.memory, policy)
-    return Request(reader_of(model, policy, n_new, caches, retention, quantization))
+    kind: type[Reader] = InMemoryReader
+    if retention.retains:
+        kind = OutOfCoreReader if policy.reads_in_blocks else RetainingReader
+    return Request(kind(model, policy, n_new, caches, retention, quantization))
 
 
 def reason_for_nothing(

@@ -21,7 +21,7 @@ from ..engine.loop_model import one_by_one
 from ..engine.prefill import prefill, read
 from ..engine.prompt_plan import LARGEST_CHUNK, gate, plan_prompt
 from ..engine.report import NO_POLICY, CompressionReport
-from ..engine.request import NO_POLICY_REASON, Request, reader_of
+from ..engine.request import NO_POLICY_REASON, Request, make_request
 from ..errors import SnapKVError
 from ..models import attention_classes
 from ..models.patch import recording
@@ -213,7 +213,9 @@ def _best(logits: mx.array) -> int:
 
 
 def _request(model: Any, n_prompt: int, policy: AnyPolicy) -> Request:
-    return Request(reader_of(model, policy, n_prompt, make_prompt_cache(model)))
+    request = make_request(model, policy, n_prompt, None)
+    assert isinstance(request, Request)  # the gate has been asked
+    return request
 
 
 def _recorders(model: Any, n_prompt: int, policies: list[AnyPolicy]) -> Recorders:

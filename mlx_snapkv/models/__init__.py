@@ -14,9 +14,7 @@ class Found:
 
     attention: Any
     family: AttentionFamily
-    borrowers: list[Any] = field(
-        default_factory=list
-    )  # the other attention modules that read its entries
+    borrowers: list[Any] = field(default_factory=list)  # other attention modules read its entries
 
 
 def attention_classes(model) -> list[type]:

@@ -27,9 +27,7 @@ class Call:
     attention: Any
     family: AttentionFamily
     arguments: tuple  # by place
-    captured: list[Any] = field(
-        default_factory=list
-    )  # the results of its RoPE, or of its splits, in order
+    captured: list[Any] = field(default_factory=list)  # results of its RoPE, or of its splits
 
     def record(
         self, queries: mx.array, keys: Any, values: Any, scale: float, sinks: Any
@@ -37,9 +35,8 @@ class Call:
         """Record the queries of the attention function's call; returns the entries to attend to."""
         read = None
         if self.family.latent:
-            positional = self._positional()
             queries, read = latents.asked(
-                self.attention, queries, positional, absorbed=keys is values
+                self.attention, queries, self._positional(), absorbed=keys is values
             )
         borrowed = self.family.borrows(self.attention)
         self.recorder.record(queries, scale, sinks, read=read, borrowed=borrowed)

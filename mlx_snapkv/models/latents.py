@@ -18,8 +18,8 @@ def asked(
 ) -> tuple[mx.array, Read | None]:
     """The queries of a call, and a function that turns some of them into what multiplies the keys.
 
-    Given are queries `(B, n_heads, L, ...)`, as the attention function has them, perhaps with `embed_q` absorbed, and
-    `q_pe` `(B, n_heads, L, qk_rope_head_dim)`.
+    Given are those that the attention function has, perhaps with `embed_q` absorbed, and `q_pe`, of
+    `(B, n_heads, L, ...)` each.
     """
     n_plain = attention.qk_nope_head_dim
     if absorbed:

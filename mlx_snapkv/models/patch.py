@@ -30,8 +30,6 @@ _lock = threading.RLock()
 
 
 def _attend_and_record(attend):
-    """mlx-lm's attention function, leaving its queries with the recording cache of the call around it."""
-
     @functools.wraps(attend)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, *args, **kwargs):
         keys, values = capture.record(queries, keys, values, scale, kwargs.get("sinks"))
@@ -132,20 +130,13 @@ def _wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _hold(cls: type) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for target in _targets(cls):
-            stack.enter_context(_wrapped(*target))
-        yield
-
-
-@contextlib.contextmanager
 def recording(classes: Iterable[type]) -> Iterator[None]:
     """Patch the attention classes for the block; nests, and restores them whatever happens inside."""
     with contextlib.ExitStack() as stack:
         stack.callback(capture.forget)
         for cls in classes:
-            stack.enter_context(_hold(cls))
+            for target in _targets(cls):
+                stack.enter_context(_wrapped(*target))
         yield
 
 
@@ -160,20 +151,18 @@ def _classes_to_patch(model) -> list[type]:
 def patch_for_snapkv(model=None) -> None:
     """Patch a model's attention class (or every supported one) so that recording caches get its queries.
 
-    `generate_step` and `prefill` do this by themselves for as long as they need it; call it to drive
-    recording caches on your own. Patching twice is patching once. Without a recording cache the patched
-    class computes what the original does.
+    `generate_step` and `prefill` do this by themselves for as long as they need it; call it to drive recording caches
+    on your own. Patching twice is patching once; other caches get what the original computes.
     """
     with _lock:
         for cls in _classes_to_patch(model):
             if cls not in _pinned:
                 _pinned[cls] = contextlib.ExitStack()
-                _pinned[cls].enter_context(_hold(cls))
+                _pinned[cls].enter_context(recording([cls]))
 
 
 def unpatch_snapkv(model=None) -> None:
     """Undo `patch_for_snapkv`; a class that is not patched is left alone."""
     with _lock:
         for cls in _classes_to_patch(model):
-            if cls in _pinned:
-                _pinned.pop(cls).close()
+            _pinned.pop(cls, contextlib.ExitStack()).close()

@@ -22,14 +22,10 @@ class Probe:
 
 
 def undo_rope(rope: Rope | None, x: mx.array, offset: int | mx.array) -> mx.array:
-    """The input of `rope`, float32, from its result `x` `(B, n_heads, n, head_dim)`.
+    """The input of `rope(x, offset)`, float32, from its result `x` `(B, n_heads, n, head_dim)`; None turned nothing.
 
-    A rotation by an angle is undone by the same rotation between two reflections, so the object itself is
-    called again, whatever its frequencies. A first call finds which dimensions it turns together, and what it
-    multiplies them by. A module whose angles depend on the number of tokens ("dynamic" ones do, beyond the trained
-    length) is undone as if it had been given these.
-
-    `rope` is called as `rope(x, offset)`, where `offset` is the position of the first of the `n`; None turned nothing.
+    A rotation by an angle is undone by the same rotation between two reflections, so the object itself is called again,
+    whatever its frequencies. A first call finds which dimensions it turns together, and what it multiplies them by.
     """
     x = x.astype(mx.float32)
     if rope is None or not x.size:
@@ -44,10 +40,7 @@ def amplitudes(rope: Rope, head_dim: int) -> mx.array:
 
 
 def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.array:
-    """The mean of the matrices that `rope` multiplies vectors by at the positions `[start, start + n)`.
-
-    Float32 `(head_dim, head_dim)`, for column vectors; `rope` as of `undo_rope`.
-    """
+    """The mean, float32 `(head_dim, head_dim)`, of what `rope` multiplies column vectors by at `[start, start + n)`."""
     own = mx.eye(head_dim)
     if rope is None:
         return own
@@ -69,10 +62,9 @@ def mean_rotation(rope: Rope | None, head_dim: int, start: int, n: int) -> mx.ar
 
 
 def turn(rope: Rope, x: mx.array, steps: mx.array) -> mx.array:
-    """`x` `(B, n_heads, n, head_dim)`, which `rope` has turned, turned on by `steps` positions.
+    """`x` `(B, n_heads, n, head_dim)`, which `rope` has turned, turned on by `steps` `(B, n_heads, n)`; it `composes`.
 
-    Same shape and dtype; what is turned by 0 steps is as it was, bit for bit. Steps are integers `(B, n_heads, n)`, at
-    least 0, and `rope` one that `composes` and takes an offset for each sequence.
+    Same shape and dtype; what is turned by 0 steps is as it was, bit for bit.
     """
     D = x.shape[-1]
     if not x.size:  # which CUDA takes no offsets for
@@ -112,10 +104,8 @@ def _probe(rope: Rope, head_dim: int) -> Probe:
 
 
 def trained_length(model) -> int | None:
-    """The `max_position_embeddings` of a model's configuration, or what it extends them to by a scaled RoPE.
-
-    None if it has neither, as in families whose arguments in mlx-lm leave it out.
-    """
+    """The `max_position_embeddings` of a model's configuration, or what a scaled RoPE extends them to; None if mlx-lm's
+    arguments of the family leave them out."""
     args = getattr(model, "args", None)
     for config in (args, _of(args, "text_config")):
         length = _of(config, "max_position_embeddings")

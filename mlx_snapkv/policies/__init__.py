@@ -38,8 +38,8 @@ class Stages:
     """Keep the prompt within a budget, block by block, by one policy, then let another choose from what is left.
 
     The first, with schedule="block" and its own `min_ctx`, keeps at least the sink and recent entries that the other
-    wants, which chooses when the prompt has been read, and decides who votes then and how the answer is decoded. It is
-    a SnapKVError if the first is no block policy, or the other needs all entries.
+    wants, which decides who votes when the prompt has been read, and how the answer is decoded. It is a SnapKVError if
+    the first is no block policy, or the other needs all entries.
     """
 
     prefill_policy: Policy
@@ -89,8 +89,7 @@ def resolve_policy(
 
     Args:
         snapkv: a `SnapKV`, a dict of its options, `"top_k=4096,n_sink=128"`, or True for the defaults.
-        policy: a policy object, or a string such as `"keydiff:budget=8192"`, or two of them joined by
-            " then ".
+        policy: a policy object, or a string such as `"keydiff:budget=8192"`, or two of them joined by " then ".
 
     Raises:
         SnapKVError: both are given, or one can't be read.

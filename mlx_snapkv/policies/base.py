@@ -45,8 +45,9 @@ class Policy(ABC):
     # What policies that ask for more than keys and values set.
     obs_window: ClassVar[int] = 0  # how many of the last queries vote
     accumulates_attention: ClassVar[bool] = False  # all queries vote, see `Entries.received`
-    # First tokens that `Entries.statistics` leave out; None computes none.
-    query_statistics: ClassVar[int | None] = None
+    query_statistics: ClassVar[int | None] = (
+        None  # first tokens that `Entries.statistics` leave out
+    )
     # Tokens in a chunk of a second reading, whose queries vote, for `Entries.repeated`; None is no second reading.
     repeats: ClassVar[int | None] = None
     lookahead: ClassVar[int] = 0  # answer tokens that vote, decoded on all entries
@@ -93,7 +94,6 @@ class Policy(ABC):
 
     @property
     def adaptive(self) -> bool:
-        """Whether scores decide how many entries each layer keeps."""
         return is_adaptive(self.budget)
 
     @property
@@ -118,7 +118,6 @@ class Policy(ABC):
 
     @property
     def observes_answer(self) -> bool:
-        """Whether the policy asks for the queries of the answer, after the compression."""
         return self.schedule == "block" and self.observes
 
     def answer_block(self, n_window: int) -> int:
@@ -133,7 +132,7 @@ class Policy(ABC):
     @property
     def reads_in_blocks(self) -> bool:
         """Whether entries are evicted while a prompt is read."""
-        return self.stages[0].schedule == "block"
+        return self.schedule == "block"
 
     def window(self, budget: int) -> int:
         """Recent entries that are always kept, of a budget of so many."""
@@ -204,12 +203,9 @@ class Policy(ABC):
         return None
 
     def _check_options(self) -> None:
-        checks: dict[
-            str, Any
-        ] = {}  # of the class that declared them: others may have given another default
-        for cls in reversed(type(self).__mro__):
-            fields = vars(cls).get("__dataclass_fields__", {})
-            checks |= {name: field.metadata for name, field in fields.items() if field.metadata}
+        # Of the class that declared an option: others may have given another default.
+        declared = (vars(c).get("__dataclass_fields__", {}) for c in reversed(type(self).__mro__))
+        checks = {n: f.metadata for fields in declared for n, f in fields.items() if f.metadata}
         for name, check in checks.items():
             value = getattr(self, name)
             by_default = value is None and getattr(type(self), name) is None

@@ -88,11 +88,8 @@ def mean_entries(budget: int | str, n_prompt: int) -> int:
 
 
 def layer_entries(budget: int | str, n_prompt: int, n_layers: int, least: int) -> list[int]:
-    """Entries by full-attention layer, lowest first.
-
-    A pyramid falls linearly from layer to layer (PyramidKV, arXiv:2406.02069, section 4.2), around the same
-    mean, and gives no layer fewer than `least`.
-    """
+    """Entries by full-attention layer, lowest first; a pyramid falls linearly around the mean, to no fewer than `least`
+    (PyramidKV, arXiv:2406.02069, section 4.2)."""
     mean = mean_entries(budget, n_prompt)
     if _shape_and_mean(budget)[0] != PYRAMID or n_layers == 1:
         return [mean] * n_layers
@@ -105,9 +102,8 @@ def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
     """The same entries in all, shared out anew: one ranking over all layers and heads tells how many each layer gets.
 
     The heads of a layer keep equally many: the mean of how many of theirs are among the best (compare AdaKV,
-    arXiv:2407.11550, section 3, whose heads keep different numbers). It waits for the scores.
-
-    Scores are `(B, n_kv_heads, T)` by layer, and quotas what each would get; sink and recent entries stay as they are.
+    arXiv:2407.11550, section 3, whose heads keep different numbers). Scores are `(B, n_kv_heads, T)` by layer; sink and
+    recent entries stay as they are. It waits for the scores.
     """
     middles = [
         s[..., q.n_sink : max(q.n_sink, s.shape[-1] - q.n_window)] for s, q in zip(scores, quotas)
@@ -122,11 +118,9 @@ def shared_out(scores: list[mx.array], quotas: list[Quota]) -> list[Quota]:
     least = -mx.partition(-every, free * B * H - 1)[free * B * H - 1]
     counts: Any = mx.stack([(middle > least).sum() for middle in middles]).tolist()
     shares = [count // (B * H) for count in counts]
-    left = free - sum(shares)
     # What rounding and ties have left goes to who lacks most.
-    for i in itertools.cycle(sorted(range(len(counts)), key=lambda i: -(counts[i] % (B * H)))):
-        if left == 0:
-            break
-        if shares[i] < room[i]:
-            shares[i], left = shares[i] + 1, left - 1
+    lacking = itertools.cycle(sorted(range(len(counts)), key=lambda i: -(counts[i] % (B * H))))
+    while sum(shares) < free:
+        i = next(lacking)
+        shares[i] += shares[i] < room[i]
     return [replace(q, entries=n + q.n_sink + q.n_window) for q, n in zip(quotas, shares)]

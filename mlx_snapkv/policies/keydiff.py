@@ -60,7 +60,7 @@ class KeyDiff(Policy):
         return sums.sum(axis=2, keepdims=True) / len(entries)
 
     def _median(self, keys: mx.array) -> mx.array:
-        """Of each coordinate, `(B, n_kv_heads, 1, head_dim)`: a head at a time, since a median sorts a copy."""
+        """A head at a time, since a median sorts a copy."""
         medians: list[mx.array] = []
         for head in range(keys.shape[1]):
             of_head = keys[:, head : head + 1]

@@ -31,11 +31,8 @@ class RandomRows(Policy):
         n_heads = entries.keys.shape[1]
         first = entries.heads.rank * n_heads
         heads = mx.arange(first, first + n_heads, dtype=mx.uint32)[:, None]
-        x = (
-            (entries.positions + 1) * 0x9E3779B1
-            + heads * 0x85EBCA77
-            + mx.array(self.seed, mx.uint32)
-        )
+        x = (entries.positions + 1) * 0x9E3779B1 + heads * 0x85EBCA77
+        x += mx.array(self.seed, mx.uint32)
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
             x = (x ^ (x >> shift)) * mx.array(factor, mx.uint32)
         return (x >> 8).astype(mx.float32)

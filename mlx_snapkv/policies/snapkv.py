@@ -171,10 +171,9 @@ def mean_and_contrasts(entries: Entries) -> tuple[mx.array, list[mx.array]]:
 
 
 def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
-    """Pool `(..., T)` votes over `kernel` entries, stride 1, same length.
+    """Pool `(..., T)` votes over `kernel` entries, same length; "forward" is the mean of those up to an entry.
 
-    "avg" and "max" are centred, "forward" is the mean of an entry and those before it. Means divide by the full
-    kernel and take what lies outside as zeros; "max" ignores it.
+    Means divide by the full kernel and take what lies outside as zeros; "max" ignores it.
     """
     if kernel == 1:
         return votes
@@ -191,14 +190,10 @@ def pool_votes(votes: mx.array, pool: str, kernel: int) -> mx.array:
 def two_stages(
     weights: mx.array, entries: Entries, start: int, n_certain: int, n_heads: int
 ) -> mx.array:
-    """CriticalKV's scores `(B, n_kv_heads, n)` of the entries `[start, start + n)`.
+    """CriticalKV's scores `(B, n_kv_heads, n)` of the entries `[start, start + n)`, by their mean attention `weights`.
 
     Those with the `n_certain` highest weights come first, in their order. The others are ranked by weight times the
     size of the projected value.
-
-    Args:
-        weights: float32 `(B, n_kv_heads, n)`, not negative: mean attention that the entries receive from a query.
-        n_certain: entries that the first stage chooses; 0 or less is none.
     """
     n = weights.shape[-1]
     scores = (weights + EPSILON) * projected_norms(entries, start, start + n, n_heads)
@@ -211,15 +206,11 @@ def two_stages(
 
 
 def projected_norms(entries: Entries, start: int, stop: int, n_heads: int) -> mx.array:
-    """L1 norms of the values of the entries `[start, stop)` after the output projection.
-
-    Float32 `(B, n_kv_heads, stop - start)`, averaged over the query heads of a GQA group.
-    """
+    """L1 norms of the values of the entries `[start, stop)` after the output projection, the mean of a GQA group's."""
     one = entries.read_values(start, start + 1)
-    weights = [
-        entries.layer.output_weights(head, n_heads, one).swapaxes(0, 1)
-        for head in range(one.shape[1])
-    ]  # by KV head: `(head_dim, group, hidden_size)`
+    # By KV head: `(head_dim, group, hidden_size)`.
+    output = entries.layer.output_weights
+    weights = [output(head, n_heads, one).swapaxes(0, 1) for head in range(one.shape[1])]
 
     def norms(begin: int, end: int, after: list[mx.array]) -> mx.array:
         values = entries.read_values(begin, end, after)

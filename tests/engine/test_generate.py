@@ -21,8 +21,8 @@ def counting_patches(monkeypatch):
     from mlx_snapkv.models import patch as capture
 
     held = []
-    hold = capture._hold
-    monkeypatch.setattr(capture, "_hold", lambda cls: held.append(cls) or hold(cls))
+    targets = capture._targets
+    monkeypatch.setattr(capture, "_targets", lambda cls: held.append(cls) or targets(cls))
     return held
 
 
