@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import reference
 from mlx_lm.models.cache import make_prompt_cache
+from request_helpers import steps
 from tiny_models import make_llama
 
-from mlx_snapkv import ExpectedAttention, SnapKVError, generate_step, prefill
+from mlx_snapkv import ExpectedAttention, SnapKVError
 from mlx_snapkv.caches import layers
 from mlx_snapkv.caches.layers import attention_layers
 from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.engine.request import make_request
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
+from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import POLICIES, Policy, expected_attention
 
@@ -36,13 +38,12 @@ def asking():
         query_statistics = FIRST
 
         def score(self, entries):
-            """The attention of queries, and the mean query's own logits as of now."""
-            turned = entries.layer.rope(entries.statistics.mean[:, :, None], offset=T)
-            keys = mx.repeat(entries.keys, GROUP, axis=1)
-            scores = (turned @ keys.swapaxes(-1, -2)).squeeze(2) + entries.attention.sum(axis=2)
-            scores = scores + (
-                entries.raw_queries.sum() + entries.layer.attention.o_proj.weight.sum()
+            asked = (
+                entries.raw_queries,
+                entries.statistics.mean,
+                entries.layer.attention.o_proj.weight,
             )
+            scores = entries.attention.sum(axis=2) + sum(x.sum() for x in asked)
             return scores.reshape(1, H, GROUP, -1).mean(axis=2)
 
     yield Asking(budget=20)
@@ -58,7 +59,7 @@ def read(model, statistics_from=None, chunks=(17, 1, 42)):
         norm = model.layers[layer.number].input_layernorm
         model.layers[layer.number].input_layernorm = watched(norm, given)
     tokens = mx.random.randint(0, 64, (1, T), key=mx.random.key(3))
-    with recording([type(model.layers[0].self_attn)]):
+    with recording(attention_classes(model)):
         for start, length in zip(np.cumsum([0, *chunks]), chunks):
             model(tokens[:, int(start) : int(start) + length], cache=caches)
     return [cache.held() for cache in caches], [np.concatenate(given) for given in inputs], caches
@@ -112,7 +113,7 @@ def test_tokens_fed_again_are_counted_once():
     before = caches[0].statistics
     for cache in caches:
         cache.trim(10)
-    with recording([type(model.layers[0].self_attn)]):
+    with recording(attention_classes(model)):
         model(mx.zeros((1, 10), mx.int32), cache=caches)
     assert mx.array_equal(caches[0].statistics.mean, before.mean).item()
 
@@ -156,24 +157,22 @@ def test_a_name_is_given_once(asking):
 
 
 @pytest.mark.parametrize("schedule", ["once", "block"])
-def test_a_whole_request_is_served_by_such_a_policy(asking, schedule):
+def test_a_whole_request_is_served_by_such_a_policy(asking, tokens, schedule):
     """Read in chunks, with evictions while it is read and while it answers: all it asks for is there."""
     model, reports = make_llama(), []
-    policy = replace(asking, schedule=schedule, block=8, n_window=6)
-    tokens, cache = mx.array(np.random.default_rng(0).integers(0, 64, T)), make_prompt_cache(model)
+    policy, cache = (
+        replace(asking, schedule=schedule, block=8, n_window=6),
+        make_prompt_cache(model),
+    )
     options = {"prompt_cache": cache, "on_report": reports.append, "prefill_step_size": 16}
-    answer = [t for t, _ in generate_step(tokens, model, max_tokens=20, policy=policy, **options)]
-    assert len(answer) == 20 and reports[0].compressed and reports[0].entries == 20
+    assert len(steps(model, tokens[:T], 20, policy=policy, **options)) == 20
+    assert reports[0].compressed and reports[0].entries == 20
     assert all(c.size() <= 28 for c in cache)
-    read_by = prefill(model, tokens, replace(policy, schedule="once"))[0]
-    assert all(c.positions.shape[2] == 20 for c in read_by)
 
 
-@pytest.mark.parametrize(
-    "n_sink, n_bytes", [(0, 8 << 20), (9, 8 << 20), (4, 1)]
-)  # 1: blocks of 64 keys
+@pytest.mark.parametrize("n_sink, n_bytes", [(0, 8 << 20), (9, 8 << 20), (4, 1)])
 def test_expected_attention(n_sink, n_bytes, monkeypatch):
-    monkeypatch.setattr(expected_attention, "BLOCK_BYTES", n_bytes)
+    monkeypatch.setattr(expected_attention, "BLOCK_BYTES", n_bytes)  # 1: blocks of 64 keys
     model = make_llama()
     attention = model.layers[0].self_attn
     attention.q_proj.weight = 4 * attention.q_proj.weight  # else all weights are about the same
