@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import base, llama, qwen3_next
+from mlx_lm.models import llama, qwen3_next
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from request_helpers import PATCHED, assert_unpatched
 from tiny_models import make_llama
 
 from mlx_snapkv import patch_for_snapkv, unpatch_snapkv
@@ -14,19 +15,13 @@ from mlx_snapkv.caches.recording import RecordingKVCache
 from mlx_snapkv.models import attention_classes
 from mlx_snapkv.models.patch import recording
 
-ORIGINALS = {
-    (llama.Attention, "__call__"): llama.Attention.__call__,
-    (qwen3_next.Qwen3NextAttention, "__call__"): qwen3_next.Qwen3NextAttention.__call__,
-    (llama, "scaled_dot_product_attention"): base.scaled_dot_product_attention,
-    (qwen3_next, "scaled_dot_product_attention"): base.scaled_dot_product_attention,
-}
+OTHER = qwen3_next.Qwen3NextAttention
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_patched():
     yield
-    for (owner, name), original in ORIGINALS.items():
-        assert vars(owner)[name] is original
+    assert_unpatched()
 
 
 def recording_caches(model, first, last):
@@ -58,16 +53,6 @@ def test_chunks_do_not_change_what_is_recorded(tiny_model, tokens, chunk):
         assert np.allclose(a, b, atol=1e-5) and mx.array_equal(b, c[:, :, 168:])
 
 
-def test_buffers_have_one_size(tokens):
-    model = make_llama()
-    caches = recording_caches(model, 50, 60)
-    with recording([llama.Attention]):
-        run_in_chunks(model, tokens[:64], caches, 64)
-        first = caches[0].keys.shape
-        run_in_chunks(model, tokens[64:], caches, 64)
-    assert caches[0].keys.shape == first
-
-
 def test_queries_before_a_gap_are_forgotten(tokens):
     model = make_llama()
     caches = recording_caches(model, 0, 200)
@@ -75,6 +60,7 @@ def test_queries_before_a_gap_are_forgotten(tokens):
         with recording(classes):
             model(tokens[None, start : start + 20], cache=caches)
     assert caches[0].query_positions == range(40, 60) and caches[0].queries.shape[2] == 20
+    assert caches[0].keys.shape[2] == 200  # allocated once
 
 
 def test_recording_changes_nothing(tiny_model, tokens):
@@ -87,28 +73,19 @@ def test_recording_changes_nothing(tiny_model, tokens):
     assert mx.array_equal(inert, expected)
 
 
-def test_interleaved_requests_do_not_mix(tiny_model, tokens):
-    other = tokens[::-1]
-    alone = [recording_caches(tiny_model, 100, 200) for _ in range(2)]
-    mixed = [recording_caches(tiny_model, 100, 200) for _ in range(2)]
-    with recording(attention_classes(tiny_model)):
-        for sequence, caches in zip((tokens, other), alone):
-            run_in_chunks(tiny_model, sequence, caches, 50)
-        for start in range(0, 200, 50):
-            for sequence, caches in zip((tokens, other), mixed):
-                tiny_model(sequence[None, start : start + 50], cache=caches)
-    for a, b in zip(alone, mixed):
-        assert all(mx.array_equal(x, y) for x, y in zip(queries_of(a), queries_of(b)))
-
-
-def test_threads_do_not_mix(tokens):
+def test_requests_and_threads_do_not_mix(tokens):
     model = make_llama()
     sequences = [tokens, tokens[::-1]]
-    expected, threaded = ([recording_caches(model, 100, 200) for _ in range(2)] for _ in range(2))
+    expected, mixed, threaded = (
+        [recording_caches(model, 100, 200) for _ in sequences] for _ in range(3)
+    )
     with recording([llama.Attention]):
         for sequence, caches in zip(sequences, expected):
             run_in_chunks(model, sequence, caches, 10)
-    mx.eval([queries_of(caches) for caches in expected])
+        for start in range(0, 200, 10):
+            for sequence, caches in zip(sequences, mixed):
+                model(sequence[None, start : start + 10], cache=caches)
+    mx.eval([queries_of(caches) for caches in (*expected, *mixed)])
     barrier = threading.Barrier(2)
 
     def work(sequence, caches):
@@ -119,18 +96,19 @@ def test_threads_do_not_mix(tokens):
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(work, sequences, threaded))
-    for a, b in zip(expected, threaded):
-        assert all(mx.array_equal(x, y) for x, y in zip(queries_of(a), queries_of(b)))
+    for a, b, c in zip(expected, mixed, threaded):
+        for x, y, z in zip(queries_of(a), queries_of(b), queries_of(c)):
+            assert mx.array_equal(x, y) and mx.array_equal(x, z)
 
 
 def test_contexts_nest_and_survive_exceptions():
     with pytest.raises(RuntimeError), recording([llama.Attention]):
         patched = llama.Attention.__call__
-        with pytest.raises(KeyError), recording([llama.Attention, qwen3_next.Qwen3NextAttention]):
+        original = OTHER.__call__
+        with pytest.raises(KeyError), recording([llama.Attention, OTHER]):
+            assert OTHER.__call__ is not original
             raise KeyError
-        assert llama.Attention.__call__ is patched
-        other = qwen3_next.Qwen3NextAttention
-        assert other.__call__ is ORIGINALS[other, "__call__"]
+        assert llama.Attention.__call__ is patched and OTHER.__call__ is original
         raise RuntimeError
 
 
@@ -152,20 +130,19 @@ def test_patch_for_snapkv_is_idempotent_and_undone():
 def test_without_a_model_every_family_is_patched():
     patch_for_snapkv()
     try:
-        for (owner, name), original in ORIGINALS.items():
-            assert vars(owner)[name] is not original
+        assert all(vars(owner)[name] is not original for owner, name, original in PATCHED)
     finally:
         unpatch_snapkv()
 
 
 def test_what_someone_else_has_patched_over_ours_stays():
-    cls = llama.Attention
+    cls, original = llama.Attention, llama.Attention.__call__
     with recording([cls]):
         cls.__call__ = theirs = functools.partialmethod(cls.__call__)
     try:
         assert vars(cls)["__call__"] is theirs
     finally:
-        cls.__call__ = ORIGINALS[cls, "__call__"]
+        cls.__call__ = original
 
 
 def test_a_call_wrapped_by_someone_else_is_still_captured(tokens, monkeypatch):
