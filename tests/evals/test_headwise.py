@@ -1,25 +1,26 @@
-"""What heads of their own budgets keep: by hand, and against float64 NumPy."""
+"""What heads of their own budgets keep, by hand and against float64 NumPy, and what they answer by mask."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from reference import attention
 
-from mlx_snapkv import SnapKVError
+from mlx_snapkv import SnapKVError, stream_generate
+from mlx_snapkv.engine.request import held_tokens
 from mlx_snapkv.entries.entries import Entries
 from mlx_snapkv.entries.queries import Queries
 from mlx_snapkv.evals.headwise import (
+    AdaKV,
     FastGen,
     MaskedKVCache,
     best_of_all_heads,
     headwise,
+    kinds_of,
+    masked,
 )
+from mlx_snapkv.evals.reading import read_once
+from mlx_snapkv.policies import resolve_policy
 from mlx_snapkv.policies.budgets import Quota
-
-
-def kept(scores, quota, safeguard=0.2):
-    found = best_of_all_heads(mx.array(scores)[None], quota, safeguard)
-    return [np.flatnonzero(head).tolist() for head in np.array(found[0])]
 
 
 def adakv_reference(scores, quota, safeguard):
@@ -44,16 +45,10 @@ def adakv_reference(scores, quota, safeguard):
 def test_adakv(quota, safeguard):
     rng = np.random.default_rng(0)
     scores = np.round(rng.random((4, 40)) * np.array([[1], [2], [0.2], [1]]), 2)  # with ties
-    found = kept(scores.astype(np.float32), quota, safeguard)
-    assert found == adakv_reference(scores.astype(np.float32), quota, safeguard)
-
-
-def entries(rng, H=3, group=2, T=24, D=8):
-    keys = rng.standard_normal((1, H, T, D)).astype(np.float32)
-    queries = (3 * rng.standard_normal((1, H * group, T, D))).astype(np.float32)
-    queries[:, :2] = 0  # the first KV head's see everything alike
-    observed = Queries(mx.array(queries), range(T), D**-0.5)
-    return keys, queries, Entries(mx.array(keys), mx.array(keys), observed)
+    scores = scores.astype(np.float32)
+    found = np.array(best_of_all_heads(mx.array(scores)[None], quota, safeguard)[0])
+    kept = [np.flatnonzero(head).tolist() for head in found]
+    assert kept == adakv_reference(scores, quota, safeguard)
 
 
 def fastgen_reference(keys, queries, special, marks, method):
@@ -82,7 +77,10 @@ def test_fastgen():
     chosen = set()
     for seed in range(4):
         rng = np.random.default_rng(seed)
-        keys, queries, layer = entries(rng)
+        keys, queries = rng.standard_normal((1, 3, 24, 8)), 3 * rng.standard_normal((1, 6, 24, 8))
+        queries[:, :2] = 0  # the first KV head's see everything alike
+        own = mx.array(keys.astype(np.float32)), mx.array(queries.astype(np.float32))
+        layer = Entries(own[0], own[0], Queries(own[1], range(24), 8**-0.5))
         special, marks = np.arange(24) < 2, np.arange(24) % 6 == 5
         for recovery in (0.2, 0.4, 0.55, 0.7, 0.8, 0.9, 0.97):
             method = FastGen(recovery=recovery)
@@ -114,10 +112,8 @@ def test_hidden_entries_are_not_attended_to(kind):
     found = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.5, mask=mask)
     for head in range(H * group):
         seen = np.concatenate([visible[head // group], np.ones(T - n, bool)]) & causal
-        own = head // group
-        wanted = attention(
-            queries[head : head + 1], keys[own : own + 1], values[own : own + 1], seen, 0.5
-        )
+        own = slice(head // group, head // group + 1)
+        wanted = attention(queries[head : head + 1], keys[own], values[own], seen, 0.5)
         assert np.allclose(np.array(found[0, head]), wanted[0], atol=1e-5)
 
 
@@ -133,3 +129,53 @@ def test_names_and_mistakes():
     }.items():
         with pytest.raises(SnapKVError, match=words):
             headwise(text)
+
+
+def answered(model, tokenizer, prompt, heads, n=12):
+    """The answer by mask."""
+    reading = read_once(model, prompt, [heads.scores])
+    cache, _ = masked(reading, heads, kinds_of(tokenizer, prompt), answering=True)
+    stops = tokenizer.eos_token_ids
+    first = reading.answer(held_tokens(model, cache) - len(prompt) + 1, stops)
+    if first[-1] in stops:
+        return first
+    return first + decoded(model, tokenizer, first[-1:], n - len(first), prompt_cache=cache)
+
+
+def decoded(model, tokenizer, tokens, n, **options):
+    return [r.token for r in stream_generate(model, tokenizer, tokens, n, **options)]
+
+
+FEW = "snapkv:budget=20,n_sink=2,n_window=8,obs_window=8,pool_kernel=1,on_full=grow"
+
+
+@pytest.mark.parametrize(
+    "text", [FEW, FEW.replace("20", "pyramid:20") + ",lookahead=0,critical=true"]
+)
+def test_equal_budgets_answer_as_the_policy_does(demo_model, ask, text):
+    """Every head's best n are safe, so the mask shows what the policy keeps: the same answer."""
+    model, tokenizer = demo_model
+    prompt, _ = ask(tokenizer, 600, 3)
+    policy = resolve_policy(policy=text)
+    found = answered(model, tokenizer, prompt, AdaKV(policy=policy, safeguard=1))
+    assert found == decoded(model, tokenizer, prompt, 12, policy=policy)
+    if "lookahead=0" in text:  # else most of the answer has seen everything
+        assert found != decoded(model, tokenizer, prompt, 12)
+
+
+def test_what_shows_everything_answers_as_the_full_cache_does(demo_llama, ask):
+    prompt, _ = ask(demo_llama[1], 400, 5)
+    found = answered(*demo_llama, prompt, FastGen(recovery=1, frequent=0, local=1))
+    assert found == decoded(*demo_llama, prompt, 12)
+    assert answered(*demo_llama, prompt, FastGen(recovery=0)) != found  # special tokens alone
+    with pytest.raises(SnapKVError, match="would hide nothing of 19 tokens"):
+        answered(*demo_llama, [5] * 19, AdaKV(policy=resolve_policy(policy=FEW)))
+
+
+def test_tokens_of_a_kind(demo_llama):
+    _, tokenizer = demo_llama
+    tokens = [0, *tokenizer.encode("It is so. Is it?", add_special_tokens=False), 1]
+    special, punctuation = kinds_of(tokenizer, tokens)
+    assert np.flatnonzero(np.array(special)).tolist() == [0, len(tokens) - 1]
+    marks = [tokenizer.decode([tokens[i]]).strip() for i in np.flatnonzero(np.array(punctuation))]
+    assert marks == [".", "?"]
