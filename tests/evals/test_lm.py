@@ -56,6 +56,7 @@ def theirs(demo_llama):
 
 
 def evaluated(lm, folder, *names):
+    """The answers and the figures of tasks, by name."""
     found = simple_evaluate(
         model=lm,
         tasks=list(load_tasks(names, str(folder)).values()),
@@ -64,37 +65,33 @@ def evaluated(lm, folder, *names):
         bootstrap_iters=0,
         task_manager=TaskManager(include_defaults=False),
     )
-    return [
-        [sample["filtered_resps"] for sample in found["samples"][name]] for name in names
-    ], found["results"]
+    answers = {n: [s["filtered_resps"] for s in found["samples"][n]] for n in names}
+    return answers, found["results"]
 
 
 def test_with_the_full_cache_every_figure_is_mlx_lms_own(folder, lm_of, theirs):
     names = ("facts", "choices")
     ours, figures = evaluated(lm_of(), folder, *names)
     wanted, their_figures = evaluated(theirs, folder, *names)
-    assert ours == wanted
-    assert {n: figures[n]["sample_len"] for n in names} == dict.fromkeys(names, N)
-    assert figures["choices"]["acc,none"] == their_figures["choices"]["acc,none"] == 1.0
-    assert figures["facts"]["exact_match,none"] == their_figures["facts"]["exact_match,none"]
+    assert ours == wanted and figures["choices"]["acc,none"] == 1.0
+    for name, metric in zip(names, ("exact_match,none", "acc,none")):
+        assert figures[name]["sample_len"] == N
+        assert figures[name][metric] == their_figures[name][metric]
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
 def test_a_policy_answers_as_its_own_batches_do(folder, lm_of, demo_llama):
     model, tokenizer = demo_llama
     lm = lm_of(SNAPKV)
-    (answers,), _ = evaluated(lm, folder, "whole_facts")
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["text"]}], add_generation_prompt=True
-        )
-        for row in rows
-    ]
-    wanted = [
-        batch_generate(model, tokenizer, [prompt], max_tokens=12, policy=SNAPKV).texts
-        for prompt in prompts
-    ]
-    assert answers == wanted
+    answers, _ = evaluated(lm, folder, "whole_facts")
+    chats = [[{"role": "user", "content": row["text"]}] for row in rows(folder)]
+    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True) for c in chats]
+    given = {"max_tokens": 12, "policy": SNAPKV}
+    wanted = [batch_generate(model, tokenizer, [prompt], **given).texts for prompt in prompts]
+    assert answers["whole_facts"] == wanted
     assert [report.prompt_tokens for report in lm.reports] == [len(p) for p in prompts]
     assert all(report.entries == len(p) // 4 for report, p in zip(lm.reports, prompts))
 
@@ -102,7 +99,7 @@ def test_a_policy_answers_as_its_own_batches_do(folder, lm_of, demo_llama):
 def test_choices_are_judged_over_the_compressed_context(folder, lm_of, demo_llama, theirs):
     """Against a context compressed by hand, whose choices are fed token by token."""
     model, tokenizer = demo_llama
-    row = json.loads((folder / "rows.jsonl").read_text().splitlines()[0])
+    row = rows(folder)[0]
     context = theirs.apply_chat_template([{"role": "user", "content": row["text"]}])
     requests = [Pair(context, choice) for choice in row["choices"]]
     found = lm_of(SNAPKV).loglikelihood(requests)
@@ -132,18 +129,16 @@ class Pair:
 def test_stop_strings_and_lengths_are_honoured(lm_of, theirs, policy):
     context = theirs.apply_chat_template([{"role": "user", "content": "What is it?"}])
     (whole,) = theirs.generate_until([Pair(context, {"until": ["\0"], "max_gen_toks": 9})])
-    stop = whole[2]
+    stop, nothing = whole[2], []
 
     def answer(max_tokens=None, **options):
         (found,) = lm_of(policy, max_tokens=max_tokens).generate_until([Pair(context, options)])
         return found
 
-    untils = [], [stop], stop
-    for until in untils:
-        wanted = whole.partition(stop)[0] if until else whole
-        assert answer(until=until, max_gen_toks=9) == wanted
-    assert untils[0] == []  # the task's own list
-    assert answer(max_gen_toks=9) == whole
+    for until in ([stop], stop):
+        assert answer(until=until, max_gen_toks=9) == whole.partition(stop)[0]
+    assert answer(until=nothing, max_gen_toks=9) == answer(max_gen_toks=9) == whole
+    assert nothing == []  # the task's own list
     short = answer(max_gen_toks=3)
     assert whole.startswith(short) and short != whole
     assert answer(max_tokens=3, max_gen_toks=9) == short

@@ -47,28 +47,24 @@ def test_an_unfinished_line_is_dropped(path, kept):
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("content", ["a poem", '{"a": 1}\n', "[]\n", "\n"])
-def test_another_kind_of_file_is_refused_and_left_alone(tmp_path, content):
+FIRST = json.dumps(SETTING) + "\n"
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        *((x, "is not the file of an evaluation") for x in ("a poem", '{"a": 1}\n', "[]\n", "\n")),
+        (FIRST.replace("0", "1"), "of another run, with seed 1 and not 0"),
+        (FIRST.replace("}", ', "model": "m"}'), "with model 'm' and not None"),
+        *((f"{FIRST}{x}\n{{}}\n", "line 2 is damaged") for x in ("{}", "oops", '{"method": []}')),
+    ],
+)
+def test_another_file_is_refused_by_name_and_left_alone(tmp_path, content, words):
     path = tmp_path / "r.jsonl"
     path.write_text(content)
-    with pytest.raises(SnapKVError, match="is not the file of an evaluation"):
+    with pytest.raises(SnapKVError, match=words):
         Results(SETTING, path)
     assert path.read_text() == content
-
-
-def test_another_setting_is_refused_by_name(path):
-    with pytest.raises(SnapKVError, match="of another run, with seed 0 and not 1"):
-        Results(SETTING | {"seed": 1}, path)
-    with pytest.raises(SnapKVError, match="with model None and not 'demo'"):
-        Results(SETTING | {"model": "demo"}, path)
-
-
-@pytest.mark.parametrize("line", ["{}", "oops", '{"method": []}'])
-def test_a_damaged_line_is_named(path, line):
-    with path.open("a") as file:
-        file.write(line + "\n" + json.dumps(record(2)) + "\n")
-    with pytest.raises(SnapKVError, match="line 4 is damaged"):
-        Results(SETTING, path)
 
 
 def test_arrays_are_computed_while_the_next_document_is_read(tmp_path):
