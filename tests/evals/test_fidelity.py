@@ -1,6 +1,7 @@
 """Fidelity against an independent computation in float64, from mlx-lm's own logits and our own loops."""
 
 import random
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -41,6 +42,7 @@ def methods_of(policies):
 
 
 METHODS = methods_of(POLICIES)
+NAMES = [*METHODS]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +77,7 @@ def records(compare):
 
 def record_of(records, name, setting, piece):
     wanted = name, setting, piece.document, piece.number
-    (found,) = [r for r in records if tuple(r[key] for key in KEYS) == wanted]
-    return found
+    return next(r for r in records if tuple(r[key] for key in KEYS) == wanted)
 
 
 def softmax64(logits):
@@ -115,18 +116,14 @@ def expected(model, tokenizer, piece, question, setting, policy):
         rest = [*frame.after, *answer[:-1]]
         return full, fed_one_by_one(model, cache, rest)[-len(answer) :]
     told = iter(answer)
-    steps = generate_step(
-        mx.array(prompt),
-        model,
-        policy=policy,
-        max_tokens=len(answer),
-        sampler=lambda logprobs: mx.array([next(told, 0)]),
-    )
+    given = {"policy": policy, "max_tokens": len(answer)}
+    given["sampler"] = lambda logprobs: mx.array([next(told, 0)])
+    steps = generate_step(mx.array(prompt), model, **given)
     return full, softmax64(mx.stack([logprobs for _, logprobs in steps]))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", [name for name in METHODS if name != FULL])
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name):
     for piece, question in zip(pieces[:2], QUESTIONS):
         whole, record = (record_of(records, n, setting, piece) for n in (FULL, name))
@@ -149,12 +146,10 @@ def test_figures_are_those_of_float64(demo_llama, pieces, records, setting, name
 def test_tokens_that_all_entries_choose_are_counted_but_not_judged(records, pieces):
     """Lookahead's, and one more; none of a policy that reads alone."""
     for piece in pieces:
-        ahead, none, *_ = (record_of(records, n, KNOWN, piece) for n in [*METHODS][1:])
-        n = ahead["tokens"]
-        assert [r["judged"] for r in (ahead, none)] == [max(0, n - 5), max(0, n - 2)]
-        alone = record_of(records, [*METHODS][4], KNOWN, piece)
-        assert alone["judged"] == n
-        later = record_of(records, [*METHODS][1], LATER, piece)
+        known = [record_of(records, NAMES[i], KNOWN, piece) for i in (1, 2, 4)]
+        n = known[0]["tokens"]
+        assert [r["judged"] for r in known] == [max(0, n - 5), max(0, n - 2), n]
+        later = record_of(records, NAMES[1], LATER, piece)
         assert later["judged"] == later["tokens"] == n
 
 
@@ -168,7 +163,7 @@ def test_a_budget_for_everything_is_no_distance(compare, pieces):
     assert 0 < abs(close["kl"]) < 0.01
 
 
-@pytest.mark.parametrize("name", [[*METHODS][n] for n in (1, 3, 5)])
+@pytest.mark.parametrize("name", [NAMES[n] for n in (1, 3, 5)])
 def test_alone_and_together_are_equal(compare, pieces, records, name):
     alone = compare({FULL: None, name: METHODS[name]}, of=pieces[:2])
     together = [r for r in records if r["method"] in (FULL, name) and r["document"] == "a"]
@@ -180,8 +175,9 @@ def test_the_summary_is_paired_by_piece(records):
     assert [(s["setting"], s["method"]) for s in summary] == [
         (setting, name) for setting in SETTINGS for name in METHODS
     ]
-    own = [r for r in records if (r["setting"], r["method"]) == (TEXT, [*METHODS][2])]
-    first = [r for r in records if (r["setting"], r["method"]) == (TEXT, [*METHODS][1])]
+    first, own = (
+        [r for r in records if (r["setting"], r["method"]) == (TEXT, n)] for n in NAMES[1:3]
+    )
     found = summary[2]
     assert (found["pieces"], found["texts"], found["tokens"]) == (3, 2, 3 * N)
     assert found["kl"]["mean"] == pytest.approx(np.mean([r["kl"] for r in own]))
@@ -198,9 +194,8 @@ def test_the_page_has_a_table_a_setting(records):
         "KL", "against the first", "same token", "loss", "entries", "KV memory",
     ]  # fmt: skip
     assert known.columns[4] == "judged" and "later" in later.title
-    assert [row[0] for row in later.rows] == [*METHODS]
-    result = {"summary": summary, "command": "c", "model": "m", **measured()}
-    page = PAGE.markdown(result)
+    assert [row[0] for row in later.rows] == NAMES
+    page = PAGE.markdown({"summary": summary, "command": "c", "model": "m", **measured()})
     assert page.count("| full cache | 0 |") == 3 and "3 pieces of 2 texts, 72 tokens" in page
     (alone,) = tables(summarise([r for r in records if r["document"] == "b"]))[:1]
     assert "to" not in alone.rows[1][1]  # one text has no interval
@@ -218,28 +213,19 @@ def test_what_stands_around_a_text(demo_llama):
     frame = frame_of(tokenizer, "Who?")
     text = tokenizer.encode("It was cold.", add_special_tokens=False)
     messages = [{"role": "user", "content": "It was cold.\n\nWho?"}]
-    whole = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, enable_thinking=False
-    )
+    given = {"add_generation_prompt": True, "enable_thinking": False}
+    whole = tokenizer.apply_chat_template(messages, **given)
     assert tokenizer.decode([*frame.before, *text, *frame.after]) == tokenizer.decode(whole)
     assert frame_of(tokenizer, None).after == []
 
 
-class Bare:
-    """A tokenizer that begins every text with a token of its own, without a template or with one that fails."""
-
-    def __init__(self, has_chat_template):
-        self.has_chat_template = has_chat_template
-
-    def encode(self, text, add_special_tokens=True):
-        return [1] * add_special_tokens + [ord(c) for c in text]
-
-    def apply_chat_template(self, *args, **kwargs):
-        return "always the same"
-
-
 def test_without_a_template_the_question_stands_alone():
-    frame = frame_of(Bare(False), "W?")
-    assert (frame.start, frame.before, frame.after) == ([1], [1], [10, 10, 87, 63, 10])
+    tokenizer = SimpleNamespace(
+        has_chat_template=False,
+        encode=lambda text, add_special_tokens=True: [1] * add_special_tokens + [*map(ord, text)],
+        apply_chat_template=lambda *args, **kwargs: "always the same",
+    )
+    assert frame_of(tokenizer, "W?") == ([1], [1], [10, 10, 87, 63, 10])
+    tokenizer.has_chat_template = True
     with pytest.raises(SnapKVError, match="the chat template failed"):
-        frame_of(Bare(True), "W?")
+        frame_of(tokenizer, "W?")
