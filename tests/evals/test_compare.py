@@ -1,7 +1,5 @@
 """One reading, several methods: answers are those of `generate`, and KL is that of `eval fidelity`."""
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import pytest
 
@@ -9,6 +7,7 @@ from mlx_snapkv import generate
 from mlx_snapkv.evals.compare import Comparison
 from mlx_snapkv.evals.fidelity import KNOWN, Judges
 from mlx_snapkv.evals.methods import Method
+from mlx_snapkv.evals.texts import Frame, Piece
 from mlx_snapkv.policies import resolve_policy
 
 POLICIES = [
@@ -19,6 +18,7 @@ POLICIES = [
     "h2o:budget=60,schedule=once",
 ]
 N = 12
+RECALLED = {"memory": "recall", "refresh": "turn"}
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,8 @@ def compared(demo_llama, ask):
     """The prompt, and by policy the method and its answer; None is the full cache."""
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 600, 0)
-    methods = [Method(), *(Method(resolve_policy(policy=text)) for text in POLICIES)]
-    methods.append(
-        Method(resolve_policy(policy=POLICIES[0]), {"memory": "recall", "refresh": "turn"})
-    )
+    policies = [resolve_policy(policy=text) for text in POLICIES]
+    methods = [Method(), *map(Method, policies), Method(policies[0], RECALLED)]
     comparison = Comparison(model, tokenizer, prompt, methods, N)
     return prompt, [(method, comparison.answer(method)) for method in methods]
 
@@ -46,20 +44,15 @@ def test_every_answer_is_that_of_generate(demo_llama, compared):
 def test_kl_is_that_of_fidelity(demo_llama, compared):
     model, tokenizer = demo_llama
     prompt, found = compared
-    policies = [
-        method.policy for method, _ in found if method.policy is not None and not method.options
-    ]
-    piece = SimpleNamespace(tokens=prompt[:-20], following=[])
-    frame = SimpleNamespace(start=[], before=[], after=prompt[-20:])
-    stops = tokenizer.eos_token_ids
-    document = Judges(model, piece, frame, policies, {KNOWN}, N, stops)
-    for method, answer in found:
-        if method.policy in policies and not method.options:
-            record = document.judge(KNOWN, method.policy, mx.default_stream(mx.default_device()))
-            assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), method.name
+    policies = [method.policy for method, _ in found if not method.options]
+    piece, frame = Piece("", 1, prompt[:-20], []), Frame([], [], prompt[-20:])
+    judges = Judges(model, piece, frame, policies, {KNOWN}, N, tokenizer.eos_token_ids)
+    for policy, (method, answer) in zip(policies, found):
+        record = judges.judge(KNOWN, policy, mx.default_stream(mx.default_device()))
+        assert answer.kl == pytest.approx(float(record["kl"]), abs=1e-4), method.name
     assert found[0][1].kl == 0 and max(answer.kl for _, answer in found) > 0.1
-    refreshed = [answer.kl for method, answer in found if method.options]
-    assert refreshed == [pytest.approx(found[1][1].kl, abs=1e-4)]
+    (refreshed,) = (answer.kl for method, answer in found if method.options)
+    assert refreshed == pytest.approx(found[1][1].kl, abs=1e-4)
 
 
 def test_what_differs_is_shown_in_its_place(demo_llama, compared):
@@ -84,8 +77,7 @@ def test_a_verified_answer_is_the_full_caches_and_its_kl_that_of_the_draft(demo_
     model, tokenizer = demo_llama
     prompt, _ = ask(tokenizer, 300, 0)
     policy = resolve_policy(policy="streaming_llm:budget=16,schedule=once")
-    recall = {"memory": "recall", "refresh": "turn"}
-    methods = [Method(), Method(policy, recall), Method(policy, recall | {"verify": "all"})]
+    methods = [Method(), Method(policy, RECALLED), Method(policy, RECALLED | {"verify": "all"})]
     full, drafted, verified = map(Comparison(model, tokenizer, prompt, methods, 6).answer, methods)
     assert verified.tokens == full.tokens and verified.differs is None
     assert verified.kl == pytest.approx(drafted.kl, abs=1e-5) and verified.kl > 1e-4
