@@ -1,6 +1,7 @@
 """A server in this process, with a real model, on a free port."""
 
 import contextlib
+import itertools
 import sys
 import threading
 from dataclasses import dataclass
@@ -79,6 +80,20 @@ def serving(load=None, *, policy=POLICY, memory="recall", limits=None, generatio
 def connected(client, served, path=""):
     """A client of OpenAI's or Anthropic's for this server."""
     return client(base_url=served.url + path, api_key="any", timeout=60, max_retries=0)
+
+
+def talk(*said):
+    """The messages of a user and an assistant in turn."""
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, said)]
+
+
+def ask(client, messages, **fields):
+    """The answer, how many tokens of the prompt were known, and the whole response."""
+    body = {"messages": messages, "max_tokens": 20} | fields
+    found = client.post("/v1/chat/completions", json=body).json()
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["message"]["content"], cached, found
 
 
 @contextlib.contextmanager

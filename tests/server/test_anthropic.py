@@ -28,18 +28,14 @@ def obeying(agent):
     return connected(anthropic.Anthropic, agent)
 
 
-def body_of(content, options):
+def ask(client, content, way="create", **options):
     messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
     given = {"model": "claude-on-this-mac", "messages": messages, "max_tokens": 200}
-    return given | options
-
-
-def ask(client, content, **options):
-    return client.messages.create(**body_of(content, options))
+    return getattr(client.messages, way)(**given | options)
 
 
 def streamed(client, content, **options):
-    with client.messages.stream(**body_of(content, options)) as stream:
+    with ask(client, content, "stream", **options) as stream:
         return stream.get_final_message()
 
 
@@ -83,8 +79,9 @@ def test_a_stream_is_the_whole_message_in_events(client, document):
 
 def test_pings_while_a_long_prompt_is_read(client, demo_llama):
     text, _ = make_haystack(demo_llama[1], random.Random(12), 2, 4500)
-    given = body_of(text, {"max_tokens": 20, "stream": True})
-    with client.messages.with_streaming_response.create(**given) as response:
+    way = client.messages.with_streaming_response.create
+    given = {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 20}
+    with way(**given, stream=True) as response:
         lines = [line for line in response.iter_lines() if line.startswith("event: ")]
     first = lines.index("event: content_block_start")
     assert lines[:first] == ["event: message_start", *["event: ping"] * (first - 1)] and first > 4
@@ -96,15 +93,12 @@ def test_contents_as_blocks(client, document):
     source = {"type": "text", "media_type": "text/plain", "data": text}
     question = {"type": "text", "text": facts[5].question}
     brief = [{"type": "text", "text": "Be brief.", **cached}]
-    whole = ask(
-        client, f"{text}\n\n{facts[5].question}", system="Be brief.", metadata={"user_id": "x"}
-    )
-    n_prompt = whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    as_one = [{"role": "user", "content": f"{text}\n\n{facts[5].question}"}]
+    n = n_prompt(client, messages=as_one, system="Be brief.", metadata={"user_id": "x"})
     for first in ({"type": "text", "text": f"{text}\n\n"}, {"type": "document", "source": source}):
-        content = [{"role": "user", "content": [first | cached, question]}]
-        message = ask(client, content, system=brief)
-        assert text_of(message) == facts[5].value
-        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == n_prompt
+        messages = [{"role": "user", "content": [first | cached, question]}]
+        assert n_prompt(client, messages=messages, system=brief) == n
+    assert text_of(ask(client, messages, system=brief)) == facts[5].value
 
 
 def test_stop_sequences_and_sampling(client):
@@ -137,17 +131,16 @@ def test_a_billing_header_spoils_no_prefix(client):
         given = {"model": "m", "input": "Hello", "max_output_tokens": 2}
         used = other.responses.create(instructions=as_one, **given).usage
         assert used.input_tokens_details.cached_tokens > 100
-    with serving(volatile_headers=()) as keeping:
+    with serving(volatile_headers=()) as served:
+        keeping = connected(anthropic.Anthropic, served)
         kept, plain = (n_prompt(keeping, system=system) for system in (as_one, rules))
     assert kept > plain + 20
 
 
-def n_prompt(served, **body):
+def n_prompt(client, **body):
     """Tokens of what the template makes of a body."""
     body = {"messages": [{"role": "user", "content": "hi"}]} | body
-    return (
-        connected(anthropic.Anthropic, served).messages.count_tokens(model="m", **body).input_tokens
-    )
+    return client.messages.count_tokens(model="m", extra_body=body, messages=[]).input_tokens
 
 
 def test_reasoning_and_tools(obeying):
@@ -163,58 +156,45 @@ def test_reasoning_and_tools(obeying):
             ("tool_use", "open", {"door": "green"})
         ] * 2
         assert calls[0].id != calls[1].id and message.stop_reason == "tool_use"
-    for content in (
-        "SAY: It is\n\nopen.",
-        [{"type": "text", "text": t} for t in ("SAY: It is", "open.")],
-    ):
-        results = [{"type": "tool_result", "tool_use_id": call.id} for call in calls]
-        results[1]["content"] = content
-        messages = [
-            {"role": "user", "content": said},
-            {"role": "assistant", "content": message.content},
-            {"role": "user", "content": results},
-        ]
-        assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
+    results = [{"type": "tool_result", "tool_use_id": call.id} for call in calls]
+    results[1]["content"] = [{"type": "text", "text": t} for t in ("SAY: It is", "open.")]
+    messages = [
+        {"role": "user", "content": said},
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": results},
+    ]
+    assert text_of(ask(obeying, messages, tools=[TOOL])) == "It is\n\nopen."
 
 
-def test_tools_and_reasoning_reach_the_template(agent):
+def test_tools_and_reasoning_reach_the_template(agent, obeying):
     encode = agent.engine.loaded.tokenizer.encode
-    n_plain = n_prompt(agent)
+    n_plain = n_prompt(obeying)
     search = {"type": "web_search_20250305", "name": "web_search"}  # which runs at Anthropic
     for text, body in {
         "[open] ": {"tools": [TOOL, search]},
         "": {"tools": [TOOL], "tool_choice": {"type": "none"}},
         "<think></think>": {"thinking": {"type": "disabled"}},
     }.items():
-        assert n_prompt(agent, **body) == n_plain + len(encode(text, add_special_tokens=False))
-
-
-def test_system_messages_in_the_middle_keep_their_place(agent):
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "system", "content": "There are two helpers."},
-    ]
-    as_one = [{"role": "user", "content": "hi\n\nThere are two helpers."}]
-    n, n_as_one = (n_prompt(agent, messages=m, system="Be brief.") for m in (messages, as_one))
+        assert n_prompt(obeying, **body) == n_plain + len(encode(text, add_special_tokens=False))
+    # a system message in the middle is the user's
+    system = {"role": "system", "content": "There are two helpers."}
+    as_one = [{"role": "user", "content": f"The key of\n\n{system['content']}"}]
+    n, n_as_one = (n_prompt(obeying, messages=m) for m in ([*HELLO, system], as_one))
     assert n == n_as_one
 
 
-def test_other_refusals(client):
-    with pytest.raises(anthropic.BadRequestError, match="top_k must be below") as caught:
-        ask(client, HELLO, extra_body={"top_k": 10**6})
-    assert caught.value.body["error"]["type"] == "invalid_request_error"
+def test_refusals_are_the_clients_own_exceptions(client):
     with pytest.raises(anthropic.NotFoundError, match="GET /v1/messages/batches"):
         client.messages.batches.list()
-    with pytest.raises(anthropic.PermissionDeniedError, match="which this server is not"):
-        ask(client, HELLO, extra_headers={"Host": "evil.example"})
     with serving(api_key="secret") as locked:
         client = connected(anthropic.Anthropic, locked)
-        with pytest.raises(anthropic.AuthenticationError) as caught:
+        with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
             ask(client, HELLO)
-        assert caught.value.body["error"]["type"] == "authentication_error"
         client.api_key = "secret"
-        assert client.messages.count_tokens(model="m", messages=HELLO).input_tokens > 2
+        with pytest.raises(anthropic.BadRequestError, match="top_k must be below"):
+            ask(client, HELLO, extra_body={"top_k": 10**6})
         locked.engine.stop()
-        with pytest.raises(anthropic.InternalServerError, match="shutting down") as caught:
-            client.messages.count_tokens(model="m", messages=HELLO)
-        assert caught.value.body["error"]["type"] == "overloaded_error"
+        for refused in (ask, n_prompt):
+            given = {"messages": HELLO} if refused is n_prompt else {"content": HELLO}
+            with pytest.raises(anthropic.InternalServerError, match="overloaded_error"):
+                refused(client, **given)

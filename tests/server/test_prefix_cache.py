@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
-from server_helpers import POLICY, serving
+from server_helpers import ask, serving, talk
 
 from mlx_snapkv.server import prefix_cache
 from mlx_snapkv.server.prefix_cache import PrefixCache
@@ -57,8 +57,6 @@ def test_where_room_is_short_the_newest_question_of_a_document_stands_for_the_ot
     assert prefixes.fetch([*long_answer, 1], 1)[1] == 420
     prefixes.insert([*long_answer, 7, 7], of(422))  # which serves whatever the shorter one did
     assert len(prefixes) == 1
-    prefixes.trim_to(n_sequences=0)
-    assert prefixes.nbytes == 0
 
 
 def test_what_cannot_be_cut_serves_its_continuation_and_goes_by_age():
@@ -97,28 +95,18 @@ def test_what_memory_has_not_is_read_from_its_file(demo_llama, tmp_path, caplog,
     assert mx.allclose(after, model(mx.array([prompt]))[:, -1], atol=1e-4)
 
 
-@pytest.mark.parametrize("memory", ["recall:8bit", "recall:file"])
-def test_questions_of_one_document_share_it(document, memory):
+def test_questions_of_one_document_share_it(document):
     """Beside another document, in the room of two."""
     text, facts = document
-    with serving(memory=memory) as served:
-        prefixes = served.engine.prefixes
-
-        def ask(text, question):
-            messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
-            body = {"messages": messages, "max_tokens": 20}
-            found = served.post("/v1/chat/completions", json=body).json()
-            known = found["usage"]["prompt_tokens_details"]["cached_tokens"]
-            return found["choices"][0]["message"]["content"], known > 1400
-
-        other = f"Another one. {text}"
-        ask(other, "What is it?")
+    with serving(memory="recall:file:8bit") as served:
+        prefixes, other = served.engine.prefixes, f"Another one. {text}"
+        ask(served, talk(f"{other} What is it?"))
         prefixes._most_bytes = 5 * (prefixes.nbytes + prefixes.file_nbytes) // 2
         for i, fact in enumerate(facts[:3]):
-            assert ask(text, fact.question) == (fact.value, i > 0)
-            assert len(prefixes) == 2
+            answer, known, _ = ask(served, talk(f"{text} {fact.question}"))
+            assert (answer, known > 1400) == (fact.value, i > 0) and len(prefixes) == 2
             assert prefixes.nbytes + prefixes.file_nbytes <= prefixes._most_bytes
-        assert ask(other, "What was it?")[1]
+        assert ask(served, talk(f"{other} What was it?"))[1] > 1400
 
 
 def test_prompts_in_files_leave_files_for_connections(monkeypatch):
@@ -126,10 +114,8 @@ def test_prompts_in_files_leave_files_for_connections(monkeypatch):
     gc.collect()  # what earlier tests have left
     most, before = 100, len(os.listdir("/dev/fd"))
     monkeypatch.setattr(prefix_cache.resource, "getrlimit", lambda kind: (2 * (before + most), -1))
-    with serving(policy=POLICY, memory="recall:file") as served:
+    with serving(memory="recall:file") as served:
         for n in range(24):
-            body = {"prompt": f"{n} word " * 110, "max_tokens": 1}
-            assert served.post("/v1/completions", json=body).status_code == 200
+            ask(served, talk(f"{n} word " * 110), max_tokens=1)
         assert most / 2 < len(os.listdir("/dev/fd")) - before < most + 30
-        again = served.post("/v1/completions", json=body).json()
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 300
+        assert ask(served, talk(f"{n} word " * 110), max_tokens=1)[1] > 300

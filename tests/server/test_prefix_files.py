@@ -9,7 +9,7 @@ import httpx
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from server_helpers import POLICY, served_process
+from server_helpers import POLICY, ask, served_process, talk
 from tiny_models import make_llama
 
 from mlx_snapkv.server.prefix_files import PrefixFiles, as_ids, longest
@@ -19,29 +19,16 @@ BOOK = "keydiff:budget=256,block=128,min_ctx=256 then snapkv:budget=128,n_sink=4
 ONE, OTHER = list(range(40)), list(range(20, 60))
 
 
-def answered(url, messages, max_tokens=20):
-    """An answer, and how many tokens of its prompt were known."""
-    body = {"messages": messages, "max_tokens": max_tokens}
-    found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return found["choices"][0]["message"]["content"], cached
-
-
-def asked(document, number):
+def known(url, document, *numbers, **fields):
+    """How many tokens of a question's prompt were known, after others with their answers; it is answered right."""
     text, facts = document
-    return [{"role": "user", "content": f"{text}\n\n{facts[number].question}"}]
-
-
-def follow_up(document, number):
-    """The first question with its answer, and then another."""
-    _, facts = document
-    said = {"role": "assistant", "content": facts[0].value}
-    return [*asked(document, 0), said, {"role": "user", "content": facts[number].question}]
-
-
-def ask(url, document, number):
-    answer, cached = answered(url, asked(document, number))
-    assert answer == document[1][number].value
+    said = [text + "\n\n"]
+    for number in numbers:
+        said[-1] += facts[number].question
+        said += [facts[number].value, ""]
+    with httpx.Client(base_url=url, timeout=60) as client:
+        answer, cached, _ = ask(client, talk(*said[:-2]), **fields)
+    assert answer == said[-2] or fields
     return cached
 
 
@@ -57,45 +44,43 @@ def test_a_killed_servers_prefixes_are_used_by_the_next_one(document, tmp_path, 
     folder = tmp_path / "prefixes"
     flags = (*flags, "--prefix-dir", str(folder))
     with served_process(*flags) as (url, process):
-        assert ask(url, document, 0) == 0
+        assert known(url, document, 0) == 0
         process.kill()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     with served_process(*flags) as (url, _):
         again = 0 if "demo-qwen3-next" in flags else 1
-        assert ask(url, document, again) > 1400
+        assert known(url, document, again) > 1400
 
 
 def test_a_killed_servers_conversation_goes_on_from_compressed_entries(document, tmp_path):
     """Without a memory: exactly from where it was, with entries of the same bits and groups, and nothing else does."""
     flags = ("--policy", POLICY, "--kv-bits", "8", "--prefix-dir", str(tmp_path))
     with served_process(*flags, "--kv-group-size", "32") as (url, process):
-        assert ask(url, document, 0) == 0
+        assert known(url, document, 0) == 0
         process.kill()
     for size in ("64", "32"):
         with served_process(*flags, "--kv-group-size", size) as (url, _):
-            assert (answered(url, follow_up(document, 1), 2)[1] > 1400) == (size == "32")
-            assert answered(url, asked(document, 2), 2)[1] == 0
+            assert (known(url, document, 0, 1, max_tokens=2) > 1400) == (size == "32")
+            assert known(url, document, 2, max_tokens=2) == 0
 
 
 def test_a_book_of_a_killed_server_goes_on_unless_it_is_damaged(document, tmp_path):
     """Damage is found when entries are first read, by a request that goes on from them; it is answered all the same."""
     flags = ("--policy", BOOK, "--memory", "recall:file", "--prefix-dir", str(tmp_path))
-    said = follow_up(document, 3)
     with served_process(*flags) as (url, process):
-        assert ask(url, document, 0) == 0
+        assert known(url, document, 0) == 0
         process.kill()
     (folder,) = tmp_path.glob("*.entries")
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
     with served_process(*flags) as (url, _):
-        answer, cached = answered(url, said)
-        assert answer == document[1][3].value and cached > 1400
+        assert known(url, document, 0, 3) > 1400
     for path in copy.glob("*.entries/*.values"):
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     with served_process(*flags, "--prefix-dir", str(copy)) as (url, process):
         for _ in range(2):
-            assert answered(url, said) == (document[1][3].value, 0)
+            assert known(url, document, 0, 3) == 0
         process.send_signal(SIGTERM)
         log = process.stderr.read()
     assert log.count(".values is damaged") == 1 and "Traceback" not in log

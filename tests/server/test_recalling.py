@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 from disk_helpers import full_disk
-from server_helpers import POLICY, load_named, serving
+from server_helpers import POLICY, ask, load_named, serving, talk
 
 from mlx_snapkv import Conversation
 
@@ -18,18 +18,6 @@ WAYS = [
 ]
 
 
-def ask(served, messages, **fields):
-    """The answer, how many tokens of the prompt were known, and the rest of the response."""
-    body = {"messages": messages, "max_tokens": 16, **fields}
-    found = served.post("/v1/chat/completions", json=body).json()
-    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return found["choices"][0]["message"]["content"], cached, found
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
 @pytest.mark.parametrize(("policy", "memory", "options"), WAYS, ids=lambda value: str(value)[:12])
 def test_follow_ups_answer_as_a_conversation_and_four_at_once(
     document, demo_llama, policy, memory, options
@@ -37,19 +25,18 @@ def test_follow_ups_answer_as_a_conversation_and_four_at_once(
     text, facts = document
     conversation = Conversation(*demo_llama, policy=policy, memory=memory, max_tokens=16, **options)
     with serving(policy=policy, memory=memory, generation=options) as served:
-        messages = []
+        said = []
         for i, fact in enumerate(facts[:3]):
-            said = fact.question if i else f"{text}\n\n{fact.question}"
-            messages.append(user(said))
-            answer, cached, found = ask(served, messages)
-            assert answer == "".join(r.text for r in conversation.send(said)).strip() == fact.value
-            assert (cached > 1400) == (i > 0)
+            said.append(fact.question if i else f"{text}\n\n{fact.question}")
+            answer, cached, found = ask(served, talk(*said))
+            sent = "".join(response.text for response in conversation.send(said[-1]))
+            assert answer == sent.strip() == fact.value and (cached > 1400) == (i > 0)
             assert ("verified" in found["mlx_snapkv"]) == ("verify" in options)
             assert ("book" in found["mlx_snapkv"]) == (policy == BOOK)
-            messages.append({"role": "assistant", "content": answer})
+            said.append(answer)
 
         def follow_up(fact):
-            return ask(served, [*messages, user(fact.question)])
+            return ask(served, talk(*said, fact.question))
 
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(follow_up, facts[2:]))
@@ -68,7 +55,7 @@ def test_a_system_prompt_is_read_once(document, memory):
     text, facts = document
     system = {"role": "system", "content": text[: len(text) // 2]}
     questions = [facts[0].question, facts[1].question, "Why?", facts[0].question]
-    prompts = [[system, user(question)] for question in questions]
+    prompts = [[system, *talk(question)] for question in questions]
 
     def told(messages):
         _, cached, found = ask(served, messages, logprobs=True)
@@ -78,8 +65,8 @@ def test_a_system_prompt_is_read_once(document, memory):
     with serving(load_named("demo-qwen3-next"), policy=POLICY, memory=memory) as served:
         known = [told(prompt) for prompt in prompts]
         assert known[0][0] == 0 and min(cached for cached, *_ in known[1:]) > 650
-        said = [*prompts[1], {"role": "assistant", "content": ask(served, prompts[1])[0]}]
-        _, cached, _ = ask(served, [*said, user(facts[4].question)])
+        said = talk(questions[1], ask(served, prompts[1])[0], facts[4].question)
+        _, cached, _ = ask(served, [system, *said])
         # As many as vote are read again, which are more than a turn's tokens here.
         assert cached >= max(n for n, *_ in known) + (memory == "drop")
         for prompt, (_, entries, logprobs) in zip(prompts, known):
@@ -95,7 +82,7 @@ def test_what_is_read_again_as_a_whole_is_read_anew(document):
     system = {"role": "system", "content": text}
     with serving(policy="kvzip:budget=50%,min_ctx=256", memory="drop") as served:
         for fact in facts[:2]:
-            answer, cached, found = ask(served, [system, user(fact.question)])
+            answer, cached, found = ask(served, [system, *talk(fact.question)])
             assert answer == fact.value and cached == 0
             assert found["mlx_snapkv"]["reason"] is None
         assert served.metric('mlx_snapkv_kv_bytes{kind="prefixes"}') == 0
@@ -103,7 +90,7 @@ def test_what_is_read_again_as_a_whole_is_read_anew(document):
 
 def test_a_full_disk_is_no_mistake_of_the_client(caplog):
     """It gets a number, under which the log says why; when there is room again, it is answered."""
-    body = {"messages": [user("The oak is quick. " * 200)], "max_tokens": 4}
+    body = {"messages": talk("The oak is quick. " * 200), "max_tokens": 4}
     with serving(memory="recall:file") as served:
         with full_disk(100_000):
             found = served.post("/v1/chat/completions", json=body)

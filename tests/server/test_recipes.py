@@ -48,6 +48,4 @@ def test_curl(recipes):
 
 
 def bash(script):
-    return subprocess.run(
-        ["bash", "-ec", script], check=True, capture_output=True, text=True, timeout=60
-    ).stdout
+    return subprocess.check_output(["bash", "-ec", script], text=True, timeout=60)

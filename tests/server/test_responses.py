@@ -35,10 +35,6 @@ def said(role, text, kind="input_text"):
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
 
 
-def resent(response):
-    return [item.model_dump(exclude_none=True) for item in response.output]
-
-
 def test_follow_ups_resend_what_was_answered(client, document):
     text, facts = document
     items = []
@@ -49,7 +45,7 @@ def test_follow_ups_resend_what_was_answered(client, document):
         assert response.model == "gpt-5-codex" and response.store is False
         used = response.usage
         assert used.total_tokens == used.input_tokens + used.output_tokens
-        items += resent(response)
+        items += response.output
     assert used.input_tokens > used.input_tokens_details.cached_tokens > 1400
 
 
@@ -70,12 +66,11 @@ def test_a_stream_is_the_whole_response_in_events(client, document):
 
 
 def test_a_response_that_is_cut_is_incomplete(client):
-    response = ask(client, "The key of", max_output_tokens=3)
-    assert response.status == "incomplete" and response.usage.output_tokens == 3
-    assert response.incomplete_details.reason == "max_output_tokens"
     *_, last = ask(client, "The key of", max_output_tokens=3, stream=True)
-    assert last.type == "response.incomplete"
-    assert last.response.output[0].content[0].text == response.output_text
+    assert last.type == "response.incomplete" and last.response.usage.output_tokens == 3
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    with pytest.raises(openai.BadRequestError, match="input must not be empty"):
+        ask(client, [], stream=True)
 
 
 def test_reasoning_and_tools(obeying):
@@ -97,11 +92,9 @@ def test_reasoning_and_tools(obeying):
     kinds = {event.type for event in events}
     for kind in ("reasoning_text", "function_call_arguments"):
         assert {f"response.{kind}.delta", f"response.{kind}.done"} <= kinds
-    items = [said("user", order), *resent(final)]
-    result = {"type": "function_call_output", "call_id": call.call_id}
-    for output in ("SAY: It is open.", [{"type": "input_text", "text": "SAY: It is open."}]):
-        response = ask(obeying, [*items, result | {"output": output}], **given)
-        assert response.output_text == "It is open."
+    items = [said("user", order), *response.output]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "SAY: Open."}
+    assert ask(obeying, [*items, result], **given).output_text == "Open."
 
 
 def test_what_codex_says_is_in_an_order_that_templates_take(obeying):
@@ -113,9 +106,3 @@ def test_what_codex_says_is_in_an_order_that_templates_take(obeying):
     assert response.output_text == other.output_text == "yes"
     later = [said("user", "hi"), said("assistant", "ho", "output_text")]
     assert ask(obeying, [*later, said("developer", "SAY: ok")]).output_text == "ok"
-
-
-def test_a_mistake_is_the_clients_own_exception(client):
-    with pytest.raises(openai.BadRequestError, match="input must not be empty") as caught:
-        ask(client, [], stream=True)
-    assert caught.value.type == "invalid_request_error"
