@@ -53,10 +53,10 @@ def demo_model(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.fixture(params=["llama", "qwen3_next"])
+@pytest.fixture(params=[make_llama, make_qwen])
 def tiny_model(request):
-    """A random model of each supported family; the Qwen3-Next has linear layers and experts."""
-    return make_llama() if request.param == "llama" else make_qwen()
+    """A random LLaMA and a Qwen3-Next, which has linear layers and experts."""
+    return request.param()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.models.bitlinear_layers import BitLinear
 
 _DATA = yaml.safe_load((Path(__file__).parent / "fixtures" / "model_configs.yaml").read_text())
+TINY: dict[str, dict] = _DATA["tiny"]  # whole configurations, for tiny_models.py
 LAYERS, LLAMA4_ROPE = _DATA["named"]["layers"], _DATA["named"]["llama4_rope"]
 BASE = {name: value for value, names in _DATA["base"] for name in names.split()}
 # What differs from BASE, and of types, or variants of a supported type, that can't be compressed.

@@ -27,10 +27,10 @@ ROOMY = f"keydiff:budget=400,block=32 then {SNAPKV}"  # nothing is evicted
 MEMORIES = ["recall", "recall:8bit", "recall:file:4bit"]
 
 
-@pytest.fixture(params=["llama", "qwen3_next"])
+@pytest.fixture(params=[make_llama, make_qwen])
 def wide(request):
     """A random model whose heads can be quantised, of each family."""
-    return make_llama(head_dim=32) if request.param == "llama" else make_qwen(head_dim=32)
+    return request.param(head_dim=32)
 
 
 class Read:
