@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from request_helpers import steps
 
-from mlx_snapkv import SnapKV, patch_for_snapkv, prefill, unpatch_snapkv
+from mlx_snapkv import SnapKV, prefill
 from mlx_snapkv.caches.adapter import layer_cache
 from mlx_snapkv.caches.layers import members
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
 from mlx_snapkv.policies import H2O, KeyDiff
 
 ROWS = {"budget": 24, "n_sink": 4, "n_window": 10, "block": 16}
@@ -26,15 +28,14 @@ TURN = mx.array(np.random.default_rng(1).integers(1, 64, 150))
 def test_generate_step_reads_a_turn_as_one_by_one(tiny_model, tokens, policy, before):
     """Whether the caches have just chosen or chose some tokens ago."""
     caches = [prefill(tiny_model, tokens, policy)[0] for _ in range(2)]
-    patch_for_snapkv(tiny_model)
-    for cache in caches:
-        for token in tokens[:before]:
-            tiny_model(token[None, None], cache=cache)
-    for token in TURN:
-        logits = tiny_model(token[None, None], cache=caches[0])[0, -1]
-    token = mx.argmax(logits).item()
-    tiny_model(mx.array([[token]]), cache=caches[0])  # mlx-lm's loop runs one token ahead
-    unpatch_snapkv(tiny_model)
+    with recording(attention_classes(tiny_model)):
+        for cache in caches:
+            for token in tokens[:before]:
+                tiny_model(token[None, None], cache=cache)
+        for token in TURN:
+            logits = tiny_model(token[None, None], cache=caches[0])[0, -1]
+        token = mx.argmax(logits).item()
+        tiny_model(mx.array([[token]]), cache=caches[0])  # mlx-lm's loop runs one token ahead
     [(said, logprobs)] = steps(tiny_model, TURN, 1, prompt_cache=caches[1])
     assert said == token and mx.abs(logprobs - (logits - mx.logsumexp(logits))).max() < 1e-4
     for a, b in zip(*map(members, caches)):

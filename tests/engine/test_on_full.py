@@ -4,15 +4,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from request_helpers import plain, steps
 
-from mlx_snapkv import (
-    BlockKVCache,
-    SnapKV,
-    SnapKVCache,
-    SnapKVError,
-    patch_for_snapkv,
-    prefill,
-    unpatch_snapkv,
-)
+from mlx_snapkv import BlockKVCache, SnapKV, SnapKVCache, SnapKVError, prefill
+from mlx_snapkv.models import attention_classes
+from mlx_snapkv.models.patch import recording
 
 SMALL = {"budget": 56, "n_sink": 4, "n_window": 32, "obs_window": 8, "lookahead": 0}
 
@@ -74,8 +68,5 @@ def test_votes_that_nobody_recorded_are_told(tokens, tiny_model):
     with pytest.raises(SnapKVError, match="were not recorded: use mlx_snapkv's generate_step, or"):
         plain(tiny_model, tokens[-1:], 60, prompt_cache=cache)
     cache, _ = prefill(tiny_model, tokens[:-1], policy)
-    patch_for_snapkv(tiny_model)
-    try:
+    with recording(attention_classes(tiny_model)):
         assert len(plain(tiny_model, tokens[-1:], 60, prompt_cache=cache)) == 60
-    finally:
-        unpatch_snapkv(tiny_model)

@@ -16,10 +16,9 @@ CASES = [*SPECS[::3], f"{SNAPKV},on_full=slide", f"{SNAPKV},on_full=keydiff"]
 def answered(model, tokens, policy, bits, n=40):
     """The caches after an answer of fixed tokens, the log-probabilities of each, and the report."""
     cache, reports, answer = make_prompt_cache(model), [], iter(range(n + 1))
-    options = {} if bits is None else {"kv_bits": bits, "kv_group_size": 32}
-    options |= {"prompt_cache": cache, "on_report": reports.append}
+    options = {"kv_bits": bits, "kv_group_size": 32, "on_report": reports.append}
     options["sampler"] = lambda logprobs: mx.array([next(answer) % 64])
-    items = steps(model, tokens, n, policy=policy, **options)
+    items = steps(model, tokens, n, policy=policy, prompt_cache=cache, **options)
     return cache, mx.stack([logprobs for _, logprobs in items]), reports[0]
 
 

@@ -39,17 +39,12 @@ def test_what_can_not_be_served_is_refused_at_the_call(wide, tokens, options, me
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"memory": "recall", "refresh": "turn"},
-        {"memory": "recall"},
-        {"memory": "recall", "verify": "all"},
-        {"memory": "recall:file"},
-    ],
-)
-def test_a_prompt_cache_holds_the_whole_prompt_and_goes_on(wide, tokens, options):
+    "memory, way",
+    [("recall", {"refresh": "turn"}), ("recall", {}), ("recall", {"verify": "all"}), ("recall:file", {})],
+)  # fmt: skip
+def test_a_prompt_cache_holds_the_whole_prompt_and_goes_on(wide, tokens, memory, way):
     """The next request votes over all entries: it keeps what one request for the whole prompt would."""
-    keywords = {"policy": POLICY} | options
+    keywords = {"policy": POLICY, "memory": memory} | way
     reports, cache = [], make_prompt_cache(wide)
     steps(wide, tokens[:150], 6, prompt_cache=cache, **keywords)
     # The first token of the answer was fed before the compression.
@@ -82,8 +77,7 @@ def test_a_failing_vote_leaves_the_conversation_as_it_was_read(demo_llama, ask):
     """The store's file is cut short while an answer is under way: one sentence, and the turn's prompt is read."""
     model, tokenizer = demo_llama
     tokens, _ = ask(tokenizer, 600, seed=1)
-    options = {"memory": "recall:file"}
-    conversation = Conversation(model, tokenizer, policy=POLICY, max_tokens=12, **options)
+    conversation = Conversation(model, tokenizer, policy=POLICY, memory="recall:file")
     answer = conversation.send(tokenizer.decode(tokens))
     next(answer)
     layer = attention_layers(model, conversation.prompt_cache)[-1]
@@ -94,7 +88,6 @@ def test_a_failing_vote_leaves_the_conversation_as_it_was_read(demo_llama, ask):
     assert conversation.messages[-1]["role"] == "assistant"
 
 
-POLICY = "snapkv:top_k=20,n_sink=4,n_window=16,obs_window=8,lookahead=0"
 ALL = {"policy": POLICY, "memory": "recall", "verify": "all"}
 
 
@@ -122,13 +115,11 @@ def test_the_full_caches_own_answer(tokens, policy, lookahead):
 def test_samples_and_processors_see_the_full_caches_logits(tokens):
     model = make_llama(seed=3)
     for temp in (0.0, 0.7):
+        options = {"sampler": make_sampler(temp, top_p=0.9)}
+        options["logits_processors"] = make_logits_processors(repetition_penalty=1.3)
         answers = []
         for keywords in ({}, ALL):
             mx.random.seed(5)
-            options = {
-                "sampler": make_sampler(temp, top_p=0.9),
-                "logits_processors": make_logits_processors(repetition_penalty=1.3),
-            }
             answers.append(ids(steps(model, tokens, 60, **options, **keywords)))
         assert answers[0] == answers[1]
 
