@@ -12,6 +12,7 @@ from mlx_lm.models.cache import CacheList, _BaseCache
 
 from ..caches.evicting import EvictingCache
 from ..caches.layers import members
+from ..caches.refreshed import Choosing, RefreshedKVCache
 from ..entries.quantization import (
     Quantised,
     Stored,
@@ -26,22 +27,99 @@ from ..entries.quantization import (
 from ..entries.queries import OnQueries
 
 
-class BatchedEntries(OnQueries, Quantised, _BaseCache):
+class Batched(OnQueries, _BaseCache):
     """Compressed caches of one layer that decode together, a token at a time, as mlx-lm's batches want it.
 
-    The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most
-    entries that any of them holds, or is to hold. All else stays with the request's own cache: it says which row its
-    next entry goes to and when to evict, and takes its slot back for that. So a request keeps what it would keep alone.
-
     Args:
-        members: one cache a request; they are emptied, and belong to this one from now on.
+        members: one cache a request; they belong to this one from now on.
 
     Attributes:
         offset: int32 `(B,)`, the position of each request's next token.
     """
 
-    def __init__(self, members: Sequence[EvictingCache]):
+    offset: mx.array
+
+    def __init__(self, members: Sequence[Any]):
         self.members = list(members)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        """The mask of the next update: None, or bool `(B, 1, 1, rows)` where the requests' entries differ in number."""
+        assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
+        counts = [member.n_after_next for member in self.members]
+        if len(set(counts)) == 1:
+            return None
+        seen = mx.arange(max(counts)) < mx.array(counts)[:, None]
+        return seen[:, None, None, :]
+
+    def extend(self, other: Any) -> None:
+        """Take in the requests of another one, which is given up."""
+        self.members += other.members
+
+    def filter(self, keep: Sequence[int]) -> None:
+        """Keep the requests at these indices only."""
+        self.members = [self.members[i] for i in keep]
+
+    def size(self) -> int:
+        """Entries held, the most of any request."""
+        return max(member.n_entries for member in self.members)
+
+    def empty(self) -> bool:
+        return False
+
+
+class BatchedChoices(Batched, Choosing):
+    """Caches whose tokens choose anew what they read: each request chooses from its own entries, and one call of the
+    attention function sees what all have chosen."""
+
+    members: list[RefreshedKVCache]
+
+    @property
+    def offset(self) -> mx.array:  # type: ignore[override]
+        return mx.array([member.offset for member in self.members], mx.int32)
+
+    @property
+    def layer(self) -> Any:  # type: ignore[override]
+        return self.members[0].layer
+
+    def move(self, n: int) -> None:
+        for member in self.members:
+            member.move(n)
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        for i, member in enumerate(self.members):
+            member.add(keys[i : i + 1], values[i : i + 1])
+
+    def choice(self, heads: mx.array, scale: float, sinks: mx.array | None) -> Stored:
+        chosen: list[Stored] = []
+        for i, member in enumerate(self.members):
+            # One after the other, with the memory of one.
+            own = mx.depends(heads[i : i + 1], arrays(chosen[-1:]))
+            chosen.append(member.choice(own, scale, sinks))
+        return _stacked(chosen)
+
+    def extract(self, idx: int) -> RefreshedKVCache:
+        """A request's cache by itself; this one keeps it, too."""
+        return copy.deepcopy(self.members[idx])
+
+    @property  # type: ignore[misc]  # nothing sets it
+    def state(self) -> list:
+        return [member.state for member in self.members]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(member.nbytes for member in self.members)
+
+
+class BatchedEntries(Batched, Quantised):
+    """Caches that evict, emptied: their entries are here, and come back when the batch is left.
+
+    The arrays are one, `(B, n_kv_heads, R, head_dim)` or their quantised parts, a slot a request; `R` is the most
+    entries that any of them holds, or is to hold. All else stays with the request's own cache: it says which row its
+    next entry goes to and when to evict, and takes its slot back for that. So a request keeps what it would keep alone.
+    """
+
+    def __init__(self, members: Sequence[EvictingCache]):
+        super().__init__(members)
         self.quantization = members[0].quantization
         for member in members:
             member.flush()
@@ -67,15 +145,6 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
         """The entries that the attention is to see."""
         n = self.size()
         return self._stored if n == self._n_rows else rows(self._stored, 0, n)
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """The mask of the next update: None, or bool `(B, 1, 1, rows)` where the requests' entries differ in number."""
-        assert N == 1 and window_size is None, "a batch of compressed caches takes single tokens"
-        counts = [member.n_after_next for member in self.members]
-        if len(set(counts)) == 1:
-            return None
-        seen = mx.arange(max(counts)) < mx.array(counts)[:, None]
-        return seen[:, None, None, :]
 
     def record(self, queries: mx.array, *more: Any, **options: Any) -> None:
         """Leave each request its query of `(B, n_heads, 1, head_dim)`, if it asks for it; see `Recorder.record`."""
@@ -109,15 +178,13 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
         return fixed, n if fixed else id(member), how
 
     def extend(self, other: BatchedEntries) -> None:
-        """Take in the requests of another one, which is given up."""
+        super().extend(other)
         self._stored = _stacked([self._stored, other._stored])
-        self.members += other.members
         self.offset = mx.concatenate([self.offset, other.offset])
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep the requests at these indices only."""
+        super().filter(keep)
         chosen = mx.array(list(keep))
-        self.members = [self.members[i] for i in keep]
         n = self._n_needed()
         stored = each(lambda x: mx.take(x, chosen, axis=0), self._stored)
         self._stored = stored if n >= self._n_rows else _contiguous(rows(stored, 0, n))
@@ -183,13 +250,6 @@ class BatchedEntries(OnQueries, Quantised, _BaseCache):
         """Bytes of the keys and values, with the room for more."""
         return n_bytes(self._stored)
 
-    def size(self) -> int:
-        """Entries held, the most of any request."""
-        return max(member.n_entries for member in self.members)
-
-    def empty(self) -> bool:
-        return False
-
 
 def _with_room(stored: Stored, n: int) -> Stored:
     more = n - n_rows(stored)
@@ -214,9 +274,14 @@ def power_of_two(n: int) -> int:
 
 def kind_of(prompt_cache: list) -> tuple:
     """What requests must have in common, cache by cache, to decode together."""
-    return tuple(
-        getattr(cache, "kind", None) or (type(cache).__name__, power_of_two(cache.size()))
-        for cache in members(prompt_cache)
+    caches = members(prompt_cache)
+    counts = {cache.size() for cache in caches if isinstance(cache, BatchedChoices)}
+    return (
+        id(caches[0]) if len(counts) > 1 else None,  # a mask for each layer would be needed
+        *(
+            getattr(cache, "kind", None) or (type(cache).__name__, power_of_two(cache.size()))
+            for cache in caches
+        ),
     )
 
 
@@ -226,4 +291,6 @@ def batched(cache: Any) -> Any:
         return CacheList(*map(batched, cache.caches))
     if isinstance(cache, EvictingCache):
         return BatchedEntries([cache])
+    if isinstance(cache, RefreshedKVCache):
+        return BatchedChoices([cache])
     return cache.merge([cache])

@@ -63,8 +63,8 @@ class CompressedBatchGenerator(BatchGenerator):
             policy reads a prompt again as a whole, such as kvzip.
         reads_first: nobody waits for the first tokens: requests go on when no prompt is left to be read, which makes
             fewer and fuller steps.
-        **kwargs: `memory`, `verify`, `refresh`, `far` as of `generate_step`: answers that go on reading all entries
-            decode by themselves, in turn with the others. `kv_bits`, `kv_group_size` of compressed entries; full ones
+        **kwargs: `memory`, `verify`, `refresh`, `far` as of `generate_step`: answers that are verified decode by
+            themselves, in turn with the others. `kv_bits`, `kv_group_size` of compressed entries; full ones
             stay plain. mlx-lm's, untouched: `max_tokens`, `stop_tokens`, `completion_batch_size` and so on.
 
     Attributes:

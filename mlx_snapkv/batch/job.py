@@ -76,7 +76,7 @@ class Job:
 
     @property
     def joins(self) -> bool:
-        """Whether others can decode with it: it is compressed, and reads nothing else."""
+        """Whether others can decode with it: it is compressed, and not going to be verified."""
         return isinstance(self.request, Uncompressed)
 
     def begin(self) -> None:
@@ -91,14 +91,13 @@ class Job:
 
     def compress(self, tokens: list[int]) -> None:
         """Compress `caches`, unless they are already; `tokens` have been read."""
-        request, retention = self.request, self._settings.retention
+        request = self.request
         if self.is_compressed or isinstance(request, Uncompressed):
             return
         report = request.compress()
         self.is_compressed = True
-        if retention.verify is None:  # which goes on reading into them
+        if self._settings.retention.verify is None:  # which goes on reading into them
             self._hand_on(tokens)
-        if not retention.reads_on:
             request.end()
             self.request = Uncompressed(self.model, request.caches, report)
         self._report(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -18,63 +19,50 @@ from .contract import LayerCache
 from .full_view import FullView
 
 
-class RefreshedKVCache(OnQueries, LayerCache):
-    """Reads, at each token, the entries of the prompt that its own queries rank highest, and all of the answer's.
+class Choosing(OnQueries):
+    """What an attention module and its function are given where a call's queries choose the entries.
 
     The attention module is given zeros. Its queries choose, and the attention function sees what they chose; where a
     module computes with the entries before it calls that function, it is called a second time. Tokens that come
     together choose together.
-
-    Args:
-        everything: all entries of the prompt. Its index ranks them, or if it has none, their exact votes.
-        quota: how many of them a token reads: sink and window always, the rest by its queries.
-        layer: the layer of the model.
     """
 
-    is_compressed = True
     observes = True
+    layer: Any
+    _n_new = 0
+    _zeros: Any = None  # what the attention module was given
+    _chosen: Any = None  # what it is to be given
+    _seen: Any = ()  # what it was given last
 
-    def __init__(self, everything: FullView, quota: Quota, layer: Any):
-        n = len(everything)
-        self.offset = self._n_prompt = n
-        self.layer = layer
-        self._everything, self._index = everything, everything.index
-        self._first = min(quota.n_sink, n)
-        self._stop = max(self._first, n - quota.n_window)
-        self._n_chosen = max(0, quota.entries - quota.n_sink - quota.n_window)
-        self._always = KVCache()  # sink, window, and the answer
-        self._seen: Any = ()  # what the attention module was given last
-        if n:
-            always = mx.concatenate([mx.arange(self._first), mx.arange(self._stop, n)])
-            shape = (*everything.blocks().shape[:2], always.size)
-            always = mx.broadcast_to(always.astype(mx.uint32), shape)
-            self.append(everything.seen_from(always, n))
-            self.offset = n
-        self._n_new = 0
-        self._zeros: Any = None  # what the attention module was given
-        self._chosen: tuple[mx.array, mx.array] | None = None  # what it is to be given
+    def move(self, n: int) -> None:
+        """Move the offset on by `n` tokens."""
+        raise NotImplementedError
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        """Add entries that are always read."""
+        raise NotImplementedError
+
+    def size(self) -> int:
+        """Entries that a token reads."""
+        raise NotImplementedError
+
+    def choice(
+        self, heads: mx.array, scale: float, sinks: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
+        """What the tokens added last read, chosen by their queries `(B, n_heads, L, head_dim)`."""
+        raise NotImplementedError
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add keys and values; zeros, never computed, in an attention module's first call, then what was chosen."""
-        self.offset += keys.shape[2]
+        self._n_new = keys.shape[2]
+        self.move(self._n_new)
         if self._chosen is not None:
             self._seen, self._chosen = self._chosen, None
             return self._seen
-        self._always.update_and_fetch(keys, values)
-        self._n_new = keys.shape[2]
-        shape = (*keys.shape[:2], self.n_entries)
+        self.add(keys, values)
+        shape = (*keys.shape[:2], self.size())
         self._zeros = tuple(mx.zeros((*shape, x.shape[3]), x.dtype) for x in (keys, values))
         return self._zeros
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the newest tokens read, for layers that have no entries of their own and borrow these."""
-        return self._seen
-
-    def append(self, entries: Entries) -> None:
-        """Add entries that were made elsewhere, of the next tokens: they are always read."""
-        self._seen = self._always.update_and_fetch(*entries.plain())
-        mx.eval(self._seen)
-        self.offset += len(entries)
 
     def record(
         self,
@@ -89,9 +77,77 @@ class RefreshedKVCache(OnQueries, LayerCache):
             return
         queries = queries if read is None else read(queries)
         heads = self.layer.family.grouped(queries, self._zeros[0].shape[1])
-        self._chosen = self._entries(heads, scale, sinks)
+        self._chosen = self.choice(heads, scale, sinks)
 
-    def _entries(
+    def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """What was chosen, if the attention function was given what the cache gave, and nobody else reads that."""
+        given, chosen = self._zeros, self._chosen
+        if given is None or chosen is None or keys is not given[0] or values is not given[1]:
+            return keys, values
+        if self.layer.latent or self.layer.borrowers:
+            return keys, values
+        self._zeros = self._chosen = None
+        return chosen
+
+    def asks_again(self) -> bool:
+        """Whether what was chosen is still to be seen; the tokens added last then come once more."""
+        if self._chosen is None or self._zeros is None:
+            return False
+        self.move(-self._n_new)
+        self._zeros = None
+        return True
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the newest tokens read, for layers that have no entries of their own and borrow these."""
+        return self._seen
+
+
+class RefreshedKVCache(Choosing, LayerCache):
+    """Reads, at each token, the entries of the prompt that its own queries rank highest, and all of the answer's.
+
+    Args:
+        everything: all entries of the prompt. Its index ranks them, or if it has none, their exact votes.
+        quota: how many of them a token reads: sink and window always, the rest by its queries.
+        layer: the layer of the model.
+    """
+
+    is_compressed = True
+
+    def __init__(self, everything: FullView, quota: Quota, layer: Any):
+        n = len(everything)
+        self.offset = self._n_prompt = n
+        self.layer = layer
+        self._everything, self._index = everything, everything.index
+        self._first = min(quota.n_sink, n)
+        self._stop = max(self._first, n - quota.n_window)
+        self._n_chosen = max(0, quota.entries - quota.n_sink - quota.n_window)
+        self._always = KVCache()  # sink, window, and the answer
+        if n:
+            always = mx.concatenate([mx.arange(self._first), mx.arange(self._stop, n)])
+            shape = (*everything.blocks().shape[:2], always.size)
+            always = mx.broadcast_to(always.astype(mx.uint32), shape)
+            self.append(everything.seen_from(always, n))
+            self.offset = n
+
+    def __deepcopy__(self, memo: dict) -> RefreshedKVCache:
+        """A copy that chooses from the same entries."""
+        other = copy.copy(self)
+        other._always = copy.deepcopy(self._always, memo)
+        return other
+
+    def move(self, n: int) -> None:
+        self.offset += n
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        self._always.update_and_fetch(keys, values)
+
+    def append(self, entries: Entries) -> None:
+        """Add entries that were made elsewhere, of the next tokens: they are always read."""
+        self._seen = self._always.update_and_fetch(*entries.plain())
+        mx.eval(self._seen)
+        self.offset += len(entries)
+
+    def choice(
         self, heads: mx.array, scale: float, sinks: mx.array | None
     ) -> tuple[mx.array, mx.array]:
         always = self._always.keys_and_values()
@@ -108,24 +164,6 @@ class RefreshedKVCache(OnQueries, LayerCache):
         chosen = self._everything.seen_from(places, tokens.start).plain()
         return join(chosen, always)
 
-    def attended(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """What was chosen, if the attention function was given what the cache gave, and nobody else reads that."""
-        given, chosen = self._zeros, self._chosen
-        if given is None or chosen is None or keys is not given[0] or values is not given[1]:
-            return keys, values
-        if self.layer.latent or self.layer.borrowers:
-            return keys, values
-        self._zeros = self._chosen = None
-        return chosen
-
-    def asks_again(self) -> bool:
-        """Whether what was chosen is still to be seen; the tokens added last then come once more."""
-        if self._chosen is None or self._zeros is None:
-            return False
-        self.offset -= self._n_new
-        self._zeros = None
-        return True
-
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """The mask of the next update of `N` tokens."""
         return create_attention_mask(N, self.n_entries, return_array, window_size)
@@ -139,9 +177,13 @@ class RefreshedKVCache(OnQueries, LayerCache):
         return Entries(*self._always.keys_and_values())
 
     def size(self) -> int:
-        """Entries that a token reads."""
         chosen = n_of_groups(self._stop - self._first, self._n_chosen) if self._n_chosen else 0
         return chosen + self._always.offset
+
+    @property
+    def n_after_next(self) -> int:
+        """Entries that the next token reads."""
+        return self.n_entries + 1
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

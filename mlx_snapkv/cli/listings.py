@@ -46,7 +46,7 @@ CHOICES = (
     ),
     Choice(
         "an agent, or several clients at once",
-        "What prompts have in common is read once; add --refresh turn where many ask at once.",
+        "What prompts have in common is read once, and answers are decoded together.",
         "mlx-snapkv serve --model MODEL --snapkv top_k=4096 --memory recall",
         ("server.md#beside-mlx-lms-server", "recall.md#what-conversations-find"),
     ),

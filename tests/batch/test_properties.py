@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from tiny_models import make_llama
 
 MODEL = make_llama()
+RECALL = "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=24,lookahead=2"
 POLICIES = [
+    RECALL,  # whose tokens choose anew
     "snapkv:n_sink=2,n_window=8,obs_window=8,min_ctx=60,budget=30%,lookahead=4",
     "snapkv:n_sink=2,n_window=8,obs_window=8,budget=24,lookahead=2",
     "snapkv:n_sink=2,obs_window=8,budget=40,n_window=24,on_full=keydiff,lookahead=4",
@@ -30,7 +32,8 @@ EVENTS = st.lists(
 @given(st.sampled_from(POLICIES), EVENTS, st.booleans())
 @settings(max_examples=25)
 def test_every_answer_is_the_one_alone(policy, events, reads_first):
-    run = Run(MODEL, policy, prefill_step_size=48, reads_first=reads_first)
+    options = {"memory": "recall"} if policy == RECALL else {}
+    run = Run(MODEL, policy, prefill_step_size=48, reads_first=reads_first, **options)
     inserted, removed, extracted = {}, set(), []
     for event, a, b in events:
         if event == "insert":
@@ -45,10 +48,12 @@ def test_every_answer_is_the_one_alone(policy, events, reads_first):
             removed.add(a)
         else:
             for uid, (cache, tokens) in run.generator.extract_cache([a]).items():
-                way = {"policy": policy} if uid in run.reports else {}  # before, it is full
+                way = (
+                    {"policy": policy, **options} if uid in run.reports else {}
+                )  # before, it is full
                 extracted.append((uid, cache, list(tokens), way))
     run.finish()
-    wanted = {uid: alone(MODEL, p, n, policy=policy) for uid, (p, n) in inserted.items()}
+    wanted = {uid: alone(MODEL, p, n, policy=policy, **options) for uid, (p, n) in inserted.items()}
     for uid in inserted:
         answer = run.answers.get(uid, [])
         assert answer == wanted[uid][: len(answer)]

@@ -6,11 +6,14 @@ import mlx.core as mx
 import pytest
 from batch_helpers import Run, alone, prompts_of
 from mlx_lm.models.cache import make_prompt_cache
+from model_configs import make_model
 from request_helpers import assert_unpatched
 from tiny_models import make_llama, make_qwen
 
 from mlx_snapkv import SnapKVError
 from mlx_snapkv.batch.generator import CompressedBatchGenerator
+from mlx_snapkv.caches import full_view
+from mlx_snapkv.caches.layers import members
 
 PLAIN = "snapkv:n_sink=4,n_window=32,obs_window=32,min_ctx=100,budget=56"
 SNAPKV = f"{PLAIN},lookahead=4"
@@ -103,7 +106,7 @@ def test_one_that_is_given_up_leaves_what_it_has_read(model, verify):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"policy": SNAPKV, "verify": "all"}, "memory=drop does not keep"),
+        ({"policy": SNAPKV, "verify": "all"}, "must be in memory"),
         ({"policy": SNAPKV, "memory": "recall:file", "verify": "all"}, "must be in memory"),
         (
             {"policy": SNAPKV, "memory": "recall", "far": "pull"},
@@ -117,14 +120,32 @@ def test_what_does_not_go_together_is_refused_at_once(model, options, words):
         CompressedBatchGenerator(model, **options)
 
 
-def test_a_hybrids_tokens_choose_and_it_refuses_to_check_all():
-    model = make_qwen()
-    options = {"memory": "recall:file"}
+# A hybrid, latents and entries that are borrowed, whose attention modules are called twice, attention sinks.
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3", "gemma3n", "gpt_oss"])
+@pytest.mark.parametrize("few", [0, 8192], ids=["index", "votes"])
+def test_tokens_choose_together(name, few, monkeypatch):
+    monkeypatch.setattr(full_view, "FEW", few)
+    model, options = make_model(name), {"memory": "recall:file"}
     prompts = prompts_of(150, 120)
     run = Run(model, SNAPKV, **options)
     uids = run.insert(prompts, 15)
-    run.finish()
+    together = set()
+    while run.step():
+        caches = members(run.generator._generation_batch.prompt_cache)
+        together |= {len(c.members) for c in caches if hasattr(c, "members")}
+    assert together == {1, 2}
     for uid, prompt in zip(uids, prompts):
         assert run.answers[uid] == alone(model, prompt, 15, policy=SNAPKV, **options)
+
+
+def test_layers_that_read_different_numbers_of_entries_decode_alone(model):
+    policy = SNAPKV.replace("budget=56", "budget=pyramid:56")
+    prompts = prompts_of(150, 120)
+    run = Run(model, policy, memory="recall")
+    for uid, prompt in zip(run.staggered(prompts, [15, 15]), prompts):
+        assert run.answers[uid] == alone(model, prompt, 15, policy=policy, memory="recall")
+
+
+def test_a_hybrid_refuses_to_verify():
     with pytest.raises(SnapKVError, match="verify=all takes tokens back"):
-        Run(model, SNAPKV, memory="recall", verify="all")
+        Run(make_qwen(), SNAPKV, memory="recall", verify="all")
