@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..caches.layers import attention_layers
 from ..caches.recording import RecordingKVCache
 from ..engine.generate import encode_prompt
 from ..engine.prefill import mlx_generate
-from ..engine.prompt_plan import PREFILL_STEP_SIZE, ProgressCallback
+from ..engine.prompt_plan import PREFILL_STEP_SIZE
 from ..engine.report import CompressionReport
 from ..engine.retention import DROP
 from ..engine.serving import MAX_TOKENS, served
@@ -100,6 +99,17 @@ class Inspection:
             }
             for layer, rows, n_heads, share in each
         ]
+        of = self.attended  # the last layer is the mean of all
+        attended = zip(self.answer_tokens, of.positions[:, -1], of.weights[:, -1], of.own[:, -1])
+        tokens = [
+            {
+                "text": text,
+                "positions": positions[positions >= 0].tolist(),
+                "weights": [round(float(x), 6) for x in weights[positions >= 0]],
+                "own": round(float(own), 6),
+            }
+            for text, positions, weights, own in attended
+        ]
         return {
             "policy": self.policy,
             "report": self.report.to_dict(),
@@ -109,19 +119,8 @@ class Inspection:
             "answer": {
                 "text": self.answer,
                 "predicted_before_compression": self.attended.n_before,
-                "tokens": [self._token(i) for i in range(len(self.answer_tokens))],
+                "tokens": tokens,
             },
-        }
-
-    def _token(self, i: int) -> dict[str, Any]:
-        """An answer's token, and what it attended to, over all layers."""
-        found = self.attended
-        n = int((found.positions[i, -1] >= 0).sum())
-        return {
-            "text": self.answer_tokens[i],
-            "positions": found.positions[i, -1, :n].tolist(),
-            "weights": [round(float(x), 6) for x in found.weights[i, -1, :n]],
-            "own": round(float(found.own[i, -1]), 6),
         }
 
 
@@ -133,8 +132,7 @@ def inspect_prompt(
     *,
     snapkv: SnapKV | dict[str, Any] | str | bool | None = None,
     policy: Policy | Stages | str | None = None,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
-    prompt_progress_callback: ProgressCallback | None = None,
+    **options: Any,
 ) -> Inspection:
     """Answer a prompt as `generate` does, greedily, and record what was kept of it and what the answer attended to.
 
@@ -143,9 +141,8 @@ def inspect_prompt(
 
     Args:
         prompt: a text, to which no chat template is applied, or token ids, as of `stream_generate`.
-        max_tokens: of the answer, at most.
         snapkv, policy: as of `stream_generate`; without either, or below the policy's `min_ctx`, nothing is dropped.
-        prefill_step_size, prompt_progress_callback: as of `prefill`.
+        **options: `prefill_step_size` and `prompt_progress_callback`, as of `prefill`.
 
     Raises:
         SnapKVError: the prompt or the answer is empty, the policy can't be read, or the model is not supported.
@@ -158,24 +155,24 @@ def inspect_prompt(
         raise SnapKVError(f"the prompt must be one sequence of tokens, got shape {tokens.shape}")
     if max_tokens < 1:
         raise SnapKVError(f"max_tokens must be at least 1, got {max_tokens}")
+    n = tokens.size
+    read: Any = tokens.tolist()
     caches = make_prompt_cache(model)
     layers = attention_layers(model, caches)
-    options = {
-        "prompt_cache": caches,
-        "prefill_step_size": prefill_step_size,
-        "prompt_progress_callback": prompt_progress_callback,
-    }
-    recorder = Recorder(layers, tokens.size, max_tokens)
-    responses = list(_recorded(model, tokenizer, tokens, max_tokens, chosen, recorder, options))
-    others = sorted({*range(len(caches))} - {layer.index for layer in layers})
-    read: Any = tokens.tolist()
+    for layer in layers:
+        # It records no queries itself, but has the attention's calls seen where nothing is dropped.
+        layer.put(caches, RecordingKVCache(0, 0, n + max_tokens + 1, layer))
+    recorder = Recorder(layers, n, max_tokens)
+    options = {"prefill_step_size": PREFILL_STEP_SIZE, **options, "prompt_cache": caches}
+    asked = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
+    start = functools.partial(mlx_generate.stream_generate, **asked)
+    responses = _recorded(recorder, start, model, n, max_tokens, chosen, options)
     said = [response.token for response in responses if response.finish_reason != "stop"]
-    n = len(read)
-    whole, spans = token_spans(tokenizer, read + said)
+    whole, spans = token_spans(tokenizer, [*read, *said])
     end = spans[n - 1][1]
     sentences: tuple[Sentence, ...] = ()
     if chosen is not None and recorder.kept:
-        counts = recorder.counts(chosen.stages[1].quotas(n, len(layers)), n)
+        counts = recorder.counts(chosen.stages[1].quotas(n, len(layers)))
         special = np.isin(read, sorted(special_tokens(tokenizer)))
         sentences = ranked(whole[:end], spans[:n], special, counts, bool(recorder.votes))
     return Inspection(
@@ -184,7 +181,7 @@ def inspect_prompt(
         text=whole[:end],
         spans=tuple(spans[:n]),
         layers=tuple(layer.index for layer in layers),
-        layers_without=tuple(others),
+        layers_without=tuple(sorted({*range(len(caches))} - {layer.index for layer in layers})),
         heads=tuple(recorder.n_heads),
         positions=recorder.positions,
         sentences=sentences,
@@ -196,23 +193,13 @@ def inspect_prompt(
 
 
 def _recorded(
-    model: Any,
-    tokenizer: TokenizerWrapper,
-    tokens: mx.array,
-    max_tokens: int,
-    policy: Policy | Stages | None,
-    recorder: Recorder,
-    options: dict[str, Any],
-) -> Iterator[GenerationResponse]:
-    """The answer of `stream_generate`, recorded; `options` are those of mlx-lm's."""
-    caches = options["prompt_cache"]
-    for layer in attention_layers(model, caches):
-        # It records no queries itself, but has the attention's calls seen where nothing is dropped.
-        layer.put(caches, RecordingKVCache(0, 0, tokens.size + max_tokens + 1, layer))
-    asked = {"tokenizer": tokenizer, "prompt": tokens, "max_tokens": max_tokens}
-    start = functools.partial(mlx_generate.stream_generate, **asked)
-    wanted = model, tokens.size, max_tokens, policy, DROP, recorder.on_report
+    recorder: Recorder, start: Any, model: Any, n: int, max_tokens: int, policy: Any, options: dict
+) -> list[GenerationResponse]:
+    """The answer of mlx-lm's `start`, with every token's attention recorded when it has come."""
+    wanted = model, n, max_tokens, policy, DROP, recorder.on_report, options
+    responses = []
     with recording(attention_classes(model)), on_queries(recorder.on_queries):
-        for response in served(start, *wanted, options, on_kept=recorder.on_kept):
+        for response in served(start, *wanted, on_kept=recorder.on_kept):
             recorder.record()
-            yield response
+            responses.append(response)
+    return responses

@@ -56,8 +56,9 @@ def page(inspections: Sequence[Inspection], model: str, special: Collection[int]
 
 def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
     """What the page shows of one inspection; places are those of groups."""
-    kept = found.kept
-    rows = np.concatenate([layer[:n] for layer, n in zip(kept, found.heads, strict=True)])
+    attended = found.attended
+    groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
+    rows = np.concatenate([layer[:n] for layer, n in zip(found.kept, found.heads, strict=True)])
     n_kept = (found.positions >= 0).sum(axis=2).max(axis=1).tolist()
     return {
         "policy": found.policy,
@@ -71,20 +72,14 @@ def _policy(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
             asdict(s) | {"start": int(group_of[s.start]), "stop": int(group_of[s.stop - 1]) + 1}
             for s in found.sentences[:SENTENCES]
         ],
-        "answer": _answer(found, group_of),
-    }
-
-
-def _answer(found: Inspection, group_of: np.ndarray) -> dict[str, Any]:
-    attended = found.attended
-    groups = np.where(attended.positions < 0, -1, group_of[attended.positions])
-    return {
-        "tokens": list(found.answer_tokens),
-        "before": attended.n_before,
-        "per_layer": attended.positions.shape[2],
-        "positions": _text(groups.astype("<i4")),
-        "weights": _text((attended.weights * 65535).round().astype("<u2")),
-        "own": [round(float(x), 4) for x in attended.own.reshape(-1)],
+        "answer": {
+            "tokens": list(found.answer_tokens),
+            "before": attended.n_before,
+            "per_layer": attended.positions.shape[2],
+            "positions": _text(groups.astype("<i4")),
+            "weights": _text((attended.weights * 65535).round().astype("<u2")),
+            "own": [round(float(x), 4) for x in attended.own.ravel()],
+        },
     }
 
 

@@ -37,11 +37,6 @@ class Attended:
 class Recorder:
     """Records what a request keeps, and what its answer's tokens attend to, at the attention's own calls.
 
-    Args:
-        layers: the model's full-attention layers.
-        n_prompt: tokens of the prompt.
-        most: tokens of an answer.
-
     Attributes:
         kept: positions `(n_kv_heads, n)` by layer, if anything was dropped.
         votes: for these, the same shape, if there were any.
@@ -126,24 +121,18 @@ class Recorder:
             layer[: rows.shape[0], : rows.shape[1]] = rows
         return found
 
-    def counts(self, quotas: list[Quota], at: int) -> np.ndarray:
-        """What `ranked` needs of every token, `(5, n_tokens)`.
+    def counts(self, quotas: list[Quota]) -> np.ndarray:
+        """What `ranked` needs of every token, `(5, n_tokens)`, if the layers were to keep `quotas`.
 
         A head has the choice unless it keeps the token anyway, as one of the first or most recent entries.
-
-        Args:
-            quotas: what the layers were to keep.
-            at: of the entries before this position.
         """
         n = self._n_prompt
         counts = np.zeros((5, n))
         for number, (quota, n_heads) in enumerate(zip(quotas, self.n_heads, strict=True)):
-            positions = self.kept[number].reshape(-1)
-            weights = self.votes.get(number, np.zeros(positions.size)).reshape(-1)
+            positions = self.kept[number].ravel()
+            weights = self.votes.get(number, np.zeros(positions.size)).ravel()
             kept, votes = (np.bincount(positions, w, minlength=n) for w in (None, weights))
-            free = np.ones(n)
-            free[: quota.n_sink] = free[max(0, at - quota.n_window) :] = 0
-            counts += np.stack(
-                [kept, np.full(n, n_heads), kept * free, n_heads * free, votes * free]
-            )
+            heads, free = np.full(n, n_heads), np.ones(n)
+            free[: quota.n_sink] = free[max(0, n - quota.n_window) :] = 0
+            counts += np.stack([kept, heads, kept * free, heads * free, votes * free])
         return counts

@@ -38,19 +38,23 @@ def token_spans(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[Span]]
     before = start = 0  # tokens[before:start] are the ones taken last, and `known` what they say
     known = waiting = ""  # and what those from `before` on say that may not be whole yet
 
+    def decoded(start: int, stop: int) -> str:
+        some = list(tokens[start:stop])
+        return tokenizer.decode(some, clean_up_tokenization_spaces=False) if some else ""
+
     def take(stop: int, text: str) -> None:
         nonlocal before, start, known, waiting
         at = spans[-1][1] if spans else 0
         pieces.append(text[len(known) :])
         spans.extend([(at, at + len(pieces[-1]))] * (stop - start))
         before, start = start, stop
-        known, waiting = _decoded(tokenizer, tokens[before:start]), ""
+        known, waiting = decoded(before, start), ""
 
     for stop in range(1, len(tokens) + 1):
-        text = _decoded(tokenizer, tokens[before:stop])
+        text = decoded(before, stop)
         if waiting and len(text) > len(waiting) and text.startswith(waiting):
             take(stop - 1, waiting)  # nothing will make it whole
-            text = _decoded(tokenizer, tokens[before:stop])
+            text = decoded(before, stop)
         if text.endswith(INCOMPLETE) and stop - start < MOST:
             waiting = text
         else:
@@ -67,24 +71,16 @@ def special_tokens(tokenizer: Any) -> set[int]:
     return marked | set(getattr(tokenizer, "all_special_ids", None) or ())
 
 
-def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
-    if not tokens:
-        return ""
-    return tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
-
-
 @dataclass(frozen=True)
 class Sentence:
     """A sentence of the prompt.
 
     Attributes:
-        text: without the white space around it.
         start, stop: its tokens.
         kept: share of its entries that are kept, 0 to 1, over its tokens and all layers' KV heads.
-        chosen: the same of the entries that the policy chose among; None if all of them are kept whatever they say, as
-            the prompt's first or most recent ones.
-        votes: of the attention that the voters gave to the entries chosen, the share that went to this sentence's;
-            None if nobody votes.
+        chosen: the same of the entries that the policy chose among; None if all are among the first or most recent.
+        votes: the share of the voters' attention to all entries chosen that went to this sentence's; None if nobody
+            votes.
     """
 
     text: str

@@ -40,17 +40,12 @@ def found(demo_llama, asked):
     return [inspect_prompt(*demo_llama, asked[0], 12, policy=policy) for policy in budgets]
 
 
-@pytest.fixture(scope="module")
-def file(demo_llama, found, tmp_path_factory):
-    path = tmp_path_factory.mktemp("page") / "kept.html"
+@pytest.fixture
+def page(driver, demo_llama, found, tmp_path):
+    path = tmp_path / "kept.html"
     html = page_of(found, "</title><b>demo", special_tokens(demo_llama[1]))
     path.write_text(html, encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def page(driver, file):
-    page = Page(driver, file.as_uri())
+    page = Page(driver, path.as_uri())
     page.size(1300, 900)
     driver.get(page.url)
     yield page
@@ -58,12 +53,10 @@ def page(driver, file):
     assert page.run("return performance.getEntriesByType('resource').length") == 0
 
 
-def classes(page):
-    """Of every group of tokens in the first pane: its text, and the class of its tint, 0 to 8."""
-    return page.run(
-        """const tint = (span) => Number((/k(\\d)/.exec(span.className) ?? [0, 0])[1]);
-        return panes[0].spans.map((span) => [span.textContent, tint(span)]);"""
-    )
+def tints(page):
+    """Of every group of tokens in the first pane, 0 to 8."""
+    tint = r"Number((/k(\d)/.exec(span.className) ?? [0, 0])[1])"
+    return page.run(f"return panes[0].spans.map((span) => {tint})")
 
 
 def test_one_page_shows_one_prompt(demo_llama, found):
@@ -93,15 +86,15 @@ def test_tints_are_the_heads_that_keep(page, found):
     def wanted(part):
         return [int(np.ceil(8 * part[:, of[span]].mean())) for span in spans]
 
-    assert [k for _, k in classes(page)] == wanted(kept.reshape(6, -1))
+    assert tints(page) == wanted(kept.reshape(6, -1))
     page("#layer").send_keys(RIGHT, RIGHT)  # "all", then 0, then 1
     assert page("#layer-told").text == "layer 1"
-    assert [k for _, k in classes(page)] == wanted(kept[1])
+    assert tints(page) == wanted(kept[1])
     page("#head").send_keys(RIGHT)
-    assert [k for _, k in classes(page)] == wanted(kept[1, :1])
+    assert tints(page) == wanted(kept[1, :1])
     assert page.all(".map button")[1].get_attribute("aria-pressed") == "true"
     page.all(".map button")[1].click()  # all layers again, of one head
-    assert [k for _, k in classes(page)] == wanted(kept[:, 0])
+    assert tints(page) == wanted(kept[:, 0])
 
 
 @NO_BROWSER
